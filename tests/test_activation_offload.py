@@ -22,19 +22,26 @@ from snugfit.exchange.read import read_arguments
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
+from snugfit.planning.cost.timer import GpuTimers, seconds_of
+from snugfit.planning.keep import Kept
+from snugfit.planning.search.reasons import cures
+from snugfit.planning.search.search import plan
 from snugfit.prediction.pinned import pinned_bytes
+from snugfit.prediction.predict import predict
 from snugfit.prediction.rates import rates_for
 from snugfit.prediction.seconds import COMPUTES, TRAVELS, simulate_queue, step_seconds
 from snugfit.prediction.timeline import queue_moments
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.trace.trace import AWAIT_COPY, COPIES, COPY_BACK, COPY_OUT, Trace
+from snugfit.rehearsal.trace.trace import AWAIT_COPY, COPIES, COPY_BACK, COPY_OUT, Trace, Work
 from snugfit.step import activation_offload
 from snugfit.step.activation_offload import ActivationOffload, Travelling, offload_activations
 from snugfit.step.build import build_model
 from snugfit.step.host_link import SLAB_BYTES, Slabs
+from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import OffloadWish
+from snugfit.techniques.technique import Fidelity, Slot
 from test_law_loops import hold
 from test_law_rehearsed_equals_real import hold_to_reports, job
 from test_seconds import FREE
@@ -373,3 +380,45 @@ def test_what_transformers_and_trl_call_it_is_read(read_back: Any) -> None:
     offloading = {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
     assert "every_nth_layer + host(checkpoints)" in read_back(offloading)
     assert "host(all)" in read_back({"activation_offloading": True, "packing_strategy": "bfd"})
+
+
+# ---- planned ---------------------------------------------------------------------------------------------
+
+
+def test_a_plan_knows_how_long_the_link_takes() -> None:
+    """What it judges is simulated with its copies; a lower bound leaves them out."""
+    gpu = find_gpu("h200")
+    trace = on_a_gpu(deeper(batch_size=64), "bf16 + host(all)")
+    slow = replace(gpu, key="no-rates-of-its-own", host_link={"bytes_per_second": 1e9})
+    timer = GpuTimers([gpu, slow])
+    work = Work(trace.kernels, trace.waits)
+    judged = seconds_of(timer, [work])
+    assert judged == timer(trace)
+    predicted = [step_seconds(trace, one, batch_size=64).step_seconds for one in (gpu, slow)]
+    assert judged == pytest.approx(predicted)
+    least = timer.simulate(timer.segments(work)).tolist()
+    assert least[0] <= judged[0]
+    assert least[1] < judged[1] / 2
+
+
+def test_where_nothing_fits_a_plan_names_it() -> None:
+    this = job("bert")
+    texts = [*cures(Recipe(), 2 << 30, this, 1 << 30, Fidelity.LEARNS, Kept())]
+    assert any("--keep 'host(all)' looks for steps that are smaller" in text for text in texts)
+    kept = Kept(slots={Slot.ACTIVATION_OFFLOAD: (roster.plain(Slot.ACTIVATION_OFFLOAD),)})
+    assert not any(
+        "host(all)" in text for text in cures(Recipe(), 2 << 30, this, 1 << 30, Fidelity.LEARNS, kept)
+    )
+    (word,) = {kind.last_resort for kind in roster.techniques() if kind.last_resort}
+    assert str(Recipe.parse(word)) == word
+
+
+@pytest.mark.whole
+def test_a_plan_that_keeps_it_gives_what_a_prediction_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    this, gpu = deeper(batch_size=64), find_gpu("h200")
+    found = plan(this, gpu=gpu, keep="bf16 + host(all) + adamw", workers=1)
+    assert found.best is not None
+    assert found.verified
+    predicted = predict(this, found.best.recipe, gpu=gpu)
+    assert predicted.timing is not None
+    assert found.best.step_seconds == pytest.approx(predicted.timing.step_seconds)

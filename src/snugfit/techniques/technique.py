@@ -90,6 +90,10 @@ class Technique(ABC):
     counterparts: ClassVar[tuple[Counterpart, ...]] = ()
     """transformers' arguments that mean this; the first without a note is what an export writes."""
 
+    last_resort: ClassVar[str] = ""
+    """As a recipe says it, where no plan looks for it unless it is named, and a step that does not fit
+    otherwise may fit with it; empty elsewhere."""
+
     least_capability: ClassVar[tuple[int, int] | None] = None
     """The compute capability below which the GPU cannot do this at all."""
 

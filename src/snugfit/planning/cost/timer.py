@@ -4,13 +4,15 @@ The seconds are `prediction/seconds.py`'s: the same rates, the same queue. A pla
 traces of the same few kernels, and only for the length of the step, so what one kernel takes is looked up.
 
 Between two waits the queue has a closed form (`queue.py`), so a step is a few segments for each GPU, and
-the steps of `simulate_queue` need no more than those.
+the steps of `simulate_queue` need no more than those. Copies beside the computation have none: segments leave
+them out, which is the least that a step takes, and what it takes is simulated kernel by kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -19,8 +21,14 @@ from snugfit.errors import GpuError
 from snugfit.planning.cost.queue import QueueSegment, cut_at_waits, join, merge_inner, simulate
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import Rates, rates_for
-from snugfit.prediction.seconds import launch_seconds, loader_seconds, sync_points
-from snugfit.rehearsal.trace.trace import Trace
+from snugfit.prediction.seconds import (
+    launch_seconds,
+    loader_seconds,
+    queue_roles,
+    simulate_queue,
+    sync_points,
+)
+from snugfit.rehearsal.trace.trace import COPIES, Trace
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -41,7 +49,11 @@ class ComposableTimer(Protocol):
     """A timer that knows what a step takes from what its pieces do."""
 
     def segments(self, work: Work) -> Sequence[QueueSegment]:
-        """What this does between the waits; all between the first and the last is one."""
+        """What this does between the waits, but for copies beside it; all between the first and the last is
+        one."""
+
+    def has_copies(self, work: Work) -> bool:
+        """Whether copies go beside it."""
 
     def simulate(self, segments: Sequence[QueueSegment]) -> Any:
         """Seconds (..., GPUs) of a steady step of these segments."""
@@ -50,7 +62,7 @@ class ComposableTimer(Protocol):
 def seconds_of(timer: Timer, works: Sequence[Work]) -> Sequence[float]:
     """Seconds on each GPU of a steady step that does these one after the other; a timer that does not compose
     is given a trace."""
-    if isinstance(timer, ComposableTimer):
+    if isinstance(timer, ComposableTimer) and not any(map(timer.has_copies, works)):
         return tuple(timer.simulate(join(map(timer.segments, works))).tolist())
     kernels = tuple(kernel for work in works for kernel in work.kernels)
     return timer(Trace((), (), (), kernels, tuple(_waits_of(works)), ()))
@@ -100,11 +112,32 @@ class GpuTimers:
         self._numbers: dict[Kernel, int] = {}
         self._by_id: dict[int, tuple[Kernel, int]] = {}  # a kernel that hashes slowly comes often
         self._works: dict[int, tuple[Work, list[QueueSegment]]] = {}  # by the id of the work beside
+        self._copies: dict[int, tuple[Work, bool]] = {}  # likewise
         self._table: Any = np.empty((3, 0, len(self.rates)))  # device, launch, loader; kernel; GPU
 
     def __call__(self, trace: Trace) -> tuple[float, ...]:
         """Seconds of the trace's steady step on each GPU."""
+        if _copies_go(trace.kernels):
+            return tuple(map(partial(self._with_copies, trace), self._clocks))
         return tuple(self.simulate(self._segments(trace.kernels, trace.waits)).tolist())
+
+    def _with_copies(self, trace: Trace, clock: KernelClock) -> float:
+        """By the whole queue, of which no part has a closed form."""
+        host, kernels = clock.rates.host, trace.kernels
+        device = [clock.seconds(kernel) for kernel in kernels]
+        launches = [launch_seconds(kernel, host) for kernel in kernels]
+        waits = sync_points(kernels, trace.waits)
+        length = simulate_queue(device, launches, waits, host, queue_roles(kernels))
+        return max(length, sum(loader_seconds(kernel, host) for kernel in kernels))
+
+    def has_copies(self, work: Work) -> bool:
+        """Whether copies go beside it, remembered."""
+        known = self._copies.get(id(work))
+        if known is None:
+            if len(self._copies) >= REMEMBERED_WORKS:
+                self._copies.clear()
+            known = self._copies[id(work)] = work, _copies_go(work.kernels)
+        return known[1]
 
     def segments(self, work: Work) -> Sequence[QueueSegment]:
         """What this does between the waits, remembered."""
@@ -146,7 +179,8 @@ class GpuTimers:
             larger = np.empty((3, 2 * number + 64, len(self.rates)))
             larger[:, :number] = self._table[:, :number]
             self._table = larger
-        self._table[0, number] = [clock.seconds(kernel) for clock in self._clocks]
+        beside = kernel.operator in COPIES
+        self._table[0, number] = [0.0 if beside else clock.seconds(kernel) for clock in self._clocks]
         launches = [(launch_seconds(kernel, host), loader_seconds(kernel, host)) for host in self._hosts]
         self._table[1:, number] = np.array(launches)[self._host_of].T
 
@@ -178,6 +212,10 @@ class TimersWithGaps:
         seconds = self.timers(trace)
         return tuple(0.0 if index is None else seconds[index] for index in self.indices)
 
+    def has_copies(self, work: Work) -> bool:
+        """Whether copies go beside it."""
+        return self.timers.has_copies(work)
+
     def segments(self, work: Work) -> Sequence[QueueSegment]:
         """What this does between the waits, on those that are known."""
         return self.timers.segments(work)
@@ -188,6 +226,10 @@ class TimersWithGaps:
         unknown = np.zeros((*known.shape[:-1], 1))
         every = np.concatenate([known, unknown], axis=-1)
         return every[..., [-1 if index is None else index for index in self.indices]]
+
+
+def _copies_go(kernels: Sequence[Kernel]) -> bool:
+    return any(kernel.operator in COPIES for kernel in kernels)
 
 
 def why_unknown(gpu: Gpu) -> str:

@@ -134,6 +134,9 @@ def cures(
     ]
     if more:
         yield f"--fidelity {looser[-1].value} allows more: {', '.join(more)}."
+    for technique in roster.techniques():
+        if (word := technique.last_resort) and technique.slot not in fixed.slots:
+            yield f"--keep '{word}' looks for steps that are smaller and slower. {technique.summary()}"
     if fixed.slots:
         yield f"--free {','.join(fixed.slots)} allows other techniques in place of yours."
     smaller = "smaller inputs" if job.task in NO_SEQUENCE else "shorter sequences"

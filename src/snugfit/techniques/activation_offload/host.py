@@ -32,6 +32,7 @@ class Host(Technique):
         "torch.autograd.graph.save_on_cpu, TRL's is SFTConfig(activation_offloading=True)"
     )
     elsewhere: ClassVar = ("activation_offloading", "save_on_cpu")
+    last_resort: ClassVar = "host(all)"
     counterparts: ClassVar = (
         Counterpart(
             arguments={"activation_offloading": True},
