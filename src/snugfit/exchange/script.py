@@ -62,6 +62,7 @@ def script_values(
         "widening": (),
         "adapting": (),
         "preparing": (),
+        "kernels": (),
         "checkpointing": (),
         **wishes,
         "model_arguments": arguments,

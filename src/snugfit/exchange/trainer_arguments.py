@@ -44,6 +44,8 @@ def training_arguments(job: Job, recipe: Recipe, to: str = "hf") -> dict[str, An
         head, _, part = key.partition(".")
         if head in _ELSEWHERE:
             continue
+        if part and value is None:
+            continue  # the library's own default
         if part:
             arguments.setdefault(head, {})[part] = value
         else:

@@ -46,6 +46,7 @@ TOUCHES: Mapping[str, tuple[str, ...]] = {
     "matmul": ("matmul",),
     "quantize": ("passes", "update"),
     "adapt": ("passes", "update"),
+    "kernels": ("passes",),
     "logits": ("passes",),
     "checkpoint": ("passes",),
     "compile": ("passes",),

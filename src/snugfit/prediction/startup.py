@@ -23,7 +23,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.job.build import instantiate
-from snugfit.rehearsal.trace.trace import GENERATED, MATRIX_PRODUCTS
+from snugfit.rehearsal.trace.trace import GENERATED, MATRIX_PRODUCTS, TRITON
 from snugfit.results.footprint import Startup
 
 if TYPE_CHECKING:
@@ -71,6 +71,9 @@ class StartupRates:
     generated: float = 0.1
     """Compiling a kernel that torch.compile generates, and what its program takes per kernel."""
 
+    triton: float = 0.5
+    """Compiling a kernel that a library wrote in Triton, which later processes find on the disk."""
+
 
 STARTUP_RATES = StartupRates(
     imports=6.1,
@@ -85,8 +88,8 @@ STARTUP_RATES = StartupRates(
 is met within 8 % in the median and 16 % at the worst, the first step within 17 % and 34 %. `package`
 (bitsandbytes), `host_number` and `worker` rest on one of the runs each. The runs timed importing the model's
 code and building together: `tensor` is from building BERT-large and Llama-3.1-8B without data on another
-host, and what is left counts as imports. Other hosts and disks are not measured; a process that is the first
-to read torch's files waits for the disk too.
+host, and what is left counts as imports. `triton` is chosen. Other hosts and disks are not measured; a
+process that is the first to read torch's files waits for the disk too.
 
 `compiler` and `generated`: on the host of one H200 (2026-11-22, no cache), 4 and 24 layers of BERT-large
 compiled whole took 16 and 66 s, with about a hundred generated kernels for 4 layers. Layers compiled one by
@@ -113,6 +116,7 @@ def startup(
         build_seconds=rates.tensor * size.tensors + drawing,
         first_step_seconds=step_seconds
         + rates.kernel * len(kernels)
+        + rates.triton * _count_of_triton(kernels)
         + rates.worker * setup.loader.workers
         + (compile_seconds(kernels, rates) if setup.compile else 0.0),
     )
@@ -134,11 +138,16 @@ def distinct_kernels(kernels: Iterable[Kernel]) -> KernelSet:
     return frozenset(map(_load_key, objects.values()))
 
 
+def _count_of_triton(kernels: KernelSet) -> int:
+    return sum(_operator(kernel).startswith(TRITON) for kernel in kernels)
+
+
 def count_packages(setup: Setup) -> int:
-    """How many packages beyond `OWN_PACKAGES` this Setup imports: its optimizer's, and its adapters'."""
+    """How many packages beyond `OWN_PACKAGES` this Setup imports: its optimizer's, its adapters', and Triton
+    with the library whose kernels it compiles."""
     wish = setup.optimizer
     roots = {call.path.partition(".")[0] for call in (wish.factory, wish.prepare) if call}
-    return len(roots - OWN_PACKAGES) + (setup.adapt is not None)
+    return len(roots - OWN_PACKAGES) + (setup.adapt is not None) + 2 * (setup.kernels is not None)
 
 
 class ModelSize(NamedTuple):

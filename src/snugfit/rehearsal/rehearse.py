@@ -97,6 +97,7 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
     from snugfit.rehearsal.record.cuda_names import CudaNames, cuda_names, makes_on_the_host
     from snugfit.rehearsal.record.four_bit import four_bit_products
     from snugfit.rehearsal.record.recorder import Recorder
+    from snugfit.rehearsal.record.triton_launches import triton_launches
 
     import_code(step.setup)  # before it is overridden
     recorder = Recorder(policy, steps, routing=step.job.routing, hides_masks=step.always_mask)
@@ -116,6 +117,7 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
             stack.enter_context(compiled_layers(policy, recorder))
         stack.enter_context(in_force(policy, notes))
         stack.enter_context(four_bit_products(policy))
+        stack.enter_context(triton_launches(policy, recorder))
         if step.job.model.module is not None and is_compiled(step.job.model.module):
             recorder.doubt(COMPILED)
         if step.job.model.module is not None and isinstance(policy, CudaPolicy):

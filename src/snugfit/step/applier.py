@@ -27,6 +27,7 @@ from snugfit.step.wishes.model import (
     AttentionHandler,
     CheckpointHandler,
     CompileHandler,
+    KernelsHandler,
     LogitsHandler,
     WeightsDtypeHandler,
 )
@@ -50,6 +51,7 @@ HANDLERS: tuple[Handler, ...] = (
     MatmulHandler(),
     QuantizeHandler(),
     AdaptHandler(),
+    KernelsHandler(),
     LogitsHandler(),
     CompileHandler(),  # what is compiled is recomputed
     CheckpointHandler(),

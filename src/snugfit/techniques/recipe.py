@@ -30,7 +30,13 @@ PLAIN = "plain"
 _SLOTS = tuple(Slot)
 _INDICES = {slot: index for index, slot in enumerate(_SLOTS)}
 
-ONLY_TRAINING = (Slot.HEAD, Slot.CHECKPOINTING, Slot.ACTIVATION_OFFLOAD, Slot.OPTIMIZER)
+ONLY_TRAINING = (
+    Slot.KERNELS,
+    Slot.HEAD,
+    Slot.CHECKPOINTING,
+    Slot.ACTIVATION_OFFLOAD,
+    Slot.OPTIMIZER,
+)
 """Slots that an evaluation leaves unused: it gives all logits, keeps nothing for a backward pass and updates
 nothing."""
 

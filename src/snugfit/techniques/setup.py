@@ -190,6 +190,10 @@ class Setup:
     adapt: Call | None = None
     """adapt: `adapt(model, **arguments)` gives the model to train instead."""
 
+    kernels: Call | None = None
+    """checkpoint: `kernels(model, **arguments)` has modules of the model compute with other kernels; None
+    leaves them as they are."""
+
     logits: LogitsWish | None = None
     """checkpoint: of how many tokens a language model's logits exist at a time; None computes them whole."""
 

@@ -32,6 +32,7 @@ class Slot(StrEnum):
     ATTENTION = "attention"
     PRECISION = "precision"
     MATMUL = "matmul"
+    KERNELS = "kernels"
     HEAD = "head"
     ENGINE = "engine"
     CHECKPOINTING = "checkpointing"

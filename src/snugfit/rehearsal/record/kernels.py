@@ -116,7 +116,8 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     flops = _flops(func, args, kwargs, out)
     flops = sum(tensor.numel() for tensor in outputs) if flops is None else flops
     shapes = tuple(tuple(tensor.shape) for tensor in inputs[:3])
-    dtype, layout = _arithmetic(func, (inputs or outputs)[0]), _layout(func, args, kwargs, inputs, outputs)
+    operand = (inputs or outputs)[1 if func._schema.name in WITH_BIAS else 0]
+    dtype, layout = _arithmetic(func, operand), _layout(func, args, kwargs, inputs, outputs)
     return KernelCost(flops, moved, shapes, dtype, len(inputs), layout, _leading(func, inputs, outputs))
 
 
@@ -252,6 +253,7 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
             one.new_empty((one.size(0), heads, *one.shape[2:])) for one in args[first + 1 : first + 3]
         ]
         args = (*args[: first + 1], *ungrouped, *args[first + 3 :])
+    args = tuple(one for one in args if not isinstance(one, torch.dtype))  # a product's `out_dtype`
     spared = 2 if _argument(func, args, kwargs, "is_causal") else 1
     return int(formula(*args, **kwargs, out_val=out)) // spared
 

@@ -307,6 +307,13 @@ class Recorder(TorchDispatchMode, Observer):
         else:
             self._add_kernel(COPY_IN if copies_in(func, args) else operator, cost)
 
+    def launch(self, operator: str, cost: KernelCost, written: Sequence[torch.Tensor]) -> None:
+        """A library has launched a kernel of its own, which wrote into these tensors."""
+        if self._step == self.steps - 1:
+            self._add_kernel(operator, cost)
+        for tensor in written:
+            self._shadows.forget(tensor)
+
     def _add_kernel(self, operator: str, cost: KernelCost) -> None:
         self._mark(MarkKind.KERNEL)
         again = self._phase == "backward" and torch.is_grad_enabled()

@@ -36,6 +36,9 @@ AWAIT_COPY = "cudaStreamWaitEvent"
 COPIES = frozenset({COPY_OUT, COPY_BACK})
 """What runs beside the computation, one after the other."""
 
+TRITON = "triton::"
+"""Begins the name of a kernel that a library wrote in Triton and launches from Python."""
+
 
 WITH_BIAS = frozenset({"aten::addmm", "aten::baddbmm", "aten::addmm_", "aten::baddbmm_"})
 """Products whose first operand is added."""

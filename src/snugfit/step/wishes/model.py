@@ -145,6 +145,43 @@ class AdaptHandler(Handler):
         return {"adapting": lines}
 
 
+class KernelsHandler(Handler):
+    """Modules that compute with other kernels than torch's."""
+
+    wish, slot = "kernels", Slot.KERNELS
+
+    def import_code(self, value: Call | None) -> None:
+        """Liger is imported, with Triton, before anything is timed or overridden."""
+        if value is not None:
+            from snugfit.step.liger import import_liger
+
+            import_liger()
+
+    def wrap(self, value: Call | None, model: Any) -> None:
+        """The wished function changes the model's modules."""
+        if value is not None:
+            value.run(model)
+
+    def change(self, value: Call | None, live: LiveTraining) -> Iterator[str]:
+        """As when it is built."""
+        if value is not None:
+            self.wrap(value, live.model)
+            yield f"kernels are those of {live.technique(self.slot)}"
+
+    def script(self, value: Call | None, context: ScriptContext) -> dict[str, Any]:
+        """As a call of the function that the Trainer calls, which is told of it in its arguments."""
+        if value is None or context.trainer:
+            return {}
+        options = "".join(f", {name}={given}" for name, given in value.arguments.items())
+        return {
+            "kernels": (
+                "from liger_kernel.transformers import _apply_liger_kernel_to_instance",
+                "",
+                f"_apply_liger_kernel_to_instance(model=model{options})",
+            )
+        }
+
+
 class LogitsHandler(Handler):
     """Logits that are never whole."""
 

@@ -1,0 +1,200 @@
+"""Kernels that a library launches through Triton, noted in the place of being launched.
+
+Everything else of such a library is Python that allocates with torch, and runs on shapes as it does on a
+GPU. A launch is noted with the kernel's name and the bytes that it moves: each tensor that the kernel loads
+from once, and each that it stores to once, whether its blocks pass over it once or, with the second pass
+found in the cache, twice. Which of its tensors a kernel loads and stores stands in its source, where pointers
+are parameters that offsets are added to.
+
+Liger asks its tensors' device for its type and compares that with "cuda", for how many rows of partial sums
+it makes and whether a product writes into a buffer that is there. On shapes the type is "meta"; so for the
+time of a rehearsal that constant is another in its functions.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import inspect
+import logging
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from unittest.mock import patch
+
+from snugfit.rehearsal.device.autocast import SWITCH
+from snugfit.rehearsal.device.policy import ComparedPolicy, CudaPolicy, PoliciesDiffer
+from snugfit.rehearsal.trace.trace import TRITON
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.rehearsal.device.policy import Policy
+    from snugfit.rehearsal.record.kernels import KernelCost
+
+_OPERATORS = "liger_kernel.ops"
+_LOADS, _STORES = ("load",), ("store",)
+_BOTH = ("atomic_add", "atomic_max", "atomic_cas", "atomic_xchg")
+
+_Fact = TypeVar("_Fact")
+
+
+class Notes(Protocol):
+    """Who hears of launches."""
+
+    def launch(self, operator: str, cost: KernelCost, written: list[torch.Tensor]) -> None:
+        """A kernel was launched, which wrote into these tensors."""
+
+
+class Access(NamedTuple):
+    """The parameters of a kernel, by what it does with what they point to."""
+
+    loaded: frozenset[str]
+    stored: frozenset[str]
+
+
+@contextlib.contextmanager
+def triton_launches(policy: Policy, notes: Notes) -> Iterator[None]:
+    """Within it, Triton's kernels are noted and do not run. Nothing where Triton is not imported, or nobody
+    has Liger."""
+    if "triton" not in sys.modules or _OPERATORS not in sys.modules:
+        yield
+        return
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    def run(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        _note(notes, kernel, args, kwargs)
+
+    def run_first(tuner: Any, *args: Any, **kwargs: Any) -> Any:
+        return tuner.fn.run(*args, **{**kwargs, **tuner.configs[0].all_kwargs()})
+
+    with contextlib.ExitStack() as undo:
+        for kind in (JITFunction, InterpretedFunction):
+            undo.enter_context(patch.object(kind, "run", run))
+        undo.enter_context(patch.object(Autotuner, "run", run_first))
+        undo.enter_context(
+            _quiet("transformers.configuration_utils")
+        )  # of an attribute that Liger still reads
+        if isinstance(policy, CudaPolicy):
+            undo.enter_context(_as_on(policy))
+        yield
+
+
+def _note(notes: Notes, kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    from snugfit.rehearsal.record.kernels import KernelCost
+
+    signature = inspect.signature(kernel.fn)
+    given = {name: value for name, value in kwargs.items() if name in signature.parameters}
+    arguments = signature.bind_partial(*args, **given).arguments
+    tensors = {name: value for name, value in arguments.items() if hasattr(value, "untyped_storage")}
+    access = _access(kernel.fn)
+    loaded = [tensor for name, tensor in tensors.items() if name in access.loaded]
+    stored = [tensor for name, tensor in tensors.items() if name in access.stored]
+    moved = sum(tensor.nbytes for tensor in (*loaded, *stored))
+    flops = max((tensor.numel() for tensor in tensors.values()), default=0)
+    shapes = tuple(tuple(tensor.shape) for tensor in list(tensors.values())[:3])
+    dtype = str(next(iter(tensors.values())).dtype) if tensors else ""
+    cost = KernelCost(flops, moved, shapes, dtype, len(tensors), "", ())
+    notes.launch(f"{TRITON}{kernel.fn.__name__.strip('_')}", cost, stored)
+
+
+@functools.cache
+def _access(function: Any) -> Access:
+    """What a kernel loads and stores. Pointers are followed through assignments; what is loaded is no
+    pointer any more."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    assert isinstance(tree, ast.FunctionDef)
+    roots = {one.arg: {one.arg} for one in tree.args.args}
+    assignments = [node for node in ast.walk(tree) if isinstance(node, (ast.Assign, ast.AugAssign))]
+    for _ in range(2):  # a pointer may be moved at the end of a loop, and used at its beginning
+        for node in assignments:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            pointers = _pointers(node.value, roots)
+            for name in (
+                one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)
+            ):
+                roots.setdefault(name, set()).update(pointers)
+    loaded: set[str] = set()
+    stored: set[str] = set()
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.args:
+            pointers = _pointers(call.args[0], roots)
+            loaded |= pointers if call.func.attr in (*_LOADS, *_BOTH) else set()
+            stored |= pointers if call.func.attr in (*_STORES, *_BOTH) else set()
+    return Access(frozenset(loaded), frozenset(stored))
+
+
+def _pointers(value: ast.expr, roots: Mapping[str, set[str]]) -> set[str]:
+    """The parameters that an expression of pointers and offsets begins with."""
+    if isinstance(value, ast.Name):
+        return set(roots.get(value.id, ()))
+    if isinstance(value, ast.BinOp) and isinstance(value.op, (ast.Add, ast.Sub)):
+        return _pointers(value.left, roots) | _pointers(value.right, roots)
+    return set()
+
+
+@contextlib.contextmanager
+def _as_on(policy: CudaPolicy) -> Iterator[None]:
+    """Within it, Liger's Python decides as on this GPU."""
+    import liger_kernel.utils as liger
+    import torch
+
+    autocast_dtype = torch.get_autocast_dtype
+
+    def properties(device: Any = None) -> SimpleNamespace:
+        count = _same_on_all(policy, lambda one: one.multiprocessors)
+        return SimpleNamespace(multi_processor_count=count)
+
+    def capability(device: Any = None) -> tuple[int, int]:
+        return _same_on_all(policy, lambda one: one.capability)
+
+    def dtype_of(device_type: str) -> torch.dtype:
+        return autocast_dtype(SWITCH if device_type in ("cuda", "meta") else device_type)
+
+    files = [module for name, module in sys.modules.items() if name.startswith(_OPERATORS)]
+    functions = {
+        id(value): value
+        for file in files
+        for value in vars(file).values()
+        if isinstance(value, FunctionType) and "cuda" in value.__code__.co_consts
+    }
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(patch.object(torch.cuda, "get_device_properties", properties))
+        undo.enter_context(patch.object(torch.cuda, "get_device_capability", capability))
+        undo.enter_context(patch.object(torch, "get_autocast_dtype", dtype_of))
+        for file in files:
+            if getattr(file, "infer_device_arch", None) is liger.infer_device_arch:
+                undo.enter_context(
+                    patch.object(file, "infer_device_arch", lambda: liger._infer_nvidia_arch(0))
+                )
+        for function in functions.values():
+            code = function.__code__
+            undo.callback(setattr, function, "__code__", code)
+            constants = tuple("meta" if one == "cuda" else one for one in code.co_consts)
+            function.__code__ = code.replace(co_consts=constants)
+        yield
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _same_on_all(policy: CudaPolicy, fact: Callable[[CudaPolicy], _Fact]) -> _Fact:
+    """This fact of the GPU. Raises `PoliciesDiffer` where GPUs that are rehearsed together differ in it."""
+    if any(fact(peer) != fact(policy) for peer in policy.peers):
+        raise PoliciesDiffer("GPUs that are simulated together launch Liger's kernels otherwise.")
+    if isinstance(policy, ComparedPolicy):
+        policy.sizes.update({other: None for other in policy.compared if fact(other) != fact(policy)})
+    return fact(policy)

@@ -1,0 +1,1 @@
+"""Whose kernels a model's layers run."""

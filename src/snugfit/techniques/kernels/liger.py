@@ -1,0 +1,126 @@
+"""Liger-Kernel: fused Triton kernels in the place of a model's own code (Hsu et al., arXiv 2410.10989).
+
+Rotary embeddings, RMSNorm and the gated activation become one kernel each, which keep less for the backward
+pass and write gradients over what they read. The fused linear cross-entropy never has all logits: it takes
+some tokens at a time, and makes the gradients along with the loss, as `chunked_loss` does in plain torch. Its
+chunks are so small that their logits are no larger than the hidden states of all tokens. Each adds to the
+gradient of the head, which is read and written once a chunk: for small vectors and large vocabularies that
+takes longer than the logits did. The host waits for the device twice, where it counts labels and where it
+asks whether the loss was scaled.
+
+Which models it covers, and with which parts, is Liger's own table. Which of its parts run is its own default
+unless a setting says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from snugfit.techniques import liger_table
+from snugfit.techniques.counterpart import Counterpart, Setting
+from snugfit.techniques.setup import Call, Setup
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+_PARTS = ("rope", "rms_norm", "swiglu", "geglu", "layer_norm", "fused_linear_cross_entropy")
+
+WITH_LOSS = "causal-lm"
+"""The task whose models Liger gives a loss of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Liger(Technique):
+    """Runs Liger's fused Triton kernels in the place of the model's own code, and its loss without logits."""
+
+    fidelity: ClassVar = Fidelity.ROUNDS
+    needs: ClassVar = ("liger-kernel>=0.8", "triton>=3.0")
+    extra: ClassVar = "liger"
+    source: ClassVar = "Hsu et al., arXiv 2410.10989; liger_kernel.transformers"
+    elsewhere: ClassVar = ("liger_kernel", "use_liger_kernel", "enable_liger_kernel")
+    counterparts: ClassVar = (
+        Counterpart(
+            arguments={
+                "use_liger_kernel": True,
+                **{f"liger_kernel_config.{part}": Setting(part) for part in _PARTS},
+            }
+        ),
+    )
+
+    rope: bool | None = None
+    """Rotary embeddings of queries and keys in one kernel."""
+
+    rms_norm: bool | None = None
+    """RMSNorm in one kernel, which keeps its input and one number a row."""
+
+    swiglu: bool | None = None
+    """The gated SiLU in one kernel, whose gradients take the place of what it kept."""
+
+    geglu: bool | None = None
+    """The gated GELU likewise."""
+
+    layer_norm: bool | None = None
+    """LayerNorm in one kernel, of models that see pictures."""
+
+    fused_linear_cross_entropy: bool | None = None
+    """The loss and the head's gradients for some tokens at a time."""
+
+    def install(self, setup: Setup) -> Setup:
+        """Has Liger change the model's modules."""
+        return replace(setup, kernels=Call(path="snugfit.step.liger:use_liger", arguments=self.set_parts))
+
+    @property
+    def set_parts(self) -> dict[str, bool]:
+        """The parts of which a setting says whether they run; of the others Liger's default does."""
+        values: dict[str, bool | None] = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {part: value for part, value in values.items() if value is not None}
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """Liger must know the model; its loss is a causal language model's, and there can be one only."""
+        known = liger_table.parts_by_model_type()
+        if why := _why_not_covered(job):
+            yield f"{why} Try 'torch_kernels'."
+        if not job.trains or _model_type(job) not in known:
+            return
+        parts = known[_model_type(job)]
+        for part in sorted(self.set_parts.keys() - parts):
+            yield f"Liger has no {part} for {_model_type(job)}; it has {', '.join(sorted(parts))}."
+        if self.fused_linear_cross_entropy is False:
+            return
+        off = replace(self, fused_linear_cross_entropy=False)
+        if not _has_its_loss(job):
+            yield f"Liger's loss is that of {WITH_LOSS}, and this is {job.task}. Try '{off}'."
+        elif recipe[Slot.HEAD].install(Setup()).logits is not None:
+            yield f"{recipe[Slot.HEAD]} and Liger's loss both take the head's place. Try '{off}'."
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """As Liger has it; without its loss where that is none of the model's."""
+        if _model_type(job) in liger_table.parts_by_model_type():
+            yield cls(fused_linear_cross_entropy=None if _has_its_loss(job) else False)
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """What is not installed, and what Liger does not cover."""
+        return cls.missing_package() or _why_not_covered(job)
+
+
+def _has_its_loss(job: Job) -> bool:
+    """Whether the model is one for which Liger has a loss; of a module of the user's own nobody knows."""
+    return job.model.module is not None or job.task == WITH_LOSS
+
+
+def _model_type(job: Job) -> str:
+    module = job.model.module
+    if module is None:
+        return str(job.model.config.get("model_type"))
+    return str(getattr(getattr(module, "config", None), "model_type", type(module).__name__))
+
+
+def _why_not_covered(job: Job) -> str:
+    """Why Liger does nothing for this job's model; empty where it does, or is not installed."""
+    known = liger_table.parts_by_model_type()
+    return liger_table.says_not_covered(_model_type(job)) if known and _model_type(job) not in known else ""
