@@ -158,7 +158,9 @@ DEAR = StartupRates(
     host_number=0.0,
     kernel=1e-3,
     worker=100.0,
-    compiled=0.0,
+    compiler=0.0,
+    generated=0.0,
+    triton=0.0,
 )
 
 

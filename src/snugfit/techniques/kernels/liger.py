@@ -85,6 +85,8 @@ class Liger(Technique):
             yield f"{why} Try 'torch_kernels'."
         if not job.trains or _model_type(job) not in known:
             return
+        if recipe[Slot.ENGINE].install(Setup()).compile is not None:
+            yield f"{recipe[Slot.ENGINE]} compiles what Liger would replace, and was not tried with it."
         parts = known[_model_type(job)]
         for part in sorted(self.set_parts.keys() - parts):
             yield f"Liger has no {part} for {_model_type(job)}; it has {', '.join(sorted(parts))}."
@@ -104,8 +106,11 @@ class Liger(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """What is not installed, and what Liger does not cover."""
-        return cls.missing_package() or _why_not_covered(job)
+        """What Liger does not cover; and nobody has timed its kernels beside their prediction yet."""
+        return _why_not_covered(job) or (
+            "the seconds of its kernels are predicted from their bytes alone, and were not compared with a "
+            f"GPU's yet (--keep {cls.name} plans with it)"
+        )
 
 
 def _has_its_loss(job: Job) -> bool:
@@ -121,6 +126,7 @@ def _model_type(job: Job) -> str:
 
 
 def _why_not_covered(job: Job) -> str:
-    """Why Liger does nothing for this job's model; empty where it does, or is not installed."""
-    known = liger_table.parts_by_model_type()
-    return liger_table.says_not_covered(_model_type(job)) if known and _model_type(job) not in known else ""
+    """Why Liger does nothing for this job's model; empty where it does."""
+    if _model_type(job) in liger_table.parts_by_model_type():
+        return ""
+    return liger_table.says_not_covered(_model_type(job))

@@ -1,0 +1,197 @@
+"""Liger's kernels: which models take them, what a rehearsal notes of them, and what stays as it was.
+
+Where liger-kernel or Triton is not installed, what needs them is skipped and says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from small_models import small_job
+from snugfit.errors import RecipeError
+from snugfit.exchange.read import read_arguments
+from snugfit.exchange.trainer_arguments import training_arguments
+from snugfit.job.job import Job
+from snugfit.prediction.startup import STARTUP_RATES, distinct_kernels, startup
+from snugfit.rehearsal.device.policy import CudaPolicy, PoliciesDiffer
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.trace.trace import TRITON, Trace
+from snugfit.techniques import liger_table, roster
+from snugfit.techniques.recipe import Recipe
+from snugfit.versions import version_of
+
+LIGER = roster.find("liger")
+installed = pytest.mark.skipif(bool(LIGER.missing_package()), reason=LIGER.missing_package() or "")
+
+LAYERS = 3
+
+
+def llama(**changes: int) -> Job:
+    return small_job("llama", LAYERS, **{"batch_size": 2, "sequence_length": 64, **changes})
+
+
+def trace_of(recipe: str, policy: CudaPolicy | None = None) -> Trace:
+    return rehearse(llama(), Recipe.parse(recipe).setup(), policy or CudaPolicy())
+
+
+def launches(trace: Trace) -> Counter[tuple[str, str]]:
+    """How often each kernel of Triton's is launched, by name and phase."""
+    return Counter(
+        (kernel.operator.removeprefix(TRITON), kernel.phase)
+        for kernel in trace.kernels
+        if kernel.operator.startswith(TRITON)
+    )
+
+
+# ---- which models ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe", "says"),
+    [
+        ("bert", "liger", "Liger has no kernels for bert. It covers deepseek, "),
+        ("llama", "liger + chunked_loss", "both take the head's place. Try 'liger(fused_linear_cross"),
+        ("llama", "liger(layer_norm=true)", "Liger has no layer_norm for llama; it has fused_linear"),
+    ],
+)
+def test_what_liger_cannot_do_is_said_before_it_is_tried(family: str, recipe: str, says: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        Recipe.parse(recipe).check(small_job(family, 2), installed=False)
+    assert says in str(caught.value)
+
+
+def test_with_its_loss_off_it_goes_beside_another_head() -> None:
+    Recipe.parse("liger(fused_linear_cross_entropy=false) + chunked_loss").check(llama(), installed=False)
+
+
+def test_without_the_package_one_sentence_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("snugfit.techniques.technique.version_of", lambda package: None)
+    with pytest.raises(RecipeError, match=r'needs liger-kernel.*Try: pip install "snugfit\[liger\]"'):
+        Recipe.parse("liger").check(llama())
+
+
+@pytest.mark.skipif(
+    version_of("liger-kernel") != "0.8.5", reason="liger_models.json is of liger-kernel 0.8.5"
+)
+def test_the_packaged_table_is_liger_s_own() -> None:
+    packaged = json.loads(liger_table.PACKAGED.read_text(encoding="utf-8"))
+    assert {name: frozenset(parts) for name, parts in packaged.items()} == liger_table.parts_by_model_type()
+
+
+# ---- other libraries' words --------------------------------------------------------------------------------
+
+
+def test_the_trainer_s_arguments_are_read_and_written(tmp_path: Path) -> None:
+    file = tmp_path / "arguments.json"
+    given = {"output_dir": "x", "use_liger_kernel": True, "liger_kernel_config": {"rope": False}}
+    file.write_text(json.dumps(given))
+    reading = read_arguments(file)
+    recipe = Recipe.parse(str(reading.settings["recipe"]))
+    assert "liger(rope=false)" in str(recipe)
+    assert not reading.refused
+    written = training_arguments(llama(), recipe)
+    assert (written["use_liger_kernel"], written["liger_kernel_config"]) == (True, {"rope": False})
+
+
+def test_parts_of_a_liger_that_is_off_do_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "arguments.json"
+    file.write_text(json.dumps({"output_dir": "x", "liger_kernel_config": {"rope": False}}))
+    reading = read_arguments(file)
+    assert "liger" not in str(reading.settings["recipe"])
+    assert [line.key for line in reading.ignored if "liger" in line.key] == ["liger_kernel_config.rope"]
+
+
+# ---- a rehearsal -------------------------------------------------------------------------------------------
+
+
+@installed
+def test_every_kernel_that_should_run_is_launched() -> None:
+    norms = 2 * LAYERS + 1
+    assert launches(trace_of("bf16 + liger")) == {
+        ("rms_norm_forward_kernel", "forward"): norms,
+        ("rms_norm_backward_kernel", "backward"): norms,
+        ("triton_rope", "forward"): LAYERS,
+        ("triton_rope", "backward"): LAYERS,
+        ("swiglu_forward_kernel", "forward"): LAYERS,
+        ("swiglu_backward_kernel", "backward"): LAYERS,
+        ("liger_cross_entropy_kernel", "forward"): launches(trace_of("bf16 + liger"))[
+            "liger_cross_entropy_kernel", "forward"
+        ],
+    }
+
+
+@installed
+def test_a_part_that_is_off_is_not_launched() -> None:
+    names = {name for name, _ in launches(trace_of("liger(rope=false, fused_linear_cross_entropy=false)"))}
+    assert names == {
+        "rms_norm_forward_kernel", "rms_norm_backward_kernel", "swiglu_forward_kernel",
+        "swiglu_backward_kernel",
+    }  # fmt: skip
+
+
+@installed
+def test_bytes_are_those_of_what_a_kernel_loads_and_stores() -> None:
+    """The gated activation loads two tensors and stores one; backward loads three and stores two."""
+    job, trace = llama(), trace_of("liger")
+    inner = 4 * job.batch_size * job.sequence_length * int(job.transformers_config().intermediate_size)
+    moved = {kernel.operator: kernel.nbytes for kernel in trace.kernels}
+    assert moved[f"{TRITON}swiglu_forward_kernel"] == 3 * inner
+    assert moved[f"{TRITON}swiglu_backward_kernel"] == 5 * inner
+
+
+@installed
+def test_nothing_of_the_process_is_another_afterwards() -> None:
+    """Liger changes names in transformers' files; a model that is rehearsed later has its own code."""
+    from transformers.models.llama import modeling_llama
+
+    before, names = trace_of("bf16"), dict(vars(modeling_llama))
+    assert trace_of("bf16 + liger") != before
+    assert vars(modeling_llama) == names
+    assert trace_of("bf16") == before
+
+
+@installed
+def test_partial_sums_have_a_row_for_each_multiprocessor() -> None:
+    width = int(llama().transformers_config().hidden_size)
+    for count in (132, 108):
+        sizes = {block.nbytes for block in trace_of("liger", CudaPolicy(multiprocessors=count)).blocks}
+        assert 4 * width * count in sizes
+    peer = CudaPolicy(multiprocessors=108)
+    with pytest.raises(PoliciesDiffer):
+        trace_of("liger", CudaPolicy(peers=(peer,)))
+
+
+@installed
+def test_the_host_waits_where_liger_reads_values() -> None:
+    """It counts the labels, and asks whether the loss was scaled."""
+    assert trace_of("liger").syncs == trace_of("plain").syncs + 2
+
+
+@installed
+def test_compiling_its_kernels_is_part_of_the_start_up() -> None:
+    recipe, trace = Recipe.parse("liger"), trace_of("liger")
+    kernels = distinct_kernels(trace.kernels)
+    compiled = {key for key in kernels if str(key).startswith(f"('{TRITON}")}
+    without = startup(llama(), recipe.setup(), kernels - compiled)
+    more = startup(llama(), recipe.setup(), kernels).first_step_seconds - without.first_step_seconds
+    assert more == pytest.approx(len(compiled) * (STARTUP_RATES.triton + STARTUP_RATES.kernel))
+
+
+@installed
+@pytest.mark.whole
+def test_on_the_cpu_gradients_and_allocations_are_those_of_a_real_step() -> None:
+    """In Triton's interpreter, which a process of its own is told of."""
+    folder = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, str(folder / "triton_on_the_cpu.py")],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.stdout.split("\n")[:2] == ["gradients agree", "allocations agree"], done.stderr[-3000:]
