@@ -17,8 +17,8 @@ from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
-from snugfit.techniques import liger_table
 from snugfit.hub_kernels import import_peft, no_hub_kernels
+from snugfit.techniques import liger_table
 
 if TYPE_CHECKING:
     import torch

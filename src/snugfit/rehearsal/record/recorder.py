@@ -41,7 +41,17 @@ from snugfit.rehearsal.record.python_numbers import numbers_watched
 from snugfit.rehearsal.record.questions import Questions
 from snugfit.rehearsal.record.shadows import Shadows
 from snugfit.rehearsal.record.shape_cache import SHAPE_CACHE, ScratchCache
-from snugfit.rehearsal.trace.trace import COPY_IN, GENERATED, Block, Kernel, Mark, MarkKind, Recording, Trace
+from snugfit.rehearsal.trace.trace import (
+    COPY_IN,
+    GENERATED,
+    TRITON,
+    Block,
+    Kernel,
+    Mark,
+    MarkKind,
+    Recording,
+    Trace,
+)
 from snugfit.results.footprint import Kind
 from snugfit.step.step import Observer
 
@@ -307,13 +317,6 @@ class Recorder(TorchDispatchMode, Observer):
         else:
             self._add_kernel(COPY_IN if copies_in(func, args) else operator, cost)
 
-    def launch(self, operator: str, cost: KernelCost, written: Sequence[torch.Tensor]) -> None:
-        """A library has launched a kernel of its own, which wrote into these tensors."""
-        if self._step == self.steps - 1:
-            self._add_kernel(operator, cost)
-        for tensor in written:
-            self._shadows.forget(tensor)
-
     def _add_kernel(self, operator: str, cost: KernelCost) -> None:
         self._mark(MarkKind.KERNEL)
         again = self._phase == "backward" and torch.is_grad_enabled()
@@ -334,14 +337,15 @@ class Recorder(TorchDispatchMode, Observer):
             self._compiled = False
 
     def launch(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
-        """A compiled program launches a kernel of its own."""
+        """A compiled program launches a kernel of its own, or a library one that it wrote in Triton."""
         for tensor in writes:
             self._shadows.forget(tensor)
         if not self._released:
             self._released = True
             self._mark(MarkKind.CONTEXT_RELEASED)
         if self._step == self.steps - 1:
-            self._add_kernel(f"{GENERATED}{name}", cost_of_generated(reads, writes))
+            origin = GENERATED if self._compiled else TRITON
+            self._add_kernel(f"{origin}{name}", cost_of_generated(reads, writes))
 
     def _add_to_last_step(self, operator: str, cost: KernelCost) -> None:
         if self._step == self.steps - 1:

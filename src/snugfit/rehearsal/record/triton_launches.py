@@ -20,20 +20,18 @@ import inspect
 import logging
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from unittest.mock import patch
 
 from snugfit.rehearsal.device.autocast import SWITCH
 from snugfit.rehearsal.device.policy import ComparedPolicy, CudaPolicy, PoliciesDiffer
-from snugfit.rehearsal.trace.trace import TRITON
 
 if TYPE_CHECKING:
     import torch
 
     from snugfit.rehearsal.device.policy import Policy
-    from snugfit.rehearsal.record.kernels import KernelCost
 
 _OPERATORS = "liger_kernel.ops"
 _LOADS, _STORES = ("load",), ("store",)
@@ -45,8 +43,8 @@ _Fact = TypeVar("_Fact")
 class Notes(Protocol):
     """Who hears of launches."""
 
-    def launch(self, operator: str, cost: KernelCost, written: list[torch.Tensor]) -> None:
-        """A kernel was launched, which wrote into these tensors."""
+    def launch(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+        """A kernel was launched."""
 
 
 class Access(NamedTuple):
@@ -86,8 +84,6 @@ def triton_launches(policy: Policy, notes: Notes) -> Iterator[None]:
 
 
 def _note(notes: Notes, kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    from snugfit.rehearsal.record.kernels import KernelCost
-
     signature = inspect.signature(kernel.fn)
     given = {name: value for name, value in kwargs.items() if name in signature.parameters}
     arguments = signature.bind_partial(*args, **given).arguments
@@ -95,12 +91,7 @@ def _note(notes: Notes, kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str,
     access = _access(kernel.fn)
     loaded = [tensor for name, tensor in tensors.items() if name in access.loaded]
     stored = [tensor for name, tensor in tensors.items() if name in access.stored]
-    moved = sum(tensor.nbytes for tensor in (*loaded, *stored))
-    flops = max((tensor.numel() for tensor in tensors.values()), default=0)
-    shapes = tuple(tuple(tensor.shape) for tensor in list(tensors.values())[:3])
-    dtype = str(next(iter(tensors.values())).dtype) if tensors else ""
-    cost = KernelCost(flops, moved, shapes, dtype, len(tensors), "", ())
-    notes.launch(f"{TRITON}{kernel.fn.__name__.strip('_')}", cost, stored)
+    notes.launch(kernel.fn.__name__.strip("_"), loaded, stored)
 
 
 @functools.cache
