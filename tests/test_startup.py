@@ -151,16 +151,7 @@ class SlowLoading:
 
 
 DEAR = StartupRates(
-    imports=5.0,
-    package=1.0,
-    context=1.0,
-    tensor=1e-3,
-    host_number=0.0,
-    kernel=1e-3,
-    worker=100.0,
-    compiler=0.0,
-    generated=0.0,
-    triton=0.0,
+    imports=5.0, package=1.0, context=1.0, tensor=1e-3, host_number=0.0, kernel=1e-3, worker=100.0
 )
 
 

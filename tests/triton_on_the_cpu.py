@@ -20,7 +20,7 @@ from reported import foreseen, reports
 from small_models import small_job
 from snugfit.rehearsal.device.policy import CpuPolicy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.step.liger import import_liger, use_liger
+from snugfit.step.wishes.liger import import_liger, use_liger
 from snugfit.techniques.recipe import Recipe
 
 CLOSE = 1e-6

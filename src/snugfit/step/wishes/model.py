@@ -153,7 +153,7 @@ class KernelsHandler(Handler):
     def import_code(self, value: Call | None) -> None:
         """Liger is imported, with Triton, before anything is timed or overridden."""
         if value is not None:
-            from snugfit.step.liger import import_liger
+            from snugfit.step.wishes.liger import import_liger
 
             import_liger()
 

@@ -70,7 +70,9 @@ class Liger(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Has Liger change the model's modules."""
-        return replace(setup, kernels=Call(path="snugfit.step.liger:use_liger", arguments=self.set_parts))
+        return replace(
+            setup, kernels=Call(path="snugfit.step.wishes.liger:use_liger", arguments=self.set_parts)
+        )
 
     @property
     def set_parts(self) -> dict[str, bool]:
