@@ -226,7 +226,7 @@ def _trainer_arguments(job: Job, recipe: Recipe, to: str) -> dict[str, Any]:
     if to != "trl":
         arguments.pop("use_liger_kernel")
     if recipe.setup().kernels is not None:
-        why = f"how {to} runs these kernels and which loss it takes beside them was not compared"
+        why = f"how {to} runs these kernels and which loss it takes with them was not compared"
         raise _refusal(to, recipe[Slot.KERNELS], why)
     return {key.replace(new, old) if key.startswith(new) else key: value for key, value in arguments.items()}
 
