@@ -197,10 +197,13 @@ class Told:
             raise SnugfitError("not this one")
         return [(figures,) for figures in found if figures]
 
-    def whole(self, setup: Setup, gpus: Sequence[int]) -> list[Figures]:
-        figures = self.figures[self.numbers[id(setup)]]
-        assert figures
-        return [figures] * len(gpus)
+    def whole(self, asked: Sequence[tuple[Setup, Sequence[int]]]) -> list[list[Figures]]:
+        whole = []
+        for setup, gpus in asked:
+            figures = self.figures[self.numbers[id(setup)]]
+            assert figures
+            whole.append([figures] * len(gpus))
+        return whole
 
 
 def told_of(space: Space, rng: random.Random) -> Told:
