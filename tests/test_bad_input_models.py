@@ -325,7 +325,10 @@ def test_more_labels_than_transformers_can_name_are_refused() -> None:
         job_of(BERT, "sequence-classification", labels=16_000_000)
 
 
-@pytest.mark.parametrize(("word", "told"), [("fsdp", "one GPU"), ("load_in_4bit", "'qlora'")])
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [("fsdp", "one GPU"), ("load_in_4bit", "'qlora'"), ("fp8", "16 bits"), ("zero_offload", "'paged_adamw'")],
+)
 def test_a_technique_that_is_not_here_is_told_why(word: str, told: str) -> None:
     with pytest.raises(RecipeError) as error:
         Recipe.parse(word)

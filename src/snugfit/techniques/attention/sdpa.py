@@ -17,7 +17,7 @@ class Sdpa(Technique):
     fidelity: ClassVar = Fidelity.SAME
     plain: ClassVar = True
     source: ClassVar = "torch.nn.functional.scaled_dot_product_attention; Dao et al., arXiv 2205.14135"
-    elsewhere: ClassVar = ("flash_attention_2", "flash_attention", "flash_attn", "mem_efficient")
+    elsewhere: ClassVar = ("flash_attention_2", "flash_attention", "flash_attn", "flash", "mem_efficient")
     counterparts: ClassVar = (
         Counterpart(arguments={"model.attn_implementation": "sdpa"}),
         Counterpart(
