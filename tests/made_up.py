@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from snugfit.evaluation.guide_result import GuideResult, GuideRow, PublishedPrediction
-from snugfit.evaluation.guide_suite import machines, suite
+from snugfit.evaluation.guide_suite import machines, suite, without_figures
 from snugfit.evaluation.per_parameter import PerParameter
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job, Task
@@ -205,6 +205,7 @@ def guide_result(*, measured: bool = False) -> GuideResult:
             ),
             PerParameter(model="bert-large-uncased", optimizer="adamw_8bit", refused="not installed"),
         ),
+        without_figures=without_figures(),
         device="NVIDIA H200" if measured else None,
         versions={"torch": "2.13.0"},
     )

@@ -15,7 +15,7 @@ from made_up import EVIL, guide_result, job, measurement, prediction, timing
 from snugfit.comparison.compare import compare as foreseen_beside_seen
 from snugfit.comparison.recipes import RecipeComparison
 from snugfit.errors import MeasurementError, UsageError
-from snugfit.evaluation.guide_suite import machines, suite
+from snugfit.evaluation.guide_suite import machines, suite, without_figures
 from snugfit.job.gpu import all_gpus, find_gpu
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
@@ -25,7 +25,7 @@ from snugfit.planning.plan import Counts
 from snugfit.report import compare, curve, gpus, techniques
 from snugfit.report import measurement as measurement_report
 from snugfit.report import prediction as prediction_report
-from snugfit.report.evaluation import guide, guide_plot
+from snugfit.report.evaluation import guide, guide_chapters, guide_plot
 from snugfit.report.evaluation.methods import helps, method_lines, stage_lines
 from snugfit.report.plan import gpu_plans
 from snugfit.report.text import files, grid
@@ -227,6 +227,56 @@ def test_the_guide_says_what_was_refused_and_shows_unnamed_machines() -> None:
     assert "Measured on NVIDIA H200" in as_text(guide.render(guide_result(measured=True)), width=200)
 
 
+def test_what_the_guide_gives_no_figure_of_gets_none_here() -> None:
+    result = guide_result()
+    (inductor, *others) = result.without_figures
+    assert (inductor.status, inductor.experiment) == ("predicted", "torch.compile")
+    assert {line.status for line in others} == {"not predicted", "gone"}
+    assert not any(line.experiment for line in others)
+    rows = {row[0]: row for row in guide_chapters.without_figures_grid(result).rows}
+    assert rows["torch.compile: inductor"][1] == "predicted"
+    assert rows["DeepSpeed: ZeRO-2, CPU offload"][1] == "not predicted"
+    for line in result.without_figures:
+        for recipe in line.instead.split(", ") if "(" not in line.instead else techniques_in(line.instead):
+            Recipe.parse(recipe)
+    without = {line.method: line for line in method_lines(result) if not line.experiment}
+    assert set(without) == {"DeepSpeed Zero"}
+    assert (without["DeepSpeed Zero"].memory, without["DeepSpeed Zero"].speed) == (None, None)
+
+
+def techniques_in(text: str) -> list[str]:
+    """Techniques with settings, separated by commas."""
+    return [f"{part.strip(' ,)')})" for part in text.split("),")]
+
+
+def test_a_compiled_row_that_cannot_be_predicted_says_what_to_install() -> None:
+    result = guide_result()
+    why = "compiled needs triton>=3.5, which is not installed. Try: pip install it"
+    rows = tuple(
+        replace(row, predicted=None, predicted_speed=None, fits=None, refused=why)
+        if row.name == "torch.compile"
+        else row
+        for row in result.rows
+    )
+    (named, *_) = guide_chapters.without_figures_grid(replace(result, rows=rows)).rows
+    assert (named[1], named[3]) == ("not predicted", why)
+
+
+def test_backends_that_are_named_as_gone_are_gone() -> None:
+    """As the installed torch lists them."""
+    from torch import _dynamo
+
+    there = set(_dynamo.list_backends(exclude_tags=()))
+    named = {
+        name: line.status
+        for line in without_figures()
+        if line.chapter == "torch.compile"
+        for name in line.name.replace("aot_cudagraphs", "cudagraphs").split(", ")
+    }
+    assert {name for name, status in named.items() if status == "gone"}.isdisjoint(there)
+    assert {name for name, status in named.items() if status != "gone"} <= there
+
+
 def test_markdown_rows_have_as_many_cells_as_heads() -> None:
     text = guide.markdown(guide_result(measured=True), plot="guide.png")
     assert "![" in text
@@ -409,7 +459,9 @@ def test_the_suite_keeps_refused_rows_and_predicts_only_named_machines(
     assert asked.count(("V100-SXM2-16", "published-2022")) == 10, "every published row of the V100"
     assert {key for key, _ in asked} == {"V100-SXM2-16"}
     refused = [row for row in result.rows if row.refused]
-    assert [row.name for row in refused] == ["tf32", "all together, with bf16 and tf32"]
-    assert all("8.0" in row.refused for row in refused)
+    newer = [row.name for row in refused if "8.0" in row.refused]
+    assert newer == ["tf32", "all together, with bf16 and tf32"]
+    assert [row.name for row in refused if row.name not in newer] in ([], ["torch.compile"])
+    assert all(row.name in newer or "needs triton" in row.refused for row in refused)
     assert len(result.rows) == len(suite())
     assert {line.optimizer for line in result.per_parameter} >= {"inference", "adamw"}

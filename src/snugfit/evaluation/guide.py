@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from snugfit.errors import SnugfitError
 from snugfit.evaluation.guide_predictions import PredictionRequest, RequestKey, predict_all
 from snugfit.evaluation.guide_result import GuideResult, GuideRow, PublishedPrediction
-from snugfit.evaluation.guide_suite import GuideExperiment, Published, machines, suite
+from snugfit.evaluation.guide_suite import GuideExperiment, Published, machines, suite, without_figures
 from snugfit.evaluation.per_parameter import per_parameter, per_parameter_requests
 from snugfit.job.gpu import find_gpu
 from snugfit.prediction.device import policy_for
@@ -69,6 +69,7 @@ def run(
         memory_bytes=gpu.memory_bytes,
         rows=tuple(rows),
         per_parameter=per_parameter(byte_requests, predictions[len(requests) :]),
+        without_figures=without_figures(),
         device=device,
         versions=dict(next(answer.versions for answer in predictions if not isinstance(answer, str))),
         doubts=tuple(dict.fromkeys(doubts)),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from snugfit.documents import encode_fields
-from snugfit.evaluation.guide_suite import VANILLA, Published, source
+from snugfit.evaluation.guide_suite import VANILLA, Published, WithoutFigure, source
 from snugfit.evaluation.per_parameter import PerParameter
 from snugfit.results.footprint import Footprint, Timing
 from snugfit.results.speed import StepSpeed
@@ -87,6 +87,8 @@ class GuideResult:
     """The experiments, vanilla first."""
     per_parameter: tuple[PerParameter, ...] = ()
     """Bytes per parameter, by model and optimizer."""
+    without_figures: tuple[WithoutFigure, ...] = ()
+    """What the guide names and gives no figure of, chapter by chapter."""
     device: str | None = None
     """The device that was measured; None when nothing was."""
     versions: Mapping[str, str]

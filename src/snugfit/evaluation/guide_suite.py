@@ -3,6 +3,9 @@
 The figures are those of Hugging Face's "Efficient training on a single GPU" (transformers v4.25 docs),
 carried in `guide.json` with the machines that they come from. A published row belongs to a machine; a
 machine that names its GPU also says which software it ran, and only there can the row be predicted.
+
+The chapters on DeepSpeed and on torch.compile (the page's next revision) give no figures. What they name is
+listed with what has become of it, and where it is not predicted, with the reason.
 """
 
 from __future__ import annotations
@@ -72,11 +75,31 @@ class Method:
 
     method: str
     experiments: tuple[str, ...]
-    """Names of the experiments that show it."""
+    """Names of the experiments that show it; none where it is not predicted."""
     speed: str
     """Whether it helps speed."""
     memory: str
     """Whether it helps memory; brackets mean `hardly`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithoutFigure:
+    """What the guide names and gives no figure of."""
+
+    chapter: str
+    """Where it stands there: `torch.compile` or `DeepSpeed`."""
+    name: str
+    """As the guide calls it."""
+    guide: str
+    """What the guide says of it."""
+    status: str
+    """`predicted`, `not predicted`, or `gone`: what it names is no longer in torch."""
+    today: str
+    """What has become of it, and why there is no prediction."""
+    instead: str = ""
+    """Recipes that do its work today; empty where nothing of it concerns training."""
+    experiment: str = ""
+    """Name of the experiment that predicts it; empty where none does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +151,11 @@ def methods() -> tuple[Method, ...]:
     return tuple(
         Method(**{**line, "experiments": tuple(line["experiments"])}) for line in _guide()["methods"]
     )
+
+
+def without_figures() -> tuple[WithoutFigure, ...]:
+    """What the chapters on torch.compile and DeepSpeed name."""
+    return tuple(WithoutFigure(**line) for line in _guide()["without_figures"])
 
 
 def anatomy() -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from snugfit.evaluation.guide_result import GuideResult, GuideRow
 from snugfit.evaluation.guide_suite import anatomy, machines, source
 from snugfit.evaluation.per_parameter import PerParameter
+from snugfit.report.evaluation.guide_chapters import without_figures_grid
 from snugfit.report.evaluation.methods import change, helps, method_lines, stage_lines
 from snugfit.report.text.files import write_atomically
 from snugfit.report.text.grid import Grid, csv_text, escape
@@ -78,12 +79,15 @@ def write(result: GuideResult, folder: Path) -> list[Path]:
 
 
 def grids(result: GuideResult) -> Iterator[Grid]:
-    """The tables: experiments, measurements, published figures, methods, stages, bytes per parameter."""
+    """The tables: experiments, measurements, published figures, methods, what has no figures, stages, bytes
+    per parameter."""
     yield _experiments(result)
     if result.device:
         yield _measurements(result)
     yield _published_figures(result)
     yield _methods(result)
+    if result.without_figures:
+        yield without_figures_grid(result)
     yield _stages(result)
     if result.per_parameter:
         yield _per_parameter(result)
@@ -203,7 +207,7 @@ def _methods(result: GuideResult) -> Grid:
     rows = tuple(
         (
             line.method,
-            line.experiment,
+            line.experiment or "not predicted",
             helps(line.speed, less_is_better=False),
             f"{_with_sign(line.speed)} {line.speed_from}".strip(),
             line.guide_speed,

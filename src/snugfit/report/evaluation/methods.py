@@ -27,7 +27,7 @@ class MethodLine:
     """What the guide calls it."""
 
     experiment: str
-    """The experiment that shows it."""
+    """The experiment that shows it; empty where none does."""
 
     memory: float | None
     """Share of vanilla's bytes that it adds (negative: saves), predicted."""
@@ -71,18 +71,18 @@ def method_lines(result: GuideResult) -> tuple[MethodLine, ...]:
     """The guide's first table, from the rows."""
     rows = {row.name: row for row in result.rows}
     return tuple(
-        _method_line(method, rows[name], result.vanilla)
+        _method_line(method, rows[name] if name else None, result.vanilla)
         for method in methods()
-        for name in method.experiments
+        for name in method.experiments or ("",)
     )
 
 
-def _method_line(method: Method, row: GuideRow, vanilla: GuideRow) -> MethodLine:
-    speed, origin = _speed(row, vanilla)
+def _method_line(method: Method, row: GuideRow | None, vanilla: GuideRow) -> MethodLine:
+    speed, origin = _speed(row, vanilla) if row else (None, "")
     return MethodLine(
         method=method.method,
-        experiment=row.name,
-        memory=change(row.predicted_bytes, vanilla.predicted_bytes),
+        experiment=row.name if row else "",
+        memory=change(row.predicted_bytes, vanilla.predicted_bytes) if row else None,
         speed=speed,
         speed_from=origin,
         guide_speed=method.speed,
