@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from snugfit.errors import GpuError
+from snugfit.prediction.pinned import pinned_bytes
 from snugfit.prediction.profile import INSTALLED
-from snugfit.units import MIB, show_mib
+from snugfit.units import GIB, MIB, show_mib
 from snugfit.versions import version_of
 
 if TYPE_CHECKING:
@@ -34,6 +35,13 @@ USUAL_LIBRARIES, USUAL_BACKWARD, USUAL_CUDNN = 63 * MIB, 64 * MIB, 16 * MIB
 THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
 """Resident threads of a multiprocessor where they are not 2048: CUDA C++ Programming Guide, table of
 technical specifications per compute capability."""
+
+LINK_STREAM = 68 * MIB
+"""NVML bytes that copies beside the computation add, on an H200: six runs with 2 to 145 slabs of page-locked
+memory are met to within 2 MiB by this and the next (results/h200-2026-11-23/activation-offload)."""
+
+MAPPED_GIB = 2 * MIB
+"""NVML bytes that each GiB of page-locked memory adds once it is begun: 8 bytes for each page of 4 KiB."""
 
 OLDEST_CAPABILITIES = {(2, 0): ((3, 7), (3, 7)), (2, 8): ((5, 0), (7, 0)), (2, 11): ((5, 0), (7, 5))}
 """From a release of torch on, the oldest compute capability that any of its builds runs on, and the one that
@@ -110,6 +118,8 @@ def context_of(gpu: Gpu | None, software: Software, trace: Trace) -> tuple[int, 
         (gpu.cudnn_bytes if gpu else None, USUAL_CUDNN, cudnn),
     )
     total = sum(usual if known is None else known for known, usual, taken in parts if taken)
+    if pinned := pinned_bytes(trace.kernels):
+        total += LINK_STREAM + MAPPED_GIB * -(-pinned // GIB)
     if context is not None:
         return total, []
     name = gpu.name if gpu else "an unnamed GPU"

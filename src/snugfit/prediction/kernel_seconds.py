@@ -61,7 +61,7 @@ QUERIES = 64
 
 PAGEABLE = 11e9
 """Bytes per second from memory that is not page-locked: 8 to 13e9 were measured on the host of one H200
-(2026-11-21), 52e9 from page-locked memory."""
+(2026-11-21), 52e9 to 55e9 from page-locked memory."""
 
 CONVOLUTION = {"torch.float32": 0.5}
 LOW_CONVOLUTION = 0.22

@@ -177,7 +177,8 @@ def _startup(trace: Trace, job: Job, setup: Setup, timing: StepSeconds | None) -
     """The start-up before the steady steps, on a host such as the H200's."""
     if timing is None:
         return None
-    return startup(job, setup, distinct_kernels(trace.kernels), step_seconds=timing.step_seconds)
+    kernels, pinned = distinct_kernels(trace.kernels), pinned_bytes(trace.kernels)
+    return startup(job, setup, kernels, step_seconds=timing.step_seconds, pinned_bytes=pinned)
 
 
 def _refuse(job: object, memory_bytes: object) -> None:

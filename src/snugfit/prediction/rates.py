@@ -182,7 +182,8 @@ class Rates:
     """Seconds of the smallest kernel."""
 
     link: float
-    """Bytes per second from the host's memory."""
+    """Bytes per second to or from page-locked memory of the host. An H200's is what four steps that travel
+    both ways took (`results/h200-2026-11-23/activation-offload`); they tell the two ways not apart."""
 
     patterns: Mapping[str, tuple[float, float]]
     """By operator, for those that are slower: bytes per second, seconds to start."""

@@ -74,6 +74,9 @@ class StartupRates:
     triton: float = 0.5
     """Compiling a kernel that a library wrote in Triton, which later processes find on the disk."""
 
+    pinned_byte: float = 3.6e-10
+    """Locking a byte of the host's memory, in which activations wait."""
+
 
 STARTUP_RATES = StartupRates(
     imports=6.1,
@@ -93,7 +96,10 @@ process that is the first to read torch's files waits for the disk too.
 
 `compiler` and `generated`: on the host of one H200 (2026-11-22, no cache), 4 and 24 layers of BERT-large
 compiled whole took 16 and 66 s, with about a hundred generated kernels for 4 layers. Layers compiled one by
-one were not measured."""
+one were not measured.
+
+`pinned_byte`: the first steps of five runs with activations on the host of one H200 (2026-11-23) took 0.36 to
+0.86 s longer than predicted for each GiB that they lock, 0.36 s in the two largest."""
 
 
 def startup(
@@ -102,11 +108,12 @@ def startup(
     kernels: KernelSet,
     *,
     step_seconds: float = 0.0,
+    pinned_bytes: int = 0,
     rates: StartupRates = STARTUP_RATES,
 ) -> Startup:
     """The start-up of a run of this job in the plain loop, whose first step uses these kernels.
 
-    `step_seconds` is the steady step's length.
+    `step_seconds` is the steady step's length, `pinned_bytes` the page-locked memory that it takes.
     """
     size = model_size(job)
     drawing = rates.host_number * size.numbers if job.build_on == "host" else 0.0
@@ -118,6 +125,7 @@ def startup(
         + rates.kernel * len(kernels)
         + rates.triton * _count_of_triton(kernels)
         + rates.worker * setup.loader.workers
+        + rates.pinned_byte * pinned_bytes
         + (compile_seconds(kernels, rates) if setup.compile else 0.0),
     )
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.errors import UsageError
+from snugfit.prediction.pinned import pinned_bytes
 from snugfit.prediction.startup import STARTUP_RATES, KernelSet, StartupRates, distinct_kernels, startup
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class StartupShares:
 
     def of(self, setup: Setup, trace: Trace) -> StartupShare:
         """The start-up of a run whose steps are this trace."""
-        once = self._seconds(setup, distinct_kernels(trace.kernels))
+        once = self._seconds(setup, distinct_kernels(trace.kernels), pinned_bytes(trace.kernels))
         return StartupShare(once, once / self.run.steps if self.run.steps else 0.0)
 
     def least_share(self, setup: Setup, works: Iterable[Work]) -> float:
@@ -78,8 +79,9 @@ class StartupShares:
         """The steps that were asked about are not asked about again."""
         self._kernels.clear()
 
-    def _seconds(self, setup: Setup, kernels: KernelSet) -> float:
-        return startup(self.job, setup, kernels, rates=self.run.rates).total_seconds(0.0)
+    def _seconds(self, setup: Setup, kernels: KernelSet, pinned: int = 0) -> float:
+        once = startup(self.job, setup, kernels, pinned_bytes=pinned, rates=self.run.rates)
+        return once.total_seconds(0.0)
 
     def _kernels_of(self, work: Work) -> KernelSet:
         known = self._kernels.get(id(work))

@@ -62,13 +62,6 @@ class Host(Technique):
         if self.what == "checkpoints" and recipe[Slot.CHECKPOINTING].install(Setup()).checkpoint is None:
             yield "no layer is recomputed, so there are no inputs of such. Try 'host(all)', or 'every_layer'."
 
-    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Its seconds are assumed."""
-        yield (
-            "copies to the host and back are assumed to reach the link's full rate and to slow nothing else "
-            "down; no such step was measured yet."
-        )
-
     @classmethod
     def planning_objection(cls, job: Job) -> str:
         """A step with it is never faster."""
