@@ -1,5 +1,6 @@
-"""Runs with activations on the host that an H200 measured are predicted again: their bytes to the byte but for
-what the installed transformers lays out anew, their seconds where the link decides, and what starting takes."""
+"""Runs with activations on the host that an H200 measured are predicted again: their bytes, to the byte but
+for what the installed transformers lays out anew, their seconds where the link decides, and what starting
+takes."""
 
 from __future__ import annotations
 
@@ -38,9 +39,10 @@ def test_bytes_are_predicted_again(name: str) -> None:
     assert measured is not None
     assert predicted.requested_bytes == measured.requested_bytes
     assert predicted.allocated_bytes == measured.allocated_bytes
-    assert predicted.reserved_bytes and measured.reserved_bytes
+    assert predicted.reserved_bytes is not None
+    assert measured.reserved_bytes is not None
     assert 0 <= predicted.reserved_bytes - measured.reserved_bytes <= RESERVED_ANEW.get(name, 0)
-    assert predicted.context_bytes == pytest.approx(measured.context_bytes, abs=2 * MIB)
+    assert predicted.context_bytes == measured.context_bytes
     assert predicted.host_bytes == pytest.approx(measured.host_bytes, rel=0.1)
 
 
@@ -53,6 +55,4 @@ def test_seconds_that_the_link_decides_are_predicted_again(name: str) -> None:
     assert predicted.timing.step_seconds == pytest.approx(measured.timing.step_seconds, rel=0.05)
     assert predicted.startup is not None
     assert measured.startup is not None
-    assert predicted.startup.first_step_seconds == pytest.approx(
-        measured.startup.first_step_seconds, rel=0.5
-    )
+    assert predicted.startup.first_step_seconds == pytest.approx(measured.startup.first_step_seconds, rel=0.5)

@@ -36,12 +36,13 @@ THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536
 """Resident threads of a multiprocessor where they are not 2048: CUDA C++ Programming Guide, table of
 technical specifications per compute capability."""
 
-LINK_STREAM = 68 * MIB
-"""NVML bytes that copies beside the computation add, on an H200: six runs with 2 to 145 slabs of page-locked
-memory are met to within 2 MiB by this and the next (results/h200-2026-11-23/activation-offload)."""
+LINK_STREAM = 70 * MIB
+"""NVML bytes that the first stream beside torch's own adds, on one H200 (2026-11-23)."""
 
-MAPPED_GIB = 2 * MIB
-"""NVML bytes that each GiB of page-locked memory adds once it is begun: 8 bytes for each page of 4 KiB."""
+MAPPED_GIB, ALREADY_PINNED = 2 * MIB, GIB // 8
+"""NVML bytes that each GiB of page-locked memory adds, 8 for a page of 4 KiB, and how much of the first GiB
+is taken before activations are: with this, six runs on one H200 with 2 to 145 slabs of 128 MiB are met to the
+byte (results/h200-2026-11-23/activation-offload)."""
 
 OLDEST_CAPABILITIES = {(2, 0): ((3, 7), (3, 7)), (2, 8): ((5, 0), (7, 0)), (2, 11): ((5, 0), (7, 5))}
 """From a release of torch on, the oldest compute capability that any of its builds runs on, and the one that
@@ -119,7 +120,7 @@ def context_of(gpu: Gpu | None, software: Software, trace: Trace) -> tuple[int, 
     )
     total = sum(usual if known is None else known for known, usual, taken in parts if taken)
     if pinned := pinned_bytes(trace.kernels):
-        total += LINK_STREAM + MAPPED_GIB * -(-pinned // GIB)
+        total += LINK_STREAM + MAPPED_GIB * ((pinned + ALREADY_PINNED) // GIB)
     if context is not None:
         return total, []
     name = gpu.name if gpu else "an unnamed GPU"

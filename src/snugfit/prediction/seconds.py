@@ -176,16 +176,20 @@ def simulate_queue(
 
 
 def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
-    """Seconds that the host takes to launch this kernel, with what runs before it without a kernel."""
+    """Seconds that the host takes to launch this kernel, with what runs before it without a kernel.
+
+    What travels together is awaited once, so the first of it and the wait take as long as a kernel that is
+    launched from Python and one of the backward pass: on the host of one H200 (2026-11-24) 1, 4 and 16 copies
+    out took 35, 102 and 187 us, and back 42, 75 and 222 us."""
     if kernel.operator == PREPARED:
         return host.prepared
     if kernel.operator == COPY_IN and kernel.phase == "load":
         return host.copy + _batch_seconds(kernel, host)
     if kernel.compiled:
         launch = host.generated if kernel.operator.startswith(GENERATED) else host.in_program
-    elif kernel.operator == AWAIT_COPY:
-        launch = host.view
-    elif not kernel.operator.startswith("aten::"):
+    elif kernel.operator in COPIES:
+        launch = host.backward
+    elif kernel.operator == AWAIT_COPY or not kernel.operator.startswith("aten::"):
         launch = host.python_launched
     elif kernel.operator == CAST and (kernel.phase == "forward" or kernel.recomputed):
         launch = host.cast

@@ -74,7 +74,7 @@ class StartupRates:
     triton: float = 0.5
     """Compiling a kernel that a library wrote in Triton, which later processes find on the disk."""
 
-    pinned_byte: float = 3.6e-10
+    pinned_byte: float = 3.3e-10
     """Locking a byte of the host's memory, in which activations wait."""
 
 
@@ -99,7 +99,8 @@ compiled whole took 16 and 66 s, with about a hundred generated kernels for 4 la
 one were not measured.
 
 `pinned_byte`: the first steps of five runs with activations on the host of one H200 (2026-11-23) took 0.36 to
-0.86 s longer than predicted for each GiB that they lock, 0.36 s in the two largest."""
+0.86 s longer than predicted for each GiB that they lock, 0.36 s in the two largest; alone, 4 GiB took 0.35 s
+each (results/h200-2026-11-23/activation-offload)."""
 
 
 def startup(
