@@ -12,8 +12,9 @@ from snugfit.job.gpu import find_gpu
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import rates_for
 from snugfit.prediction.seconds import launch_seconds
-from snugfit.rehearsal.device.shapes import grouped_mm
-from snugfit.rehearsal.record.kernels import CONTRACTIONS, apart, cost_of, group_of
+from snugfit.rehearsal.device.policy import CudaPolicy
+from snugfit.rehearsal.device.shapes import SHAPE_FUNCTIONS, grouped_mm
+from snugfit.rehearsal.record.kernels import CONTRACTIONS, apart, cost_of, group_of, name_of_call
 from snugfit.rehearsal.trace.trace import Kernel
 
 aten = torch.ops.aten
@@ -72,6 +73,60 @@ def test_rows_that_are_less_aligned_are_slower(columns: int, alignment: int) -> 
     of_words = kernel(aten.mm.default, meta(8192, 768, dtype=HALF), meta(columns, 768, dtype=HALF).t())
     slowed = clock.seconds(of_words) / clock.seconds(of_words._replace(leading=(768, 768, 768)))
     assert slowed == pytest.approx(1 / rate.share(alignment), rel=0.3)  # starts and waves are as they were
+
+
+def added(operator: str, rows: int = 4096, dtype: torch.dtype = HALF) -> Kernel:
+    """A product of which little is computed, added to a large matrix."""
+    one = kernel(
+        aten.addmm.default,
+        meta(rows, 2048, dtype=dtype),
+        meta(rows, 8, dtype=dtype),
+        meta(8, 2048, dtype=dtype),
+    )
+    return one._replace(operator=operator)
+
+
+def test_what_a_product_is_added_to_is_copied_first_or_read_and_written() -> None:
+    clock = KernelClock(H200)
+    bias = kernel(
+        aten.addmm.default, meta(2048, dtype=HALF), meta(4096, 8, dtype=HALF), meta(8, 2048, dtype=HALF)
+    )
+    assert clock.seconds(added("aten::addmm")) > clock.seconds(bias) + 2 * 2 * 4096 * 2048 / H200.bandwidth
+    rows = 1 << 20
+    moved = 2 * 2 * rows * 2048  # bytes of the matrix, read and written
+    speed = moved / clock.seconds(added("aten::addmm_", rows))
+    assert speed == pytest.approx(H200.patterns["aten::addmm_"][0], rel=0.01)
+
+
+def test_a_product_into_the_matrix_it_adds_to_is_the_one_in_place() -> None:
+    weight, first, second = meta(8, 4), meta(8, 2), meta(2, 4)
+    assert name_of_call("aten::addmm", (weight, first, second), {"out": weight}) == "aten::addmm_"
+    assert name_of_call("aten::addmm", (weight, first, second), {"out": meta(8, 4)}) == "aten::addmm"
+    assert name_of_call("aten::add", (weight, weight), {"out": weight}) == "aten::add"
+
+
+def test_only_a_bias_is_added_by_cublaslt() -> None:
+    """Measured: neither Muon's products nor those of Liger's loss take its workspace."""
+    policy, factors = CudaPolicy(), (meta(8, 2), meta(2, 4))
+    for added, count in ((meta(4), 2), (meta(1, 4), 2), (meta(8, 4), 1), (meta(8, 1), 1)):
+        assert len(policy.workspaces("aten::addmm", (added, *factors))) == count
+    assert len(policy.workspaces("aten::addmm")) == 2
+    assert len(policy.workspaces("aten::addmm_", (meta(8, 4), *factors))) == 1
+
+
+def test_sums_of_16_bits_in_fp32_have_shapes_on_every_torch() -> None:
+    half = meta(8, 2, dtype=HALF), meta(2, 4, dtype=HALF)
+    weight = meta(8, 4)
+    assert SHAPE_FUNCTIONS[aten.addmm.dtype_out](weight, *half, torch.float32, out=weight) is weight
+    fresh = SHAPE_FUNCTIONS[aten.addmm.dtype](weight, *half, torch.float32)
+    assert (fresh.shape, fresh.dtype) == (weight.shape, torch.float32)
+
+
+def test_bitsandbytes_updates_one_state_faster_than_two() -> None:
+    name = "bitsandbytes::optimizer_update_8bit_blockwise"
+    two = Kernel(name, "", "update", 0, 10**9, ((10**6,),), "torch.float32", 8)
+    clock = KernelClock(H200)
+    assert clock.seconds(two._replace(tensors=5)) < 0.7 * clock.seconds(two)
 
 
 def test_a_causal_mask_spares_half() -> None:

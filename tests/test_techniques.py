@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +26,7 @@ from snugfit.job.model import Model
 from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
+from snugfit.step.bitsandbytes_optimizers import keep_embeddings
 from snugfit.step.build import build_model
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
@@ -261,6 +264,26 @@ def test_adamw_8bit_leaves_nothing_behind() -> None:
     with pytest.raises(ZeroDivisionError), shapes_of(Recipe.parse("adamw_8bit").setup().optimizer):
         raise ZeroDivisionError
     assert GlobalOptimManager.get_instance() is own
+
+
+def test_what_bitsandbytes_holds_goes_with_the_model() -> None:
+    """Its manager would keep an embedding table and its gradient on the GPU when training is over."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    from bitsandbytes.functional import GlobalPageManager
+    from bitsandbytes.optim import GlobalOptimManager
+
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 2))
+    table = weakref.ref(model[0])
+    keep_embeddings(model, bits=32)
+    manager, pages = GlobalOptimManager._instance, GlobalPageManager._instance
+    assert manager.module_weight_config_triple[0][0] is table()
+    del model, manager
+    gc.collect()
+    assert table() is None
+    assert GlobalOptimManager._instance is GlobalPageManager._instance is None
+    other = torch.nn.Linear(2, 2)
+    keep_embeddings(other, bits=32)
+    assert GlobalPageManager._instance is not pages
 
 
 def test_no_hub_kernels_hides_the_package_and_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,12 @@ PAGEABLE = 11e9
 """Bytes per second from memory that is not page-locked: 8 to 13e9 were measured on the host of one H200
 (2026-11-21), 52e9 to 55e9 from page-locked memory."""
 
+EIGHT_BITS = "bitsandbytes::optimizer_update_8bit_blockwise"
+TENSORS_OF_TWO_STATES = 8
+"""bitsandbytes' update with states in 8 bits, and how many tensors AdamW's two of them make: weight,
+gradient, and of each state its bytes, scales and code book. Its arithmetic bounds it: one state takes 0.59 of
+two."""
+
 CONVOLUTION = {"torch.float32": 0.5}
 LOW_CONVOLUTION = 0.22
 """Share of the matrix product rate, by dtype, that cuDNN reached with channels first, pictures and sound
@@ -85,7 +91,7 @@ class KernelClock:
         """Seconds of this kernel alone, when nothing else runs."""
         key = (
             kernel.operator, kernel.shapes, kernel.dtype, kernel.nbytes, kernel.flops, kernel.layout,
-            kernel.leading,
+            kernel.leading, kernel.tensors,
         )  # fmt: skip
         seconds = self._cache.get(key)
         if seconds is None:
@@ -111,6 +117,8 @@ class KernelClock:
         """Bytes per second that this kernel reaches, and seconds to start it."""
         sixteen = " in 16 bits" if "16" in kernel.dtype else ""
         names = (f"{kernel.operator} {kernel.layout}", kernel.layout) if kernel.layout else (kernel.operator,)
+        if kernel.operator == EIGHT_BITS and kernel.tensors < TENSORS_OF_TWO_STATES:
+            names = (f"{EIGHT_BITS} of one state", EIGHT_BITS)
         for name in names:
             pattern = self.rates.patterns.get(name + sixteen) or self.rates.patterns.get(name)
             if pattern:
@@ -132,7 +140,15 @@ class KernelClock:
         tiles = tile_seconds(
             rate, self.rates.multiprocessors, self.rates.bandwidth, (batch, rows, columns, inner), share
         )
-        return rate.start + max(tiles, kernel.nbytes / self.rates.bandwidth)
+        moved, _ = self._pattern(kernel) if kernel.operator.endswith("_") else (self.rates.bandwidth, 0.0)
+        return rate.start + max(tiles, kernel.nbytes / moved) + self._copy_first(kernel)
+
+    def _copy_first(self, kernel: Kernel) -> float:
+        """Seconds in which torch copies the matrix that a product is added to; a bias is not copied, nor a
+        matrix that is added to in place."""
+        if kernel.operator not in WITH_BIAS or kernel.operator.endswith("_") or len(kernel.shapes[0]) < 2:
+            return 0.0
+        return self.rates.start + 2 * math.prod(kernel.shapes[0]) * kernel.itemsize / self.rates.bandwidth
 
     def _convolution(self, kernel: Kernel) -> float:
         rate = self._rate(kernel.dtype).flops * CONVOLUTION.get(kernel.dtype, LOW_CONVOLUTION)

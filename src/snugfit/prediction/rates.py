@@ -128,6 +128,11 @@ class HostLaunchCosts:
     H200's host that was shared (2026-11-23) it took 5 to 40 microseconds, 23 in the mean of eight readings,
     while launches took 1.45 times their rate; the least of many turns on another host were 16."""
 
+    product: float = 2e-05
+    """A matrix product of an optimizer, as in Muon's steps: most of them copy a matrix first, which is a
+    launch of its own. From one step of BERT-large on an H200's host that was shared (2026-11-23);
+    calibrations of before have none."""
+
     generated: float = 9e-6
     """A kernel that a compiler generated, launched by its program. This and the next two were chosen, not
     measured (`COMPILED_SECONDS`)."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import PRECISIONS, HostLaunchCosts, Rates, rates_for
-from snugfit.rehearsal.trace.trace import AWAIT_COPY, COPIES, COPY_IN, GENERATED, PREPARED
+from snugfit.rehearsal.trace.trace import AWAIT_COPY, COPIES, COPY_IN, GENERATED, MATRIX_PRODUCTS, PREPARED
 from snugfit.results.step_seconds import LINK, PhaseSeconds, StepSeconds
 
 if TYPE_CHECKING:
@@ -197,7 +197,8 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
         launch = host.forward
     else:
         phases = {"forward": host.forward, "backward": host.backward, "load": host.forward}
-        launch = phases.get(kernel.phase, host.update)
+        optimizers = host.product if kernel.operator in MATRIX_PRODUCTS else host.update
+        launch = phases.get(kernel.phase, optimizers)
     before = host.module * kernel.modules + host.view * kernel.views + host.checkpoint * kernel.checkpoints
     before += host.intercepted * kernel.intercepted + host.program * kernel.programs
     return launch + before + host.tensor * max(0, kernel.tensors - FEW_TENSORS)

@@ -6,9 +6,10 @@ tables may keep 32 bits, because their gradients are sparse and uneven and 8 bit
 et al., section 2.3, who change the layer itself); the HF Trainer does it for every `nn.Embedding`.
 
 bitsandbytes holds such overrides in one global manager by the *position* of a parameter in its optimizer, and
-never forgets them: an earlier model's would change a later one's states in the same process. So
-`keep_embeddings` gives each run a manager of its own, and leaves the earlier one to the optimizers that hold
-it.
+never forgets them: an earlier model's would change a later one's states in the same process. It also holds
+the embedding tables themselves, whose weights and gradients would stay on the GPU when training is over. So
+`keep_embeddings` gives each run a manager of its own, leaves the earlier one to the optimizers that hold it,
+and lets go of its own when the model is gone. The list of paged tensors goes the same way.
 
 Paged states are in memory that the driver moves between host and GPU (`cudaMallocManaged`), a page at a time:
 it stays on the GPU while there is room, and goes to the host when torch's allocator asks for that room. To
@@ -24,6 +25,7 @@ only.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -37,9 +39,10 @@ def keep_embeddings(model: torch.nn.Module, *, bits: int) -> None:
     """Sets the width of the embedding tables' moments, for the optimizer that is made next."""
     import torch
 
-    managers = _managers()
-    managers._instance = None
-    _page_managers()._instance = None  # it would keep the pages of an earlier run for good
+    managers, pages = _managers(), _page_managers()
+    for kind in (managers, pages):
+        kind._instance = None
+        weakref.finalize(model, _let_go, kind, kind.get_instance()).atexit = False
     if bits == 8:
         return
     manager = managers.get_instance()
@@ -60,6 +63,11 @@ def embeddings_code(bits: int) -> tuple[str, ...]:
         "    if isinstance(module, torch.nn.Embedding):",
         f'        manager.register_module_override(module, "weight", {{"optim_bits": {bits}}})',
     )
+
+
+def _let_go(kind: Any, instance: Any) -> None:
+    if kind._instance is instance:
+        kind._instance = None
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from snugfit.errors import SnugfitError
 from snugfit.rehearsal.device import attention_choice, autocast_lists
 from snugfit.rehearsal.device.buffers import Buffer, GpuSize, Scratch
 from snugfit.rehearsal.device.scratch import composed_scratch, cuda_scratch
+from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +78,7 @@ class Policy(ABC):
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
         """What the kernel of this operator allocates for itself while it runs."""
 
-    def workspaces(self, operator: str) -> tuple[Buffer, ...]:
+    def workspaces(self, operator: str, arguments: Sequence[Any] = ()) -> tuple[Buffer, ...]:
         """Workspaces that a thread takes once, at its first use of this operator."""
         return ()
 
@@ -173,12 +174,13 @@ class CudaPolicy(Policy):
         gpu = GpuSize(self.multiprocessors, self.threads_per_multiprocessor)
         return cuda_scratch(operator, arguments, out, gpu)
 
-    def workspaces(self, operator: str) -> tuple[Buffer, ...]:
-        """That of cuBLAS, and of cuBLASLt for products with a bias."""
+    def workspaces(self, operator: str, arguments: Sequence[Any] = ()) -> tuple[Buffer, ...]:
+        """That of cuBLAS, and of cuBLASLt for products with a bias. What is added to a matrix is none
+        (`isInputCompliesAddmmCudaLt`, `native/cuda/Blas.cpp`); without arguments it is taken for one."""
         if operator not in _GEMMS:
             return ()
         cublas = Buffer("cuBLAS workspace", 33_554_432 if self.capability >= (9, 0) else 8_519_680)
-        if operator == "aten::addmm":
+        if operator == "aten::addmm" and not (arguments and _is_matrix(arguments[0])):
             return (cublas, Buffer("cuBLASLt workspace", 1_048_576))
         return (cublas,)
 
@@ -287,10 +289,13 @@ class CpuPolicy(Policy):
 _FUSING_GROUPS = (9, 10)
 """Major compute capabilities on which a grouped product is one kernel."""
 
-_GEMMS = frozenset(
-    {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addmv", "aten::mv", "aten::_grouped_mm"}
-)
+_GEMMS = MATRIX_PRODUCTS | {"aten::addmv", "aten::mv"}
 """Operators that run in cuBLAS."""
+
+
+def _is_matrix(added: torch.Tensor) -> bool:
+    """Whether it is more than one row."""
+    return any(length > 1 for length in added.shape[:-1])
 
 
 def _mask_first(outputs: Sequence[Any]) -> Sequence[Any]:

@@ -7,7 +7,8 @@ every build.
 
 RMS norm is one kernel on CUDA (`_fused_rms_norm_cuda`, `native/cuda/layer_norm_kernel.cu`) and has no shape
 function, because torch would compose it elsewhere. The backward passes of CTC and of the margin losses have
-none either. Those of four losses hide how large the buffer is that their one number lies in.
+none either. Those of four losses hide how large the buffer is that their one number lies in. That of a
+product which adds to a matrix in another precision takes, in torch 2.11, the precision for a factor.
 """
 
 from __future__ import annotations
@@ -123,6 +124,18 @@ def convolution_backward(
     )
 
 
+def addmm_in(
+    added: torch.Tensor, first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype, **_: Any
+) -> torch.Tensor:
+    """A product in 16 bits, added to in fp32 (`_addmm_dtype_cuda`, `native/cuda/Blas.cpp`)."""
+    return torch.empty(first.size(0), second.size(1), dtype=dtype, device="meta")
+
+
+def addmm_in_place(*operands: Any, out: torch.Tensor, **_: Any) -> torch.Tensor:
+    """The same, into a matrix that is there."""
+    return out
+
+
 SHAPE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._grouped_mm.default: grouped_mm,
     torch.ops.aten._fused_rms_norm.default: fused_rms_norm,
@@ -137,6 +150,8 @@ SHAPE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.multi_margin_loss_backward.default: margin_backward,
     torch.ops.aten.multilabel_margin_loss_backward.default: margin_backward,
     torch.ops.aten.convolution_backward.default: convolution_backward,
+    torch.ops.aten.addmm.dtype: addmm_in,
+    torch.ops.aten.addmm.dtype_out: addmm_in_place,
     torch.ops.aten._cudnn_rnn.default: cudnn_rnn,
     torch.ops.aten._cudnn_rnn_backward.default: cudnn_rnn_backward,
 }

@@ -84,6 +84,12 @@ def releases_context(operator: str) -> bool:
     return operator not in KEEPS_CONTEXT
 
 
+def name_of_call(operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The operator's name; that of the one in place for a product that adds to its own result (`out=`)."""
+    in_place = operator in WITH_BIAS and kwargs.get("out") is args[0]
+    return f"{operator}_" if in_place else operator
+
+
 def group_of(operator: str) -> str:
     """The operator group of an operator, after the three classes of "Data Movement Is All You Need"
     (Ivanov et al., arXiv 2007.00072): contractions, statistical normalisations, element-wise."""

@@ -34,6 +34,7 @@ from snugfit.rehearsal.record.kernels import (
     apart,
     copies_in,
     cost_of_generated,
+    name_of_call,
     releases_context,
 )
 from snugfit.rehearsal.record.module_tracker import ModuleTracker
@@ -256,7 +257,8 @@ class Recorder(TorchDispatchMode, Observer):
     ) -> None:
         """What an operator has allocated, and the kernel that it ran."""
         scratch = self._scratch.of(operator, None if in_place else call, args, out)
-        self._memory.add_kernel(operator.name, out, scratch, self.policy.workspaces(operator.name))
+        name = name_of_call(operator.name, args, kwargs)
+        self._memory.add_kernel(name, out, scratch, self.policy.workspaces(name, args))
         last_step = self._step == self.steps - 1
         if not last_step and self._released:
             return
@@ -266,7 +268,7 @@ class Recorder(TorchDispatchMode, Observer):
             self._released = True
             self._mark(MarkKind.CONTEXT_RELEASED)
         if last_step:
-            self._run(operator.func, args, kwargs, operator.name, cost)
+            self._run(operator.func, args, kwargs, name, cost)
 
     def _indices(self, args: tuple[Any, ...]) -> list[torch.Tensor | None]:
         """The indices that an operator is given, masks turned into where they are true (`expandTensors`,
