@@ -5,8 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from snugfit.evaluation.guide_result import GuideResult, GuideRow, PublishedPrediction
-from snugfit.evaluation.guide_suite import machines, suite, without_figures
+from snugfit.evaluation.guide_result import (
+    GuideResult,
+    GuideRow,
+    LargeModelRow,
+    ModernRow,
+    PublishedPrediction,
+    TakenInstead,
+)
+from snugfit.evaluation.guide_suite import LargeModel, large_models, machines, suite, without_figures
 from snugfit.evaluation.per_parameter import PerParameter
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job, Task
@@ -158,8 +165,36 @@ def timed(one: Prediction) -> Prediction:
     return replace(one, timing=seconds, timeline=spans)
 
 
-def guide_result(*, measured: bool = False) -> GuideResult:
-    """The guide's rows, each half a GiB smaller than the one before, the tf32 row refused."""
+def modern_row(row: GuideRow, today: GuideRow) -> ModernRow:
+    """An experiment with another one's recipe as today's; none where that is refused."""
+    if not row.predicted or not today.predicted:
+        return ModernRow(name=row.name, memory_bytes=16160 * MIB, why_none="no recipe is as small")
+    return ModernRow(
+        name=row.name,
+        memory_bytes=row.predicted_bytes,
+        recipe=today.recipe,
+        needed_bytes=today.predicted_bytes,
+        speed=speed_of(0.1, job(), measured_rates=False),
+        instead=(TakenInstead(slot="precision", then="as_loaded", now="bf16"),),
+    )
+
+
+def large_model_row(model: LargeModel) -> LargeModelRow:
+    """A large model, predicted to fit."""
+    return LargeModelRow(
+        name=model.name,
+        gpu="NVIDIA GeForce RTX 3090",
+        recipe=model.recipe,
+        why=model.why,
+        needed_bytes=12 * GIB,
+        fits=True,
+        speed=speed_of(2.0, job(), measured_rates=False),
+    )
+
+
+def guide_result(*, measured: bool = False, modern: bool = False) -> GuideResult:
+    """The guide's rows, each half a GiB smaller than the one before, the tf32 row refused; `modern` with
+    today's recipes, which every second row has."""
     known = machines()
     rows = []
     speed = speed_of(0.4, job(), measured_rates=False)
@@ -206,6 +241,8 @@ def guide_result(*, measured: bool = False) -> GuideResult:
             PerParameter(model="bert-large-uncased", optimizer="adamw_8bit", refused="not installed"),
         ),
         without_figures=without_figures(),
+        modern=tuple(map(modern_row, rows[::2], rows[1::2])) if modern else (),
+        large_models=tuple(map(large_model_row, large_models())) if modern else (),
         device="NVIDIA H200" if measured else None,
         versions={"torch": "2.13.0"},
     )

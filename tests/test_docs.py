@@ -55,9 +55,14 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("snugfit.planning.largest.largest", lambda *a, **k: (1, predict(*a, **k)))
     monkeypatch.setattr("snugfit.measurement.measure.measure", measure)
     monkeypatch.setattr("snugfit.evaluation.guide.run", lambda *_, **__: guide_result())
+    monkeypatch.setattr(
+        "snugfit.evaluation.guide_modern.predict_all", lambda asked, **_: ["made up"] * len(asked)
+    )
     monkeypatch.setattr("snugfit.comparison.calibrate.calibrate", lambda *_, **__: (rates_for(H200), ()))
     monkeypatch.setenv("SNUGFIT_RATES", str(tmp_path / "rates"))
-    monkeypatch.setattr("snugfit.planning.search.search.plan", lambda job, **how: planned(how["ranked"]))
+    monkeypatch.setattr(
+        "snugfit.planning.search.search.plan", lambda job, **how: planned(how.get("ranked", 0))
+    )
     monkeypatch.setattr("snugfit.planning.fleet.search_gpus.plan_gpus", lambda *_, **__: plans_for_gpus())
     monkeypatch.setattr("snugfit.planning.lengths.lengths.plan_lengths", lambda *_, **__: of_lengths())
     trained = SimpleNamespace(outcome="finished", exit_code=0, step=1, folder=tmp_path)

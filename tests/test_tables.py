@@ -91,6 +91,7 @@ REPORTS = {
     "gpus --for --price": _gpu_plans,
     "lengths": lambda: lengths.render(made_up_lengths()),
     "guide": lambda: guide.render(guide_result(measured=True)),
+    "guide --modern": lambda: guide.render(guide_result(modern=True)),
     "plan": _plan,
     "predict --operators": lambda: prediction_report.render(prediction(), operators=True),
     "predict --compare": lambda: compare.render(

@@ -13,8 +13,10 @@ from snugfit.measurement.target import gpu_here
 
 if TYPE_CHECKING:
     from snugfit.evaluation.guide_result import GuideResult
+    from snugfit.job.gpu import Gpu
+    from snugfit.job.job import Job
 
-Gpu = Annotated[
+GpuName = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Predict for this GPU. \\[this machine's, or the guide's]"),
 ]
@@ -25,6 +27,12 @@ Output = Annotated[
 Workers = Annotated[
     int | None, typer.Option(help="Number of processes that predict in parallel. \\[one per core]", min=1)
 ]
+Modern = Annotated[
+    bool,
+    typer.Option(
+        "--modern", help="Also plan each experiment's job: the fastest recipe of today in the same memory."
+    ),
+]
 Format = Annotated[
     Literal["terminal", "markdown", "csv", "json"], typer.Option("--format", help="What to print.")
 ]
@@ -32,8 +40,9 @@ Format = Annotated[
 
 def guide(
     *,
-    gpu: Gpu = None,
+    gpu: GpuName = None,
     measure: Measure = False,
+    modern: Modern = False,
     output: Output = Path("snugfit-guide"),
     workers: Workers = None,
     html: given.Html = None,
@@ -65,10 +74,36 @@ def guide(
         result = run(
             target, measure=measure, ledger=folder / "runs", workers=workers or os.cpu_count() or 1, tell=tell
         )
+    if modern:
+        result = _with_modern(result, target, workers or os.cpu_count() or 1)
     paths = write(result, folder)
     given.write_pictures(html, plot, result)
     _print(result, form)
     typer.echo("\n".join(f"Written: {path}" for path in paths), err=form != "terminal")
+
+
+def _with_modern(result: GuideResult, gpu: Gpu, workers: int) -> GuideResult:
+    """The result with today's recipes. Plans are remembered, as those of `snugfit plan` are."""
+    from snugfit.cli.plan_cache import plan
+    from snugfit.cli.progress import show_progress
+    from snugfit.evaluation.guide_modern import FrontRecipe, PlannedJob, with_large_models, with_modern
+    from snugfit.techniques.recipe import Recipe
+
+    def plan_of(job: Job) -> PlannedJob:
+        planned = plan(job, gpu=gpu)
+        front = (
+            FrontRecipe(
+                recipe=Recipe.parse(choice.recipe),
+                needed_bytes=choice.needed_bytes,
+                speed=planned.timed(choice),
+            )
+            for choice in planned.front
+        )
+        return PlannedJob(front=tuple(front), doubts=planned.doubts)
+
+    result = with_modern(result, plan_of)
+    with show_progress() as tell:
+        return with_large_models(result, workers=workers, tell=tell)
 
 
 def _print(result: GuideResult, form: str) -> None:

@@ -76,6 +76,59 @@ class GuideRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TakenInstead:
+    """A slot that today's recipe fills otherwise than the experiment."""
+
+    slot: str
+    """The slot's own name."""
+    then: str
+    """What the experiment has in it."""
+    now: str
+    """What today's recipe has in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModernRow:
+    """An experiment's job, and the fastest recipe of today within the memory that the experiment takes."""
+
+    name: str
+    """As the guide calls the experiment."""
+    memory_bytes: int | None
+    """What may be used: as much as the experiment takes, or all of a GPU that cannot run it."""
+    recipe: str = ""
+    """In the notation of recipes; empty where there is none faster."""
+    needed_bytes: int | None = None
+    """What it takes of the GPU."""
+    speed: StepSpeed | None = None
+    """How fast its step is."""
+    instead: tuple[TakenInstead, ...] = ()
+    """Slot by slot what it changes in the experiment's recipe, where that can run."""
+    why_none: str = ""
+    """Why there is no recipe."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargeModelRow:
+    """A large model without DeepSpeed, predicted."""
+
+    name: str
+    """Model and way of training."""
+    gpu: str
+    """The GPU that it is predicted for."""
+    recipe: str
+    why: str
+    """Why nothing has to be offloaded."""
+    needed_bytes: int | None = None
+    """What it takes of that GPU."""
+    fits: bool | None = None
+    """Whether it is predicted to fit."""
+    speed: StepSpeed | None = None
+    """Of its step; None where it is not predicted."""
+    refused: str = ""
+    """Why there is no prediction."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class GuideResult:
     """The suite's rows and what follows from them."""
 
@@ -89,6 +142,10 @@ class GuideResult:
     """Bytes per parameter, by model and optimizer."""
     without_figures: tuple[WithoutFigure, ...] = ()
     """What the guide names and gives no figure of, chapter by chapter."""
+    modern: tuple[ModernRow, ...] = ()
+    """With `--modern`: the best recipe of today, experiment by experiment."""
+    large_models: tuple[LargeModelRow, ...] = ()
+    """With `--modern`: models for which the guide turns to DeepSpeed."""
     device: str | None = None
     """The device that was measured; None when nothing was."""
     versions: Mapping[str, str]

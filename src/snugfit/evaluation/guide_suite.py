@@ -103,6 +103,22 @@ class WithoutFigure:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LargeModel:
+    """A model for which the guide turns to DeepSpeed, and a recipe of today that needs none."""
+
+    name: str
+    """Model and way of training."""
+    job: Mapping[str, Any]
+    """Its fields, as `job_of` takes them."""
+    gpu: str
+    """A GPU that it is meant to fit."""
+    recipe: str
+    """In the notation of recipes."""
+    why: str
+    """Why nothing has to be offloaded."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Baseline:
     """GPU memory before any training, as published."""
 
@@ -156,6 +172,11 @@ def methods() -> tuple[Method, ...]:
 def without_figures() -> tuple[WithoutFigure, ...]:
     """What the chapters on torch.compile and DeepSpeed name."""
     return tuple(WithoutFigure(**line) for line in _guide()["without_figures"])
+
+
+def large_models() -> tuple[LargeModel, ...]:
+    """The jobs that take the place of the guide's chapter on DeepSpeed."""
+    return tuple(LargeModel(**line) for line in _guide()["large_models"])
 
 
 def anatomy() -> Mapping[str, Any]:

@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from snugfit.evaluation.guide_result import GuideResult, GuideRow
+from snugfit.evaluation.guide_result import GuideResult, GuideRow, ModernRow
 from snugfit.evaluation.guide_suite import anatomy, machines, source
 from snugfit.evaluation.per_parameter import PerParameter
 from snugfit.report.evaluation.guide_chapters import without_figures_grid
+from snugfit.report.evaluation.guide_modern import modern_grids
 from snugfit.report.evaluation.methods import change, helps, method_lines, stage_lines
 from snugfit.report.text.files import write_atomically
 from snugfit.report.text.grid import Grid, csv_text, escape
@@ -47,7 +48,14 @@ def csv(result: GuideResult) -> str:
             f"predicted_then_bytes_{name}",
             f"predicted_then_samples_per_second_{name}",
         ]
-    return csv_text(heads, (_csv_row(row, result.vanilla, known) for row in result.rows))
+    modern = {row.name: row for row in result.modern}
+    heads += ["recipe_today", "bytes_today", "samples_per_second_today"] if modern else []
+    rows = ([*_csv_row(row, result.vanilla, known), *_csv_today(modern.get(row.name))] for row in result.rows)
+    return csv_text(heads, rows)
+
+
+def _csv_today(row: ModernRow | None) -> list[object]:
+    return [row.recipe, row.needed_bytes, _samples(row.speed)] if row else []
 
 
 def _csv_row(row: GuideRow, vanilla: GuideRow, known: list[str]) -> list[object]:
@@ -79,9 +87,10 @@ def write(result: GuideResult, folder: Path) -> list[Path]:
 
 
 def grids(result: GuideResult) -> Iterator[Grid]:
-    """The tables: experiments, measurements, published figures, methods, what has no figures, stages, bytes
-    per parameter."""
+    """The tables: experiments, today's recipes, measurements, published figures, methods, what has no
+    figures, stages, bytes per parameter."""
     yield _experiments(result)
+    yield from modern_grids(result)
     if result.device:
         yield _measurements(result)
     yield _published_figures(result)

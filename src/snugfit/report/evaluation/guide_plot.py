@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from snugfit.evaluation.guide_result import GuideResult
+from snugfit.evaluation.guide_result import GuideResult, ModernRow
 from snugfit.evaluation.guide_suite import Machine, machines
-from snugfit.report.text.figure import BLUE, GREEN, LIGHT_BLUE, ORANGE, drawing
+from snugfit.report.text.figure import BLUE, GREEN, LIGHT_BLUE, ORANGE, RED, drawing
 from snugfit.results.speed import StepSpeed
 from snugfit.units import GIB
 
@@ -75,6 +75,7 @@ def memory_series(result: GuideResult) -> list[Series]:
     series = [
         Series(f"predicted, {result.gpu}", BLUE, tuple(_gib(row.predicted_bytes) for row in rows)),
         Series(f"measured, {result.device}", GREEN, tuple(_gib(row.measured_bytes) for row in rows)),
+        *_today(result, lambda row: _gib(row.needed_bytes)),
     ]
     for machine in _named_machines():
         thens = [row.then_on(machine.name) for row in rows]
@@ -93,6 +94,7 @@ def speed_series(result: GuideResult) -> list[Series]:
     series = [
         _with_ranges(f"predicted, {result.gpu}", BLUE, [row.predicted_speed for row in rows]),
         Series(f"measured, {result.device}", GREEN, speeds),
+        *_today(result, lambda row: row.speed.samples_per_second if row.speed else None),
     ]
     for machine in _named_machines():
         thens = [row.then_on(machine.name) for row in rows]
@@ -102,6 +104,14 @@ def speed_series(result: GuideResult) -> list[Series]:
         values = tuple(then.published.samples_per_second if then else None for then in thens)
         series.append(Series(f"published, {machine.gpu}", ORANGE, values))
     return _with_values(series)
+
+
+def _today(result: GuideResult, value: Callable[[ModernRow], float | None]) -> Iterator[Series]:
+    """The bars of today's recipes, where they were asked for."""
+    today = {row.name: value(row) for row in result.modern}
+    if today:
+        label = f"today's best recipe, {result.gpu}"
+        yield Series(label, RED, tuple(today.get(row.name) for row in result.rows))
 
 
 def _with_ranges(label: str, color: str, speeds: Sequence[StepSpeed | None]) -> Series:
