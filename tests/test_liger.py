@@ -18,14 +18,23 @@ from small_models import small_job
 from snugfit.errors import RecipeError
 from snugfit.exchange.read import read_arguments
 from snugfit.exchange.trainer_arguments import training_arguments
+from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
+from snugfit.prediction.allocator import Replay, replay
+from snugfit.prediction.device import policy_for
+from snugfit.prediction.profile import Software
+from snugfit.prediction.rates import packaged_rates
+from snugfit.prediction.seconds import step_seconds
 from snugfit.prediction.startup import STARTUP_RATES, distinct_kernels, startup
 from snugfit.rehearsal.device.policy import CudaPolicy, PoliciesDiffer
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import TRITON, Trace
+from snugfit.results.measurement import Measurement
+from snugfit.results.step_seconds import StepSeconds
 from snugfit.techniques import liger_table, roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.versions import version_of
+from tiers import slow_but
 
 LIGER = roster.find("liger")
 installed = pytest.mark.skipif(bool(LIGER.missing_package()), reason=LIGER.missing_package() or "")
@@ -182,6 +191,58 @@ def test_compiling_its_kernels_is_part_of_the_start_up() -> None:
     without = startup(llama(), recipe.setup(), kernels - compiled)
     more = startup(llama(), recipe.setup(), kernels).first_step_seconds - without.first_step_seconds
     assert more == pytest.approx(len(compiled) * (STARTUP_RATES.triton + STARTUP_RATES.kernel))
+
+
+# ---- what was measured -------------------------------------------------------------------------------------
+
+MEASURED = Path(__file__).parents[1] / "results" / "h200-2026-11-23" / "liger" / "runs.json"
+RUNS = [Measurement.from_json(run) for run in json.loads(MEASURED.read_text(encoding="utf-8"))["runs"]]
+SECONDS = 0.08
+"""The error allowed of a step that the GPU decides, as a share of what was measured."""
+
+
+def step_of(run: Measurement) -> tuple[Replay, StepSeconds]:
+    """The bytes and the seconds of a measured run, predicted again."""
+    gpu, setup = find_gpu(run.device.name or ""), run.recipe.setup()
+    trace = rehearse(run.job, setup, policy_for(gpu, Software()))
+    seconds = step_seconds(trace, gpu, batch_size=run.job.batch_size, rates=packaged_rates(gpu))
+    return replay(trace, expandable=setup.expandable_segments), seconds
+
+
+def with_liger() -> list[Measurement]:
+    return [run for run in RUNS if "liger" in str(run.recipe)]
+
+
+@installed
+@pytest.mark.parametrize("run", slow_but(with_liger(), 2), ids=lambda run: f"{run.recipe} {run.job.dtype}")
+def test_what_was_measured_is_predicted_again(run: Measurement) -> None:
+    """To the byte; and the seconds, where the GPU decides them."""
+    seen, timing = run.footprint, run.timing
+    assert seen is not None
+    assert timing is not None
+    memory, seconds = step_of(run)
+    assert memory.requested_peak == seen.requested_bytes
+    assert memory.allocated_peak == seen.allocated_bytes
+    assert memory.reserved_peak == pytest.approx(seen.reserved_bytes, rel=0.0005)
+    if seconds.bound != "host" and seconds.host_seconds < seconds.device_seconds / 2:
+        assert seconds.step_seconds == pytest.approx(timing.step_seconds, rel=SECONDS)
+
+
+@installed
+@pytest.mark.slow
+def test_liger_is_faster_or_slower_as_it_was_measured() -> None:
+    """Faster with weights in bfloat16; slower in fp32, where its loss writes a gradient twice as large."""
+    faster = {}
+    for run in RUNS:
+        if str(run.recipe) in ("bf16", "bf16 + liger") and run.job.model.name.endswith("Llama-3.2-1B"):
+            assert run.timing is not None
+            pair = faster.setdefault(str(run.job.dtype), {})
+            pair[str(run.recipe)] = step_of(run)[1].step_seconds, run.timing.step_seconds
+    signs = {}
+    for dtype, pair in faster.items():
+        predicted, measured = zip(pair["bf16 + liger"], pair["bf16"], strict=True)
+        signs[dtype] = (predicted[0] < predicted[1], measured[0] < measured[1])
+    assert signs == {"bfloat16": (True, True), "float32": (False, False)}
 
 
 @installed
