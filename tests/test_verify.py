@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from made_up import EVIL, footprint, job, measurement, timing
+from made_up import EVIL, footprint, job, measurement, prediction, timing
 from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.comparison.compared_runs import ComparedRun
@@ -93,6 +93,9 @@ def test_the_gap_is_what_the_first_choice_loses() -> None:
 
 ASK = ["plan", "bert-large-uncased", "--task", "sequence-classification"]
 SEEN = {"bf16": 0.05, "bf16 + every_layer": 0.08, "plain": 0.075}
+PEER = "bf16 + adamw_fused"
+PEERS_SEEN = {False: 0.09, True: 0.06}
+"""Seconds of the plain Trainer, by whether it compiles."""
 
 
 def choice(recipe: str, seconds: float) -> Choice:
@@ -141,10 +144,16 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         return planned(how["ranked"], how["memory_bytes"])
 
     def measure(job: Any, recipe: Any, **how: Any) -> Any:
-        questions.append(str(recipe))
-        pace = timing(4 / SEEN[str(recipe)])
-        return measurement(job=job, recipe=recipe, timing=pace)
+        peer, compiles = how["loop"] == "trainer", bool(how["trainer_arguments"])
+        questions.append(f"{recipe}, {'compiled ' if compiles else ''}Trainer" if peer else str(recipe))
+        pace = timing(4 / (PEERS_SEEN[compiles] if peer else SEEN[str(recipe)]))
+        size = footprint(9 * GIB) if peer else footprint()
+        return measurement(job=job, recipe=recipe, timing=pace, footprint=size)
 
+    def predict(job: Any, recipe: Any, **how: Any) -> Any:
+        return prediction(job=job, recipe=recipe, memory_bytes=how["memory_bytes"])
+
+    monkeypatch.setattr("snugfit.evaluation.peers.predict", predict)
     monkeypatch.setattr("snugfit.planning.search.search.plan", search)
     monkeypatch.setattr("snugfit.measurement.measure.measure", measure)
     monkeypatch.setattr("snugfit.cli.verify.gpu_here", lambda: "NVIDIA H200")
@@ -153,13 +162,24 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
 
 def test_the_best_are_measured_and_shown_beside(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*ASK, "--verify", "3", "--no-learn"]) == 0
-    assert asked == [3, "bf16", "bf16 + every_layer", "plain"]
+    peers = [f"{PEER}, Trainer", f"{PEER}, compiled Trainer"]
+    assert asked == [3, "bf16", "bf16 + every_layer", "plain", *peers]
     text = " ".join(capsys.readouterr().out.split())
     assert "bf16: 7.59 GiB, a step takes about 50.0 ms" in text, "the plan comes first"
     assert "Kendall's tau 0.33 over 3 pairs of recipes" in text
     assert "of the 3 that were measured more than 5 % apart, 2 are in the predicted order" in text
     assert "The first choice is the fastest measured one." in text
     assert "earned" not in text
+    assert f"1.20 times as fast as the best of the plain Trainer (Trainer, {PEER}, torch_compile)" in text
+    assert "and takes 2.00 GiB less" in text
+
+
+def test_peers_are_left_out_where_nobody_wants_them(
+    asked: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*ASK, "--verify", "1", "--no-learn", "--no-peers"]) == 0
+    assert asked == [1, "bf16"]
+    assert "plain Trainer" not in capsys.readouterr().out
 
 
 def test_json_is_one_document(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,6 +188,10 @@ def test_json_is_one_document(asked: list[Any], capsys: pytest.CaptureFixture[st
     assert (document["what"], document["tau"], document["gap"]) == ("verification", 1.0, 0.0)
     assert [each["recipe"] for each in document["runs"]] == ["bf16", "bf16 + every_layer"]
     assert document["runs"][1]["errors"]["step_seconds"] == pytest.approx(-0.125)
+    assert document["faster_than_peer"] == pytest.approx(0.06 / 0.05)
+    peers = document["peers"]["runs"]
+    assert [peer["arguments"] for peer in peers] == [{}, {"torch_compile": True}]
+    assert [peer["run"]["predicted"] is None for peer in peers] == [False, True]
     assert Plan.from_json(document["plan"]) == planned(2)
 
 

@@ -76,6 +76,9 @@ All = Annotated[
         "more, none five times slower than the answer]",
     ),
 ]
+NoPeers = Annotated[
+    bool, typer.Option("--no-peers", help="With --verify: do not measure what the plain Trainer takes.")
+]
 NoLearn = Annotated[bool, typer.Option("--no-learn", help="With --verify: do not change the calibration.")]
 
 
@@ -101,6 +104,7 @@ def plan(
     fresh: given.Fresh = False,
     verify: Verify = None,
     no_learn: NoLearn = False,
+    no_peers: NoPeers = False,
     form: given.Format = "terminal",
     as_json: given.AsJson = False,
 ) -> int:
@@ -115,20 +119,18 @@ def plan(
         )
     request = _check(request, verify)
     check_export(export, request.job)
-    steps = steps_of(samples, steps, request.job.batch_size)
     asked = {
         "fidelity": fidelity,
         "objective": objective,
         "keep": request.keep,
         "free": request.free,
-        "steps": steps,
+        "steps": steps_of(samples, steps, request.job.batch_size),
         "ranked": verify or 0,
         "headroom": request.headroom,
         "whole_front": everything,
     }
-    chosen = _plan(request, asked, workers, fresh=fresh)
+    chosen, form = _plan(request, asked, workers, fresh=fresh), "json" if as_json else form
     given.write_pictures(html, plot, chosen)
-    form = "json" if as_json else form
     comes_with = request.reading.export if request.reading else ""
     more_follows = chosen.fits and (lengths or verify)
     if not more_follows or form != "json":
@@ -136,7 +138,7 @@ def plan(
     if more_follows and lengths:
         of_lengths.show_planned(request, chosen, form, fresh=fresh)
     elif more_follows:
-        verify_plan(chosen, form, learn=not no_learn, workers=workers)
+        verify_plan(chosen, form, learn=not no_learn, peers=not no_peers, workers=workers)
     write_export(export, chosen.job, chosen.best.recipe if chosen.best else None)
     return 0 if chosen.fits else NothingFits.exit_code
 

@@ -15,7 +15,10 @@ from snugfit.errors import GpuError, OutsideBand
 from snugfit.measurement.target import gpu_here
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from snugfit.cli.request import Request
+    from snugfit.evaluation.peers import Peers
     from snugfit.evaluation.predict_runs import PlannedRecipe
     from snugfit.planning.plan import Choice, Plan
 
@@ -39,8 +42,11 @@ def with_gpu_here(request: Request) -> Request:
     return replace(request, gpu=gpu)
 
 
-def verify_plan(plan: Plan, form: str, *, learn: bool, workers: int | None = None) -> None:
-    """Measures the plan's listed recipes here, and prints them below the plan; as JSON both are one document.
+def verify_plan(
+    plan: Plan, form: str, *, learn: bool, peers: bool = True, workers: int | None = None
+) -> None:
+    """Measures the plan's listed recipes here, and with `peers` what a user of the plain Trainer would run,
+    and prints them below the plan; as JSON both are one document.
     The calibration learns from them where `learn` says so. Raises `OutsideBand` when a run's bytes differ
     from the prediction by more than `snugfit accuracy` allows."""
     from snugfit.cli.calibration import learn_from
@@ -53,6 +59,8 @@ def verify_plan(plan: Plan, form: str, *, learn: bool, workers: int | None = Non
     recipes = [planned_recipe(choice, plan.memory_bytes) for choice in plan.ranked]
     with show_progress() as tell:
         verified = verify(plan.job, plan.gpu.name, recipes, versions=plan.versions, tell=tell)
+        if peers and plan.ranked:
+            verified = replace(verified, peers=_measure_peers(plan, tell))
         if learn:
             learned = learn_from(verified.runs, plan.gpu, workers=workers or usual_workers(), tell=tell)
             verified = replace(verified, learned=learned)
@@ -61,6 +69,20 @@ def verify_plan(plan: Plan, form: str, *, learn: bool, workers: int | None = Non
     print_as(form, document(plan, verified), render(verified))
     if verified.outside:
         raise OutsideBand(f"{len(verified.outside)} of {len(verified.runs)} runs are outside the band.")
+
+
+def _measure_peers(plan: Plan, tell: Callable[[str], None]) -> Peers:
+    """The peers of the plan's first choice."""
+    from snugfit.evaluation.peers import measure_peers
+    from snugfit.techniques.recipe import Recipe
+    from snugfit.techniques.technique import Slot
+
+    assert plan.gpu is not None
+    kept_slots = {Slot(slot.slot) for slot in plan.kept}
+    chosen = Recipe.parse(plan.ranked[0].recipe)
+    return measure_peers(
+        plan.job, plan.gpu, chosen, kept_slots=kept_slots, memory_bytes=plan.memory_bytes, tell=tell
+    )
 
 
 def planned_recipe(choice: Choice, memory_bytes: int | None = None) -> PlannedRecipe:

@@ -12,13 +12,13 @@ order right?), and the best recipes of each job's plan (is its first choice the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.comparison.compared_runs import Accuracy, ComparedRun
 from snugfit.errors import GpuError, SnugfitError
@@ -206,8 +206,10 @@ class MeasuredRun(NamedTuple):
     device: str | None
 
 
-def measure_run(run: ComparedRun) -> MeasuredRun:
-    """Measures the run here, in a process of its own."""
+def measure_run(
+    run: ComparedRun, *, loop: str = "plain", trainer_arguments: Mapping[str, Any] | None = None
+) -> MeasuredRun:
+    """Measures the run here in this loop, in a process of its own."""
     from snugfit.measurement.measure import measure
 
     try:
@@ -218,6 +220,8 @@ def measure_run(run: ComparedRun) -> MeasuredRun:
             steps=steady_steps(run.predicted_step_seconds, host=run.bound == "host"),
             deadline_seconds=DEADLINE_SECONDS,
             ledger=None,
+            loop=loop,
+            trainer_arguments=trainer_arguments,
         )
     except SnugfitError as refusal:
         return MeasuredRun(replace(run, outcome="refused", message=str(refusal)), None)

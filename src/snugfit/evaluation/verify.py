@@ -16,6 +16,7 @@ from snugfit.comparison.ranking import RankAgreement, gap, rank_agreement
 from snugfit.documents import encode_fields
 from snugfit.evaluation.accuracy import measure_run
 from snugfit.evaluation.learn import LearnedFactors
+from snugfit.evaluation.peers import NO_PEERS, Peers
 from snugfit.evaluation.predict_runs import PlannedRecipe
 from snugfit.job.job import Job
 
@@ -36,6 +37,8 @@ class Verification:
     """In the plan's order, its first choice first."""
     versions: Mapping[str, str]
     """Of the packages that planned."""
+    peers: Peers = NO_PEERS
+    """What a user of the plain Trainer would run, measured on the same job."""
     learned: LearnedFactors | None = None
     """What the calibration learned; None when it was left out."""
 
@@ -50,6 +53,14 @@ class Verification:
         return gap(self.runs)
 
     @property
+    def faster_than_peer(self) -> float | None:
+        """How many times as fast as the best peer the first choice is; None where either was not measured."""
+        first, peer = self.runs[0] if self.runs else None, self.peers.best
+        if first is None or peer is None or first.outcome != "ok" or not first.step_seconds:
+            return None
+        return (peer.run.step_seconds or 0.0) / first.step_seconds
+
+    @property
     def outside(self) -> tuple[ComparedRun, ...]:
         """The runs that are outside the band of `snugfit accuracy`, or failed."""
         return tuple(run for run in self.runs if run.complaint)
@@ -59,7 +70,7 @@ class Verification:
         return {
             "schema": SCHEMA,
             "what": "verification",
-            **encode_fields(self, tau=self.order.tau, gap=self.gap),
+            **encode_fields(self, tau=self.order.tau, gap=self.gap, faster_than_peer=self.faster_than_peer),
         }
 
 

@@ -105,6 +105,7 @@ def _run_steps(request: Mapping[str, Any], history: Path) -> ChildResult:
     stopwatch = Stopwatch(device, request["warmup"], after_step=after_step, core=core)
     # Predictions are compared to the byte, so nothing of ours may stay on a GPU: kept losses would.
     step = open_step(job, setup, request["loop"], device, keep_losses=not on_gpu)
+    step.trainer_arguments = request.get("trainer_arguments", {})
     losses = step.run(request["warmup"] + request["steps"], stopwatch)
     seconds = stopwatch.seconds()
     peaks = _peaks()

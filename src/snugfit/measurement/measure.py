@@ -21,11 +21,12 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from snugfit.documents import BadDocument, read_document, write_document
 from snugfit.errors import JobError, UsageError, did_you_mean
@@ -64,6 +65,8 @@ class MeasurementRequest:
     deadline_seconds: float
     history: Path | None
     """Where the allocator's recorded history goes; None records none."""
+    trainer_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Of `TrainingArguments`, besides those that the recipe gives."""
 
 
 def measure(
@@ -78,13 +81,16 @@ def measure(
     deadline_seconds: float = 600.0,
     ledger: Path | str | None = Path("snugfit-runs"),
     record_history: Path | str | None = None,
+    trainer_arguments: Mapping[str, Any] | None = None,
 ) -> Measurement:
     """Runs the job under the recipe (which may be text) in a fresh process and returns what it took.
 
     `device` is `cpu`, `cuda`, or None for a GPU if there is one; `gpu_index` counts as CUDA does. A run that
     dies is a measurement too: its `outcome` is the cause. `ledger` is the folder where it is kept, or None.
     `record_history` writes torch's recorded allocations of the first three steps to that file (for
-    pytorch.org/memory_viz; recording slows the steps down). Raises `UsageError` for what cannot be measured.
+    pytorch.org/memory_viz; recording slows the steps down). `trainer_arguments` of the `trainer` loop are
+    given to `TrainingArguments` besides what the recipe says; a ledger keeps no such run. Raises `UsageError`
+    for what cannot be measured.
     """
     refuse_what_is_no_job(job)
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
@@ -96,8 +102,11 @@ def measure(
         steps=steps,
         deadline_seconds=deadline_seconds,
         history=_path_of("record_history", record_history),
+        trainer_arguments=trainer_arguments or {},
     )
     root = _path_of("ledger", ledger)
+    if request.trainer_arguments and (loop != "trainer" or root is not None):
+        raise UsageError("trainer_arguments need loop='trainer' and ledger=None.")
     _refuse_invalid(request)
     with open_target(device, gpu_index, environment=os.environ) as target:
         recipe.check(job, target.card.capability() if target.card else None)
@@ -219,6 +228,7 @@ def _request_document(
         "warmup": request.warmup,
         "steps": request.steps,
         "history": request.history is not None,
+        "trainer_arguments": dict(request.trainer_arguments),
     }
 
 

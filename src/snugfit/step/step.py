@@ -12,6 +12,7 @@ is the same object each time: only its device and its observer differ. Each loop
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -49,6 +50,9 @@ class Step(ABC):
 
     trainer_class: type[Any] | None = None
     """A subclass of `transformers.Trainer` to run instead of it, where the loop is the Trainer's."""
+
+    trainer_arguments: Mapping[str, Any] = {}
+    """Of `TrainingArguments`, besides those that the Setup gives, where the loop is the Trainer's."""
 
     always_mask = False
     """Pass an attention mask also when nothing is padded (transformers' habit before 5.0)."""

@@ -86,6 +86,7 @@ class TrainerStep(Step):
             "disable_tqdm": True,
             **clip,
             **training_arguments(self.setup, job, self.device),
+            **self.trainer_arguments,
         }
 
 

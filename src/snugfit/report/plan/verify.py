@@ -13,12 +13,16 @@ from snugfit.planning.plan import Plan
 from snugfit.report.evaluation.order import gap_line, order_line, recipes_grid
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.page import Page, Sentence
+from snugfit.results.footprint import Footprint
+from snugfit.units import show_bytes, show_mib
 
 
 def render(verified: Verification) -> Page:
     """Each recipe predicted and measured, and what follows from it."""
     return Page(
-        [grid(verified)], conclusions(verified), (Sentence(text, "fault") for text in _complaints(verified))
+        [grid(verified), *_peers_grid(verified)],
+        conclusions(verified),
+        (Sentence(text, "fault") for text in _complaints(verified)),
     )
 
 
@@ -37,13 +41,54 @@ def grid(verified: Verification) -> Grid:
 
 def conclusions(verified: Verification) -> Iterator[str]:
     """What follows from the rows, a sentence each."""
-    yield from filter(None, (order_line(verified.runs), gap_line(verified.runs)))
+    yield from filter(None, (order_line(verified.runs), gap_line(verified.runs), peer_line(verified)))
     if verified.learned:
         yield learned_line(verified.learned)
     for run in verified.runs:
         spoilt = run.contaminated or run.crowded
         if spoilt and run.outcome == "ok":
             yield f"{run.recipe} was disturbed while it was measured: {spoilt}."
+
+
+def _peers_grid(verified: Verification) -> Iterator[Grid]:
+    """One row a peer; none where there are no peers."""
+    rows = tuple(
+        (
+            peer.name,
+            peer.run.outcome if peer.run.outcome != "ok" else _mib(peer.run.measured),
+            f"{1e3 * peer.run.step_seconds:,.1f}" if peer.run.step_seconds else "",
+        )
+        for peer in verified.peers.runs
+    )
+    if rows:
+        yield Grid(
+            title="What a user of the plain Trainer would run, measured",
+            heads=("Peer", "NVML MiB>", "ms a step>"),
+            rows=tuple((name, str(size or ""), seconds) for name, size, seconds in rows),
+        )
+
+
+def peer_line(verified: Verification) -> str:
+    """Which is faster and smaller, the plan's first choice or the best peer; nothing where nobody asked."""
+    if verified.peers.why_none:
+        return f"The plain Trainer was not measured: {verified.peers.why_none}"
+    peer, times = verified.peers.best, verified.faster_than_peer
+    if peer is None and verified.peers.runs:
+        return "No run of the plain Trainer reached its end, so there is nothing to compare with."
+    if peer is None or times is None:
+        return ""
+    first = verified.runs[0]
+    faster = f"{times:.2f} times as fast as" if times >= 1 else f"{100 * (1 / times - 1):.1f} % slower than"
+    text = f"The first choice is {faster} the best of the plain Trainer ({peer.name})"
+    sizes = [run.measured.nvml_bytes if run.measured else None for run in (first, peer.run)]
+    if sizes[0] is None or sizes[1] is None:
+        return f"{text}."
+    less = sizes[1] - sizes[0]
+    return f"{text}, and takes {show_bytes(abs(less))} {'less' if less >= 0 else 'more'}."
+
+
+def _mib(footprint: Footprint | None) -> str:
+    return show_mib(footprint.nvml_bytes) if footprint and footprint.nvml_bytes is not None else ""
 
 
 def learned_line(learned: LearnedFactors) -> str:

@@ -1,0 +1,138 @@
+"""What a user of the plain Trainer runs on the same job: the peers that a verified plan is measured with.
+
+A peer is transformers' own Trainer with the settings that its documentation gives for one GPU: 16-bit
+autocast, fused AdamW, attention as the model has it (SDPA); and the same with `torch_compile=True`, which
+compiles the whole model. Where that does not fit, a user turns gradient checkpointing on, then cuts the
+batch: the first such recipe that is predicted to fit is taken. What the plan kept for the user, and its
+adapters, a peer has too. The Trainer clips gradients unless it is told not to; a peer clips as the job says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from snugfit.comparison.compared_runs import ComparedRun
+from snugfit.errors import SnugfitError
+from snugfit.evaluation.accuracy import measure_run
+from snugfit.prediction.predict import predict
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from snugfit.job.gpu import Gpu
+    from snugfit.job.job import Job
+    from snugfit.results.prediction import Prediction
+
+BF16_SINCE = (8, 0)
+"""The compute capability from which on GPUs calculate in bfloat16."""
+
+LOOP = "trainer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerRun:
+    """A peer, predicted as far as it can be, and measured."""
+
+    name: str
+    """What a user of it would call it."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Of `TrainingArguments`, besides those that its recipe gives."""
+    run: ComparedRun
+    """In the Trainer's loop. Its bytes are not predicted where the whole model is compiled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peers:
+    """What was measured of the plain Trainer, or why nothing was."""
+
+    runs: tuple[PeerRun, ...] = ()
+    why_none: str = ""
+    """Why there is none."""
+
+    @property
+    def best(self) -> PeerRun | None:
+        """The fastest that ran to its end; None where none did."""
+        ran = [peer for peer in self.runs if peer.run.outcome == "ok" and peer.run.step_seconds]
+        return min(ran, key=lambda peer: peer.run.step_seconds or 0.0, default=None)
+
+
+NO_PEERS = Peers()
+"""Nobody asked for them."""
+
+
+def measure_peers(
+    job: Job,
+    gpu: Gpu,
+    chosen: Recipe,
+    *,
+    kept_slots: Collection[Slot] = (),
+    memory_bytes: int | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Peers:
+    """The Trainer measured here on this job, as it is and with the whole model compiled. `chosen` is the
+    plan's recipe, of which a peer has the `kept_slots` and the adapters."""
+    job = replace(job, clip=job.clip or 0.0)
+    try:
+        predicted = _first_that_fits(job, gpu, chosen, kept_slots, memory_bytes)
+    except SnugfitError as refusal:
+        return Peers(why_none=" ".join(str(refusal).split()))
+    fused = "Trainer, " + str(predicted.recipe)
+    runs = []
+    for number, (name, arguments) in enumerate(
+        ((fused, {}), (f"{fused}, torch_compile", {"torch_compile": True}))
+    ):
+        tell(f"measuring a peer: {name}")
+        run = _run_before_measuring(predicted, number, compiled=bool(arguments))
+        measured, _ = measure_run(run, loop=LOOP, trainer_arguments=arguments)
+        runs.append(PeerRun(name=name, arguments=arguments, run=measured))
+    return Peers(runs=tuple(runs))
+
+
+def _run_before_measuring(predicted: Prediction, number: int, *, compiled: bool) -> ComparedRun:
+    run = ComparedRun(
+        number=number + 1,
+        family=predicted.job.model.architecture,
+        job=predicted.job,
+        recipe=predicted.recipe,
+    )
+    if compiled:
+        return run
+    seconds = predicted.timing.step_seconds if predicted.timing else None
+    return replace(run, predicted=predicted.footprint, fits=predicted.fits, predicted_step_seconds=seconds)
+
+
+def _first_that_fits(
+    job: Job, gpu: Gpu, chosen: Recipe, kept_slots: Collection[Slot], memory_bytes: int | None
+) -> Prediction:
+    """The first of the recipes that is predicted to fit, or the last. Raises `SnugfitError` where one cannot
+    be predicted."""
+    for recipe in _recipes(job, gpu, chosen, kept_slots):
+        predicted = predict(job, recipe, gpu=gpu, memory_bytes=memory_bytes, loop=LOOP)
+        if predicted.fits is not False:
+            break
+    return predicted
+
+
+def _recipes(job: Job, gpu: Gpu, chosen: Recipe, kept_slots: Collection[Slot]) -> Iterator[Recipe]:
+    """What a user tries, one after the other: all of the batch at once, with layers recomputed, then in more
+    and more micro-batches."""
+    as_kept = {
+        technique.slot: technique for technique in chosen if technique.slot in {*kept_slots, Slot.ADAPTERS}
+    }
+
+    def with_kept(text: str) -> Recipe:
+        recipe = Recipe.parse(text)
+        for technique in as_kept.values():
+            recipe = recipe.with_(technique)
+        return recipe
+
+    newer = gpu.compute_capability is None or gpu.compute_capability >= BF16_SINCE
+    plain = f"{'bf16' if newer else 'fp16'} + adamw_fused"
+    yield with_kept(plain)
+    yield with_kept(f"{plain} + every_layer")
+    pieces = (count for count in range(2, job.batch_size + 1) if job.batch_size % count == 0)
+    yield from (with_kept(f"{plain} + every_layer + micro_batches({count})") for count in pieces)
