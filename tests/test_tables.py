@@ -30,6 +30,7 @@ from snugfit.units import GIB
 from test_gpus_command import PRICES
 from test_gpus_command import made_up as made_up_gpu_plans
 from test_lengths_command import made_up as made_up_lengths
+from test_peers import verified
 from test_plan_command import made_up as made_up_plan
 from test_verify import a_run
 
@@ -103,6 +104,7 @@ REPORTS = {
     "plan --verify": lambda: verify.grid(
         Verification(gpu="h200", device="NVIDIA H200", runs=_accuracy("top").runs, versions={})
     ),
+    "plan --verify, peers": lambda: verify.render(verified(0.1, 0.3, None, 0.2)),
     "measure": lambda: measurement_report.render(measurement()),
 }
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from snugfit.evaluation.guide_result import GuideResult, ModernRow
+from snugfit.evaluation.guide_result import GuideResult
 from snugfit.evaluation.guide_suite import Machine, machines
 from snugfit.report.text.figure import BLUE, GREEN, LIGHT_BLUE, ORANGE, RED, drawing
 from snugfit.results.speed import StepSpeed
@@ -21,6 +21,9 @@ _HEIGHT_OF_ROW = 0.56
 _LABEL_COLUMNS = 26
 _UNDER_BARS = 0.47
 """Down from the middle of a row, in rows."""
+
+_ABOVE_BAR = 0.32
+"""Up from the middle of a row, in rows: above its only bar."""
 
 
 class Series(NamedTuple):
@@ -49,7 +52,8 @@ def summary(result: GuideResult, form: str) -> bytes:
         _diamonds(left, result)
         for row_number, row in enumerate(result.rows):
             if row.refused:
-                left.text(0.05, row_number, "not predicted", fontsize=7, color="0.4", va="center")
+                above = _ABOVE_BAR if result.modern else 0.0
+                left.text(0.05, row_number - above, "not predicted", fontsize=7, color="0.4", va="center")
         _bars(right, speed_series(result))
         left.set_yticks(range(len(names)), names)
         left.set_ylim(len(names) - 0.4, -0.6)
@@ -75,7 +79,7 @@ def memory_series(result: GuideResult) -> list[Series]:
     series = [
         Series(f"predicted, {result.gpu}", BLUE, tuple(_gib(row.predicted_bytes) for row in rows)),
         Series(f"measured, {result.device}", GREEN, tuple(_gib(row.measured_bytes) for row in rows)),
-        *_today(result, lambda row: _gib(row.needed_bytes)),
+        *_todays_memory(result),
     ]
     for machine in _named_machines():
         thens = [row.then_on(machine.name) for row in rows]
@@ -94,7 +98,7 @@ def speed_series(result: GuideResult) -> list[Series]:
     series = [
         _with_ranges(f"predicted, {result.gpu}", BLUE, [row.predicted_speed for row in rows]),
         Series(f"measured, {result.device}", GREEN, speeds),
-        *_today(result, lambda row: row.speed.samples_per_second if row.speed else None),
+        *_todays_speed(result),
     ]
     for machine in _named_machines():
         thens = [row.then_on(machine.name) for row in rows]
@@ -106,12 +110,22 @@ def speed_series(result: GuideResult) -> list[Series]:
     return _with_values(series)
 
 
-def _today(result: GuideResult, value: Callable[[ModernRow], float | None]) -> Iterator[Series]:
+def _todays_memory(result: GuideResult) -> Iterator[Series]:
     """The bars of today's recipes, where they were asked for."""
-    today = {row.name: value(row) for row in result.modern}
+    today = {row.name: _gib(row.needed_bytes) for row in result.modern}
     if today:
-        label = f"today's best recipe, {result.gpu}"
-        yield Series(label, RED, tuple(today.get(row.name) for row in result.rows))
+        yield Series(_todays_label(result), RED, tuple(today.get(row.name) for row in result.rows))
+
+
+def _todays_speed(result: GuideResult) -> Iterator[Series]:
+    """The same for their speed."""
+    today = {row.name: row.speed for row in result.modern}
+    if today:
+        yield _with_ranges(_todays_label(result), RED, [today.get(row.name) for row in result.rows])
+
+
+def _todays_label(result: GuideResult) -> str:
+    return f"today's best recipe, {result.gpu}"
 
 
 def _with_ranges(label: str, color: str, speeds: Sequence[StepSpeed | None]) -> Series:
