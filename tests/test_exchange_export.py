@@ -254,6 +254,7 @@ def test_adapters_are_written_without_snugfit(tmp_path: Path, recipe: str) -> No
         ("adamw_loop + bf16", "hf", "adamw_loop"),
         ("adamw_8bit(embeddings=8)", "hf", "adamw_8bit(embeddings=8)"),
         ("muon", "hf", "muon"),
+        ("host_adamw", "hf", "host_adamw"),
         ("muon", "torch", "muon"),
     ],
 )

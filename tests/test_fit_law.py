@@ -22,7 +22,7 @@ CUTS = {(4, 1): "", (2, 2): "micro_batches(2)", (1, 4): "micro_batches(4)"}
 RECIPES = ("plain", "every_layer", "adamw_fused", "adafactor_torch")
 LINES = [("bert", cut, recipe) for cut in CUTS for recipe in RECIPES]
 LINES += [("llama", (2, 2), "every_layer"), ("bert", (2, 2), "selective(products)")]
-LINES += [("bert", (2, 2), "muon"), ("bert", (2, 2), "lion_8bit")]
+LINES += [("bert", (2, 2), "muon"), ("bert", (2, 2), "lion_8bit"), ("bert", (2, 2), "host_adamw")]
 
 
 @pytest.mark.parametrize(("family", "cut", "recipe"), LINES)

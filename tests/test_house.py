@@ -48,6 +48,7 @@ HEAVY_THEMSELVES = {
     "prediction/published_optimizer.py",
     "step/chunked_loss.py",
     "step/deferred_logits.py",
+    "step/wishes/host_adamw.py",
     "step/muon.py",
 }
 """Their classes derive from torch's, or they run at every operator of a rehearsal."""

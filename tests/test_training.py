@@ -42,6 +42,7 @@ RECIPES = (
     "lora + sgd",
     "adafactor_torch + segments",
     "muon + bf16",
+    "host_adamw + bf16 + micro_batches(2)",
     "lion_8bit + micro_batches(2)",
 )
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from snugfit.errors import GpuError
 from snugfit.prediction.pinned import pinned_bytes
 from snugfit.prediction.profile import INSTALLED
+from snugfit.rehearsal.trace.trace import COPY_OUT
 from snugfit.units import GIB, MIB, show_mib
 from snugfit.versions import version_of
 
@@ -120,7 +121,8 @@ def context_of(gpu: Gpu | None, software: Software, trace: Trace) -> tuple[int, 
     )
     total = sum(usual if known is None else known for known, usual, taken in parts if taken)
     if pinned := pinned_bytes(trace.kernels):
-        total += LINK_STREAM + MAPPED_GIB * ((pinned + ALREADY_PINNED) // GIB)
+        stream = LINK_STREAM * any(kernel.operator == COPY_OUT for kernel in trace.kernels)
+        total += stream + MAPPED_GIB * ((pinned + ALREADY_PINNED) // GIB)
     if context is not None:
         return total, []
     name = gpu.name if gpu else "an unnamed GPU"

@@ -28,6 +28,8 @@ from snugfit.rehearsal.trace.trace import (
     COPY_IN,
     MATRIX_PRODUCTS,
     PREPARED,
+    STAGED,
+    UPDATE_ON_HOST,
     WITH_BIAS,
     WITH_DROPOUT,
 )
@@ -101,9 +103,9 @@ class KernelClock:
     def _seconds(self, kernel: Kernel) -> float:
         if kernel.operator in MATRIX_PRODUCTS and len(kernel.shapes) > 1:
             return self._matmul(kernel)
-        if kernel.operator == AWAIT_COPY:
+        if kernel.operator in (AWAIT_COPY, UPDATE_ON_HOST):
             return 0.0
-        if kernel.operator in COPIES or kernel.operator in (COPY_IN, PREPARED):
+        if kernel.operator in COPIES | STAGED or kernel.operator in (COPY_IN, PREPARED):
             link = self.rates.link if kernel.operator != COPY_IN else min(PAGEABLE, self.rates.link)
             return self.rates.start + kernel.nbytes / 2 / link
         if "convolution" in kernel.operator:

@@ -1,18 +1,21 @@
-"""Page-locked bytes of the host in which a step's activations wait."""
+"""Bytes of the host in which a step's activations wait and its optimizer's states are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from snugfit.rehearsal.trace.trace import COPY_OUT
+from snugfit.rehearsal.trace.trace import COPY_OUT, STAGE_OUT, UPDATE_ON_HOST
 from snugfit.step.host_link import Slabs
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel
 
+STAGING_BYTES = 128 << 20
+"""Page-locked memory for weights and gradients that the host updates (`step/wishes/host_adamw.py`)."""
 
-def pinned_bytes(kernels: Iterable[Kernel]) -> int:
+
+def waiting_bytes(kernels: Iterable[Kernel]) -> int:
     """Of the slabs that a step with these kernels takes: each micro-batch's activations go out in its forward
     pass, and all of their places are free again when the next one begins."""
     slabs, taken = Slabs(), 0
@@ -25,3 +28,15 @@ def pinned_bytes(kernels: Iterable[Kernel]) -> int:
                 slabs.give_back()
             taken = 0
     return sum(slabs.sizes)
+
+
+def pinned_bytes(kernels: Iterable[Kernel]) -> int:
+    """All of the step's page-locked memory, but for its loader's."""
+    kernels = tuple(kernels)
+    staged = any(kernel.operator == STAGE_OUT for kernel in kernels)
+    return waiting_bytes(kernels) + STAGING_BYTES * staged
+
+
+def host_state_bytes(kernels: Iterable[Kernel]) -> int:
+    """Of two moments for each weight that the host updates, of the weight's dtype."""
+    return sum(kernel.nbytes for kernel in kernels if kernel.operator == UPDATE_ON_HOST)

@@ -11,7 +11,7 @@ from snugfit.prediction.allocator import replay
 from snugfit.prediction.anatomy import anatomy, by_kind
 from snugfit.prediction.device import context_of, doubts_about, policy_for
 from snugfit.prediction.headroom import headroom_of
-from snugfit.prediction.pinned import pinned_bytes
+from snugfit.prediction.pinned import host_state_bytes, pinned_bytes
 from snugfit.prediction.profile import INSTALLED, Software, find_software, installed_versions
 from snugfit.prediction.rates import Rates, rates_for
 from snugfit.prediction.seconds import step_seconds
@@ -138,6 +138,7 @@ def _host_bytes(job: Job, setup: Setup, trace: Trace, loop: str) -> int:
         + workers * (WORKER_BYTES + PREFETCHED_BATCHES * batch)
         + (2 * batch if setup.loader.pinned else 0)
         + pinned_bytes(trace.kernels)
+        + host_state_bytes(trace.kernels)
     )
 
 

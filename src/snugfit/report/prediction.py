@@ -58,7 +58,7 @@ def footprint_table(footprint: Footprint) -> PlainTable:
         ("on the GPU", footprint.nvml_bytes, "reserved and the CUDA context: what NVML counts"),
         ("CUDA context", footprint.context_bytes, "of the above: CUDA and its loaded libraries"),
         ("host", footprint.host_bytes, "resident memory of the process"),
-        ("page-locked", footprint.pinned_bytes or None, "of the host's: where activations wait"),
+        ("page-locked", footprint.pinned_bytes or None, "of the host's: for what the GPU copies there"),
     )
     known = [(name, show_mib(size), show_bytes(size), why) for name, size, why in lines if size is not None]
     return table(("At the peak", "MiB>", ">", "Meaning"), known)

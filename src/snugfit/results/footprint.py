@@ -84,8 +84,8 @@ class Footprint:
     """Largest resident memory of the process on the host."""
 
     pinned_bytes: int | None = None
-    """Of the host's: page-locked memory in which activations wait for the backward pass; None when a
-    measurement cannot tell."""
+    """Of the host's: page-locked memory for activations that wait for the backward pass and for weights that
+    the host updates; None when a measurement cannot tell."""
 
     at: Moment | None = None
     """The moment of the requested peak; None when a measurement cannot tell."""

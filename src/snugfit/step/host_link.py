@@ -73,6 +73,15 @@ class LinkObserver(Protocol):
     def await_copy(self, later: int) -> None:
         """The device computes no further before the copy behind which so many others wait is done."""
 
+    def stage_out(self, nbytes: int) -> None:
+        """The device copies weights or gradients to the host before it goes on."""
+
+    def update_on_host(self, nbytes: int) -> None:
+        """The host waits for the device, and updates so many bytes of weights."""
+
+    def stage_back(self, nbytes: int) -> None:
+        """The device copies updated weights from the host before it goes on."""
+
 
 class Link:
     """The way to the host and back; copies go one after the other. This one is a CPU's, whose copies are done

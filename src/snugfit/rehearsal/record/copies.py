@@ -1,4 +1,5 @@
-"""Copies of activations beside the computation, as a rehearsal hears of them and writes them down."""
+"""Copies to the host and back, and what the host computes, as a rehearsal hears of them and writes them
+down."""
 
 from __future__ import annotations
 
@@ -7,7 +8,14 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
-from snugfit.rehearsal.trace.trace import AWAIT_COPY, COPY_BACK, COPY_OUT
+from snugfit.rehearsal.trace.trace import (
+    AWAIT_COPY,
+    COPY_BACK,
+    COPY_OUT,
+    STAGE_BACK,
+    STAGE_OUT,
+    UPDATE_ON_HOST,
+)
 from snugfit.step.host_link import MetaLink
 
 if TYPE_CHECKING:
@@ -19,8 +27,8 @@ if TYPE_CHECKING:
 class CopyRecorder:
     """Hears of what a link would copy."""
 
-    def __init__(self, write: Write) -> None:
-        self._write = write
+    def __init__(self, write: Write, wait: Callable[[], None]) -> None:
+        self._write, self._wait = write, wait
 
     def copy_out(self, nbytes: int) -> None:
         """Activations are copied to the host."""
@@ -34,6 +42,19 @@ class CopyRecorder:
         """The device waits for a copy; so many were asked for after it."""
         self._write(AWAIT_COPY, _moving(0, tensors=later))
 
+    def stage_out(self, nbytes: int) -> None:
+        """Weights or gradients are copied to the host."""
+        self._write(STAGE_OUT, _moving(nbytes))
+
+    def update_on_host(self, nbytes: int) -> None:
+        """The host waits, and updates these bytes of weights."""
+        self._wait()
+        self._write(UPDATE_ON_HOST, _moving(nbytes))
+
+    def stage_back(self, nbytes: int) -> None:
+        """Weights are copied to the device."""
+        self._write(STAGE_BACK, _moving(nbytes))
+
 
 def _moving(nbytes: int, *, tensors: int = 1) -> KernelCost:
     from snugfit.rehearsal.record.kernels import KernelCost
@@ -42,7 +63,8 @@ def _moving(nbytes: int, *, tensors: int = 1) -> KernelCost:
 
 
 @contextlib.contextmanager
-def copies_heard(write: Write) -> Iterator[None]:
-    """Within it, `write` is told of each copy, and of each time that the device waits for one."""
-    with patch.object(MetaLink, "observer", CopyRecorder(write)):
+def copies_heard(write: Write, wait: Callable[[], None]) -> Iterator[None]:
+    """Within it, `write` is told of each copy, and of each time that the device waits for one; `wait` is
+    called where the host waits for the device."""
+    with patch.object(MetaLink, "observer", CopyRecorder(write, wait)):
         yield

@@ -116,7 +116,7 @@ class Recorder(TorchDispatchMode, Observer):
         self._writes_in_place = sole_owner(self.policy).writes_in_place
         self._undo.enter_context(self._modules.follow())
         self._undo.enter_context(numbers_watched(self._questions, self._shadows))
-        self._undo.enter_context(copies_heard(self._add_to_last_step))
+        self._undo.enter_context(copies_heard(self._add_to_last_step, self.wait))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

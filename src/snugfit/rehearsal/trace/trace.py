@@ -36,6 +36,18 @@ AWAIT_COPY = "cudaStreamWaitEvent"
 COPIES = frozenset({COPY_OUT, COPY_BACK})
 """What runs beside the computation, one after the other."""
 
+STAGE_OUT = "Memcpy DtoH, update"
+"""A copy of weights or gradients to page-locked memory of the host, in its turn on the device."""
+
+UPDATE_ON_HOST = "AdamW on the host"
+"""The host waits for the device and updates weights itself."""
+
+STAGE_BACK = "Memcpy HtoD, update"
+"""A copy of such weights to the device, in its turn."""
+
+STAGED = frozenset({STAGE_OUT, STAGE_BACK})
+"""Copies that the device makes in their turn."""
+
 TRITON = "triton::"
 """Begins the name of a kernel that a library wrote in Triton and launches from Python."""
 

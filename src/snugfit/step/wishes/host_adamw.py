@@ -1,0 +1,216 @@
+"""AdamW with its moments in the host's memory and its update on the CPU.
+
+The device keeps weights and gradients. In the update some of them at a time are copied into page-locked
+memory (`STAGED_BYTES` of each), torch's own fused AdamW runs there on the CPU, and the new weights are copied
+back. The moments never travel, and the host keeps no second copy of the weights, which somebody might load
+anew. One thing after the other: the device waits for the CPU.
+
+On `meta` nothing is copied or kept; an observer hears what would be, as a rehearsal does.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.adamw import adamw
+
+from snugfit.errors import RecipeError
+from snugfit.step.host_link import MetaLink
+
+STAGED_BYTES = 64 << 20
+"""Of weights, and as much of gradients, that are on the host at a time (chosen): small beside any model, and
+so large that a copy takes a hundred times as long as asking for it."""
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What torch's AdamW calls its states."""
+
+
+class WeightSlice(NamedTuple):
+    """A run of elements of a weight, and of its gradient and moments."""
+
+    weight: torch.Tensor
+    gradient: torch.Tensor
+    moments: tuple[torch.Tensor, ...]
+    step: int
+
+
+class HostMemory:
+    """Memory of the host that is taken once: page-locked beside a GPU, and never torch's allocator's, which
+    stands for the device's where that is a CPU."""
+
+    def __init__(self) -> None:
+        self._bytes: torch.Tensor | None = None
+
+    def halves(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Twice `STAGED_BYTES` of it, for weights and for gradients."""
+        if self._bytes is None:
+            if device.type == "cuda":
+                self._bytes = torch.empty(2 * STAGED_BYTES, dtype=torch.uint8, pin_memory=True)
+            else:
+                self._bytes = _zeros_on_host(2 * STAGED_BYTES, torch.uint8)
+        return self._bytes[:STAGED_BYTES], self._bytes[STAGED_BYTES:]
+
+
+class AdamWOnHost(torch.optim.Optimizer):
+    """torch's AdamW, whose states and update are the host's."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        """The numbers default to those of torch's AdamW."""
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._memory = HostMemory()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One step over all weights that have gradients."""
+        if closure is not None:
+            raise ValueError("AdamW on the host takes no closure: it computes no loss")
+        for group in self.param_groups:
+            parts = [
+                part for weight in group["params"] if weight.grad is not None for part in self._parts(weight)
+            ]
+            for piece in pieces(parts):
+                if piece[0].weight.is_meta:
+                    _tell(piece)
+                else:
+                    self._update(piece, group)
+
+    def _parts(self, weight: torch.Tensor) -> Iterator[WeightSlice]:
+        """A weight's elements in the order of its memory, with one step more than it has."""
+        state = self.state[weight]
+        state["step"] = step = int(state.get("step", 0)) + 1
+        flat, gradient = _flat(weight), _flat(_laid_out_as(weight, weight.grad))
+        moments = _moments(state, weight)
+        flats = [flat[:0] if weight.is_meta else _flat(moment) for moment in moments]
+        most = max(1, STAGED_BYTES // weight.element_size())
+        for start in range(0, flat.numel(), most):
+            end = min(start + most, flat.numel())
+            yield WeightSlice(
+                flat[start:end], gradient[start:end], tuple(one[start:end] for one in flats), step
+            )
+
+    def _update(self, piece: list[WeightSlice], group: dict[str, Any]) -> None:
+        device = piece[0].weight.device
+        weights, gradients = (_staging_of(piece, half) for half in self._memory.halves(device))
+        for part, weight, gradient in zip(piece, weights, gradients, strict=True):
+            weight.copy_(part.weight, non_blocking=True)
+            gradient.copy_(part.gradient, non_blocking=True)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        adamw(
+            weights,
+            gradients,
+            [part.moments[0] for part in piece],
+            [part.moments[1] for part in piece],
+            [],
+            [torch.tensor(float(part.step - 1)) for part in piece],
+            foreach=False,
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        for part, weight in zip(piece, weights, strict=True):
+            part.weight.copy_(weight, non_blocking=True)
+
+
+def pieces(parts: list[WeightSlice]) -> Iterator[list[WeightSlice]]:
+    """The parts in their order, as many of one dtype and device at a time as are staged together."""
+    piece: list[WeightSlice] = []
+    size = 0
+    for part in parts:
+        alike = not piece or (part.weight.dtype, part.weight.device) == (
+            piece[0].weight.dtype,
+            piece[0].weight.device,
+        )
+        if piece and (not alike or size + part.weight.nbytes > STAGED_BYTES):
+            yield piece
+            piece, size = [], 0
+        piece.append(part)
+        size += part.weight.nbytes
+    if piece:
+        yield piece
+
+
+def _staging_of(piece: list[WeightSlice], memory: torch.Tensor) -> list[torch.Tensor]:
+    """Room for each part, one behind the other."""
+    room, start = memory.view(piece[0].weight.dtype), 0
+    staged = []
+    for part in piece:
+        staged.append(room[start : start + part.weight.numel()])
+        start += part.weight.numel()
+    return staged
+
+
+def _moments(state: dict[str, Any], weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Both moments on the host, laid out as the weight. A library that loads states puts them on the weight's
+    device, and a checkpoint keeps no strides; both are put right here. A weight of shapes alone has moments
+    of shapes alone."""
+    for name in MOMENTS:
+        moment = state.get(name)
+        if weight.is_meta:
+            state[name] = torch.zeros((), dtype=weight.dtype, device="cpu").expand(weight.shape)
+        elif moment is None or moment.device.type != "cpu" or moment.stride() != weight.stride():
+            state[name] = _zeros_on_host(weight.nbytes, weight.dtype).as_strided(
+                weight.shape, weight.stride()
+            )
+            if moment is not None:
+                state[name].copy_(moment)
+    return tuple(state[name] for name in MOMENTS)
+
+
+def _zeros_on_host(nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+    """So many bytes of zeros, in memory of its own."""
+    return torch.frombuffer(mmap.mmap(-1, max(dtype.itemsize, nbytes)), dtype=dtype)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements in the order of its memory, without a copy."""
+    strides = sorted(
+        (stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
+    )
+    expected = 1
+    for stride, size in strides:
+        if stride != expected:
+            raise RecipeError(
+                f"AdamW on the host needs weights without gaps in memory, but one of shape "
+                f"{tuple(tensor.shape)} has strides {tensor.stride()}. Make it contiguous(), or try 'adamw'."
+            )
+        expected *= size
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def _laid_out_as(weight: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+    """The gradient with the strides of its weight, as autograd gives it wherever it can."""
+    assert gradient is not None
+    if gradient.layout is not torch.strided:
+        raise RecipeError("AdamW on the host takes no sparse gradients. Try 'sgd', or sparse=False.")
+    if gradient.stride() == weight.stride() or weight.numel() < 2:
+        return gradient
+    return torch.empty_like(weight).copy_(gradient)
+
+
+def _tell(piece: list[WeightSlice]) -> None:
+    """An observer hears of the copies, of the update, and of the copies back."""
+    observer = MetaLink.observer
+    if observer is None:
+        return
+    for part in piece:
+        observer.stage_out(part.weight.nbytes)
+        observer.stage_out(part.gradient.nbytes)
+    observer.update_on_host(sum(part.weight.nbytes for part in piece))
+    for part in piece:
+        observer.stage_back(part.weight.nbytes)

@@ -1,0 +1,49 @@
+"""AdamW on the host: both moments in its memory, and the update by its CPU.
+
+The GPU keeps weights and gradients and no states at all: 8 bytes a parameter less in fp32. For it every step
+waits: weights and gradients go to the host, the CPU reads and writes seven numbers for each weight, and the
+new weights come back. Where a step has many micro-batches, that is a small part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from snugfit.techniques.setup import Call, OptimizerWish, Setup
+from snugfit.techniques.technique import Fidelity, Technique
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostAdamW(Technique):
+    """AdamW with its moments in the host's memory, updated by the CPU."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    family: ClassVar = "adamw"
+    source: ClassVar = (
+        "Ren et al., ZeRO-Offload, arXiv 2101.06840; torch.optim.AdamW(fused=True) on the CPU. torchao's "
+        "CPUOffloadOptimizer copies while the CPU computes, and keeps weights and gradients on the host too"
+    )
+    elsewhere: ClassVar = ("host_states", "cpu_offload_optimizer", "cpu_adam", "deepspeed_cpu_adam")
+
+    def install(self, setup: Setup) -> Setup:
+        """Takes torch's AdamW with states and update on the host; the HF Trainer has no name for it."""
+        return replace(
+            setup, optimizer=OptimizerWish(factory=Call(path="snugfit.step.wishes.host_adamw:AdamWOnHost"))
+        )
+
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """How fast a CPU updates is a guess for any but one."""
+        yield (
+            "the seconds of its update are by one host, whose eight threads updated 3.6e9 fp32 weights in a "
+            "second; with fewer threads or slower memory it takes longer."
+        )
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """A step with it is never faster."""
+        return f"plans leave it out, because it makes no step faster (--keep {cls.name} allows it)"
