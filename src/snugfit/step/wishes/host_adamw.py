@@ -48,7 +48,7 @@ class HostMemory:
         """Twice `STAGED_BYTES` of it, for weights and for gradients."""
         if self._bytes is None:
             if device.type == "cuda":
-                self._bytes = torch.empty(2 * STAGED_BYTES, dtype=torch.uint8, pin_memory=True)
+                self._bytes = torch.empty(2 * STAGED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
             else:
                 self._bytes = _zeros_on_host(2 * STAGED_BYTES, torch.uint8)
         return self._bytes[:STAGED_BYTES], self._bytes[STAGED_BYTES:]
@@ -112,7 +112,7 @@ class AdamWOnHost(torch.optim.Optimizer):
             [part.moments[0] for part in piece],
             [part.moments[1] for part in piece],
             [],
-            [torch.tensor(float(part.step - 1)) for part in piece],
+            [torch.tensor(float(part.step - 1), device="cpu") for part in piece],
             foreach=False,
             fused=True,
             amsgrad=False,
