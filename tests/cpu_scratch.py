@@ -53,6 +53,8 @@ SCRATCH = {
         "aten::masked_select",
         "aten::empty",
     ): "the CPU counts what comes before each element",
+    ("aten::baddbmm", "aten::baddbmm"): ONEDNN,
+    ("aten::baddbmm", "aten::clone"): BLAS,
     ("aten::addmm_", ""): "oneDNN packs a transposed operand of 16 bits",
     ("aten::sort", "aten::arange"): "the CPU sorts positions beside values; CUDA's sort writes them itself",
 }

@@ -94,7 +94,7 @@ def job_for(number: int) -> Job:
     """A small job that takes the recipe of this number."""
     rng = random.Random(SEED + number)
     sizes = {
-        "layers": rng.choice((1, 2)) if {"keep_all", "uncompiled"} <= {*RECIPES[number]} else 3,
+        "layers": rng.choice((1, 2)) if {"keep_all", "uncompiled", "on_device"} <= {*RECIPES[number]} else 3,
         "batch_size": 8,
         "clip": rng.choice((None, 1.0)),
         "padding": rng.choice((0.0, 0.3)),
