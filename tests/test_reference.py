@@ -100,7 +100,7 @@ def answers() -> Iterator[tuple[str, Any]]:
     yield "gpus --for MODEL --json", plans.to_json() | {"run": document(plans, prices)}
     yield "gpus --json", {"schema": 1, "what": "gpus", "gpus": [gpu.to_json() for gpu in snugfit.all_gpus()]}
     yield "lengths --json", of_lengths()
-    yield "guide --json", guide_result(measured=True)
+    yield "guide --json", guide_result(measured=True, modern=True)
 
 
 @pytest.mark.whole
