@@ -119,3 +119,27 @@ def forks() -> Iterator[Forks]:
     """Forks of one process that has imported what training needs, because starting it takes seconds."""
     with Forks("test_train_faults") as server:
         yield server
+
+
+@pytest.fixture
+def traced_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """torch.compile without a compiler: what Dynamo traced runs as it is written. Gives a list that grows
+    with each graph."""
+    import torch
+    import torch._dynamo
+
+    graphs: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    compile = torch.compile
+
+    def with_backend(model: Any = None, **keywords: Any) -> Any:
+        return compile(model, **{**keywords, "backend": backend})
+
+    monkeypatch.setattr(torch, "compile", with_backend)
+    torch._dynamo.reset()
+    yield graphs
+    torch._dynamo.reset()

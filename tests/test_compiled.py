@@ -17,12 +17,14 @@ from small_models import small_job
 from snugfit.errors import RecipeError, RehearsalError
 from snugfit.job.job import Job
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy, Policy
+from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import GENERATED, Trace
 from snugfit.results.footprint import Kind
 from snugfit.step import compiling
 from snugfit.step.build import build_model
 from snugfit.techniques.recipe import Recipe
+from tiers import slow_but
 
 LOSS_OUTSIDE = 256
 """Bytes of numbers that Python wraps, which a trace does not hold."""
@@ -82,6 +84,31 @@ def test_fewer_kernels_run_and_nothing_of_a_layer_is_uncompiled() -> None:
 def test_what_torch_would_run_uncompiled_is_refused() -> None:
     with torch._dynamo.config.patch(disable=True), pytest.raises(RehearsalError, match="did not compile"):
         rehearsed(small_job("bert", layers=2))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("inner", slow_but([False, True], lambda inner: not inner))
+def test_a_dispatch_mode_that_hears_of_compilers_is_noticed(
+    inner: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under such a mode torch runs layers uncompiled and says nothing, so the figures would look likely. By
+    default it still compiles what runs while an operator is dispatched (`inner`), which is no layer."""
+    monkeypatch.setattr(Recorder, "ignore_compile_internals", classmethod(lambda cls: False))
+    config = torch._dynamo.config.patch(inline_torch_dispatch_torch_compile=inner)
+    with config, pytest.raises(RehearsalError, match="did not compile"):
+        rehearsed(small_job("bert", layers=2))
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_masks_are_made_outside_so_attention_stays_fused(family: str) -> None:
+    """In a model that is compiled whole transformers makes a mask of what is none, and attention with it
+    stores every score."""
+    pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
+    job = small_job(family, facts={"hidden_size": 256})
+    trace = rehearsed(job, "bf16 + compiled", CudaPolicy())
+    operators = {kernel.operator for kernel in trace.kernels}
+    assert not operators & {"aten::_softmax", "aten::_safe_softmax", "aten::bmm"}, operators
+    assert any("scaled_dot_product" in name for name in operators)
 
 
 @pytest.mark.parametrize(

@@ -228,6 +228,8 @@ def _trainer_arguments(job: Job, recipe: Recipe, to: str) -> dict[str, Any]:
     if recipe.setup().kernels is not None:
         why = f"how {to} runs these kernels and which loss it takes with them was not compared"
         raise _refusal(to, recipe[Slot.KERNELS], why)
+    if recipe.setup().compile is not None and to != "trl":
+        raise _refusal(to, recipe[Slot.ENGINE], f"{to} compiles the whole model or nothing (torch_compile)")
     return {key.replace(new, old) if key.startswith(new) else key: value for key, value in arguments.items()}
 
 

@@ -1,10 +1,10 @@
 """A Python script's arguments, read from its syntax tree and never executed.
 
 Found are the call of `TrainingArguments` or TRL's `SFTConfig` (or, where there is none, of `Accelerator`), of
-`from_pretrained` or `from_config` on one of transformers' auto classes, of peft's `LoraConfig`, and unsloth's
-two calls. An argument is known when it is a literal, a dtype of torch, or a name that the script gives such a
-value exactly once; `**name` of a dict works likewise, as the guide has it. What is computed while the script
-runs stays unknown, and is reported as such.
+`from_pretrained` or `from_config` on one of transformers' auto classes, of peft's `LoraConfig`, unsloth's two
+calls, and what compiles the model or, in a loop, its layers. An argument is known when it is a literal, a
+dtype of torch, or a name that the script gives such a value exactly once; `**name` of a dict works likewise,
+as the guide has it. What is computed while the script runs stays unknown, and is reported as such.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def read_script(text: str, where: str) -> tuple[str, dict[str, Any]]:
             inner = reader.call(call)
             arguments |= {f"lora.{key}": value for key, value in inner.items()} or {"lora.task_type": None}
     casts = {"adapters_dtype": "float32"} if is_sft and any(map(_casts_to_float32, ast.walk(tree))) else {}
-    return kind, {**arguments, **reader.widening(calls), **casts}
+    return kind, {**arguments, **reader.widening(calls), **casts, **_compiles(tree, calls)}
 
 
 class _CallReader:
@@ -203,6 +203,15 @@ def _casts_to_float32(node: ast.AST) -> bool:
         and isinstance(node.value, ast.Call)
         and _name(node.value) == "float"
     )
+
+
+def _compiles(tree: ast.Module, calls: list[ast.Call]) -> dict[str, Any]:
+    """What the script has torch compile: layers, in a loop over them, or a model."""
+    loops = {getattr(node.target, "id", "") for node in ast.walk(tree) if isinstance(node, ast.For)}
+    owners = {_owner(call) for call in calls if _name(call) == "compile"}
+    if owners & (loops - {""}):
+        return {"layers.compile": True}
+    return {"torch_compile": True} if owners & {"torch", "model"} else {}
 
 
 def _config_dtype(from_config: ast.Call, calls: list[ast.Call]) -> dict[str, Any]:

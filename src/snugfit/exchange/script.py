@@ -63,6 +63,7 @@ def script_values(
         "adapting": (),
         "preparing": (),
         "kernels": (),
+        "compiling": (),
         "checkpointing": (),
         **wishes,
         "model_arguments": arguments,

@@ -65,10 +65,10 @@ class StartupRates:
     worker: float
     """Starting a worker process."""
 
-    compiler: float = 6.0
+    compiler: float = 4.5
     """Starting torch.compile: its imports, its processes, tracing."""
 
-    generated: float = 0.1
+    generated: float = 0.115
     """Compiling a kernel that torch.compile generates, and what its program takes per kernel."""
 
     triton: float = 0.5
@@ -94,9 +94,10 @@ code and building together: `tensor` is from building BERT-large and Llama-3.1-8
 host, and what is left counts as imports. `triton` is chosen. Other hosts and disks are not measured; a
 process that is the first to read torch's files waits for the disk too.
 
-`compiler` and `generated`: on the host of one H200 (2026-11-22, no cache), 4 and 24 layers of BERT-large
-compiled whole took 16 and 66 s, with about a hundred generated kernels for 4 layers. Layers compiled one by
-one were not measured.
+`compiler` and `generated`: seven models whose layers were compiled one by one on the host of one
+H200, torch 2.11 (results/h200-2026-11-23/compiled): without a cache first steps took 6.0 to 8.4 s, with one
+1.3 to 1.7 s. One, Qwen3 with adapters, took 14.9 s, which is not explained. Compiled whole, 24 layers of
+BERT-large took 66 s (2026-11-22).
 
 `pinned_byte`: the first steps of five runs with activations on the host of one H200 (2026-11-23) took 0.36 to
 0.86 s longer than predicted for each GiB that they lock, 0.36 s in the two largest; alone, 4 GiB took 0.35 s

@@ -20,10 +20,13 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from snugfit.errors import RecipeError
+from snugfit.job.build import instantiate
 from snugfit.step.checkpointing import COMPILED, layer_stacks, without_cache
 
 if TYPE_CHECKING:
     import torch
+
+    from snugfit.job.job import Job
 
 
 def compile_layers(model: torch.nn.Module) -> None:
@@ -38,6 +41,21 @@ def compile_layers(model: torch.nn.Module) -> None:
         for layer in layers:
             _BEFORE[layer] = vars(layer).get("forward")
             layer.forward = _in_training(layer, layer.forward)
+
+
+def compile_lines(job: Job) -> tuple[str, ...]:
+    """Python that compiles the same layers of this job's `model`, for scripts that run without snugfit."""
+    import torch
+
+    with torch.device("meta"):
+        model = instantiate(job, dtype="float32", attention="sdpa")
+    names = sorted({type(layer).__name__ for layers in layer_stacks(model) for layer in layers})
+    return (
+        "model.config.use_cache = False  # layers that fill a cache would each get a program of its own",
+        "for layer in model.modules():",
+        f"    if type(layer).__name__ in {tuple(names)!r}:",
+        "        layer.compile()",
+    )
 
 
 def compiled_function(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,7 +8,8 @@ share one program, and so do rehearsals of one process.
 Three things would go wrong silently:
 
 - under a dispatch mode Dynamo runs the code uncompiled, unless the mode says that it ignores what compilers
-  do (`Recorder.ignore_compile_internals`). So each call of a layer must have gone through a program;
+  do (`Recorder.ignore_compile_internals`). So each call of a layer must have gone through a program, and one
+  that runs while an operator is being dispatched does not count: Dynamo compiles torch's own Python there;
 - the recorder follows modules by global hooks, which Dynamo would trace into the program: they are taken away
   for the time of a compiled call;
 - torch remembers for each operator which kernel a traced graph goes to. The overrides come and go, so that
@@ -126,6 +127,8 @@ class Compiler:
         return compiled
 
     def _make(self, graph: Any, inputs: Sequence[Any], **options: Any) -> Any:
+        import torch
+
         key = (self._policy, *_key_of(graph, options))
         program = _PROGRAMS.get(key)
         if program is None:
@@ -137,7 +140,7 @@ class Compiler:
 
         def run(arguments: list[Any]) -> Any:
             now = _NOW[-1]
-            now._run += 1
+            now._run += bool(torch._C._len_torch_dispatch_stack())
             with now._recorder.program():
                 return call(arguments)
 
@@ -149,8 +152,8 @@ _NOW: list[Compiler] = []
 """Whose rehearsal runs: programs outlive the one that made them."""
 
 
-def _launch(name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
-    _NOW[-1]._recorder.launch(name, reads, writes)
+def _launch(name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], layout: str) -> None:
+    _NOW[-1]._recorder.launch(name, reads, writes, layout)
 
 
 def _surroundings() -> tuple[Any, ...]:

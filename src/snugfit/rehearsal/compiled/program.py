@@ -11,14 +11,24 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from snugfit.rehearsal.trace.trace import POINTWISE, REDUCTION, WITH_FUNCTIONS, WITH_RANDOM
+
 if TYPE_CHECKING:
     import torch
 
-Launch = Callable[[str, Sequence[Any], Sequence[Any]], None]
-"""Hears of a kernel: its name, the tensors that it reads, and those that it writes."""
+Launch = Callable[[str, Sequence[Any], Sequence[Any], str], None]
+"""Hears of a kernel: its name, the tensors that it reads, those that it writes, and its layout."""
 
 _SIGNATURE = re.compile(r"'signature': \{(.*?)\}")
 _PARAMETER = re.compile(r"'(\w+)': '(\*?)")
+
+_LAYOUTS = (
+    (re.compile(r"\btl\.rand(n|int64)?\("), WITH_RANDOM),
+    (re.compile(r"\blibdevice\.(erf|tanh)\("), WITH_FUNCTIONS),
+    (re.compile(r"@triton_heuristics\.\w*reduction\("), REDUCTION),
+    (re.compile(r"@triton_heuristics\.pointwise\("), POINTWISE),
+)
+"""What a kernel's source holds, and its layout then; the first that it holds decides."""
 
 
 def load(text: str, launch: Launch) -> Callable[[list[Any]], Any]:
@@ -61,6 +71,7 @@ class _GeneratedKernel:
 
     def __init__(self, name: str, source: str, launch: Launch) -> None:
         self.name, self._launch = name, launch
+        self._layout = next((layout for pattern, layout in _LAYOUTS if pattern.search(source)), "")
         if source.startswith("["):
             types = ast.literal_eval(source)
             self._roles = ["in" if one.startswith("const") else "in_out" for one in types]
@@ -81,7 +92,7 @@ class _GeneratedKernel:
                 reads.append(argument)
             if not role.startswith("in_ptr") and role != "in":
                 writes.append(argument)
-        self._launch(self.name, reads, writes)
+        self._launch(self.name, reads, writes, self._layout)
 
     __call__ = run
 

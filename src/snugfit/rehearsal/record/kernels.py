@@ -127,12 +127,14 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     return KernelCost(flops, moved, shapes, dtype, len(inputs), layout, _leading(func, inputs, outputs))
 
 
-def cost_of_generated(reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> KernelCost:
+def cost_of_generated(
+    reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], layout: str
+) -> KernelCost:
     """What a kernel that a compiler generated costs: it reads and writes each operand once."""
     operands = [*reads, *writes]
     shapes = tuple(tuple(tensor.shape) for tensor in operands[:3])
     flops, dtype = sum(tensor.numel() for tensor in writes), str(operands[0].dtype)
-    return KernelCost(flops, sum(map(_nbytes, operands)), shapes, dtype, len(operands), "", ())
+    return KernelCost(flops, sum(map(_nbytes, operands)), shapes, dtype, len(operands), layout, ())
 
 
 def _layout(

@@ -338,7 +338,9 @@ class Recorder(TorchDispatchMode, Observer):
         finally:
             self._compiled = False
 
-    def launch(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+    def launch(
+        self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], layout: str = ""
+    ) -> None:
         """A compiled program launches a kernel of its own, or a library one that it wrote in Triton."""
         for tensor in writes:
             self._shadows.forget(tensor)
@@ -347,7 +349,7 @@ class Recorder(TorchDispatchMode, Observer):
             self._mark(MarkKind.CONTEXT_RELEASED)
         if self._step == self.steps - 1:
             origin = GENERATED if self._compiled else TRITON
-            self._add_kernel(f"{origin}{name}", cost_of_generated(reads, writes))
+            self._add_kernel(f"{origin}{name}", cost_of_generated(reads, writes, layout))
 
     def _add_to_last_step(self, operator: str, cost: KernelCost) -> None:
         if self._step == self.steps - 1:

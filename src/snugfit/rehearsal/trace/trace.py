@@ -60,6 +60,11 @@ MATRIX_PRODUCTS = WITH_BIAS | {"aten::mm", "aten::bmm", "aten::_grouped_mm"}
 CASTS, STRIDED, TRANSPOSED, WITH_DROPOUT = "casts", "strided", "transposed", "with dropout"
 """The values that `Kernel.layout` may have."""
 
+POINTWISE, REDUCTION = "generated pointwise", "generated reduction"
+WITH_FUNCTIONS, WITH_RANDOM = "generated with functions", "generated with random numbers"
+"""And of a kernel that a compiler generated: what it computes in. `with functions` calls `erf` or `tanh`,
+`with random numbers` draws them; either takes longer than the bytes."""
+
 
 class Block(NamedTuple):
     """One allocation of a run, of at least one byte."""
@@ -122,7 +127,8 @@ class Kernel(NamedTuple):
     layout: str = ""
     """What decides, besides its operands' sizes, which kernel runs. For a pointwise operator or a copy
     `strided` when its operands lie in different ways, `transposed` when one of them, larger than any cache,
-    is read across its rows, and `casts` when it mixes precisions; for attention `with dropout`."""
+    is read across its rows, and `casts` when it mixes precisions; for attention `with dropout`; of a kernel
+    that a compiler generated, what bounds it (`POINTWISE` and what follows it)."""
     leading: tuple[int, ...] = ()
     """Of a product of matrices: their leading dimensions, as BLAS calls the elements from row to row."""
     recomputed: bool = False

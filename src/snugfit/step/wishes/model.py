@@ -13,7 +13,7 @@ from snugfit.errors import RecipeError
 from snugfit.hub_kernels import import_peft
 from snugfit.job.dtype import cast_weights, dtype_name
 from snugfit.step.checkpointing import checkpoint_layers, stop_own_checkpointing
-from snugfit.step.compiling import compile_layers, run_as_written
+from snugfit.step.compiling import compile_layers, compile_lines, run_as_written
 from snugfit.step.selective import script_lines
 from snugfit.step.wishes.handler import Handler, LiveTraining, ScriptContext
 from snugfit.step.wishes.python_text import call_text, literal
@@ -219,9 +219,7 @@ class CheckpointHandler(Handler):
     def change(self, value: CheckpointWish | None, live: LiveTraining) -> Iterator[str]:
         """Layers are wrapped here, as everywhere in snugfit, also of a model that trains already; what was
         wrapped before is unwrapped first."""
-        for module, before in live.own_forwards:
-            module.__dict__.pop("forward", None)
-            module.__dict__.update(before)
+        _unwrap_layers(live)
         stop_own_checkpointing(live.model)
         own = [(module, _own_forward(module)) for module in live.model.modules()]
         self.wrap(value, live.model)
@@ -248,7 +246,6 @@ class CompileHandler(Handler):
     """Layers that torch.compile compiles."""
 
     wish, slot = "compile", Slot.ENGINE
-    refused: ClassVar[Mapping[str, str]] = {"script": "transformers' own switch compiles the whole model"}
 
     def wrap(self, value: CompileWish | None, model: Any) -> None:
         """Layers are compiled as they stand, in place."""
@@ -257,10 +254,24 @@ class CompileHandler(Handler):
 
     def change(self, value: CompileWish | None, live: LiveTraining) -> Iterator[str]:
         """As when it is built; what was compiled for another recipe runs as it is written."""
+        _unwrap_layers(live)  # what is recomputed stands around what is compiled
         run_as_written(live.model)
         self.wrap(value, live.model)
         if value is not None:
             yield f"layers are those of {live.technique(self.slot)}"
+
+    def script(self, value: CompileWish | None, context: ScriptContext) -> dict[str, Any]:
+        """By `torch.nn.Module.compile` of the same layers, which hooks and the switch for checkpointing stand
+        around likewise."""
+        return {"compiling": compile_lines(context.job)} if value is not None else {}
+
+
+def _unwrap_layers(live: LiveTraining) -> None:
+    """Layers that were wrapped to be recomputed run as before that."""
+    for module, before in live.own_forwards:
+        module.__dict__.pop("forward", None)
+        module.__dict__.update(before)
+    live.own_forwards = []
 
 
 class ActivationOffloadHandler(Handler):

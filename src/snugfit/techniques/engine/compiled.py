@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setup import CompileWish, Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
@@ -31,6 +32,15 @@ class Compiled(Technique):
     extra: ClassVar = "compile"
     source: ClassVar = "torch.nn.Module.compile; Ansel et al., ASPLOS 2024 (PyTorch 2)"
     elsewhere: ClassVar = ("compile", "torch_compile", "regional_compilation")
+    counterparts: ClassVar = (
+        Counterpart(arguments={"torch_compile": False, "layers.compile": True}),
+        Counterpart(
+            arguments={"torch_compile": True},
+            note="torch_compile compiles the whole model in a minute, and attention in it falls to a kernel "
+            "that stores every score; what is predicted and run here are the model's layers, compiled one by "
+            "one. Leave torch_compile out when you train the recipe",
+        ),
+    )
 
     what: Literal["layers"] = "layers"
     """What is compiled: the model's repeated `layers`, and nothing around them."""

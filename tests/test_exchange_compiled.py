@@ -1,0 +1,96 @@
+"""Compiled layers in the words of other libraries: what is written, what is read, what is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from snugfit.errors import RecipeError, UsageError
+from snugfit.exchange.export import export
+from snugfit.exchange.read import read_arguments
+from snugfit.step.checkpointing import layer_stacks
+from snugfit.techniques.recipe import Recipe
+from test_exchange_export import STEPS, job_in, namespace, ours, samples
+
+COMPILED = Recipe.parse("compiled + every_layer")
+
+
+@pytest.mark.parametrize("to", ["torch", "accelerate", "hf"])
+def test_a_script_compiles_the_layers_and_nothing_around_them(tmp_path: Path, to: str) -> None:
+    job = job_in(tmp_path / "model", "llama")
+    made = export(job, COMPILED, to)
+    scope = namespace(made, next(iter(made.files)))
+    model = scope["build_model"](*([] if to == "hf" else [torch.device("cpu")]))
+    compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
+    assert compiled == [layer for stack in layer_stacks(model) for layer in stack]
+    assert model.config.use_cache is False
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("recipe", ["compiled", "compiled + every_layer", "lora(r=4) + compiled"])
+def test_an_exported_loop_trains_as_ours(tmp_path: Path, recipe: str, traced_only: list[str]) -> None:
+    job = job_in(tmp_path / "model", "llama")
+    script = namespace(export(job, Recipe.parse(recipe), "torch"), "train.py")
+    torch.manual_seed(0)
+    _, losses = script["train"](samples(job, recipe), STEPS, device="cpu", shuffle=False)
+    assert traced_only, "nothing was compiled"
+    torch._dynamo.reset()
+    if "lora" not in recipe:  # whose adapters are drawn elsewhere
+        assert losses == ours(job, recipe, "plain")
+
+
+@pytest.mark.parametrize("to", ["axolotl", "llamafactory"])
+def test_tools_that_compile_whole_models_are_not_told_of_layers(tmp_path: Path, to: str) -> None:
+    job = job_in(tmp_path / "model", "llama")
+    with pytest.raises(RecipeError, match=r"compiled: .*whole model"):
+        export(job, Recipe.parse("compiled"), to)
+
+
+READ = [
+    ("a.json", '{"output_dir": "x", "torch_compile": true}', "torch_compile"),
+    ("a.json", '{"output_dir": "x", "torch_compile_backend": "inductor"}', "torch_compile_backend"),
+    ("a.json", '{"output_dir": "x", "torch_compile_mode": "default"}', "torch_compile_mode"),
+    ("a.yaml", "distributed_type: 'NO'\ndynamo_config: {dynamo_backend: INDUCTOR}",
+     "dynamo_config.dynamo_backend"),
+    ("a.yml", "base_model: gpt2\ntorch_compile: auto", "torch_compile"),
+    ("a.py", "args = TrainingArguments('x')\nmodel = torch.compile(model)", "torch_compile"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content", "key"), READ)
+def test_a_model_that_was_compiled_whole_becomes_compiled_layers_which_is_said(
+    tmp_path: Path, name: str, content: str, key: str
+) -> None:
+    file = tmp_path / name
+    file.write_text(content)
+    reading = read_arguments(file)
+    assert not reading.refused
+    assert "compiled" in reading.settings["recipe"]
+    assert [line for line in reading.differs if line.key == key and "one by one" in line.says]
+
+
+def test_accelerate_s_regions_are_layers_and_what_stands_beside_them(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(
+        "distributed_type: 'NO'\n"
+        "dynamo_config: {dynamo_backend: INDUCTOR, dynamo_use_regional_compilation: true}"
+    )
+    reading = read_arguments(file)
+    assert not reading.refused
+    assert any("beside the layers" in line.says for line in reading.differs)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ('{"output_dir": "x", "torch_compile_backend": "cudagraphs"}', "inductor"),
+        ('{"output_dir": "x", "torch_compile_mode": "reduce-overhead"}', "graphs of CUDA"),
+    ],
+)
+def test_what_is_not_rehearsed_of_it_is_refused(tmp_path: Path, content: str, told: str) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(content)
+    with pytest.raises(UsageError, match=told):
+        read_arguments(file).refuse()
