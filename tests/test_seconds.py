@@ -7,13 +7,16 @@ import statistics
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from small_models import small_job
 from snugfit.errors import GpuError
 from snugfit.job.gpu import find_gpu
-from snugfit.job.job import Job
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
 from snugfit.prediction.kernel_seconds import KernelClock, tile_seconds
 from snugfit.prediction.predict import predict
 from snugfit.prediction.rates import HostLaunchCosts, Rates, packaged_rates, rates_for
@@ -188,6 +191,44 @@ def test_what_runs_forward_again_is_marked() -> None:
     ]
     assert again[0] == 1  # the one that backward begins with
     assert again[1] > 20
+
+
+class _Doubles(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * gradient
+
+
+class _OfALibrary(torch.nn.Module):
+    """Calls a Function of its own twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        doubled: torch.Tensor = _Doubles.apply(self.block(_Doubles.apply(self.block(x))))
+        return doubled.square().mean()
+
+
+def test_functions_of_a_library_cost_the_host_forward_and_backward() -> None:
+    model = Model.from_module(_OfALibrary(), {"x": torch.ones(2, 8)})
+    job = Job(model=model, task=Task.CUSTOM, batch_size=2)
+    trace = rehearse(job, Recipe().setup(), CudaPolicy())
+    assert {
+        phase: sum(kernel.functions for kernel in trace.kernels if kernel.phase == phase)
+        for phase in ("forward", "backward", "update")
+    } == {"forward": 2, "backward": 2, "update": 0}
+    free = replace(H200, host=replace(H200.host, function=0.0))
+    costs = [
+        step_seconds(trace, find_gpu("h200"), batch_size=2, rates=rates).host_seconds
+        for rates in (H200, free)
+    ]
+    assert costs[0] - costs[1] == pytest.approx(4 * H200.host.function)
 
 
 @pytest.mark.parametrize(("layers", "less"), [(2, 1), (3, 2)])

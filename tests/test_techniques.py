@@ -26,6 +26,7 @@ from snugfit.job.model import Model
 from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.trace.trace import PREFETCH
 from snugfit.step.bitsandbytes_optimizers import keep_embeddings
 from snugfit.step.build import build_model
 from snugfit.techniques import roster
@@ -221,6 +222,7 @@ def test_adamw_8bit_waits_for_the_device_after_each_parameter() -> None:
     trace = rehearse(job, Recipe.parse("adamw_8bit").setup(), CudaPolicy())
     updates = [kernel for kernel in trace.kernels if kernel.operator.startswith("bitsandbytes::")]
     assert trace.syncs == len(updates) > 20
+    assert all(kernel.views < 2 for kernel in updates[1:]), "waiting costs the host no views"
     assert rehearse(job, Recipe.parse("adamw").setup(), CudaPolicy()).syncs == 0
 
 
@@ -238,6 +240,11 @@ def test_paged_states_are_no_part_of_a_gpu_s_trace_and_are_told(bits: int) -> No
     told = int(sentence.split()[0].replace(",", ""))
     assert told >= 2 * large * bits // 8
     assert states(plain) - states(paged) == pytest.approx(told, abs=4096)
+    pages = [
+        len([block for block in trace.blocks if block.kind == "optimizer states"]) for trace in (plain, paged)
+    ]
+    asked_for = [kernel.operator for trace in (plain, paged) for kernel in trace.kernels].count(PREFETCH)
+    assert asked_for == pages[0] - pages[1] >= 8
     on_cpu = rehearse(job, Recipe.parse(f"paged_adamw({bits})").setup(), CpuPolicy())
     assert states(on_cpu) == pytest.approx(states(plain), abs=4096)
     assert not [doubt for doubt in on_cpu.doubts if "managed memory" in doubt]

@@ -27,6 +27,7 @@ from snugfit.rehearsal.trace.trace import (
     COPIES,
     COPY_IN,
     MATRIX_PRODUCTS,
+    PREFETCH,
     PREPARED,
     STAGED,
     UPDATE_ON_HOST,
@@ -103,7 +104,7 @@ class KernelClock:
     def _seconds(self, kernel: Kernel) -> float:
         if kernel.operator in MATRIX_PRODUCTS and len(kernel.shapes) > 1:
             return self._matmul(kernel)
-        if kernel.operator in (AWAIT_COPY, UPDATE_ON_HOST):
+        if kernel.operator in (AWAIT_COPY, PREFETCH, UPDATE_ON_HOST):
             return 0.0
         if kernel.operator in COPIES | STAGED or kernel.operator in (COPY_IN, PREPARED):
             link = self.rates.link if kernel.operator != COPY_IN else min(PAGEABLE, self.rates.link)

@@ -133,6 +133,11 @@ class HostLaunchCosts:
     launch of its own. From one step of BERT-large on an H200's host that was shared (2026-11-23);
     calibrations of before have none."""
 
+    function: float = 7e-05
+    """An autograd Function that a library writes in Python, forward or backward, beside what it launches.
+    Calibrations of before have none. On two H200s' hosts (2026-11-23 and 24) eight steps with Liger beside
+    five without wanted 80 microseconds, four with bitsandbytes' 4-bit weights 60 to 75."""
+
     generated: float = 9e-6
     """A kernel that a compiler generated, launched by its program. This and the next two are fitted to the
     host of one H200, torch 2.11 (results/h200-2026-11-23/compiled): three models' forward and backward passes

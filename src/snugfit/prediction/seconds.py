@@ -220,6 +220,7 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
         launch = phases.get(kernel.phase, optimizers)
     before = host.module * kernel.modules + host.view * kernel.views + host.checkpoint * kernel.checkpoints
     before += host.intercepted * kernel.intercepted + host.program * kernel.programs
+    before += host.function * kernel.functions
     return launch + before + host.tensor * max(0, kernel.tensors - FEW_TENSORS)
 
 

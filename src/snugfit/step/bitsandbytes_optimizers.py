@@ -83,7 +83,7 @@ def shapes(*, on_gpu: bool = True) -> Iterator[None]:
     pages: dict[str, Any] = {
         "get_paged": _page if on_gpu else _on_the_device,
         "fill": lambda tensor, value: None,
-        "prefetch_tensor": lambda tensor: None,
+        "prefetch_tensor": _prefetch,
     }
     with (
         patch.object(managers, "_instance", None),
@@ -105,6 +105,14 @@ def _page(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor
     return page
 
 
+def _prefetch(page: torch.Tensor) -> None:
+    """Moves nothing; who hears of copies hears of it."""
+    from snugfit.step.host_link import MetaLink
+
+    if MetaLink.observer is not None:
+        MetaLink.observer.prefetch()
+
+
 def _on_the_device(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """What bitsandbytes makes in its place where there is no GPU."""
     import torch
@@ -114,7 +122,11 @@ def _on_the_device(*shape: int, dtype: torch.dtype, device: torch.device) -> tor
 
 def _wait(tensor: torch.Tensor) -> None:
     """Waits for a tensor's device by reading one of its numbers, which is a wait that a trace counts."""
-    tensor.detach().as_strided((), ()).item()
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():  # a real wait makes no views
+        one = tensor.detach().as_strided((), ())
+    one.item()
 
 
 def _page_managers() -> Any:

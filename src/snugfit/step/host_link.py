@@ -82,6 +82,9 @@ class LinkObserver(Protocol):
     def stage_back(self, nbytes: int) -> None:
         """The device copies updated weights from the host before it goes on."""
 
+    def prefetch(self) -> None:
+        """The driver is asked for pages of managed memory."""
+
 
 class Link:
     """The way to the host and back; copies go one after the other. This one is a CPU's, whose copies are done

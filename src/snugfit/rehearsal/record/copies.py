@@ -12,6 +12,7 @@ from snugfit.rehearsal.trace.trace import (
     AWAIT_COPY,
     COPY_BACK,
     COPY_OUT,
+    PREFETCH,
     STAGE_BACK,
     STAGE_OUT,
     UPDATE_ON_HOST,
@@ -54,6 +55,10 @@ class CopyRecorder:
     def stage_back(self, nbytes: int) -> None:
         """Weights are copied to the device."""
         self._write(STAGE_BACK, _moving(nbytes))
+
+    def prefetch(self) -> None:
+        """Pages are asked for, which are taken to be there already."""
+        self._write(PREFETCH, _moving(0))
 
 
 def _moving(nbytes: int, *, tensors: int = 1) -> KernelCost:

@@ -10,6 +10,10 @@ when it begins again in the backward pass, random number states of host and devi
 torch reports no checkpoints, but each makes a pair of hooks on saved tensors both times. So during a
 rehearsal those pairs are counted. Of selective checkpointing's layers each operator goes through a dispatch
 mode, in Python, and is counted there: those that are handed their result never reach the recorder.
+
+An autograd Function that a library writes in Python, as Liger and bitsandbytes do, costs the host time beside
+what it launches, forward and backward, and is counted when it begins. Torch's own and ours are not: what they
+cost is in other constants, or they stand for a part of torch that is no Function on a GPU.
 """
 
 from __future__ import annotations
@@ -24,6 +28,9 @@ import torch
 
 Hook = Callable[[Any], Any]
 
+_NO_LIBRARY = ("torch.", "snugfit.")
+"""Where autograd Functions stand that are not counted."""
+
 
 class ModuleTracker:
     """Follows a model's modules by global hooks."""
@@ -33,6 +40,8 @@ class ModuleTracker:
         """Checkpointed parts that began since the last kernel; the recorder resets it."""
         self.intercepted = 0
         """Operators that selective checkpointing looked at since then."""
+        self.functions = 0
+        """Autograd Functions of libraries that began since then, forward or backward."""
         self._calls = [0]  # a number for each call of a module that is open
         self._called = 0
         self._paths: list[str] = []
@@ -54,6 +63,7 @@ class ModuleTracker:
             undo.callback(register_module_forward_pre_hook(self._enter).remove)
             undo.callback(register_module_forward_hook(self._leave, always_call=True).remove)
             undo.enter_context(self._count_checkpoints())
+            undo.enter_context(self._count_functions())
             yield
 
     def path(self, phase: str) -> str:
@@ -72,6 +82,10 @@ class ModuleTracker:
     def call(self) -> int:
         """A number of the innermost call of a module that is under way; 0 outside of all."""
         return self._calls[-1]
+
+    def forget_counts(self) -> None:
+        """Counts from here on."""
+        self.checkpoints = self.intercepted = self.functions = 0
 
     def first_kernel_of(self) -> int:
         """Of how many modules the kernel that runs now is the first."""
@@ -121,4 +135,25 @@ class ModuleTracker:
             for mode in (_CachingTorchDispatchMode, _CachedTorchDispatchMode):
                 dispatch = with_count(mode.__torch_dispatch__)
                 patches.enter_context(patch.object(mode, "__torch_dispatch__", dispatch))
+            yield
+
+    @contextlib.contextmanager
+    def _count_functions(self) -> Iterator[None]:
+        from torch.autograd.function import BackwardCFunction, Function
+
+        forward: Callable[..., Any] = vars(Function)["apply"].__func__
+        backward: Callable[..., Any] = BackwardCFunction.apply
+
+        def apply(kind: type[Function], *arguments: Any, **keywords: Any) -> Any:
+            self.functions += not kind.__module__.startswith(_NO_LIBRARY)
+            return forward(kind, *arguments, **keywords)
+
+        def apply_backward(node: Any, *gradients: Any) -> Any:
+            self.functions += not node._forward_cls.__module__.startswith(_NO_LIBRARY)
+            return backward(node, *gradients)
+
+        with (
+            patch.object(Function, "apply", classmethod(apply)),
+            patch.object(BackwardCFunction, "apply", apply_backward),
+        ):
             yield

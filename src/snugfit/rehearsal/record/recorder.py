@@ -162,7 +162,8 @@ class Recorder(TorchDispatchMode, Observer):
             self._questions.next_batch()
         self._phase = name
         self._memory.phase, self._memory.step = name, self._step
-        self._views = self._programs = self._modules.checkpoints = self._modules.intercepted = 0
+        self._views = self._programs = 0
+        self._modules.forget_counts()
         self._mark(MarkKind.PHASE)
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -321,12 +322,24 @@ class Recorder(TorchDispatchMode, Observer):
 
     def _add_kernel(self, operator: str, cost: KernelCost) -> None:
         self._mark(MarkKind.KERNEL)
-        again = self._phase == "backward" and torch.is_grad_enabled()
         modules = self._modules
-        counts = modules.first_kernel_of(), self._views, modules.checkpoints, modules.intercepted
-        host = again, *counts, self._compiled, self._programs
-        self._kernels.append(Kernel(operator, modules.path(self._phase), self._phase, *cost, *host))
-        self._views = self._programs = modules.checkpoints = modules.intercepted = 0
+        kernel = Kernel(
+            operator,
+            modules.path(self._phase),
+            self._phase,
+            *cost,
+            recomputed=self._phase == "backward" and torch.is_grad_enabled(),
+            modules=modules.first_kernel_of(),
+            views=self._views,
+            checkpoints=modules.checkpoints,
+            intercepted=modules.intercepted,
+            compiled=self._compiled,
+            programs=self._programs,
+            functions=modules.functions,
+        )
+        self._kernels.append(kernel)
+        self._views = self._programs = 0
+        modules.forget_counts()
 
     @contextlib.contextmanager
     def program(self) -> Iterator[None]:

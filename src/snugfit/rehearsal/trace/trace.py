@@ -33,6 +33,9 @@ AWAIT_COPY = "cudaStreamWaitEvent"
 """The device computes no further before such a copy is done: the one behind which so many others
 (`Kernel.tensors`) were asked for."""
 
+PREFETCH = "cudaMemPrefetchAsync"
+"""The host asks the driver for pages of managed memory, before the device needs them."""
+
 COPIES = frozenset({COPY_OUT, COPY_BACK})
 """What runs beside the computation, one after the other."""
 
@@ -145,6 +148,8 @@ class Kernel(NamedTuple):
     """Whether a compiled program launches it."""
     programs: int = 0
     """Compiled programs that began since then."""
+    functions: int = 0
+    """Autograd Functions of libraries, in Python, that began since then."""
 
     @property
     def itemsize(self) -> int:
