@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -226,6 +227,37 @@ def test_what_was_measured_is_predicted_again(run: Measurement) -> None:
     assert memory.reserved_peak == pytest.approx(seen.reserved_bytes, rel=0.0005)
     if seconds.bound != "host" and seconds.host_seconds < seconds.device_seconds / 2:
         assert seconds.step_seconds == pytest.approx(timing.step_seconds, rel=SECONDS)
+
+
+AGAIN = json.loads((MEASURED.parent / "again.json").read_text(encoding="utf-8"))
+RELATIVE = 0.1
+"""The error allowed of how much longer a step that the host decides takes with Liger than without: their
+prediction and their measurement share a host, but not its moments."""
+
+
+def pairs() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """By name, steps of small models with Liger, each with the same without."""
+    runs = {(run["job"]["model"]["name"], run["recipe"]): run for run in AGAIN["host"]}
+    found = {}
+    for (name, recipe), run in runs.items():
+        without = " + ".join(word for word in recipe.split(" + ") if "liger" not in word) or "plain"
+        if without != recipe and (name, without) in runs:
+            found[f"{name}, {recipe}"] = (run, runs[name, without])
+    return found
+
+
+@installed
+@pytest.mark.parametrize("name", slow_but(list(pairs()), 2))
+def test_what_its_functions_take_the_host_is_as_measured(name: str) -> None:
+    gpu, pair = find_gpu("h200"), pairs()[name]
+    seconds = []
+    for run in pair:
+        job = Job.from_json(run["job"])
+        trace = rehearse(job, Recipe.parse(run["recipe"]).setup(), policy_for(gpu, Software()))
+        seconds.append(step_seconds(trace, gpu, batch_size=job.batch_size, rates=packaged_rates(gpu)))
+    assert {one.bound for one in seconds} == {"host"}
+    measured = pair[0]["measured"]["step_seconds"] / pair[1]["measured"]["step_seconds"]
+    assert seconds[0].step_seconds / seconds[1].step_seconds == pytest.approx(measured, rel=RELATIVE)
 
 
 @installed
