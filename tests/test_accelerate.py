@@ -239,7 +239,17 @@ def test_a_resumed_run_sees_the_batches_that_were_to_come(kind: str, stop: int, 
 @pytest.mark.parametrize(
     "recipe",
     slow_but(
-        ["bf16 + micro_batches(2)", "muon", "host_adamw", "fp16", "adamw_8bit", "every_layer", "lion"], 2
+        [
+            "bf16 + micro_batches(2)",
+            "muon",
+            "host_adamw",
+            "fp16",
+            "adamw_8bit",
+            "every_layer",
+            "lion",
+            "bf16_pure + adamw_stochastic",
+        ],
+        2,
     ),
 )
 def test_each_recipe_resumes(recipe: str, tmp_path: Path) -> None:

@@ -256,6 +256,8 @@ def test_adapters_are_written_without_snugfit(tmp_path: Path, recipe: str) -> No
         ("muon", "hf", "muon"),
         ("host_adamw", "hf", "host_adamw"),
         ("muon", "torch", "muon"),
+        ("bf16_pure + adamw_stochastic", "hf", "adamw_stochastic"),
+        ("bf16_pure + adamw_stochastic", "torch", "adamw_stochastic"),
     ],
 )
 def test_what_a_target_cannot_say_is_refused_by_name(tmp_path: Path, recipe: str, to: str, word: str) -> None:

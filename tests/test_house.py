@@ -49,6 +49,7 @@ HEAVY_THEMSELVES = {
     "step/chunked_loss.py",
     "step/deferred_logits.py",
     "step/wishes/host_adamw.py",
+    "step/wishes/stochastic_adamw.py",
     "step/muon.py",
 }
 """Their classes derive from torch's, or they run at every operator of a rehearsal."""

@@ -51,7 +51,7 @@ def resolve(call: Call) -> Callable[..., Any]:
 def optimizers() -> list[str]:
     """Every optimizer of the roster, at each setting that a planner may try."""
     found = [technique for technique in roster.techniques() if technique.slot is Slot.OPTIMIZER]
-    return [str(setting) for technique in found for setting in technique.settings(None)]  # type: ignore[arg-type]
+    return [str(setting) for technique in found for setting in technique.settings(small_job("bert", 2))]
 
 
 @pytest.mark.parametrize("technique", roster.techniques(), ids=lambda technique: technique.name)

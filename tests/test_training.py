@@ -44,6 +44,7 @@ RECIPES = (
     "muon + bf16",
     "host_adamw + bf16 + micro_batches(2)",
     "lion_8bit + micro_batches(2)",
+    "bf16_pure + adamw_stochastic",
 )
 
 

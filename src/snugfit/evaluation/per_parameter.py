@@ -12,18 +12,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from snugfit.errors import RecipeError
 from snugfit.evaluation.guide_predictions import PredictionRequest
 from snugfit.evaluation.guide_suite import anatomy, job_of
 from snugfit.job.job import Phase
 from snugfit.results.footprint import Kind
+from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.roster import techniques
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
+    from snugfit.job.job import Job
     from snugfit.results.prediction import Prediction
 
-FP32_BYTES = 4
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Of a weight, by its dtype."""
+PURE = "bf16_pure"
+"""The precision of optimizers that take none but its weights."""
 INFERENCE = "inference"
 """In the optimizer's place for an evaluation, which has none."""
 
@@ -35,6 +41,8 @@ class PerParameter:
     model: str
     optimizer: str
     """The technique's name, or `inference`."""
+    precision: str = ""
+    """The precision that it was predicted in."""
     weights: float = 0.0
     """Without the copies that autocast makes."""
     copies: float = 0.0
@@ -66,11 +74,25 @@ def per_parameter_requests(gpu: Gpu) -> list[PredictionRequest]:
         job = job_of(facts)
         for technique in techniques():
             if technique.slot is Slot.OPTIMIZER:
-                recipe = f"{precision} + {technique.name}"
+                recipe = _recipe_of(technique.name, job, precision)
                 requests.append(PredictionRequest(about=technique.name, job=job, recipe=recipe, gpu=gpu))
         job = job_of({**facts, "phase": Phase.EVALUATE})
         requests.append(PredictionRequest(about=INFERENCE, job=job, recipe=precision, gpu=gpu))
     return requests
+
+
+def _recipe_of(optimizer: str, job: Job, precision: str) -> str:
+    """This optimizer in the guide's precision, or in bfloat16 throughout where it takes no other weights."""
+    recipes = [f"{one} + {optimizer}" for one in (precision, PURE)]
+    return next((one for one in recipes if _goes(one, job)), recipes[0])
+
+
+def _goes(recipe: str, job: Job) -> bool:
+    try:
+        Recipe.parse(recipe).check(job, installed=False)
+    except RecipeError:
+        return False
+    return True
 
 
 def per_parameter(
@@ -80,9 +102,14 @@ def per_parameter(
     return tuple(_line(request, answer) for request, answer in zip(requests, answers, strict=True))
 
 
+def _trained_dtype(request: PredictionRequest) -> str:
+    return Recipe.parse(request.recipe).setup().trained_dtype(request.job)
+
+
 def _line(request: PredictionRequest, answer: Prediction | str) -> PerParameter:
     rule = anatomy()["rule"]
-    line = PerParameter(model=request.job.model.name, optimizer=request.about)
+    precision = Recipe.parse(request.recipe)[Slot.PRECISION].name
+    line = PerParameter(model=request.job.model.name, optimizer=request.about, precision=precision)
     if request.about == INFERENCE:
         line = replace(line, rule_states=0, rule_total=rule["inference"])
     elif request.about in rule["states_of"]:
@@ -92,7 +119,7 @@ def _line(request: PredictionRequest, answer: Prediction | str) -> PerParameter:
         return replace(line, refused=answer)
     footprint = answer.footprint
     kinds = dict(footprint.kinds)
-    parameters = kinds[Kind.WEIGHTS] / FP32_BYTES
+    parameters = kinds[Kind.WEIGHTS] / BYTES[_trained_dtype(request)]
     parts = (Kind.WEIGHTS, Kind.CACHES, Kind.GRADIENTS, Kind.OPTIMIZER_STATES)
     weights, copies, gradients, states = (kinds.pop(kind, 0) / parameters for kind in parts)
     return replace(

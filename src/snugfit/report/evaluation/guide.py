@@ -282,8 +282,10 @@ def _per_parameter(result: GuideResult) -> Grid:
 
 
 def _model_and_optimizer(line: PerParameter) -> str:
-    """Both in one cell, for only both name a row; the model without its organisation."""
-    return f"{line.model.rpartition('/')[2]}, {line.optimizer}"
+    """Both in one cell, for only both name a row; the model without its organisation, and the precision
+    where it is not the guide's."""
+    other = line.precision not in ("", anatomy()["precision"])
+    return f"{line.model.rpartition('/')[2]}, {line.optimizer}" + (f" ({line.precision})" if other else "")
 
 
 def _samples(speed: StepSpeed | None) -> float | None:
