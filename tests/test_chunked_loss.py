@@ -169,6 +169,21 @@ def test_gradients_are_handed_on_once() -> None:
         loss.backward()
 
 
+def test_no_chunk_s_gradient_is_an_answer_of_autograd_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread for a GPU may hold on to what it answered while the next chunk is computed, or may not: then
+    the same step takes more memory in one run than in another."""
+
+    def answer(*arguments: Any, **keywords: Any) -> Any:
+        pytest.fail("autograd was asked for gradients")
+
+    monkeypatch.setattr(torch.autograd, "grad", answer)
+    hidden, weight = (torch.rand(size, 4, requires_grad=True) for size in (6, 9))
+    loss = Loss(mean=True, ignore_index=-100, label_smoothing=0.0, scores=lambda logits: logits)
+    ChunkedCrossEntropy.apply(hidden, weight, None, torch.arange(6), loss, 2, torch.float32).backward()
+    assert hidden.grad is not None
+    assert hidden.grad.abs().sum() > 0
+
+
 def test_a_batch_without_labels_has_no_gradient_as_ever() -> None:
     hidden = HIDDEN.clone().requires_grad_()
     none = torch.full_like(LABELS, -100)
