@@ -76,8 +76,8 @@ class LinkObserver(Protocol):
     def stage_out(self, nbytes: int) -> None:
         """The device copies weights or gradients to the host before it goes on."""
 
-    def update_on_host(self, nbytes: int) -> None:
-        """The host waits for the device, and updates so many bytes of weights."""
+    def update_on_host(self, nbytes: int, dtype: torch.dtype) -> None:
+        """The host waits for the device, and updates so many bytes of weights of this dtype."""
 
     def stage_back(self, nbytes: int) -> None:
         """The device copies updated weights from the host before it goes on."""

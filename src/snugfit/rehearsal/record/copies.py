@@ -20,6 +20,8 @@ from snugfit.rehearsal.trace.trace import (
 from snugfit.step.host_link import MetaLink
 
 if TYPE_CHECKING:
+    import torch
+
     from snugfit.rehearsal.record.kernels import KernelCost
 
     Write = Callable[[str, KernelCost], None]
@@ -47,10 +49,10 @@ class CopyRecorder:
         """Weights or gradients are copied to the host."""
         self._write(STAGE_OUT, _moving(nbytes))
 
-    def update_on_host(self, nbytes: int) -> None:
+    def update_on_host(self, nbytes: int, dtype: torch.dtype) -> None:
         """The host waits, and updates these bytes of weights."""
         self._wait()
-        self._write(UPDATE_ON_HOST, _moving(nbytes))
+        self._write(UPDATE_ON_HOST, _moving(nbytes, dtype=str(dtype)))
 
     def stage_back(self, nbytes: int) -> None:
         """Weights are copied to the device."""
@@ -61,10 +63,10 @@ class CopyRecorder:
         self._write(PREFETCH, _moving(0))
 
 
-def _moving(nbytes: int, *, tensors: int = 1) -> KernelCost:
+def _moving(nbytes: int, *, tensors: int = 1, dtype: str = "torch.uint8") -> KernelCost:
     from snugfit.rehearsal.record.kernels import KernelCost
 
-    return KernelCost(0, 2 * nbytes, ((nbytes,),), "torch.uint8", tensors, "", ())
+    return KernelCost(0, 2 * nbytes, ((nbytes,),), dtype, tensors, "", ())
 
 
 @contextlib.contextmanager

@@ -211,6 +211,6 @@ def _tell(piece: list[WeightSlice]) -> None:
     for part in piece:
         observer.stage_out(part.weight.nbytes)
         observer.stage_out(part.gradient.nbytes)
-    observer.update_on_host(sum(part.weight.nbytes for part in piece))
+    observer.update_on_host(sum(part.weight.nbytes for part in piece), piece[0].weight.dtype)
     for part in piece:
         observer.stage_back(part.weight.nbytes)
