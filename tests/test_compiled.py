@@ -6,9 +6,13 @@ GPU, and all else (tracing, partitioning, fusion, buffers that are reused) is th
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 import torch._dynamo
+from torch._subclasses import fake_tensor
 
 from aligned import compare, peak
 from cpu_scratch import compared
@@ -16,6 +20,9 @@ from reported import foreseen, reports
 from small_models import small_job
 from snugfit.errors import RecipeError, RehearsalError
 from snugfit.job.job import Job
+from snugfit.planning.keep import kept_of
+from snugfit.planning.search.space import space_of
+from snugfit.rehearsal.compiled.layers import Compiler
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy, Policy
 from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.rehearsal.rehearse import rehearse
@@ -23,7 +30,9 @@ from snugfit.rehearsal.trace.trace import GENERATED, Trace
 from snugfit.results.footprint import Kind
 from snugfit.step import compiling
 from snugfit.step.build import build_model
+from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Slot
 from tiers import slow_but
 
 LOSS_OUTSIDE = 256
@@ -70,6 +79,31 @@ def test_layers_share_a_program_and_every_rehearsal_is_the_first() -> None:
 
 
 @pytest.mark.whole
+def test_where_nothing_else_compiles_what_dynamo_traced_is_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a planner's workers; elsewhere nothing is left that a user's own compiling would count."""
+    graphs = []
+    own = Compiler.compiled_graph
+
+    def counted(self: Compiler, graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return own(self, graph, inputs)
+
+    monkeypatch.setattr(Compiler, "compiled_graph", counted)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    first, second = (rehearsed(small_job("llama", layers=2)) for _ in range(2))
+    assert len(graphs) == 1
+    assert (first.blocks, first.events, first.kernels) == (second.blocks, second.events, second.kernels)
+    rehearsed(small_job("llama", layers=2), policy=replace(CpuPolicy(), softmax_saves_input=True))
+    assert len(graphs) == 2, "another policy decides otherwise"
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    for _ in range(2):
+        rehearsed(small_job("llama", layers=2))
+    assert len(graphs) == 4
+
+
+@pytest.mark.whole
 def test_fewer_kernels_run_and_nothing_of_a_layer_is_uncompiled() -> None:
     compiled, plain = (rehearsed(small_job("bert"), recipe) for recipe in ("compiled", "plain"))
     inside = [
@@ -109,6 +143,33 @@ def test_masks_are_made_outside_so_attention_stays_fused(family: str) -> None:
     operators = {kernel.operator for kernel in trace.kernels}
     assert not operators & {"aten::_softmax", "aten::_safe_softmax", "aten::bmm"}, operators
     assert any("scaled_dot_product" in name for name in operators)
+
+
+def test_a_described_gpu_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch is built with CUDA, its tensors without data open a context, or fail where no GPU is."""
+    pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
+    opened: list[torch.device] = []
+    monkeypatch.setattr(fake_tensor, "init_gpu_context", opened.append)
+    rehearsed(small_job("bert", layers=2, facts={"hidden_size": 192}), "compiled", CudaPolicy())
+    assert not opened
+
+
+def test_plans_for_one_gpu_look_at_it_and_plans_for_many_when_they_are_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kind = next(one for one in roster.techniques() if one.name == "compiled")
+    monkeypatch.setattr(kind, "needs", ())
+    job = small_job("llama")
+    assert kind() in space_of(job).offers(Slot.ENGINE)
+    together = {"eager", "compiled"}
+    assert not [one for one in space_of(job).candidates if together <= set(map(str, one.recipe))]
+    asked = space_of(job, fixed=kept_of(job, "eager"))
+    assert [one for one in asked.candidates if together <= set(map(str, one.recipe))]
+    many = space_of(job, many_gpus=True)
+    assert kind() not in many.offers(Slot.ENGINE)
+    assert any(one.what == "compiled" and "--keep compiled" in one.why for one in many.excluded)
+    kept = space_of(job, many_gpus=True, fixed=kept_of(job, "compiled"))
+    assert [str(one) for one in kept.offers(Slot.ENGINE)] == ["compiled"]
 
 
 @pytest.mark.parametrize(

@@ -87,10 +87,12 @@ def _with_modern(result: GuideResult, gpu: Gpu, workers: int) -> GuideResult:
     from snugfit.cli.plan_cache import plan
     from snugfit.cli.progress import show_progress
     from snugfit.evaluation.guide_modern import FrontRecipe, PlannedJob, with_large_models, with_modern
+    from snugfit.techniques import roster
     from snugfit.techniques.recipe import Recipe
+    from snugfit.techniques.technique import Slot
 
     def plan_of(job: Job) -> PlannedJob:
-        planned = plan(job, gpu=gpu)
+        planned = plan(job, gpu=gpu, keep=str(roster.plain(Slot.ENGINE)))
         front = (
             FrontRecipe(
                 recipe=Recipe.parse(choice.recipe),

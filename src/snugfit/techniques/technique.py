@@ -95,6 +95,10 @@ class Technique(ABC):
     """As a recipe says it, where no plan looks for it unless it is named, and a step that does not fit
     otherwise may fit with it; empty elsewhere."""
 
+    lowered: ClassVar[bool] = False
+    """Whether a rehearsal lowers the model's code for each kind of GPU anew, which takes long: plans for many
+    GPUs look at it only where it is kept."""
+
     least_capability: ClassVar[tuple[int, int] | None] = None
     """The compute capability below which the GPU cannot do this at all."""
 
@@ -113,6 +117,11 @@ class Technique(ABC):
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Why it cannot go with this job or recipe, in words a user can act on; nothing when it can."""
         return iter(())
+
+    def planned_without(self, recipe: TechniqueBySlot) -> str:
+        """Which of this recipe's other techniques no plan puts beside it, unless they are kept, and why;
+        empty where any may stand there."""
+        return ""
 
     def code(self, job: Job) -> tuple[str, ...]:
         """Lines of Python that do to `model` what `install` has snugfit's own functions do to it, for scripts

@@ -1,10 +1,10 @@
 """A plan for a live trainer: what it asks for today, and what may be changed of it.
 
-What the user has chosen and the plan has no business with stays: attention, loader, allocator and adapters;
-and every slot whose choice is less exact than `fidelity` (a bf16 autocast under `same`, an SGD): it is the
-user's mathematics. What is left is searched: layers that are recomputed, the cut of the batch, the kernels
-of an optimizer that was named (one that nobody named stays the Trainer's default); and under `rounds` the
-precision of those who train in fp32.
+What the user has chosen and the plan has no business with stays: attention, engine, loader, allocator and
+adapters; and every slot whose choice is less exact than `fidelity` (a bf16 autocast under `same`, an SGD): it
+is the user's mathematics. What is left is searched: layers that are recomputed, the cut of the batch, the
+kernels of an optimizer that was named (one that nobody named stays the Trainer's default); and under `rounds`
+the precision of those who train in fp32.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from snugfit.training.rng import preserve_rng
 if TYPE_CHECKING:
     from snugfit.job.job import Job
 
-KEPT = (Slot.ADAPTERS, Slot.ATTENTION, Slot.ALLOCATOR, Slot.LOADING)
+KEPT = (Slot.ADAPTERS, Slot.ATTENTION, Slot.ENGINE, Slot.ALLOCATOR, Slot.LOADING)
 """Slots that no plan for a live trainer changes: its model has its adapters and its attention, the process
-has allocated, and whether the user's dataset bears workers is not known."""
+has allocated, and whether the user's dataset bears workers, or gives batches of one length, for which layers
+are compiled once, is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)

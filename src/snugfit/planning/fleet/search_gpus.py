@@ -149,7 +149,8 @@ def _search_kind(
     gpus = sorted(gpus, key=lambda gpu: policy_for(gpu, Software()).scratch_size)
     timer = PerGpuTimers(tuple(map(clock_of, gpus))) if clock_of else TimersWithGaps.on(gpus)
     with _IMPORTS:
-        space = space_of(job, fidelity=fidelity, capability=gpus[0].compute_capability, fixed=fixed)
+        capability = gpus[0].compute_capability
+        space = space_of(job, fidelity=fidelity, capability=capability, fixed=fixed, many_gpus=True)
 
     def answer(pool: WorkerPool) -> _KindAnswer:
         searches = _search(space, pool, gpus, headroom, _smallest(objective, timer, len(gpus)), tell)

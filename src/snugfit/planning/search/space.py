@@ -109,11 +109,15 @@ def space_of(
     fidelity: Fidelity = Fidelity.ROUNDS,
     capability: Capability = None,
     fixed: Kept = NOTHING_KEPT,
+    many_gpus: bool = False,
 ) -> Space:
     """Every valid recipe for this job on such a GPU that is no less exact than `fidelity`; a slot that is
-    `fixed` holds that technique, however exact it is. Raises `RecipeError` where none is valid."""
+    `fixed` holds that technique, however exact it is. What is lowered for each kind of GPU is left out where
+    there are `many_gpus`. Raises `RecipeError` where none is valid."""
     excluded: list[Exclusion] = []
-    choices = tuple(_offered_in(slot, job, fidelity, capability, fixed, excluded) for slot in Slot)
+    choices = tuple(
+        _offered_in(slot, job, fidelity, capability, fixed, excluded, many_gpus=many_gpus) for slot in Slot
+    )
     candidates: list[Candidate] = []
     passes: dict[object, int] = {}
     sized: dict[object, int] = {}
@@ -122,7 +126,7 @@ def space_of(
     numbers: dict[int, int] = {}
     for index, (techniques, setup) in enumerate(_combinations(choices, Setup())):
         recipe = Recipe(techniques)
-        if objection := _objection(recipe, job):
+        if objection := _objection(recipe, job) or _not_planned(recipe, fixed):
             objections[objection] += 1
             continue
         numbers[index] = len(candidates)
@@ -148,13 +152,16 @@ def _offered_in(
     capability: Capability,
     fixed: Kept,
     excluded: list[Exclusion],
+    *,
+    many_gpus: bool,
 ) -> tuple[Technique, ...]:
     """What this slot may hold: what is kept in it, or its choices and the user's own."""
     if slot in fixed.slots:
         first, *family = fixed.slots[slot]
         return (first, *(other for other in family if not _missing_on(type(other), capability)))
     refused: list[Exclusion] = []
-    choices = _best_settings(list(_choices(slot, job, fidelity, capability, refused)), capability, refused)
+    offered = _choices(slot, job, fidelity, capability, refused, many_gpus=many_gpus)
+    choices = _best_settings(list(offered), capability, refused)
     own = fixed.start[slot] if fixed.start and (job.trains or slot not in ONLY_TRAINING) else None
     if own and own not in choices and not _missing_on(type(own), capability):
         choices.append(own)
@@ -172,7 +179,13 @@ def _no_candidate(objections: Counter[_Objection], fixed: Kept) -> str:
 
 
 def _choices(
-    slot: Slot, job: Job, fidelity: Fidelity, capability: Capability, excluded: list[Exclusion]
+    slot: Slot,
+    job: Job,
+    fidelity: Fidelity,
+    capability: Capability,
+    excluded: list[Exclusion],
+    *,
+    many_gpus: bool,
 ) -> Iterator[Technique]:
     """What this slot offers; what it does not is added to `excluded`."""
     if not job.trains and slot in ONLY_TRAINING:
@@ -183,6 +196,9 @@ def _choices(
         if technique.slot is not slot:
             continue
         if (why := _missing_on(technique, capability)) or (why := technique.planning_objection(job)):
+            excluded.append(Exclusion(what=technique.name, why=why))
+        elif many_gpus and technique.lowered:
+            why = f"plans for many GPUs look at it when it is asked for (--keep {technique.name})"
             excluded.append(Exclusion(what=technique.name, why=why))
         elif degrees.index(technique.fidelity) > degrees.index(fidelity):
             excluded.append(Exclusion(what=technique.name, why=ALLOWED_BY[technique.fidelity]))
@@ -241,4 +257,16 @@ def _objection(recipe: Recipe, job: Job) -> _Objection | None:
         if type(technique).objections is not Technique.objections:
             for text in technique.objections(job, recipe):
                 return _Objection(str(technique), text)
+    return None
+
+
+def _not_planned(recipe: Recipe, fixed: Kept) -> _Objection | None:
+    """The first technique that plans do not put beside the others, and why; nothing where each is kept."""
+    if recipe == fixed.start:
+        return None
+    for technique in recipe:
+        if type(technique).planned_without is not Technique.planned_without:
+            free = [roster.plain(one.slot) if one.slot in fixed.slots else one for one in recipe]
+            if why := technique.planned_without(Recipe(tuple(free))):
+                return _Objection(str(technique), why)
     return None

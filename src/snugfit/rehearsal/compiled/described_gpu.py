@@ -38,6 +38,7 @@ def describe_gpu(policy: CudaPolicy) -> Iterator[None]:
     from torch._dynamo import device_interface
     from torch._inductor import scheduler
     from torch._inductor.fx_passes import post_grad
+    from torch._subclasses import fake_tensor
 
     interfaces = device_interface.device_interfaces
     device_interface.init_device_reg()
@@ -54,6 +55,8 @@ def describe_gpu(policy: CudaPolicy) -> Iterator[None]:
             undo.enter_context(patch.object(torch.cuda, name, value))
         undo.enter_context(patch.object(torch.version, "cuda", torch.version.cuda or TOOLKIT))
         undo.enter_context(patch.object(scheduler, "has_triton", lambda: True))
+        # a build with CUDA would open a context on a GPU for tensors without data, or fail where none is
+        undo.enter_context(patch.object(fake_tensor, "init_gpu_context", lambda device: None))
         # the graph's tensors say they are the CPU's while its passes run
         undo.enter_context(patch.object(post_grad, "is_gpu", lambda device: True))
         undo.enter_context(patch.object(triton.runtime.driver, "_active", _Driver(policy)))

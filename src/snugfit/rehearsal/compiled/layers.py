@@ -76,7 +76,7 @@ class Compiler:
         """This layer's forward pass, compiled."""
         import torch._dynamo
 
-        compiled = torch._dynamo.optimize(self._backend)(forward)
+        compiled = torch._dynamo.optimize(_backend)(forward)
 
         def run(*arguments: Any, **keywords: Any) -> Any:
             before = self._run
@@ -111,7 +111,7 @@ class Compiler:
             for one, was in zip(hooks, before, strict=True):
                 one.update(was)
 
-    def _backend(self, graph: Any, inputs: Sequence[Any]) -> Any:
+    def compiled_graph(self, graph: Any, inputs: Sequence[Any]) -> Any:
         """What runs a graph that Dynamo traced, from memory where this process has made it before."""
         from torch._inductor import compile_fx as fx
 
@@ -148,8 +148,20 @@ class Compiler:
         return run
 
 
+_TRACED_FOR: list[Policy] = []
+"""Whose decisions are in what Dynamo remembers, where it may: tracing a layer again takes as long as
+rehearsing it."""
+
+MANY = 4096
+"""Traces of one layer's code that Dynamo may make, and does not give up."""
+
 _NOW: list[Compiler] = []
 """Whose rehearsal runs: programs outlive the one that made them."""
+
+
+def _backend(graph: Any, inputs: Sequence[Any]) -> Any:
+    """One function for all rehearsals: Dynamo finds what it traced before by the backend, too."""
+    return _NOW[-1].compiled_graph(graph, inputs)
 
 
 def _launch(name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], layout: str) -> None:
@@ -174,20 +186,26 @@ def compiled_layers(policy: Policy, recorder: Recorder) -> Iterator[None]:
     from torch._functorch import config as functorch
 
     compiler = Compiler(policy, recorder, eval_frame._callback_from_stance)
-    torch._dynamo.reset()
+    nothing_else_compiles = os.environ.get("TORCHDYNAMO_DISABLE") == "1"  # as in a planner's workers
+    if not (nothing_else_compiles and [policy] == _TRACED_FOR):
+        torch._dynamo.reset()
+        _TRACED_FOR[:] = [policy]
     forget_traced_kernels()
     _NOW.append(compiler)
     try:
         with (
-            patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "0"}),  # which a planner's workers set
+            patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "0"}),
             patch.object(compiling, "compiled_function", compiler.compiled_function),
             functorch.patch(enable_autograd_cache=False),
-            torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=64),
+            torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=MANY),
+            torch._dynamo.config.patch(accumulated_recompile_limit=MANY),
         ):
             yield
     finally:
         _NOW.pop()
-        torch._dynamo.reset()
+        if not nothing_else_compiles:
+            torch._dynamo.reset()  # what a layer may be compiled for is counted, and is the user's
+            _TRACED_FOR.clear()
         forget_traced_kernels()
 
 

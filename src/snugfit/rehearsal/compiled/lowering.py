@@ -105,7 +105,7 @@ def _on(value: Any, device: torch.device) -> Any:
         return value
     with torch._C._DisableTorchDispatch():
         shapes = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-        return FakeTensor(value.fake_mode, shapes, device, requires_grad=value.requires_grad)
+        return FakeTensor(value.fake_mode, shapes.requires_grad_(value.requires_grad), device)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ def _experiments(result: GuideResult) -> Grid:
         rows=rows,
         note="Each recipe is the fastest of a plan (--fidelity rounds, AdamW) that takes no more memory than "
         "the experiment does with today's software, or than the GPU has where it cannot run. Layers are "
-        "compiled in none: snugfit plan --keep compiled looks at that.",
+        "compiled in none: snugfit plan looks at that.",
     )
 
 

@@ -8,12 +8,13 @@ from contextlib import suppress
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from snugfit.errors import SnugfitError
+from snugfit.errors import RecipeError, SnugfitError
 from snugfit.exchange.export import export
 from snugfit.exchange.trainer_arguments import training_arguments
 from snugfit.job.limits import NO_SEQUENCE, WITH_TARGET
 from snugfit.step.applier import refuse_unsupported
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -73,7 +74,10 @@ def _flags(job: Job) -> str:
 
 
 def _changed_arguments(job: Job, recipe: Recipe) -> dict[str, Any]:
-    """The arguments that differ from the plain recipe's, with the size of a batch. Raises `RecipeError`."""
+    """The arguments that differ from the plain recipe's, with the size of a batch. Raises `RecipeError` where
+    they are not the whole recipe."""
+    if recipe.setup().compile is not None:
+        raise RecipeError(f"{recipe[Slot.ENGINE]} is a call of the model's layers, and no argument.")
     plain, arguments = training_arguments(job, Recipe()), training_arguments(job, recipe)
     return {
         name: value

@@ -28,6 +28,7 @@ class Compiled(Technique):
     """Compiles the model's repeated layers, each by itself."""
 
     fidelity: ClassVar = Fidelity.ROUNDS
+    lowered: ClassVar = True
     needs: ClassVar = ("triton>=3.5",)
     extra: ClassVar = "compile"
     source: ClassVar = "torch.nn.Module.compile; Ansel et al., ASPLOS 2024 (PyTorch 2)"
@@ -63,7 +64,9 @@ class Compiled(Technique):
         if not job.trains:
             yield "compiled layers are simulated in training only. Leave it out."
 
-    @classmethod
-    def planning_objection(cls, job: Job) -> str:
-        """A plan tries it when it is asked for by name."""
-        return "compiled layers are tried when they are asked for (--keep compiled)"
+    def planned_without(self, recipe: TechniqueBySlot) -> str:
+        """Other attention than torch's own choice, of which no compiled step was measured."""
+        attention = recipe[Slot.ATTENTION]
+        if attention.plain:
+            return ""
+        return f"never measured with {attention} (--keep '{attention} + {self}' plans with both)"
