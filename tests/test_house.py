@@ -49,6 +49,8 @@ HEAVY_THEMSELVES = {
     "step/chunked_loss.py",
     "step/deferred_logits.py",
     "step/wishes/host_adamw.py",
+    "step/wishes/adamw_in_pieces.py",
+    "step/wishes/four_bit_adamw.py",
     "step/wishes/stochastic_adamw.py",
     "step/muon.py",
 }

@@ -41,6 +41,10 @@ REFUSED = [
     {"host(all)", "compiled"},
     {"liger", "chunked_loss"},
     {"liger", "compiled"},
+    *(
+        {"adamw_stochastic", other}
+        for other in ("as_loaded", "bf16", "fp16", "fp32", "lora", FURTHER[0], "qlora")
+    ),
 ]
 """Pairs that no recipe may have."""
 
@@ -75,11 +79,13 @@ def covering(rng: random.Random) -> tuple[list[Words], int]:
         missing = set(goal).difference(*(combinations(recipe, size) for recipe in recipes))
         while missing:
             must = rng.choice(sorted(missing))
-            draws = [
-                tuple(next((word for word in must if word in slot), rng.choice(slot)) for slot in slots)
-                for _ in range(50)
-            ]
-            draws = [draw for draw in draws if not any(set(draw) >= pair for pair in REFUSED)]
+            draws: list[Words] = []
+            while not draws:
+                draws = [
+                    tuple(next((word for word in must if word in slot), rng.choice(slot)) for slot in slots)
+                    for _ in range(50)
+                ]
+                draws = [draw for draw in draws if not any(set(draw) >= pair for pair in REFUSED)]
             recipes.append(max(draws, key=lambda draw: len(missing & set(combinations(draw, size)))))
             missing -= set(combinations(recipes[-1], size))
         enough = enough or len(recipes)

@@ -22,7 +22,7 @@ from snugfit.planning.search.search import plan
 from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CpuPolicy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.step.wishes import stochastic_adamw
+from snugfit.step.wishes import adamw_in_pieces
 from snugfit.step.wishes.stochastic_adamw import StochasticAdamW, round_by_chance
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.digits import digits, digits_job
@@ -140,7 +140,7 @@ def test_each_step_is_torch_s_to_a_neighbour(
     dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bfloat16 the new numbers are next to those of torch's AdamW in 32 bits, from the same numbers."""
-    monkeypatch.setattr(stochastic_adamw, "AT_ONCE", at_once)
+    monkeypatch.setattr(adamw_in_pieces, "AT_ONCE", at_once)
     numbers: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
     weights = of_many_shapes(dtype)
     ours = StochasticAdamW(weights, **numbers)
@@ -180,7 +180,7 @@ def test_no_numbers_are_updated_without_a_gradient() -> None:
 def test_a_real_step_allocates_what_its_trace_says(
     family: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stochastic_adamw, "AT_ONCE", at_once)
+    monkeypatch.setattr(adamw_in_pieces, "AT_ONCE", at_once)
     job, setup = small_job(family, 2), Recipe.parse(RECIPE).setup()
     trace = compared(foreseen(rehearse(job, setup, CpuPolicy())))
     real = compared(reports(job, setup))

@@ -45,6 +45,7 @@ RECIPES = (
     "host_adamw + bf16 + micro_batches(2)",
     "lion_8bit + micro_batches(2)",
     "bf16_pure + adamw_stochastic",
+    "adamw_4bit + micro_batches(2)",
 )
 
 

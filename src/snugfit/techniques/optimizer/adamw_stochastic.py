@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
@@ -44,12 +44,6 @@ class AdamWStochastic(Technique):
                 "'bf16_pure' to train all weights in bfloat16 (--dtype bfloat16 loads them so), or take "
                 "'adamw_fused'."
             )
-
-    @classmethod
-    def settings(cls, job: Job) -> Iterator[Self]:
-        """As it stands, where weights are loaded in bfloat16."""
-        if job.dtype == "bfloat16":
-            yield cls()
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
