@@ -135,7 +135,8 @@ def test_the_command_plans_each_job_once(
 ) -> None:
     planned: list[int] = []
 
-    def plan(job: Job, *, gpu: Any) -> Plan:
+    def plan(job: Job, *, gpu: Any, keep: str) -> Plan:
+        assert keep == "uncompiled"
         planned.append(job.batch_size)
         choice = Choice(
             recipe="fp16", requested_bytes=GIB, allocated_bytes=GIB, reserved_bytes=GIB, context_bytes=0,
