@@ -8,7 +8,8 @@ constants of `HostLaunchCosts`: so many kernels of the forward pass, so many mod
 are those that make the sum of absolute errors smallest, each as a share of its whole step (of loading, as a
 share of loading, which is a hundredth of a step of text), and none of them is negative. Steps on a disturbed
 core are left out. What a wait costs beside the waiting is not seen in a drained step, and is kept; so is
-what none of these runs has: selective checkpointing, products of an optimizer, libraries' autograd Functions.
+what none of these runs has: selective checkpointing, products of an optimizer, libraries' autograd Functions,
+compiled programs.
 
 Fits that leave out one family each say how well a family's steps are predicted that was not fitted.
 """
@@ -38,7 +39,8 @@ from snugfit.techniques.recipe import Recipe
 
 GPU = "h200"
 NAMES = tuple(field.name for field in fields(HostLaunchCosts))
-FREE = tuple(name for name in NAMES if name not in ("wait", "intercepted", "product", "function"))
+KEPT = ("wait", "intercepted", "product", "function", "generated", "in_program", "program")
+FREE = tuple(name for name in NAMES if name not in KEPT)
 ROUNDS, MIN_ERROR = 60, 0.01
 """Of reweighting, and the relative error below which an equation gains no more weight."""
 
