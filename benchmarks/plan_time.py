@@ -54,6 +54,8 @@ COMMANDS = {
     "Llama-3.1-8B, LoRA": f"{LLAMA} --keep 'lora(r=16)'",
     "Llama-3.1-8B, LoRA, 16 x 2048": "plan Llama-3.1-8B --task causal-lm --batch-size 16"
     " --sequence-length 2048 --gpu 'rtx 4090' --keep 'lora(r=16)'",
+    "Qwen2.5-7B, QLoRA, 16 GiB": "plan Qwen2.5-7B --task causal-lm --batch-size 4 --sequence-length 2048"
+    " --gpu 'rtx 4090' --memory 16GiB --keep 'qlora(r=16)'",
     "t5-3b, learns": "plan t5-3b --task seq2seq-lm --gpu h200 --fidelity learns",
     "BERT-large, all GPUs": "gpus --for bert-large-uncased --task sequence-classification",
     "Llama-3.1-8B, LoRA, all GPUs": "gpus --for Llama-3.1-8B --task causal-lm --keep 'lora(r=16)'",
