@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 MICRO_BATCHES = 2
 """Micro-batches that are recorded for any larger number."""
 
+SINCE_THE_LAST = ("modules", "views", "checkpoints", "intercepted", "programs", "functions")
+"""What a kernel counts since the one before it."""
+
 
 def short_passes(job: Job, setup: Setup, policy: Policy) -> Part:
     """What `rehearse_passes` gives, for passes whose second step is known to be redundant."""
@@ -79,28 +82,52 @@ def _with_a_third(moves: Sequence[Move]) -> Sequence[Move]:
 
 
 def _again(build: Sequence[Move], step: Sequence[Move]) -> list[Move]:
-    """The same step once more, when what it leaves behind is there."""
+    """The same step once more, when what it leaves behind is there, and what it replaced of the model is
+    gone."""
     first, second = LiveSet(), LiveSet()
     mapping = dict(zip(first.follow(build), second.follow(build), strict=True))
     blocks = [_block_of(move, first) for move in step]
     freed = {block for move, block in zip(step, blocks, strict=True) if isinstance(move, Free)}
+    gone = freed & mapping.keys()
     lasting = set(range(len(first.allocs))) - freed - mapping.keys()
     mapping |= {block: second.alloc(first.allocs[block]) for block in sorted(lasting)}
+    for block in sorted(gone):
+        second.free_of(mapping[block])
     moves: list[Move] = []
     makers: set[str] = set()  # of the kernel that comes next: the operators of what lasts, "" for the rest
+    left_out: list[Kernel] = []  # since the last kernel that stays
+    replaced = 0  # of the model's tensors, since then
     for move, block in zip(step, blocks, strict=True):
         if type(move) is Alloc:
             makers.add(move.operator if block in lasting else "")
             if block in lasting:
                 continue
             mapping[block] = second.alloc(move)
+            moves.append(move)
         elif type(move) is Kernel:
             makes_only_what_lasts = makers == {move.operator}
             makers = set()
             if makes_only_what_lasts:
+                left_out.append(move)
                 continue
-        moves.append(second.free_of(mapping[block]) if type(move) is Free else move)
+            moves.append(_with_counts_of(left_out, move, replaced))
+            left_out, replaced = [], 0
+        elif type(move) is Free:
+            replaced += block in gone
+            if block not in gone:
+                moves.append(second.free_of(mapping[block]))
+        else:
+            moves.append(move)
     return moves
+
+
+def _with_counts_of(left_out: Sequence[Kernel], kernel: Kernel, replaced: int) -> Kernel:
+    """This kernel where those before it are not launched: what the host did before them, it does before this
+    one, but for the view by which each tensor that they `replaced` was put in its place."""
+    if not left_out:
+        return kernel
+    counts = {name: sum(getattr(one, name) for one in (*left_out, kernel)) for name in SINCE_THE_LAST}
+    return kernel._replace(**counts | {"views": counts["views"] - replaced})
 
 
 def _block_of(move: Move, live: LiveSet) -> int:
