@@ -198,8 +198,8 @@ def test_what_changes_memory_or_maths_is_refused_by_name(
 @pytest.mark.parametrize(
     ("name", "content", "key"),
     [
-        ("ds.json", {"zero_optimization": {"stage": 3}}, "zero_optimization.stage"),
-        ("ds.json", {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+        ("ds.json", {"zero_optimization": {"stage": 4}}, "zero_optimization.stage"),
+        ("ds.json", {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
          "zero_optimization.offload_optimizer.device"),
         ("ds.json", {"train_batch_size": 4, "optimizer": {"type": "OneBitAdam"}}, "optimizer.type"),
         ("ds.json", {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3},

@@ -52,6 +52,9 @@ HEAVY_THEMSELVES = {
     "step/wishes/adamw_in_pieces.py",
     "step/wishes/four_bit_adamw.py",
     "step/wishes/stochastic_adamw.py",
+    "rehearsal/sharded/accelerator.py",
+    "rehearsal/sharded/engine.py",
+    "rehearsal/sharded/host_tensors.py",
     "step/muon.py",
 }
 """Their classes derive from torch's, or they run at every operator of a rehearsal."""

@@ -128,6 +128,7 @@ def dialect(name: str) -> Dialect:
         base = dialect(table["extends"])
         for key in ("becomes", "defaults", "groups", "differs", "only_with", "unsaid"):
             table[key] = {**getattr(base, key), **table.get(key, {})}
+        table["together"] = [*base.together, *table.get("together", ())]
         own = table.get("ignored", {})
         table["ignored"] = own | {why: [*own.get(why, ()), *keys] for why, keys in base.ignored.items()}
         table["refused"] = [*table.get("refused", ()), *base.refused]

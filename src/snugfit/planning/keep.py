@@ -64,6 +64,12 @@ class Kept:
         """Raises `UsageError` where a technique that was asked for needs a package that is not installed, or
         a GPU of another compute capability."""
         for slot in self.asked:
+            technique = self.slots[slot][0]
+            if not technique.searched:
+                raise UsageError(
+                    f"keep: plans do not search with {technique}, since each of its recipes takes up to "
+                    f"minutes to simulate. Predict one that has it: '{technique.name} + bf16 + every_layer'."
+                )
             if why := self.slots[slot][0].missing_package() or self.too_new(capability):
                 raise UsageError(f"keep: {why}")
 

@@ -55,6 +55,7 @@ TOUCHES: Mapping[str, tuple[str, ...]] = {
     "autocast": ("passes",),
     "scale_gradients": ("passes", "update"),
     "micro_batches": ("micro_batches",),
+    "sharding": ("passes", "update"),
     "loader": ("loader",),
     "expandable_segments": ("allocator",),
 }

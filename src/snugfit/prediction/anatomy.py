@@ -52,10 +52,14 @@ def _kinds(alive: Iterable[Block], setup: Setup) -> Iterable[KindLine]:
         )
 
 
+def _weights_dtype(setup: Setup) -> str | None:
+    return setup.weights_dtype if setup.sharding is None else setup.sharding.dtype
+
+
 def _reason(kind: str, blocks: Sequence[Block], setup: Setup) -> str:
     optimizer = setup.optimizer.factory.path.split(":")[-1]
     fixed = {
-        Kind.WEIGHTS: f"parameters and buffers, in {setup.weights_dtype}",
+        Kind.WEIGHTS: f"parameters and buffers, in {_weights_dtype(setup)}",
         Kind.GRADIENTS: "from the first backward pass until the optimizer has used them",
         Kind.OPTIMIZER_STATES: f"kept by {optimizer} from step to step",
         Kind.ACTIVATIONS: "saved in the forward pass for the backward pass"

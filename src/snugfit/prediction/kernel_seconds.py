@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING
 from snugfit.prediction.rates import ALIGNMENT, PRECISIONS, MatmulRate, Rates
 from snugfit.rehearsal.trace.trace import (
     AWAIT_COPY,
+    BY_HOST,
     COPIES,
     COPY_IN,
     MATRIX_PRODUCTS,
     PREFETCH,
     PREPARED,
     STAGED,
-    UPDATE_ON_HOST,
     WITH_BIAS,
     WITH_DROPOUT,
 )
@@ -104,7 +104,7 @@ class KernelClock:
     def _seconds(self, kernel: Kernel) -> float:
         if kernel.operator in MATRIX_PRODUCTS and len(kernel.shapes) > 1:
             return self._matmul(kernel)
-        if kernel.operator in (AWAIT_COPY, PREFETCH, UPDATE_ON_HOST):
+        if kernel.operator in BY_HOST or kernel.operator in (AWAIT_COPY, PREFETCH):
             return 0.0
         if kernel.operator in COPIES | STAGED or kernel.operator in (COPY_IN, PREPARED):
             link = self.rates.link if kernel.operator != COPY_IN else min(PAGEABLE, self.rates.link)

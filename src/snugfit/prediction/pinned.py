@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from snugfit.rehearsal.trace.trace import COPY_OUT, STAGE_OUT, UPDATE_ON_HOST
+from snugfit.rehearsal.trace.trace import (
+    COPY_OUT,
+    HELD_ON_HOST,
+    PINNED_ON_HOST,
+    STAGE_OUT,
+    UPDATE_ON_HOST,
+)
 from snugfit.step.host_link import Slabs
 
 if TYPE_CHECKING:
@@ -33,10 +39,20 @@ def waiting_bytes(kernels: Iterable[Kernel]) -> int:
 def pinned_bytes(kernels: Iterable[Kernel]) -> int:
     """All of the step's page-locked memory, but for its loader's."""
     kernels = tuple(kernels)
+    if held := _most(kernels, PINNED_ON_HOST):
+        return held
     staged = any(kernel.operator == STAGE_OUT for kernel in kernels)
     return waiting_bytes(kernels) + STAGING_BYTES * staged
 
 
 def host_state_bytes(kernels: Iterable[Kernel]) -> int:
-    """Of two moments for each weight that the host updates, of the weight's dtype."""
+    """Of what the host holds, beside page-locked memory, for weights that it updates: what the step told, or
+    two moments for each, of its dtype."""
+    kernels = tuple(kernels)
+    if held := _most(kernels, HELD_ON_HOST):
+        return held - pinned_bytes(kernels)
     return sum(kernel.nbytes for kernel in kernels if kernel.operator == UPDATE_ON_HOST)
+
+
+def _most(kernels: Iterable[Kernel], operator: str) -> int:
+    return max((kernel.nbytes // 2 for kernel in kernels if kernel.operator == operator), default=0)

@@ -20,6 +20,7 @@ from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import PRECISIONS, HostLaunchCosts, Rates, rates_for
 from snugfit.rehearsal.trace.trace import (
     AWAIT_COPY,
+    BY_HOST,
     COPIES,
     COPY_IN,
     GENERATED,
@@ -27,6 +28,7 @@ from snugfit.rehearsal.trace.trace import (
     PREPARED,
     STAGED,
     UPDATE_ON_HOST,
+    WORK_ON_HOST,
 )
 from snugfit.results.step_seconds import LINK, PhaseSeconds, StepSeconds
 
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 SIMULATED_STEPS = 3
 """Steps that are simulated; the length of the last one is the answer."""
 
-BY_LINK_OR_HOST = COPIES | STAGED | {UPDATE_ON_HOST}
+BY_LINK_OR_HOST = COPIES | STAGED | BY_HOST
 """What the device neither computes nor moves in its own memory."""
 
 UPDATE_PASSES, HOST_BANDWIDTH = 7, {4: 90e9, 2: 63e9}
@@ -208,6 +210,8 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
         launch = host.generated if kernel.operator.startswith(GENERATED) else host.in_program
     elif kernel.operator == UPDATE_ON_HOST:
         launch = UPDATE_PASSES * kernel.nbytes / 2 / HOST_BANDWIDTH[kernel.itemsize]
+    elif kernel.operator in BY_HOST:
+        launch = kernel.nbytes / 2 / HOST_BANDWIDTH[4] if kernel.operator == WORK_ON_HOST else 0.0
     elif kernel.operator in COPIES | STAGED:
         launch = host.backward
     elif kernel.operator == AWAIT_COPY or not kernel.operator.startswith("aten::"):

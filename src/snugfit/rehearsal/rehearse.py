@@ -32,6 +32,7 @@ from snugfit.step.open_step import open_step
 if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.rehearsal.device.policy import Policy
+    from snugfit.rehearsal.record.recorder import Recorder
     from snugfit.rehearsal.trace.trace import Recording, Trace
     from snugfit.step.step import Step
     from snugfit.techniques.setup import Setup
@@ -124,8 +125,9 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
             stack.enter_context(cuda_names(policy, notes, recorder.wait))
         if (code := _code_of(step.job)) is not None and makes_on_the_host(code):
             stack.enter_context(CudaNames(recorder.current_phase, only=code.__name__))
+        sharded = stack.enter_context(_engine(step, recorder))
         try:
-            with recorder, sets_in_order(step.job), gradients.follow():
+            with sharded, recorder, sets_in_order(step.job), gradients.follow():
                 step.run(steps, recorder)
         except SnugfitError:
             raise
@@ -140,6 +142,19 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
         if sentence := _about_pages(getattr(step, "optimizer", None)):
             recorder.doubt(sentence)
         return recorder.recording(notes.attention)
+
+
+@contextlib.contextmanager
+def _engine(step: Step, recorder: Recorder) -> Iterator[contextlib.AbstractContextManager[Any]]:
+    """What DeepSpeed's engine is rehearsed in, and the host's memory, to which the recorder hands operators
+    on; nothing where no engine runs the steps."""
+    if step.setup.sharding is None:
+        yield contextlib.nullcontext()
+        return
+    from snugfit.rehearsal.sharded.engine import engine_on_shapes
+
+    with engine_on_shapes(recorder) as host:
+        yield host
 
 
 def _about_pages(optimizer: Any) -> str:

@@ -34,6 +34,7 @@ from snugfit.step.wishes.model import (
 from snugfit.step.wishes.optimizer import OptimizerHandler
 from snugfit.step.wishes.precision import AutocastHandler, MatmulHandler, ScaleGradientsHandler
 from snugfit.step.wishes.quantize import QuantizeHandler
+from snugfit.step.wishes.sharding import ShardingHandler
 from snugfit.techniques.setup import Setup
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ HANDLERS: tuple[Handler, ...] = (
     AutocastHandler(),
     ScaleGradientsHandler(),
     MicroBatchesHandler(),
+    ShardingHandler(),
     LoaderHandler(),
     ExpandableSegmentsHandler(),
 )

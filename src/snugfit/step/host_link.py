@@ -85,6 +85,12 @@ class LinkObserver(Protocol):
     def prefetch(self) -> None:
         """The driver is asked for pages of managed memory."""
 
+    def work_on_host(self, nbytes: int) -> None:
+        """The host reads and writes so many bytes of weights, gradients or states."""
+
+    def hold_on_host(self, nbytes: int, pinned: int) -> None:
+        """The host holds so many bytes of them, some of which are page-locked."""
+
 
 class Link:
     """The way to the host and back; copies go one after the other. This one is a CPU's, whose copies are done

@@ -21,6 +21,10 @@ def open_step(job: Job, setup: Setup, loop: str, device: torch.device, *, keep_l
     that the loop cannot honour."""
     if loop in LOOPS:
         refuse_unsupported(loop, setup)
+    if loop == "plain" and setup.sharding is not None:
+        from snugfit.step.wishes.engine_loop import EngineStep
+
+        return EngineStep(job, setup, device, keep_losses=keep_losses)
     if loop == "plain":
         from snugfit.step.plain_loop import PlainStep
 

@@ -158,6 +158,24 @@ class OffloadWish:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShardingWish:
+    """DeepSpeed's engine around model and optimizer, on one GPU."""
+
+    stage: int = 2
+    """Of ZeRO: 2 keeps gradients and optimizer states in flat partitions, 3 weights too."""
+
+    states: str = "none"
+    """Where optimizer states, the weights that are updated and the update itself are: `none` leaves them on
+    the GPU, `cpu` is the host."""
+
+    weights: str = "none"
+    """Where weights wait until a module uses them (stage 3): `none` or `cpu`."""
+
+    dtype: str = "float32"
+    """What modules hold and compute in, by torch's name. What is updated is always fp32."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoaderWish:
     """How batches reach the device."""
 
@@ -221,6 +239,9 @@ class Setup:
 
     micro_batches: int = 1
     """loop: pieces the global batch is cut into, one after the other."""
+
+    sharding: ShardingWish | None = None
+    """loop: DeepSpeed's engine runs the steps; None leaves them to the loop."""
 
     loader: LoaderWish = field(default_factory=LoaderWish)
     """loader: how batches reach the device."""

@@ -39,6 +39,7 @@ class Slot(StrEnum):
     ACTIVATION_OFFLOAD = "activation_offload"
     BATCHING = "batching"
     OPTIMIZER = "optimizer"
+    SHARDING = "sharding"
     ALLOCATOR = "allocator"
     LOADING = "loading"
 
@@ -98,6 +99,9 @@ class Technique(ABC):
     lowered: ClassVar[bool] = False
     """Whether a rehearsal lowers the model's code for each kind of GPU anew, which takes long: plans for many
     GPUs look at it only where it is kept."""
+
+    searched: ClassVar[bool] = True
+    """Whether a plan can look for recipes around it; otherwise one predicts a recipe that has it."""
 
     least_capability: ClassVar[tuple[int, int] | None] = None
     """The compute capability below which the GPU cannot do this at all."""

@@ -135,7 +135,15 @@ def cures(
     if more:
         yield f"--fidelity {looser[-1].value} allows more: {', '.join(more)}."
     for technique in roster.techniques():
-        if (word := technique.last_resort) and technique.slot not in fixed.slots:
+        word = technique.last_resort
+        if not word or technique.slot in fixed.slots or technique.missing_package():
+            continue
+        if not technique.searched:
+            yield (
+                f"A plan does not search with '{word}': predict a recipe that has it, such as "
+                f"'{word} + bf16 + every_layer'. {technique.summary()}"
+            )
+        else:
             yield f"--keep '{word}' looks for steps that are smaller and slower. {technique.summary()}"
     if fixed.slots:
         yield f"--free {','.join(fixed.slots)} allows other techniques in place of yours."

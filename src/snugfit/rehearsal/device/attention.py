@@ -122,12 +122,17 @@ def additive(mask: Any, dtype: torch.dtype) -> Any:
     return torch.where(mask, torch.scalar_tensor(0.0, dtype=dtype, device=mask.device), hidden)
 
 
+RECORDING_MODES = 1
+"""Dispatch modes that a rehearsal itself runs under: the recorder, and a second one where the host's memory
+is rehearsed too (`sharded/engine.py`)."""
+
+
 def is_under_a_mode() -> bool:
     """Whether the step itself runs under a dispatch mode beside the recorder, as layers of selective
     checkpointing do: torch then makes new tensors on a device too."""
     import torch
 
-    return torch._C._len_torch_dispatch_stack() > 1
+    return torch._C._len_torch_dispatch_stack() > RECORDING_MODES
 
 
 def _expand(mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:

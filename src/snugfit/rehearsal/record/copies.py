@@ -12,10 +12,13 @@ from snugfit.rehearsal.trace.trace import (
     AWAIT_COPY,
     COPY_BACK,
     COPY_OUT,
+    HELD_ON_HOST,
+    PINNED_ON_HOST,
     PREFETCH,
     STAGE_BACK,
     STAGE_OUT,
     UPDATE_ON_HOST,
+    WORK_ON_HOST,
 )
 from snugfit.step.host_link import MetaLink
 
@@ -61,6 +64,15 @@ class CopyRecorder:
     def prefetch(self) -> None:
         """Pages are asked for, which are taken to be there already."""
         self._write(PREFETCH, _moving(0))
+
+    def work_on_host(self, nbytes: int) -> None:
+        """The host reads and writes so many bytes itself."""
+        self._write(WORK_ON_HOST, _moving(nbytes))
+
+    def hold_on_host(self, nbytes: int, pinned: int) -> None:
+        """The host holds so many bytes, some of which are page-locked."""
+        self._write(HELD_ON_HOST, _moving(nbytes))
+        self._write(PINNED_ON_HOST, _moving(pinned))
 
 
 def _moving(nbytes: int, *, tensors: int = 1, dtype: str = "torch.uint8") -> KernelCost:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,6 +45,7 @@ from snugfit.rehearsal.record.shape_cache import SHAPE_CACHE, ScratchCache
 from snugfit.rehearsal.trace.trace import (
     COPY_IN,
     GENERATED,
+    STAGE_BACK,
     TRITON,
     Block,
     Kernel,
@@ -67,6 +68,16 @@ STEPS_DIFFER = (
     "What a step allocates depends on the values in its batches, so it differs from step to step. The "
     "figures are for the third step on synthetic batches."
 )
+
+
+class HostCopies(Protocol):
+    """Weights and states on the host, and what is copied between them and the device."""
+
+    def copy_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operator gives that copies to the host; `NotImplemented` of any other."""
+
+    def copies_back(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether an operator copies from there to the device."""
 
 
 class Recorder(TorchDispatchMode, Observer):
@@ -99,6 +110,8 @@ class Recorder(TorchDispatchMode, Observer):
         self._owners: dict[torch.Tensor, str] = {}
         self._optimizer: torch.optim.Optimizer | None = None
         self._doubts: dict[str, None] = {}
+        self.host: HostCopies | None = None
+        """Who knows what weights and states are on the host; None where none are."""
         self._undo = contextlib.ExitStack()
 
     @classmethod
@@ -223,6 +236,12 @@ class Recorder(TorchDispatchMode, Observer):
             self._memory.add_outputs(operator.name, out)
             self._views += (not isinstance(out, torch.Tensor) or out.is_meta) and not self._compiled
             return out
+        if (
+            self.host is not None
+            and operator.asks
+            and (answer := self.host.copy_out(func, args, kwargs)) is not NotImplemented
+        ):
+            return answer
         if operator.asks and (answer := self._questions.answer(func, args, kwargs)) is not NotImplemented:
             return answer
         in_place = not kwargs and self._phase == "backward" and self._writes_in_place(func, args)
@@ -240,6 +259,12 @@ class Recorder(TorchDispatchMode, Observer):
         if not isinstance(out, torch.Tensor):
             self._questions.host_ran(args, out)
         self._write_down(operator, call, args, kwargs, out, in_place=in_place)
+        if (
+            self.host is not None
+            and func is aten._to_copy.default
+            and self.host.copies_back(func, args, kwargs)
+        ):
+            self.claim(out, Kind.WEIGHTS)
         if in_place:
             self._shadows.forget(out)
         elif not shaped:
@@ -317,6 +342,16 @@ class Recorder(TorchDispatchMode, Observer):
             for product in apart(args, kwargs, cost):
                 self._views += MATRICES
                 self._add_kernel("aten::mm", product)
+        else:
+            self._add_copy_or(operator, func, args, kwargs, cost)
+
+    def _add_copy_or(
+        self, operator: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cost: KernelCost
+    ) -> None:
+        """The kernel of an operator, which may be a copy from the host."""
+        if self.host is not None and self.host.copies_back(func, args, kwargs):
+            source = next(one for one in reversed(args) if isinstance(one, torch.Tensor))
+            self._add_kernel(STAGE_BACK, cost._replace(nbytes=2 * source.nbytes))
         else:
             self._add_kernel(COPY_IN if copies_in(func, args) else operator, cost)
 

@@ -48,6 +48,18 @@ UPDATE_ON_HOST = "AdamW on the host"
 STAGE_BACK = "Memcpy HtoD, update"
 """A copy of such weights to the device, in its turn."""
 
+WORK_ON_HOST = "pass of the host"
+"""The host reads and writes weights, gradients or states itself."""
+
+HELD_ON_HOST = "memory of the host"
+"""No work: so many bytes of weights, gradients and states are on the host."""
+
+PINNED_ON_HOST = "page-locked on the host"
+"""No work: so many of them are page-locked."""
+
+BY_HOST = frozenset({UPDATE_ON_HOST, WORK_ON_HOST, HELD_ON_HOST, PINNED_ON_HOST})
+"""What the device has no part in."""
+
 STAGED = frozenset({STAGE_OUT, STAGE_BACK})
 """Copies that the device makes in their turn."""
 

@@ -70,6 +70,7 @@ def train(
     named = None if resume_from is None else Path(resume_from)
     if named is not None:
         named_step(named, run.folder)
+    _refuse_engine(run)
     reports = Reports(run, restart=restart, warn=lambda text: journal.tell("warning", text=text))
     journal = Journal(run.folder.absolute(), watch, reports)
     with (
@@ -99,3 +100,12 @@ def train(
                 return session.train(checkpoint)
             finally:
                 reports.end(None)
+
+
+def _refuse_engine(run: Run) -> None:
+    """Raises `UsageError` for a recipe whose steps are DeepSpeed's."""
+    if run.recipe.setup().sharding is not None:
+        raise UsageError(
+            f"snugfit train has no steps of DeepSpeed's, which {run.recipe} asks for. Train with the "
+            "Trainer or accelerate (snugfit export writes the script), or leave it out."
+        )

@@ -1,0 +1,1 @@
+"""DeepSpeed's own code on tensors that have shapes and no data."""

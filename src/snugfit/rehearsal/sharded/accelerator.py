@@ -1,0 +1,120 @@
+"""An accelerator of shapes, by the interface that DeepSpeed gives to makers of devices.
+
+Its tensors are on `meta`. Streams and events do nothing: with `overlap_comm` off all of DeepSpeed's own
+work is in the stream that computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+PLENTY = 1 << 50
+"""Bytes of memory that the device is said to have: whether a step fits is asked of its trace."""
+
+
+class NoStream:
+    """A stream, or an event of one, of a device that computes nothing."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        """Any priority and flags will do."""
+
+    def _do_nothing(self, *arguments: Any, **keywords: Any) -> None:
+        """What one asks of a stream or an event is done at once."""
+
+    wait_stream = wait_event = record = wait = synchronize = _do_nothing
+
+    def record_event(self, *arguments: Any) -> NoStream:
+        """Itself: it has happened."""
+        return self
+
+    def query(self) -> bool:
+        """Whether all is done."""
+        return True
+
+
+STREAM = NoStream()
+
+
+class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
+    """DeepSpeed's device in a rehearsal."""
+
+    def __init__(self, wait: Callable[[], None], pin: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self._communication_backend_name, self._wait, self._pin = "fake", wait, pin
+
+    def is_synchronized_device(self) -> bool:
+        """No: as on a GPU, what is asked for is done later."""
+        return False
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """Where tensors of shapes are."""
+        return "meta"
+
+    def current_device(self) -> str:
+        """The name of the only device there is."""
+        return "meta"
+
+    def current_device_name(self) -> str:
+        """The name of the only device there is."""
+        return "meta"
+
+    def device(self, device_index: int | None = None) -> Any:
+        """Nothing has to be entered."""
+        return contextlib.nullcontext()
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """The host waits for the device."""
+        self._wait()
+
+    @property
+    def Stream(self) -> type[NoStream]:
+        """The class of streams."""
+        return NoStream
+
+    @property
+    def Event(self) -> type[NoStream]:
+        """The class of events."""
+        return NoStream
+
+    def stream(self, stream: Any) -> Any:
+        """Nothing has to be entered."""
+        return contextlib.nullcontext()
+
+    def current_stream(self, device_index: int | None = None) -> NoStream:
+        """The name of the only device there is."""
+        return STREAM
+
+    default_stream = current_stream
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor has no data."""
+        return tensor.is_meta
+
+    def pin_memory(self, tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        """The tensor itself, whose bytes are counted as page-locked."""
+        self._pin(tensor)
+        return tensor
+
+    def unpin_memory(self, tensor: torch.Tensor) -> None:
+        """Does nothing: no memory is locked."""
+
+    def create_op_builder(self, op_name: str) -> None:
+        """Gives no builder: nothing is compiled for shapes."""
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """As much as anyone may ask for."""
+        return PLENTY
+
+    total_memory = available_memory
+
+    def _no_memory(self, *arguments: Any) -> int:
+        """Nobody asks for it to decide."""
+        return 0
+
+    get_rss = reset_rss = memory_allocated = max_memory_allocated = _no_memory
+    memory_cached = max_memory_cached = memory_reserved = max_memory_reserved = _no_memory

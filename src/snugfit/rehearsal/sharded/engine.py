@@ -1,0 +1,130 @@
+"""What DeepSpeed's engine runs in, in a rehearsal: its own code on tensors that have shapes and no data.
+
+A process group of torch's that sends nothing, an accelerator of shapes, the host's memory that is not handed
+out, and an update of the CPU that is only told of. Afterwards the process is as it was: no group is left, and
+DeepSpeed has its own accelerator again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from snugfit.rehearsal.device import attention
+from snugfit.rehearsal.record.assumed_float import AssumedFloat
+from snugfit.rehearsal.record.recorder import Recorder
+from snugfit.rehearsal.sharded.host_tensors import HostTensors
+from snugfit.step.host_link import MetaLink
+
+TO_COPY = torch.ops.aten._to_copy.default
+
+
+class CpuAdam:
+    """DeepSpeed's compiled CPU Adam: an observer hears of its updates, and of what the host holds then."""
+
+    def __init__(self, host: HostTensors) -> None:
+        self._host = host
+
+    def load(self) -> CpuAdam:
+        """Itself, in the place of a compiled module."""
+        return self
+
+    def create_adam(self, *arguments: Any) -> None:
+        """Does nothing: there is no compiled optimizer."""
+
+    destroy_adam = create_adam
+
+    def adam_update(self, *arguments: Any) -> None:
+        """Updates the weights that are the ninth of its arguments."""
+        if MetaLink.observer is not None:
+            MetaLink.observer.update_on_host(arguments[8].nbytes, arguments[8].dtype)
+            MetaLink.observer.hold_on_host(self._host.most, self._host.pinned)
+
+
+class TorchForShapes:
+    """`torch` as DeepSpeed's second stage sees it. The tensors that it makes on `meta` itself, to keep shapes
+    by, are no tensors of the device."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def zeros_like(like: torch.Tensor, **options: Any) -> torch.Tensor:
+        """On the host and of one element, where it is for its shape."""
+        if options.get("device") == "meta":
+            return torch.empty((), device="cpu").expand(like.shape)
+        return torch.zeros_like(like, **options)
+
+
+class _Number:
+    """`float` as DeepSpeed's stages see it: the norm of gradients, which nothing is shaped by, is 1."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def __call__(self, value: Any) -> float:
+        if isinstance(value, AssumedFloat):
+            return 1.0
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            self._recorder.wait()
+            return 1.0
+        return float(value)
+
+
+@contextlib.contextmanager
+def engine_on_shapes(recorder: Recorder) -> Iterator[HostTensors]:
+    """Within it, DeepSpeed's engine trains on `meta`; gives the host's memory."""
+    import cpuinfo
+    import deepspeed.accelerator.real_accelerator as real
+    import deepspeed.runtime.zero.partitioned_param_coordinator as coordinator
+    import deepspeed.runtime.zero.stage_1_and_2 as stage2
+    import torch.distributed._meta_registrations as fake_work
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+    from deepspeed.ops.adam import cpu_adam
+    from deepspeed.runtime.zero import linear, stage3
+
+    from snugfit.rehearsal.sharded.accelerator import ShapesAccelerator
+
+    host = HostTensors(
+        lambda tensor, dtype: recorder.__torch_dispatch__(TO_COPY, (), (tensor,), {"dtype": dtype})
+    )
+    recorder.host = host
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_group())
+        stack.enter_context(patch.object(real, "ds_accelerator", ShapesAccelerator(recorder.wait, host.pin)))
+        stack.enter_context(patch.object(linear, "get_accelerator", CPU_Accelerator))  # of autocast
+        stack.enter_context(patch.object(cpuinfo, "get_cpu_info", dict))  # it asks for a second
+        stack.enter_context(patch.object(cpu_adam, "CPUAdamBuilder", lambda: CpuAdam(host)))
+        stack.enter_context(patch.object(torch.Tensor, "record_stream", lambda self, stream: None))
+        stack.enter_context(patch.object(coordinator, "assert_ints_same_as_other_ranks", lambda *ints: None))
+        for module in (stage2, stage3):
+            stack.enter_context(patch.object(module, "is_invalid_grad_norm", lambda norm: False))
+            stack.enter_context(patch.object(module, "float", _Number(recorder), create=True))
+        stack.enter_context(patch.object(stage2, "torch", TorchForShapes()))
+        stack.enter_context(patch.object(fake_work, "generate_unique_id", itertools.count().__next__))
+        stack.enter_context(patch.object(attention, "RECORDING_MODES", 2))
+        yield host
+
+
+@contextlib.contextmanager
+def _group() -> Iterator[None]:
+    """Within it, torch's default process group is of one process that sends nothing."""
+    from torch.testing._internal.distributed import fake_pg
+
+    if dist.is_initialized():
+        raise RuntimeError("a process group is there already")
+    if not hasattr(dist.Backend, "FAKE") or "meta" not in dist.Backend.backend_capability.get("fake", ()):
+        dist.Backend.register_backend(
+            "fake", fake_pg._create_fake_pg, extended_api=True, devices=["cpu", "cuda", "meta"]
+        )
+    dist.init_process_group("fake", rank=0, world_size=1, store=fake_pg.FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

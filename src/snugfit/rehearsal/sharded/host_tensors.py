@@ -1,0 +1,191 @@
+"""The host's memory in a rehearsal of a step that keeps weights and states there.
+
+A rehearsal of a model with three billion weights must not take the 50 GB that its optimizer has on the host.
+So tensors that are made there are of memory that nobody has written yet, which the system does not hand
+out, and nothing is written into them: an operator that would only write is skipped, and one that gives a new
+tensor gives one of such memory. What counts is their number of bytes, and that of the bytes which the host
+would read and write.
+
+The recorder, which sees every operator first, asks here what is copied between host and device.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from snugfit.step.host_link import MetaLink
+
+aten = torch.ops.aten
+
+NOT_HANDED_OUT = 0x4000
+"""`MAP_NORESERVE` of Linux, which the module `mmap` does not name."""
+
+FACTORIES = frozenset(
+    {
+        aten.empty.memory_format,
+        aten.zeros.default,
+        aten.ones.default,
+        aten.full.default,
+        aten.empty_strided.default,
+        aten.new_empty.default,
+        aten.new_zeros.default,
+        aten.zeros_like.default,
+        aten.empty_like.default,
+        aten.ones_like.default,
+    }
+)
+"""What makes tensors of no operand's data."""
+
+LEAST = 1 << 10
+"""Bytes from which a tensor that is made on the host is of such memory; a smaller one may hold numbers."""
+
+
+class HostTensors(TorchDispatchMode):
+    """Keeps the count of what is on the host. `convert(tensor, dtype)` is a tensor of the device in another
+    dtype."""
+
+    def __init__(self, convert: Callable[[torch.Tensor, torch.dtype], torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._convert = convert
+        self._storages: set[int] = set()
+        self.nbytes = self.most = 0
+        """Bytes that live there now, and at most did."""
+        self.pinned = 0
+        """Of them, those that are page-locked."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: nothing compiles here, and skipping it costs every operator."""
+        return False
+
+    # ---- what the recorder asks --------------------------------------------------------------------------
+
+    def copy_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operator gives that copies to the host. A copy that nobody waits for converts on the device
+        (`native/cuda/Copy.cu`)."""
+        if func is aten.copy_.default and self._holds(args[0]) and args[1].is_meta:
+            to, source = args[:2]
+            waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+            if not waits and source.dtype is not to.dtype:
+                source = self._convert(source, to.dtype)
+            _tell_of_copy(source.nbytes)
+            return to
+        if func is aten._to_copy.default and args[0].is_meta and _is_host(kwargs.get("device")):
+            with _disable_current_modes():
+                shaped = torch.empty_like(args[0], dtype=kwargs.get("dtype") or args[0].dtype)
+            if shaped.nbytes < LEAST:
+                return NotImplemented
+            _tell_of_copy(args[0].nbytes)
+            return self.take(shaped)
+        return NotImplemented
+
+    def copies_back(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether an operator copies from here to the device."""
+        if func is aten.copy_.default:
+            return args[0].is_meta and self._holds(args[1])
+        if func is not aten._to_copy.default or not self._holds(args[0]):
+            return False
+        return kwargs.get("device") is not None and not _is_host(kwargs["device"])
+
+    # ---- memory ------------------------------------------------------------------------------------------
+
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """A tensor of this shape and dtype, of memory that is not handed out."""
+        nbytes = like.untyped_storage().nbytes()
+        memory = mmap.mmap(
+            -1, max(nbytes, like.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NOT_HANDED_OUT
+        )
+        with _disable_current_modes():
+            tensor = torch.frombuffer(memory, dtype=like.dtype).as_strided(like.shape, like.stride())
+        key = tensor.untyped_storage()._cdata
+        self._storages.add(key)
+        self._grow(nbytes)
+        weakref.finalize(memory, self._give_back, key, nbytes)
+        return tensor
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        """The tensor's bytes are page-locked: torch takes a power of two of them, and never gives it back
+        (`CachingHostAllocator`)."""
+        nbytes = tensor.untyped_storage().nbytes()
+        taken = 1 << max(0, nbytes - 1).bit_length()
+        self.pinned += taken
+        self._grow(taken - nbytes)
+
+    def _grow(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self.most = max(self.most, self.nbytes)
+
+    def _give_back(self, key: int, nbytes: int) -> None:
+        self._storages.discard(key)
+        self.nbytes -= nbytes
+
+    def _holds(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in self._storages
+
+    def _any_held(self, args: tuple[Any, ...]) -> bool:
+        """Whether an operand, or one of a list of them, is here."""
+        return any(
+            any(map(self._holds, one)) if isinstance(one, (tuple, list)) else self._holds(one) for one in args
+        )
+
+    # ---- operators ---------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in FACTORIES:
+            return self._make(func, args, kwargs)
+        if func.is_view or not self._any_held(args):
+            return func(*args, **kwargs)
+        if self.copies_back(func, args, kwargs):
+            return args[0] if func is aten.copy_.default else func(*_on_meta(args), **kwargs)
+        return self._skip(func, args, kwargs)
+
+    def _make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a factory gives; where that is of some size and on the host, of memory that is not handed
+        out."""
+        operand = next((one for one in args if isinstance(one, torch.Tensor)), None)
+        device = kwargs.get("device") or (operand.device if operand is not None else "cpu")
+        if not _is_host(device):
+            return func(*args, **kwargs)
+        with _disable_current_modes():
+            shaped = func(*_on_meta(args), **{**_on_meta(kwargs), "device": "meta", "pin_memory": False})
+        return func(*args, **kwargs) if shaped.nbytes < LEAST else self.take(shaped)
+
+    def _skip(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operator on the host gives, without its work."""
+        _tell_of_work(sum(one.nbytes for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)))
+        if func._schema.is_mutable:
+            return args[0] if func._schema.returns else None
+        kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+        with _disable_current_modes():
+            out = func(*_on_meta(args), **_on_meta(kwargs))
+        results = [one for one in tree_leaves(out) if isinstance(one, torch.Tensor)]
+        _tell_of_work(sum(one.nbytes for one in results))
+        return tree_map(lambda one: self.take(one) if isinstance(one, torch.Tensor) else one, out)
+
+
+def _is_host(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cpu"
+
+
+def _on_meta(value: Any) -> Any:
+    return tree_map(lambda one: one.to("meta") if isinstance(one, torch.Tensor) else one, value)
+
+
+def _tell_of_copy(nbytes: int) -> None:
+    if MetaLink.observer is not None:
+        MetaLink.observer.stage_out(nbytes)
+
+
+def _tell_of_work(nbytes: int) -> None:
+    if MetaLink.observer is not None:
+        MetaLink.observer.work_on_host(nbytes)

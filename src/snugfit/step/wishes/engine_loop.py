@@ -1,0 +1,132 @@
+"""The plain loop with DeepSpeed's engine: what accelerate's `prepare` and `backward` do with one.
+
+The model is built on the host, moved, and handed to `deepspeed.initialize` with its optimizer, which becomes
+DeepSpeed's CPU Adam where states are on the host, as accelerate makes it. A micro-batch goes through
+`engine(**batch)` and `engine.backward(loss)`, and `engine.step()` clips, updates and drops the gradients.
+One process is a group of its own, with no launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from snugfit.errors import UsageError
+from snugfit.step.applier import run_context
+from snugfit.step.batches import place
+from snugfit.step.build import build_model, build_optimizer
+from snugfit.step.plain_loop import PlainStep
+from snugfit.step.wishes.engine_config import engine_config, width_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.step.step import Observer
+
+
+class EngineStep(PlainStep):
+    """The plain loop over one job and Setup, whose steps are DeepSpeed's."""
+
+    def run(self, steps: int, observer: Observer) -> list[float]:
+        """Builds, runs `steps` optimizer steps, and gives their losses."""
+        if not self.job.trains:
+            raise UsageError("DeepSpeed's engine only trains. Evaluate without it.")
+        with run_context(self.setup), group_of_one(self.device):
+            return self._train(steps, observer)
+
+    def _train(self, steps: int, observer: Observer) -> list[float]:
+        observer.phase("build")
+        model = self._model()
+        engine = self._engine(model)
+        observer.build_ends(engine.module, engine.optimizer.optimizer)
+        losses: list[torch.Tensor] = []
+        with contextlib.closing(self._batches()) as batches:
+            for index in range(steps):
+                observer.step_begins(index)
+                loss = self._passes(engine, next(batches), observer)
+                observer.phase("update")
+                engine.step()
+                observer.step_ends(index)
+                if loss is not None:
+                    losses.append(loss)
+        self.model, self.optimizer = engine.module, engine.optimizer.optimizer
+        answers = [float(loss) for loss in losses]
+        engine.destroy()
+        return answers
+
+    def _model(self) -> torch.nn.Module:
+        """Built on the host, in the dtype that the engine would make of it there before it moves it."""
+        wish = self.setup.sharding
+        assert wish is not None
+        dtype = None if wish.dtype == "float32" else wish.dtype
+        return build_model(self.job, replace(self.setup, weights_dtype=dtype), self.device, on_host=True)
+
+    def _engine(self, model: torch.nn.Module) -> Any:
+        import deepspeed
+
+        wish = self.setup.sharding
+        assert wish is not None
+        optimizer: Any = build_optimizer(self.job, self.setup, model)
+        if wish.states != "none":  # `accelerate.utils.deepspeed.map_pytorch_optim_to_deepspeed`
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+            numbers = {name: optimizer.defaults[name] for name in ("lr", "weight_decay")}
+            optimizer = DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=True, **numbers)
+        config = engine_config(
+            self.setup,
+            batch_size=self.job.batch_size,
+            clip=self.job.clip,
+            width=width_of(model.config),
+        )
+        return deepspeed.initialize(model=model, optimizer=optimizer, config_params=config)[0]
+
+    def _passes(self, engine: Any, pieces: list[dict[str, Any]], observer: Observer) -> torch.Tensor | None:
+        items = [self.items_of(piece) for piece in pieces] if len(pieces) > 1 else [1]
+        total: torch.Tensor | None = None
+        for number, (piece, share) in enumerate(zip(pieces, items, strict=True), 1):
+            observer.phase("load")
+            batch = place(piece, self.device)
+            observer.phase("forward")
+            with self.forward_context():
+                loss = self.loss_of(engine, batch)
+            if len(pieces) > 1:
+                loss = loss * (share / sum(items))
+            if self.keep_losses:
+                total = loss.detach() if total is None else total + loss.detach()
+            observer.phase("backward")
+            engine.set_gradient_accumulation_boundary(is_boundary=number == len(pieces))
+            engine.backward(loss, scale_wrt_gas=False)
+            del loss
+        return total
+
+
+@contextlib.contextmanager
+def group_of_one(device: torch.device) -> Iterator[None]:
+    """Within it, torch's default process group is this process alone, where there is none, and DeepSpeed is
+    told so as by a launcher. What DeepSpeed remembers of groups, and the function that its third stage puts
+    in the place of torch's linear one, are gone afterwards."""
+    import torch.distributed as dist
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+    from torch._C._distributed_c10d import HashStore
+    from torch.nn import functional
+
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, environment))
+        stack.enter_context(patch.dict(vars(comm)))
+        stack.enter_context(patch.dict(vars(groups)))
+        stack.enter_context(patch.object(functional, "linear", functional.linear))
+        if dist.is_initialized():
+            yield
+            return
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, rank=0, world_size=1, store=HashStore())
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()

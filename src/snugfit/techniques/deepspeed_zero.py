@@ -1,0 +1,123 @@
+"""What DeepSpeed's stages have in common on one GPU, and what they cannot go with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from snugfit.techniques.counterpart import Counterpart
+from snugfit.techniques.setup import Setup, ShardingWish
+from snugfit.techniques.technique import Slot, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+READ = "buckets are as large as `auto` makes them, and overlap_comm is off"
+"""What of a configuration that is read stands in no recipe."""
+
+ADAMW = "torch.optim:AdamW"
+"""The optimizer that accelerate exchanges for DeepSpeed's on the host."""
+
+NEEDS = ("deepspeed>=0.18",)
+
+UNCERTAIN = (
+    "DeepSpeed's own code was simulated, and no step of it was measured on a GPU: its bytes are "
+    "those that it asks for, its seconds by one host's link and CPU."
+)
+
+TREE = (
+    "Where a step fits, leave it out: on one GPU it only makes steps slower. Where it does not, zero2 frees "
+    "optimizer states and gradients, zero3 weights too"
+)
+"""The decision tree of Hugging Face's guide, for one GPU."""
+
+
+AUTO = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+"""Sizes that the Trainer works out of the model's width where they are `auto`."""
+
+FROM_ARGUMENTS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
+"""What the Trainer puts in from its own arguments where it is `auto`."""
+
+
+def zero_section(wish: ShardingWish, sizes: dict[str, Any]) -> dict[str, Any]:
+    """The section `zero_optimization`, with these sizes of buckets or `auto` for each."""
+    section: dict[str, Any] = {
+        "stage": wish.stage,
+        "overlap_comm": False,
+        "contiguous_gradients": True,
+        **{name: size for name, size in sizes.items() if wish.stage == 3 or not name.startswith("stage3_")},
+    }
+    if wish.states != "none":
+        section["offload_optimizer"] = {"device": wish.states, "pin_memory": True}
+    if wish.weights != "none":
+        section["offload_param"] = {"device": wish.weights, "pin_memory": True}
+    return section
+
+
+def counterparts(stage: int) -> tuple[Counterpart, ...]:
+    """`TrainingArguments(deepspeed=...)` that mean this stage; and the words of what reads configurations."""
+    named = []
+    for offload in ("cpu", "none"):
+        wish = ShardingWish(stage=stage, states=offload, weights=offload if stage == 3 else "none")
+        written: dict[str, Any] = {
+            "deepspeed.zero_optimization": zero_section(wish, dict.fromkeys(AUTO, "auto")),
+            "deepspeed.bf16": {"enabled": "auto"},
+            "deepspeed.zero_allow_untested_optimizer": True,
+            **{f"deepspeed.{name}": "auto" for name in FROM_ARGUMENTS},
+        }
+        read = {"sharding.stage": stage, "sharding.offload": offload}
+        settings = {"offload": offload}
+        named += [
+            Counterpart(arguments=written, settings=settings),
+            Counterpart(arguments=read, settings=settings, note=READ),
+        ]
+    return tuple(named)
+
+
+def with_engine(setup: Setup, wish: ShardingWish) -> Setup:
+    """The Setup in which DeepSpeed runs the steps. What autocast would compute in, it makes the weights'
+    dtype, with weights in fp32 beside them that are updated."""
+    return replace(setup, sharding=replace(wish, dtype=setup.autocast or "float32"), autocast=None)
+
+
+def objections(job: Job, recipe: TechniqueBySlot, *, on_host: bool) -> Iterator[str]:
+    """Why the engine cannot run this job or recipe."""
+    setup = Setup()
+    for slot in (
+        Slot.ADAPTERS,
+        Slot.PRECISION,
+        Slot.KERNELS,
+        Slot.HEAD,
+        Slot.ENGINE,
+        Slot.ACTIVATION_OFFLOAD,
+    ):
+        setup = recipe[slot].install(setup)
+    if not job.trains:
+        yield "it is about training only. Leave it out."
+    if job.model.module is not None:
+        yield "models of your own are not simulated with it. Leave it out."
+    if setup.weights_dtype is not None or setup.scale_gradients or job.dtype != "float32":
+        yield (
+            f"it updates weights in fp32 and computes in bf16 or fp32, so it does not go with "
+            f"{recipe[Slot.PRECISION]} over weights in {job.dtype}. Try 'bf16' over weights in float32."
+        )
+    for slot, changed in (
+        (Slot.ADAPTERS, setup.adapt or setup.quantize),
+        (Slot.HEAD, setup.logits),
+        (Slot.KERNELS, setup.kernels),
+        (Slot.ENGINE, setup.compile),
+        (Slot.ACTIVATION_OFFLOAD, setup.activation_offload),
+    ):
+        if changed is not None:
+            yield f"it is not simulated together with {recipe[slot]}. Leave one of them out."
+    if recipe[Slot.OPTIMIZER].install(Setup()).optimizer.factory.path != ADAMW:
+        update = (
+            "its update on the host is DeepSpeed's AdamW" if on_host else "only AdamW's update is simulated"
+        )
+        yield f"{update}, so it does not go with {recipe[Slot.OPTIMIZER]}. Try 'adamw'."

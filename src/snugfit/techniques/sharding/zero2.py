@@ -1,0 +1,54 @@
+"""ZeRO's second stage by DeepSpeed: gradients and optimizer states in flat partitions, on the host if wished.
+
+On one GPU there is nobody to share them with, so it only helps with `offload=cpu` (ZeRO-Offload): the GPU
+keeps the weights in what they compute in, and a bucket of gradients. Gradients go to the host while the
+backward pass runs; there the CPU updates fp32 weights, and the new ones come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from snugfit.techniques import deepspeed_zero
+from snugfit.techniques.setup import Setup, ShardingWish
+from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero2(Technique):
+    """DeepSpeed's ZeRO-2: optimizer states, fp32 weights and the update on the host."""
+
+    fidelity: ClassVar = Fidelity.ROUNDS
+    needs: ClassVar = deepspeed_zero.NEEDS
+    extra: ClassVar = "deepspeed"
+    source: ClassVar = "Ren et al., ZeRO-Offload, arXiv 2101.06840; deepspeed.runtime.zero.stage_1_and_2"
+    elsewhere: ClassVar = ("zero_offload", "deepspeed_zero2", "deepspeed_stage2")
+    counterparts: ClassVar = deepspeed_zero.counterparts(2)
+    last_resort: ClassVar = "zero2"
+    searched: ClassVar = False
+
+    offload: Literal["cpu", "none"] = "cpu"
+    """Where optimizer states and the update are: `cpu` is the host, `none` the GPU, which then needs more
+    than without DeepSpeed."""
+
+    def install(self, setup: Setup) -> Setup:
+        """Has DeepSpeed's engine run the steps."""
+        return deepspeed_zero.with_engine(setup, ShardingWish(stage=2, states=self.offload))
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """The engine trains AdamW in fp32 or bf16."""
+        yield from deepspeed_zero.objections(job, recipe, on_host=self.offload == "cpu")
+
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """Nobody has measured it."""
+        yield deepspeed_zero.UNCERTAIN
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """The guide's decision tree."""
+        return f"plans leave it out. {deepspeed_zero.TREE}"

@@ -1,0 +1,55 @@
+"""ZeRO's third stage by DeepSpeed: weights too wait elsewhere until a module computes with them.
+
+On one GPU elsewhere is the host: weights come over the link for the forward pass and again for the backward
+pass, module by module, so the GPU holds those of a few modules and their activations. It is what trains the
+largest model on a GPU, and the slowest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from snugfit.techniques import deepspeed_zero
+from snugfit.techniques.setup import Setup, ShardingWish
+from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero3(Technique):
+    """DeepSpeed's ZeRO-3: weights wait on the host, and optimizer states and the update are there too."""
+
+    fidelity: ClassVar = Fidelity.ROUNDS
+    needs: ClassVar = deepspeed_zero.NEEDS
+    extra: ClassVar = "deepspeed"
+    source: ClassVar = "Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857; deepspeed.runtime.zero.stage3"
+    elsewhere: ClassVar = ("zero_infinity", "deepspeed_zero3", "deepspeed_stage3")
+    counterparts: ClassVar = deepspeed_zero.counterparts(3)
+    last_resort: ClassVar = "zero3"
+    searched: ClassVar = False
+
+    offload: Literal["cpu", "none"] = "cpu"
+    """Where weights, optimizer states and the update are: `cpu` is the host, `none` the GPU."""
+
+    def install(self, setup: Setup) -> Setup:
+        """Has DeepSpeed's engine run the steps."""
+        return deepspeed_zero.with_engine(
+            setup, ShardingWish(stage=3, states=self.offload, weights=self.offload)
+        )
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """The engine trains AdamW in fp32 or bf16."""
+        yield from deepspeed_zero.objections(job, recipe, on_host=self.offload == "cpu")
+
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """Nobody has measured it."""
+        yield deepspeed_zero.UNCERTAIN
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """The guide's decision tree."""
+        return f"plans leave it out. {deepspeed_zero.TREE}"

@@ -1,0 +1,283 @@
+"""DeepSpeed on one GPU: its own engine on shapes, beside what it does on the CPU.
+
+Law 1 is asked of both stages with everything on the device. Both runs have a process group that sends
+nothing: what others keep for it on a CPU is not what a GPU keeps. What waits on the host is checked by its
+bytes, since a CPU cannot tell host from device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from aligned import compare, peak
+from cpu_scratch import compared
+from reported import foreseen, reports
+from small_models import small_job
+from snugfit.errors import RecipeError, UsageError
+from snugfit.exchange.export import export
+from snugfit.exchange.read import Reading, read_arguments
+from snugfit.exchange.trainer_arguments import training_arguments
+from snugfit.planning.search.search import plan
+from snugfit.prediction.pinned import host_state_bytes, pinned_bytes
+from snugfit.prediction.predict import predict
+from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.sharded.host_tensors import HostTensors
+from snugfit.rehearsal.trace.trace import STAGE_BACK, STAGE_OUT, UPDATE_ON_HOST, Trace
+from snugfit.step.open_step import open_step
+from snugfit.step.step import Observer
+from snugfit.step.wishes.engine_config import engine_config
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.sharding.zero2 import Zero2
+from snugfit.versions import version_of
+
+GIB = 1 << 30
+HAS_DEEPSPEED = version_of("deepspeed") is not None
+with_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="needs deepspeed, an optional package")
+
+
+# ---- without DeepSpeed -----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(HAS_DEEPSPEED, reason="deepspeed is installed")
+def test_without_the_package_it_is_refused_in_one_sentence() -> None:
+    with pytest.raises(RecipeError, match=r'zero2 needs deepspeed.*pip install "snugfit\[deepspeed\]"'):
+        predict(small_job("bert", 2), "zero2", gpu="h200")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "why"),
+    [
+        ("zero2 + adafactor", "Try 'adamw'"),
+        ("zero3 + lora(r=2)", "is not simulated together"),
+        ("zero2 + bf16_pure", "Try 'bf16' over weights in float32"),
+        ("zero2 + fp16", "Try 'bf16' over weights in float32"),
+        ("zero3 + host(all)", "is not simulated together"),
+    ],
+)
+def test_what_it_does_not_go_with(recipe: str, why: str) -> None:
+    with pytest.raises(RecipeError, match=why):
+        Recipe.parse(recipe).check(small_job("bert", 2), installed=False)
+
+
+def test_autocast_becomes_the_dtype_of_weights() -> None:
+    setup = Recipe.parse("bf16 + zero3").setup()
+    assert setup.autocast is None
+    assert setup.sharding is not None
+    assert (setup.sharding.stage, setup.sharding.weights, setup.sharding.dtype) == (3, "cpu", "bfloat16")
+
+
+@pytest.mark.whole
+def test_a_plan_leaves_it_out_and_says_why() -> None:
+    with pytest.raises(UsageError, match=r"plans do not search with zero2.*Predict one"):
+        plan(small_job("bert", 2), gpu=None, memory_bytes=GIB, keep="zero2", workers=1)
+    assert "Where a step fits, leave it out" in Zero2.planning_objection(small_job("bert", 2))
+
+
+@pytest.mark.parametrize("loop", ["accelerate", "trainer"])
+def test_other_loops_say_who_predicts_it(loop: str) -> None:
+    with pytest.raises(UsageError, match="predicted by the plain loop"):
+        open_step(small_job("bert", 2), Recipe.parse("zero2").setup(), loop, torch.device("meta"))
+
+
+def test_buckets_are_those_of_auto() -> None:
+    setup = Recipe.parse("zero3 + micro_batches(2)").setup()
+    config = engine_config(setup, batch_size=8, clip=None, width=64)
+    assert config["train_batch_size"] == 8
+    assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (4, 2)
+    section = config["zero_optimization"]
+    assert section["reduce_bucket_size"] == 64 * 64
+    assert section["stage3_param_persistence_threshold"] == 640
+    assert section["offload_param"] == {"device": "cpu", "pin_memory": True}
+
+
+# ---- what others write -----------------------------------------------------------------------------------
+
+OPTIMIZER, WEIGHTS = {"offload_optimizer": {"device": "cpu"}}, {"offload_param": {"device": "cpu"}}
+
+
+def read(tmp_path: Path, section: dict[str, Any]) -> Reading:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": section, "bf16": {"enabled": True}}))
+    return read_arguments(file)
+
+
+@pytest.mark.parametrize(
+    ("section", "recipe"),
+    [
+        ({"stage": 2, **OPTIMIZER}, "bf16 + zero2"),
+        ({"stage": 3, **OPTIMIZER, **WEIGHTS}, "bf16 + zero3"),
+        ({"stage": 3}, "bf16 + zero3(offload=none)"),
+    ],
+)
+def test_a_deepspeed_file_is_read_into_the_recipe(
+    tmp_path: Path, section: dict[str, Any], recipe: str
+) -> None:
+    reading = read(tmp_path, section)
+    assert reading.settings["recipe"] == recipe
+    assert not reading.refused
+    assert any("buckets are as large as" in line.says for line in reading.differs)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"stage": 3, **OPTIMIZER},
+        {"stage": 3, **WEIGHTS},
+        {"stage": 2, "offload_optimizer": {"device": "nvme"}},
+    ],
+)
+def test_what_of_such_a_file_is_not_predicted_is_refused(tmp_path: Path, section: dict[str, Any]) -> None:
+    assert read(tmp_path, section).refused
+
+
+def exported(recipe: str) -> dict[str, Any]:
+    return training_arguments(small_job("bert", 2, batch_size=4), Recipe.parse(recipe))
+
+
+def test_the_trainer_is_told_by_its_argument() -> None:
+    arguments = exported("zero3 + bf16 + micro_batches(2)")
+    told = arguments["deepspeed"]
+    assert arguments["bf16"] is True
+    assert (arguments["per_device_train_batch_size"], arguments["gradient_accumulation_steps"]) == (2, 2)
+    assert told["zero_optimization"]["offload_param"] == {"device": "cpu", "pin_memory": True}
+    assert told["zero_optimization"]["reduce_bucket_size"] == told["gradient_clipping"] == "auto"
+
+
+def test_a_loop_of_one_s_own_is_not_written_for_an_engine() -> None:
+    with pytest.raises(RecipeError, match=r"zero2 cannot be exported.*--export hf"):
+        export(small_job("bert", 2), Recipe.parse("zero2"), "accelerate")
+
+
+@with_deepspeed
+def test_deepspeed_s_own_class_takes_what_is_exported() -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    section = exported("zero3 + bf16")["deepspeed"]["zero_optimization"]
+    sizes = {name: 1024 for name, value in section.items() if value == "auto"}
+    config = DeepSpeedZeroConfig(**{**section, **sizes})
+    assert config.stage == 3
+    assert config.offload_param.device == config.offload_optimizer.device == "cpu"
+
+
+# ---- the host's memory -----------------------------------------------------------------------------------
+
+
+def test_memory_of_the_host_is_counted_and_not_taken() -> None:
+    host = HostTensors(lambda tensor, dtype: tensor.to(dtype))
+    size = 64 * GIB  # of bytes; no machine that runs this has as many
+    with host:
+        tensor = torch.zeros(size // 4, device="cpu")
+        assert host.nbytes == size
+        half = tensor.to(torch.bfloat16)
+        assert half.dtype is torch.bfloat16
+        tensor.add_(1.0).copy_(half)
+        assert host.nbytes == size + size // 2
+        del half
+    assert (host.nbytes, host.most) == (size, size + size // 2)
+    host.pin(tensor)
+    assert (host.pinned, host.nbytes) == (size, size)
+
+
+def test_page_locked_memory_comes_in_powers_of_two() -> None:
+    host = HostTensors(lambda tensor, dtype: tensor.to(dtype))
+    with host:
+        tensor = torch.empty(3000, dtype=torch.uint8, device="cpu")
+    host.pin(tensor)
+    assert (host.pinned, host.most) == (4096, 4096)
+
+
+# ---- with DeepSpeed --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def group_that_sends_nothing() -> Iterator[None]:
+    from torch.testing._internal.distributed import fake_pg
+
+    dist.init_process_group("fake", rank=0, world_size=1, store=fake_pg.FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@with_deepspeed
+@pytest.mark.whole
+@pytest.mark.parametrize("stage", ["zero2(offload=none)", "zero3(offload=none)"])
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [("bert", ""), ("gpt2", " + bf16"), ("t5", " + micro_batches(2)"), ("gpt2", " + every_layer + bf16")],
+)
+def test_a_real_step_allocates_what_its_trace_says(stage: str, family: str, more: str) -> None:
+    from test_law_rehearsed_equals_real import job
+
+    this = replace(job(family), clip=1.0)
+    setup = Recipe.parse(stage + more).setup()
+    trace = compared(foreseen(rehearse(this, setup, CpuPolicy())))
+    with group_that_sends_nothing():
+        real = compared(reports(this, setup))
+    third = [[event for event in events if event.step == 2] for events in (real, trace)]
+    assert all(third)
+    comparison = compare(*third)
+    assert comparison.similarity == 1.0, f"{family}: {comparison}"
+    assert peak(real) == peak(trace)
+
+
+def copied(trace: Trace, operator: str) -> int:
+    return sum(kernel.nbytes // 2 for kernel in trace.kernels if kernel.operator == operator)
+
+
+@with_deepspeed
+@pytest.mark.whole
+@pytest.mark.parametrize("stage", [2, 3])
+def test_states_and_weights_wait_on_the_host(stage: int) -> None:
+    this = small_job("bert", 2)
+    alone, offloaded = (
+        rehearse(this, Recipe.parse(f"zero{stage}{where} + bf16").setup(), CudaPolicy())
+        for where in ("(offload=none)", "")
+    )
+    weights = copied(offloaded, UPDATE_ON_HOST) // 4
+    moments = 8 * weights
+    assert host_state_bytes(offloaded.kernels) >= moments
+    assert pinned_bytes(offloaded.kernels) >= 8 * weights  # what is updated, and its gradients
+    assert not host_state_bytes(alone.kernels)
+    assert copied(offloaded, STAGE_OUT) >= 2 * weights
+    back = copied(offloaded, STAGE_BACK)
+    assert back == pytest.approx((2 if stage == 2 else 4) * weights, rel=0.05)
+    states = [trace.blocks for trace in (alone, offloaded)]
+    held = [sum(one.nbytes for one in blocks if one.kind == "optimizer states") for blocks in states]
+    assert held[0] >= moments
+    assert held[1] == 0
+
+
+@with_deepspeed
+@pytest.mark.whole
+@pytest.mark.parametrize("recipe", ["zero2(offload=none)", "zero3(offload=none) + micro_batches(2)"])
+def test_it_trains_as_the_plain_loop_does(recipe: str) -> None:
+    losses = []
+    for text in (recipe, recipe.split(" + ")[1] if " + " in recipe else "plain"):
+        this = replace(small_job("bert", 2, batch_size=4), learning_rate=1e-3)
+        torch.manual_seed(5)
+        step = open_step(this, Recipe.parse(text).setup(), "plain", torch.device("cpu"), keep_losses=True)
+        losses.append(step.run(3, Observer()))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@with_deepspeed
+@pytest.mark.whole
+def test_a_rehearsal_leaves_no_group_and_deepspeed_s_own_accelerator() -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    before = get_accelerator(), torch.nn.functional.linear
+    rehearse(small_job("bert", 2), Recipe.parse("zero3").setup(), CudaPolicy())
+    assert not dist.is_initialized()
+    assert (get_accelerator(), torch.nn.functional.linear) == before
