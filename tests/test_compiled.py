@@ -20,13 +20,15 @@ from reported import foreseen, reports
 from small_models import small_job
 from snugfit.errors import RecipeError, RehearsalError
 from snugfit.job.job import Job
+from snugfit.planning.cost.startup_share import PlannedRun, StartupShares
 from snugfit.planning.keep import kept_of
 from snugfit.planning.search.space import space_of
+from snugfit.prediction.startup import STARTUP_RATES
 from snugfit.rehearsal.compiled.layers import Compiler
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy, Policy
 from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.trace.trace import GENERATED, Trace
+from snugfit.rehearsal.trace.trace import GENERATED, Trace, Work
 from snugfit.results.footprint import Kind
 from snugfit.step import compiling
 from snugfit.step.build import build_model
@@ -143,6 +145,21 @@ def test_masks_are_made_outside_so_attention_stays_fused(family: str) -> None:
     operators = {kernel.operator for kernel in trace.kernels}
     assert not operators & {"aten::_softmax", "aten::_safe_softmax", "aten::bmm"}, operators
     assert any("scaled_dot_product" in name for name in operators)
+
+
+@pytest.mark.whole
+def test_a_short_run_pays_for_compiling_in_each_of_its_steps() -> None:
+    job, traces = small_job("llama", layers=2), {}
+    for recipe in ("compiled", "plain"):
+        traces[recipe] = Recipe.parse(recipe).setup(), rehearsed(job, recipe)
+    for steps in (10, 1000):
+        shares = StartupShares(job, PlannedRun(steps=steps))
+        compiled, plain = (shares.of(*traces[recipe]) for recipe in ("compiled", "plain"))
+        assert compiled.once - plain.once > STARTUP_RATES.compiler
+        assert compiled.share - plain.share == pytest.approx((compiled.once - plain.once) / steps)
+    setup, trace = traces["compiled"]
+    least = shares.least_share(setup, [Work(kernels=trace.kernels[: len(trace.kernels) // 2], waits=())])
+    assert plain.share < least <= compiled.share
 
 
 def test_a_described_gpu_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
