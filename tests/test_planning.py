@@ -19,13 +19,14 @@ from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.planning.cost.figures import Bound, Figures
 from snugfit.planning.cost.parts import Parts
-from snugfit.planning.cost.timer import SingleGpuTimer
+from snugfit.planning.cost.timer import GpuTimers, SingleGpuTimer
 from snugfit.planning.fleet.search_gpus import _search as search_for_gpus
 from snugfit.planning.keep import kept_of
 from snugfit.planning.plan import NEARLY_AS_SMALL
 from snugfit.planning.search.recomputing import PEAK_SHARE, RecomputingKinds
 from snugfit.planning.search.search import plan, search
 from snugfit.planning.search.simpler import AS_FAST
+from snugfit.planning.search.some_layers import least_of_some, least_of_spans
 from snugfit.planning.search.space import Space, space_of
 from snugfit.planning.search.state import MEMORY_RESOLUTION, SearchState
 from snugfit.planning.step_key import TOUCHES, as_rehearsed, passes_key, step_key, update_key
@@ -258,7 +259,7 @@ def test_the_answer_is_that_of_brute_force_and_the_front_is_up_to_a_grain(seed: 
 
 def recomputed(told: Told, space: Space, rng: random.Random) -> Told:
     """The same, but what recomputes takes longer than without, and no less than its update; each n-th layer
-    lies between none and all, and spans take as long as all."""
+    lies between none and all, and spans take as long as all. The device is never idle."""
     plain = roster.plain(Slot.CHECKPOINTING)
     traces: dict[int, tuple[Bound, Figures | None]] = {}
     for number, candidate in enumerate(space.candidates):  # none and all come first
@@ -279,7 +280,8 @@ def recomputed(told: Told, space: Space, rng: random.Random) -> Told:
         elif without != number:
             needed, seconds = rng.randrange(resting, needed + 1), seconds * rng.uniform(1, 1.4)
         after = Figures(needed, needed, needed, 0, seconds)
-        traces.setdefault(candidate.trace, (Bound(needed, seconds, resting), after))
+        least = Bound(needed, seconds, resting, needed, unkept_bytes=resting, device_seconds=seconds)
+        traces.setdefault(candidate.trace, (least, after))
     known = [traces[candidate.trace] for candidate in space.candidates]
     return Told(told.numbers, [least for least, _ in known], [after for _, after in known])
 
@@ -347,6 +349,33 @@ def test_many_gpus_look_at_recomputing_only_where_one_may_gain_by_it(seed: int) 
         assert memory < 2 * sizes[-1] or one.state.kinds < kinds / 2
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_less_recomputing_is_looked_at_where_layers_and_the_device_are_known(seed: int) -> None:
+    """And the answers of many GPUs are the same."""
+    rng = random.Random(seed)
+    space = space_of(small_job("bert", 2, batch_size=2), fidelity=Fidelity.ROUNDS)
+    told = recomputed(told_of(space, rng), space, rng)
+    untold = replace(told, bounds=[Bound(*least[:3]) for least in told.bounds])
+    sizes = sorted(figures.needed_bytes for figures in told.figures if figures)
+    gpus = [replace(H200, key=str(n), memory_bytes=sizes[len(sizes) * n // 8]) for n in range(1, 7)]
+    kinds, answers = [], []
+    for place in (told, untold):
+        place.judge = lambda setups, place=place: [figures * 6 for figures in Told.judge(place, setups)]
+        place.screen = lambda setups, place=place: [least * 6 for least in Told.screen(place, setups)]
+        searches = search_for_gpus(
+            space,
+            WorkerPool([place]),
+            gpus,
+            dict.fromkeys(map(str, range(9)), 0),
+            [False] * 6,
+            lambda _: None,
+        )
+        kinds.append(searches[0].state.kinds)
+        answers.append([one.state.judged[one.answer()].seconds for one in searches])
+    assert answers[0] == answers[1]
+    assert kinds[0] < kinds[1]
+
+
 def with_small_updates(space: Space) -> Told:
     """Passes that lose a tenth between blocks, and updates that differ by one byte and one part in a million:
     the first is the fastest, and the last the smallest."""
@@ -397,10 +426,12 @@ def test_of_kinds_that_recompute_alike_the_better_one_stands_for_its_twins(seed:
     twins = {number: space.number(space.candidates[number].recipe.with_(sdpa)) for number in eager}
     for number, twin in twins.items():
         assert twin is not None
-        (needed, seconds, resting, _), after = told.bounds[twin], told.figures[twin]
+        least, after = told.bounds[twin], told.figures[twin]
         assert after
-        more = -needed // 20 if misleads and number in recomputing else 9
-        told.bounds[number] = Bound(needed + more, seconds + 1, resting)
+        more = -least.needed_bytes // 20 if misleads and number in recomputing else 9
+        told.bounds[number] = least._replace(
+            needed_bytes=least.needed_bytes + more, seconds=least.seconds + 1
+        )
         size = after.needed_bytes + more
         told.figures[number] = Figures(size, size, size, 0, after.seconds + 1)
     kinds = {space.candidates[number].passes for number in recomputing}
@@ -509,6 +540,33 @@ def test_recipes_that_all_fail_after_the_screening_are_one_error(monkeypatch: py
     monkeypatch.setattr(SearchState, "judge_all", lambda *arguments, **more: None)
     with pytest.raises(SnugfitError, match="No recipe could be simulated"):
         plan(small_job("bert", 1), gpu="h200", fidelity="same", workers=1)
+
+
+@pytest.mark.parametrize(("family", "layers"), [("llama", 11), ("t5", 12), ("vit", 12)])
+@pytest.mark.parametrize("recipe", ["lora(r=4) + bf16", "tf32 + micro_batches(2)"])
+def test_recomputing_takes_no_less_than_is_said_by_none_and_each(
+    family: str, layers: int, recipe: str
+) -> None:
+    """What each n-th layer and what spans take, where not the update but a layer takes the most. Of 11 layers
+    each fourth is more than a fourth; of 12 the last one keeps all where each second is recomputed."""
+    job = small_job(family, layers, batch_size=64, sequence_length=256)
+    parts = Parts(job, [H200], GpuTimers([H200]))
+    none, each = (screened(parts, f"{recipe} + {one}") for one in ("keep_all", "every_layer"))
+    assert 0 < none.device_seconds < each.device_seconds <= each.seconds
+    assert all(one.resting_bytes < one.layers_bytes for one in (none, each))
+    assert 0 < each.unkept_bytes < each.needed_bytes
+    for recomputing in [f"every_nth_layer(n={n})" for n in (2, 3, 4)] + ["segments"] * (family != "t5"):
+        wish = Recipe.parse(recomputing).setup().checkpoint
+        some = screened(parts, f"{recipe} + {recomputing}")
+        assert wish
+        least = least_of_some(none, each, wish) if wish.layers_per_span else least_of_spans(each)
+        assert some.needed_bytes >= least.needed_bytes > 0
+        assert max(some.seconds, some.device_seconds) >= least.seconds > 0
+
+
+def screened(parts: Parts, recipe: str) -> Bound:
+    """The lower bound of a recipe on the first GPU."""
+    return parts.screen([Recipe.parse(recipe).setup()])[0][0]
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])

@@ -52,6 +52,11 @@ class Kept:
         algorithm = "the algorithm " if len(self.slots[slot]) > 1 else ""
         return f"{algorithm}{ASKED if slot in self.asked else OWN} (--free {slot} allows others)"
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are kept, in whatever recipe."""
+        return not all(technique.plain for technique in self.slots.get(Slot.ADAPTERS, ()))
+
     def listing(self) -> tuple[KeptSlot, ...]:
         """The kept slots, as a plan states them."""
         return tuple(

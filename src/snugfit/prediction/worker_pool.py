@@ -31,8 +31,9 @@ from snugfit.errors import SnugfitError, UsageError
 PRELOAD = ("torch", "transformers", "snugfit.prediction.predict")
 """Modules that the fork server imports once for all workers."""
 
-FEW_COLLECTIONS = 100_000
-"""Objects made between two garbage collections: traces are millions of them, and hold no cycles."""
+FEW_COLLECTIONS = 1_000_000
+"""Objects made between two garbage collections: traces are millions of them, and hold no cycles. Models do,
+some megabytes each; ten times as many collections took a twentieth of a plan's time."""
 
 ENDS_WITHIN = 2.0
 """Seconds that a process has to end by itself when nothing is asked any more."""

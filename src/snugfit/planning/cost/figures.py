@@ -20,6 +20,14 @@ class Bound(NamedTuple):
     """Of the bytes, those that are live in an update: no recomputing of activations changes them."""
     layers_bytes: int = 0
     """Of the bytes, the most that are live in an update or while a layer runs: no other loss changes them."""
+    unkept_bytes: int = 0
+    """Of the bytes, those that would be live if no layer kept anything for the backward pass."""
+    device_seconds: float = 0.0
+    """Of the seconds, those that the device works; 0 where that is not known."""
+    gradient_bytes: int = 0
+    """Of the bytes, those that the passes leave to the update."""
+    depth: int = 0
+    """Layers of each stack of the model, which repeat; 0 where they do not."""
 
 
 class Figures(NamedTuple):

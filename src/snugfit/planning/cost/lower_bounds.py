@@ -53,7 +53,11 @@ class DepthFit:
 
     def extrapolate(self, values: Sequence[Any]) -> Any:
         """The value at the whole depth, on the line through the values at these depths."""
-        return linear_extrapolate([shallow.layers for shallow in self.depths], values, self.layers)
+        return self.value_at(self.layers, values)
+
+    def value_at(self, layers: int, values: Sequence[Any]) -> Any:
+        """The value with so many layers, on the line through the values at these depths."""
+        return linear_extrapolate([shallow.layers for shallow in self.depths], values, layers)
 
 
 class StepBounds(NamedTuple):
@@ -67,6 +71,14 @@ class StepBounds(NamedTuple):
     """Live at the worst moment of the update."""
     layers_bytes: int
     """Live at the worst moment of the update or of a layer."""
+    unkept_bytes: int
+    """Live at the worst moment of the passes but for what layers keep."""
+    device_seconds: Sequence[float]
+    """That each GPU works."""
+    gradient_bytes: int
+    """That the passes leave to the update."""
+    depth: int
+    """Layers of each stack; 0 where they do not repeat."""
 
 
 class Bounds(NamedTuple):
@@ -100,11 +112,8 @@ class LowerBounds:
             by_update = {update_key(setups[number]): setups[number] for number in numbers}
             seconds = passes.seconds(list(by_update.values()))
             by_key = {
-                key: StepBounds(
-                    max(passes.rise(setup), resting), one, resting, max(passes.in_layers(setup), resting)
-                )
+                key: passes.bounds_of(setup, one)
                 for (key, setup), one in zip(by_update.items(), seconds, strict=True)
-                for resting in (passes.resting(setup),)
             }
             bounds |= {number: by_key[update_key(setups[number])] for number in numbers}
         return Bounds([bounds[number] for number in range(len(setups))], passes.by_depth[0].attention)
@@ -158,8 +167,23 @@ class _PassesBounds:
             rehearse_sizes(shallow.job, shallow.setup, bounds.policy, sizes, whole=whole)
             for shallow in self.fit.depths
         ]
-        self._rises: dict[tuple[int, str], float] = {}
+        self._rises: dict[Hashable, float] = {}
         self._works: dict[Hashable, tuple[Work, Work]] = {}
+        self._device_s: dict[Hashable, Any] = {}
+
+    def bounds_of(self, setup: Setup, seconds: Sequence[float]) -> StepBounds:
+        """The least that such a step takes, which takes so long by the line through its depths."""
+        resting = self.resting(setup)
+        return StepBounds(
+            live_bytes=max(self.rise(setup), resting),
+            seconds=seconds,
+            resting_bytes=resting,
+            layers_bytes=max(self.in_layers(setup), resting),
+            unkept_bytes=self.unkept(setup),
+            device_seconds=self.device_seconds(setup),
+            gradient_bytes=int(self._gradient_bytes(setup)),
+            depth=self.fit.layers if self.bounds.shallow_jobs.depth(setup) else 0,
+        )
 
     # ---- bytes -------------------------------------------------------------------------------------------
 
@@ -171,12 +195,19 @@ class _PassesBounds:
         """Live bytes at the worst moment within layers."""
         return int(self._standing(setup) + self._rise(setup, IN_LAYERS))
 
+    def unkept(self, setup: Setup) -> int:
+        """Live bytes at the worst moment of the passes but for what each layer adds to it."""
+        return int(self._standing(setup) + self._rise(setup, layers=0)) if len(self.fit.depths) > 1 else 0
+
     def resting(self, setup: Setup) -> int:
         """Live bytes at the worst moment of the update."""
         updates = [self.bounds.update(setup, shallow) for shallow in self.update_fit.depths]
-        after = self.fit.extrapolate([profile.residual_bytes for profile in self._profiles(setup)])
-        after += self.update_fit.extrapolate([update.peak_increase for update in updates])
-        return int(self._standing(setup) + after)
+        in_update = self.update_fit.extrapolate([update.peak_increase for update in updates])
+        return int(self._standing(setup) + self._gradient_bytes(setup) + in_update)
+
+    def _gradient_bytes(self, setup: Setup) -> float:
+        """Live bytes that the passes leave to the update."""
+        return float(self.fit.extrapolate([profile.residual_bytes for profile in self._profiles(setup)]))
 
     def _standing(self, setup: Setup) -> float:
         """Live bytes between steps."""
@@ -190,14 +221,14 @@ class _PassesBounds:
         profiles = [passes.by_samples[samples] if count > 1 else passes.whole for passes in self.by_depth]
         return [profile for profile in profiles if profile is not None]
 
-    def _rise(self, setup: Setup, among: str = "") -> float:
+    def _rise(self, setup: Setup, among: str = "", *, layers: int | None = None) -> float:
         """How far the live bytes rise at least in such passes: the largest line of all modules, or of those
-        with this in their names."""
-        key = setup.micro_batches, among
+        with this in their names; at the whole depth, or with so many `layers`."""
+        key, at = (setup.micro_batches, among, layers), self.fit.layers if layers is None else layers
         if key not in self._rises:
             rises = [profile.peak_increase for profile in self._profiles(setup)]
             common = {name for name in set(rises[0]).intersection(*rises) if among in name}
-            lines = (self.fit.extrapolate([by_module[name] for by_module in rises]) for name in common)
+            lines = (self.fit.value_at(at, [by_module[name] for by_module in rises]) for name in common)
             self._rises[key] = max(lines, default=0)
         return self._rises[key]
 
@@ -214,6 +245,25 @@ class _PassesBounds:
             works = self._works_of(setup, self._profiles(setup)[0], self.update_fit.depths[0])
             share = self.bounds.startup.least_share(setup, works)
             yield [seconds + share for seconds in known.get(number) or self._by_depth(setup)]
+
+    def device_seconds(self, setup: Setup) -> Sequence[float]:
+        """That each GPU works in such a step; none where the timer does not say."""
+        timer = self.bounds.timer
+        if not isinstance(timer, ComposableTimer):
+            return ()
+
+        def line(fit: DepthFit, works: Sequence[Work]) -> Any:
+            return fit.extrapolate([timer.device_seconds(self._under(setup, work)) for work in works])
+
+        key = setup.micro_batches, timing_key(setup)
+        if key not in self._device_s:
+            profiles = self._profiles(setup)
+            first, further = ([getattr(one, name) for one in profiles] for name in ("first", "further"))
+            more = (setup.micro_batches - 1) * line(self.fit, further)
+            self._device_s[key] = line(self.fit, first) + more
+        updates = [self.bounds.update(setup, shallow).work for shallow in self.update_fit.depths]
+        seconds: list[float] = (self._device_s[key] + line(self.update_fit, updates)).tolist()
+        return seconds
 
     def _works_of(
         self, setup: Setup, profile: PassProfile, shallow: ShallowJob, passes: PassProfiles | None = None

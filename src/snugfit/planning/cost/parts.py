@@ -13,13 +13,14 @@ with a context and seconds of its own.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from snugfit.planning.cost.figures import Bound, Figures
-from snugfit.planning.cost.lower_bounds import LowerBounds
+from snugfit.planning.cost.lower_bounds import LowerBounds, StepBounds
 from snugfit.planning.cost.periodic import (
     MANY,
     AllocatorPeaks,
@@ -109,21 +110,8 @@ class Parts:
         bounds = self.lower_bounds.of(setups)
         self.startup.forget()
         trace = Trace((), (), (Mark(0, 0, "backward"),), (), (), bounds.attention)
-        return [
-            self._bounds(step.live_bytes, trace, step.seconds, step.resting_bytes, step.layers_bytes)
-            for step in bounds.per_setup
-        ]
-
-    def _bounds(
-        self, live_bytes: int, trace: Trace, seconds: Sequence[float], resting: int = 0, layers: int = 0
-    ) -> tuple[Bound, ...]:
-        """One for each GPU; of the trace, what its context depends on. Recomputing may choose another
-        attention, without cuDNN's libraries."""
-        least = self._contexts(replace(trace, attention=()))
-        return tuple(
-            Bound(live_bytes + context, s, resting + without, layers + without)
-            for context, without, s in zip(self._contexts(trace), least, seconds, strict=True)
-        )
+        contexts, least = self._contexts(trace), self._contexts(replace(trace, attention=()))
+        return [_bounds_on_gpus(step, contexts, least) for step in bounds.per_setup]
 
     def _contexts(self, trace: Trace) -> list[int]:
         return [context_of(gpu, Software(), trace)[0] for gpu in self.gpus]
@@ -132,7 +120,11 @@ class Parts:
         trace = self._whole_trace(setup)
         timed = trace_under(setup, trace)
         share = self.startup.of(setup, timed).share
-        return self._bounds(trace.peak().nbytes, trace, [seconds + share for seconds in self.timer(timed)])
+        nbytes = trace.peak().nbytes
+        seconds = [seconds + share for seconds in self.timer(timed)]
+        return tuple(
+            Bound(nbytes + context, one) for context, one in zip(self._contexts(trace), seconds, strict=True)
+        )
 
     # ---- what it really takes ----------------------------------------------------------------------------
 
@@ -279,6 +271,27 @@ class Parts:
             self._whole.popitem(last=False)
         result: _Result = self._whole[key]
         return result
+
+
+def _bounds_on_gpus(step: StepBounds, contexts: Sequence[int], least: Sequence[int]) -> tuple[Bound, ...]:
+    """Those of a step on each GPU, with its context; `least` are the contexts of recomputing, which may
+    choose another attention, without cuDNN's libraries."""
+    device_seconds = step.device_seconds or itertools.repeat(0.0, len(contexts))
+    return tuple(
+        Bound(
+            step.live_bytes + context,
+            seconds,
+            step.resting_bytes + without,
+            step.layers_bytes + without,
+            step.unkept_bytes + without,
+            on_device,
+            step.gradient_bytes,
+            step.depth,
+        )
+        for context, without, seconds, on_device in zip(
+            contexts, least, step.seconds, device_seconds, strict=True
+        )
+    )
 
 
 def _peaks_of(trace: Trace, *, expandable: bool) -> AllocatorPeaks:

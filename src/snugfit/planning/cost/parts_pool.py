@@ -24,11 +24,16 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 
+ADAPTERS_AHEAD = "snugfit.planning.cost.adapters_ahead"
+"""The module that loads what adapters need."""
 
-def load_ahead(job: Job, gpus: Sequence[Gpu | None], timer: object, workers: int) -> None:
+
+def load_ahead(
+    job: Job, gpus: Sequence[Gpu | None], timer: object, workers: int, *, adapters: bool = False
+) -> None:
     """Has everything imported that the workers need, while this process does something else. `timer` is what
-    they will time steps with, or what that is made of."""
-    modules = _preload(job)
+    they will time steps with, or what that is made of; with `adapters`, most recipes have some."""
+    modules = [*_preload(job), *([ADAPTERS_AHEAD] if adapters else ())]
     if workers > 1 and can_travel(job):
         start_fork_server(modules, for_what=(job, gpus, timer))
 

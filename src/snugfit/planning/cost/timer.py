@@ -52,6 +52,9 @@ class ComposableTimer(Protocol):
         """What this does between the waits, but for copies beside it; all between the first and the last is
         one."""
 
+    def device_seconds(self, work: Work) -> Any:
+        """Seconds (GPUs,) that the device works for this, without copies beside it."""
+
     def has_copies(self, work: Work) -> bool:
         """Whether copies go beside it."""
 
@@ -111,7 +114,7 @@ class GpuTimers:
         self._begin_s = np.array([rates.host.step for rates in self.rates])
         self._numbers: dict[Kernel, int] = {}
         self._by_id: dict[int, tuple[Kernel, int]] = {}  # a kernel that hashes slowly comes often
-        self._works: dict[int, tuple[Work, list[QueueSegment]]] = {}  # by the id of the work beside
+        self._works: dict[int, tuple[Work, list[QueueSegment], Any]] = {}  # by the id of the work beside
         self._copies: dict[int, tuple[Work, bool]] = {}  # likewise
         self._table: Any = np.empty((3, 0, len(self.rates)))  # device, launch, loader; kernel; GPU
 
@@ -119,7 +122,8 @@ class GpuTimers:
         """Seconds of the trace's steady step on each GPU."""
         if _copies_go(trace.kernels):
             return tuple(map(partial(self._with_copies, trace), self._clocks))
-        return tuple(self.simulate(self._segments(trace.kernels, trace.waits)).tolist())
+        segments, _ = self._segments(trace.kernels, trace.waits)
+        return tuple(self.simulate(segments).tolist())
 
     def _with_copies(self, trace: Trace, clock: KernelClock) -> float:
         """By the whole queue, of which no part has a closed form."""
@@ -141,19 +145,27 @@ class GpuTimers:
 
     def segments(self, work: Work) -> Sequence[QueueSegment]:
         """What this does between the waits, remembered."""
+        return self._timing_of(work)[1]
+
+    def device_seconds(self, work: Work) -> Any:
+        """Seconds (GPUs,) that the device works for this, remembered."""
+        return self._timing_of(work)[2]
+
+    def _timing_of(self, work: Work) -> tuple[Work, list[QueueSegment], Any]:
         known = self._works.get(id(work))
         if known is None:
             if len(self._works) >= REMEMBERED_WORKS:
                 self._works.clear()
-            known = self._works[id(work)] = work, self._segments(work.kernels, work.waits)
-        return known[1]
+            known = self._works[id(work)] = work, *self._segments(work.kernels, work.waits)
+        return known
 
     def simulate(self, segments: Sequence[QueueSegment]) -> Any:
         """Seconds (..., GPUs) of a steady step of these segments; making its batches may take longer."""
         length = simulate(segments, self._begin_s, self._wait_s)
         return np.maximum(length, sum(segment.loader_s for segment in segments))
 
-    def _segments(self, kernels: Sequence[Kernel], waits: Sequence[int]) -> list[QueueSegment]:
+    def _segments(self, kernels: Sequence[Kernel], waits: Sequence[int]) -> tuple[list[QueueSegment], Any]:
+        """What is between the waits, and the device's seconds (GPUs,) for all of it."""
         if len(self._by_id) > REMEMBERED_KERNELS:
             self._by_id.clear()
         known = [self._by_id.get(id(kernel)) for kernel in kernels]
@@ -163,7 +175,7 @@ class GpuTimers:
         ]
         device, launches, loading = self._table[:, numbers]
         segments = cut_at_waits(device, launches, loading, sync_points(kernels, waits))
-        return merge_inner([*segments], self._wait_s)
+        return merge_inner([*segments], self._wait_s), device.sum(axis=0)
 
     def _number(self, kernel: Kernel) -> int:
         """The kernel's row in the table."""
@@ -220,9 +232,16 @@ class TimersWithGaps:
         """What this does between the waits, on those that are known."""
         return self.timers.segments(work)
 
+    def device_seconds(self, work: Work) -> Any:
+        """Seconds (GPUs,) that the device works for this."""
+        return self._on_every(self.timers.device_seconds(work))
+
     def simulate(self, segments: Sequence[QueueSegment]) -> Any:
         """Seconds (..., GPUs) of a steady step of these segments."""
-        known = self.timers.simulate(segments)
+        return self._on_every(self.timers.simulate(segments))
+
+    def _on_every(self, known: Any) -> Any:
+        """Seconds (..., GPUs) of all, from those of the known."""
         unknown = np.zeros((*known.shape[:-1], 1))
         every = np.concatenate([known, unknown], axis=-1)
         return every[..., [-1 if index is None else index for index in self.indices]]

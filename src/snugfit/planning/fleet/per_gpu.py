@@ -12,7 +12,8 @@ so what that simulation showed one of them to take more holds for all. Where it 
 is simulated by the search's policy too: what that takes must be what the search had found.
 
 The smallest is exact where it is asked for. Where nothing fits, the nearest miss is the smallest up to
-`NEARLY_AS_SMALL`, and of those that were looked at for it the fastest.
+`NEARLY_AS_SMALL`, and of those that were looked at for it the fastest. Spans of layers that may be the
+smallest are among them.
 
 Of recipes that share their passes and differ in the update, those are not judged that are no faster by their
 lower bounds than one that was judged and fits; nor, where nothing does, those that are no smaller.
@@ -112,12 +113,16 @@ class PerGpuSearch:
         return hopeful
 
     def may_be_simpler(self) -> Callable[[int, Bound], bool]:
-        """Whether a candidate with this lower bound could be a simpler answer than the one of now."""
+        """Whether a candidate with this lower bound could be a simpler answer than the one of now; none is
+        looked for where nothing fits, or the smallest is asked for."""
+        if self._fastest() is None:
+            return lambda number, least: False
         answer = self.answer()
         simpler, most = {*simpler_than(self.state.space, answer)}, self.state.judged[answer].seconds
 
         def may_be(number: int, least: Bound) -> bool:
-            return number in simpler and least.seconds <= most * (1 + AS_FAST)
+            is_fast = least.seconds <= most * (1 + AS_FAST)
+            return number in simpler and is_fast and self._may_fit(least.needed_bytes)
 
         return may_be
 
@@ -293,7 +298,12 @@ def screen_recomputing(recomputing: RecomputingKinds, searches: Sequence[PerGpuS
         for search in searches:
             search.hold_back(recomputing)
     else:
+        sought = sum(search.seeks_smallest for search in searches)
         more = [search.release() or search.seek_smallest() for search in searches]
+        if sum(search.seeks_smallest for search in searches) > sought:
+            recomputing.screen_smallest()
+            for search in searches:
+                search.sort()
         if any(more):
             return True
     if not screened and searches[0].state.judged:

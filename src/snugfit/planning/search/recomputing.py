@@ -11,9 +11,10 @@ which 16-bit type autocast takes, the one that is neither faster nor smaller wit
 with it, and need not be rehearsed beside the other.
 
 Recomputing each n-th layer takes no less memory than recomputing each, and about what lies between none and
-each, in bytes and in seconds. So recomputing each is rehearsed first, and may show that the others are too
-large or too slow. Where several GPUs are asked about, of which each small one seeks its smallest recipe, it
-is judged first too; for one GPU more recipes were judged by that, and the plan took longer.
+each, in bytes and in seconds; of spans of layers something is known as well (`some_layers.py`). So
+recomputing each is rehearsed first, and may show that the others are too large or too slow. Where several
+GPUs are asked about, of which each small one seeks its smallest recipe, it is judged first too; for one GPU
+more recipes were judged by that, and the plan took longer.
 
 Logits in chunks are such a kind too: they change nothing of what is live while a layer runs. So they save
 nothing where a step with whole logits has its peak in a layer or in its update, and need not be rehearsed.
@@ -21,7 +22,7 @@ nothing where a step with whole logits has its peak in a layer or in its update,
 For one GPU, only those sizes of micro-batches are rehearsed that may matter.
 
 What bounds here is no law: keys and values of a cache that only checkpointing switches off cost a little,
-hence `CACHE_SHARE`; the worst moment is another, hence `LINE_SHARE`. So each kind that is rehearsed is held
+hence `CACHE_SHARE`; the worst moment is another, hence `PEAK_SHARE`. So each kind that is rehearsed is held
 to all of it. Where one takes less than its bound, all are rehearsed; where one is better than its twin, twins
 are no longer left out.
 """
@@ -33,15 +34,17 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from snugfit.planning.cost.figures import Bound
 from snugfit.planning.search.screening import screen
+from snugfit.planning.search.some_layers import least_of_some, least_of_spans
 from snugfit.planning.search.state import MEMORY_RESOLUTION
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import EVERY_LAYER
+from snugfit.techniques.setup import EVERY_LAYER, CheckpointWish
 from snugfit.techniques.technique import Slot
+from snugfit.units import MIB
 
 if TYPE_CHECKING:
     from snugfit.planning.search.progress import Tell
@@ -67,10 +70,6 @@ PEAK_SHARE = 0.01
 """Of the bytes of recomputing each layer, how much less recomputing some may take, and a kind than its twin:
 the worst moment is another."""
 
-LINE_SHARE = 0.2
-"""Of what lies between recomputing none and each layer, how much less recomputing each n-th may take. In
-all that the plans of four models looked at it was 11 % of the bytes and 9 % of the seconds at most."""
-
 NOTHING = Bound(0, 0.0)
 
 KINDS_AT_A_TIME = 8
@@ -93,7 +92,7 @@ class RecomputingKinds:
         self._whole: dict[int, int | None] = {}
         """Of candidates whose logits come in chunks, the same with whole logits."""
         self._full: dict[int, int] = {}
-        """Of candidates that recompute some layers, the same with each."""
+        """Of candidates that recompute some layers, or spans of them, the same with each by itself."""
         self._looked_at = set[int]()
         """Kinds of passes that were rehearsed."""
         self._no_better: dict[int, list[tuple[int, int]]] = {}
@@ -129,7 +128,9 @@ class RecomputingKinds:
         if len(self.states) == 1 and not twins:  # what is still needed by what recomputing each layer takes
             asked |= self._take(n for n in chosen if n not in asked and is_needed(n, self._least(n)))
         least_known = [
-            (self._bounds(number), least) for number, least in asked.items() if self._is_known(number)
+            ([*map(_with_device, self._bounds(number))], least)
+            for number, least in asked.items()
+            if self._is_known(number)
         ]
         if any(_is_below(*two) for two in least_known):
             return [*asked, *self.screen(lambda number, least: True)]
@@ -172,6 +173,23 @@ class RecomputingKinds:
         if taken:
             self.add(taken)
         return taken
+
+    def screen_smallest(self) -> None:
+        """Gives the kind of spans that may take the fewest bytes its lower bounds, the fastest of several:
+        where the smallest is looked for, it often is."""
+        least = {
+            kind: min((self._least(n)[0].needed_bytes // MIB, self._least(n)[0].seconds) for n in numbers)
+            for kind, numbers in self.waiting.items()
+            if self._is_of_spans(numbers[0])
+        }
+        if least:
+            self._take(self.waiting[min(least, key=lambda kind: least[kind])])
+
+    def _is_of_spans(self, number: int) -> bool:
+        """Whether this recomputes spans of layers with whole logits, where what each layer takes is known."""
+        wish, full = self.space.candidates[number].setup.checkpoint, self._full.get(number)
+        of_spans = wish is not None and wish.layers_per_span != 1 and number not in self._whole
+        return of_spans and full is not None and self._is_known(full)
 
     def _first_of(self, number: int) -> int:
         """Which candidate to look at before this one: where it recomputes some layers, the one with each."""
@@ -223,9 +241,9 @@ class RecomputingKinds:
         ]
 
     def _with_each(self, candidate: Candidate) -> int | None:
-        """The same with each layer recomputed; None for one that recomputes none, each, or spans."""
+        """The same with each layer recomputed by itself; None for one that recomputes none, or just so."""
         wish = candidate.setup.checkpoint
-        if wish is None or wish == EVERY_LAYER or wish.layers_per_span != 1:
+        if wish is None or wish == EVERY_LAYER:
             return None
         recipes = [candidate.recipe.with_(one) for one in self.space.offers(Slot.CHECKPOINTING)]
         full = next((one for one in recipes if one.setup().checkpoint == EVERY_LAYER), None)
@@ -234,18 +252,21 @@ class RecomputingKinds:
     def _least_by_each(self, number: int) -> OnGpus:
         """The least of a candidate by what recomputing each layer takes; nothing where that says nothing."""
         full, recipe = self._full.get(number), self.space.candidates[number].recipe
-        if full is None or not self._is_known(full):
+        setup = self.space.candidates[number].setup
+        wish = setup.checkpoint
+        if full is None or not self._is_known(full) or wish is None:
             return [NOTHING] * len(self.states)
+        if setup.activation_offload is not None:  # what is live depends on how far the copies are
+            return [NOTHING] * len(self.states)
+        if wish.layers_per_span != 1:
+            of_spans = wish == CheckpointWish(layers_per_span=0, spans=wish.spans)
+            return [least_of_spans(one) if of_spans else NOTHING for one in self._bounds(full)]
         least = [Bound(int(bound.needed_bytes * (1 - PEAK_SHARE)), 0.0) for bound in self._bounds(full)]
         none = self.space.number(recipe.with_(roster.plain(Slot.CHECKPOINTING)))
-        wish = self.space.candidates[number].setup.checkpoint
-        if none is None or not self._is_known(none) or wish is None or wish.keep:
+        if none is None or not self._is_known(none) or wish.keep:
             return least
         return [
-            Bound(
-                max(most.needed_bytes, _between(one.needed_bytes, other.needed_bytes, wish.every)),
-                _between(one.seconds, other.seconds, wish.every),
-            )
+            _max_of(most, least_of_some(one, other, wish))
             for most, one, other in zip(least, self._bounds(none), self._bounds(full), strict=True)
         ]
 
@@ -296,7 +317,7 @@ class RecomputingKinds:
             if len(known) < len(pairs):
                 continue
             bounds = [(self._without_recomputing(n), self._without_recomputing(twin)) for n, twin in known]
-            are_equal = all(own == other for own, other in bounds)
+            are_equal = all([*map(_needs, own)] == [*map(_needs, other)] for own, other in bounds)
             if not any(_is_below(*two) for two in bounds) and not (
                 are_equal and candidates[known[0][1]].passes > kind
             ):
@@ -343,10 +364,20 @@ def _is_below(bounds: OnGpus, twin_bounds: OnGpus, share: float = 0.0) -> bool:
     return any(
         own < least * (1 - share)
         for bound, other in zip(bounds, twin_bounds, strict=True)
-        for own, least in zip(bound, other, strict=True)
+        for own, least in zip(_needs(bound), _needs(other), strict=True)
     )
 
 
-def _between(none: float, full: float, every: int) -> Any:
-    """The least of each n-th layer, on the line between none and each."""
-    return type(none)((none + (full - none) / every) * (1 - LINE_SHARE))
+def _with_device(bound: Bound) -> Bound:
+    """The same, and no shorter than the device works: on few layers, from which the seconds are known, the
+    host may be late."""
+    return bound._replace(seconds=max(bound.seconds, bound.device_seconds))
+
+
+def _needs(bound: Bound) -> tuple[float, ...]:
+    """What a candidate needs, without what only says why."""
+    return bound.needed_bytes, bound.seconds, bound.resting_bytes, bound.layers_bytes
+
+
+def _max_of(least: Bound, other: Bound) -> Bound:
+    return Bound(max(least.needed_bytes, other.needed_bytes), max(least.seconds, other.seconds))

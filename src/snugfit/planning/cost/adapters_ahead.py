@@ -1,0 +1,24 @@
+"""What rehearsals with adapters need, loaded where this is imported: by the process that a plan's workers are
+copies of, so that it takes its seconds once.
+
+Beside peft these are transformers' names of older weights, a thousand patterns that peft asks for and that
+are compiled when it first does, which takes as long again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from snugfit.hub_kernels import import_peft
+
+
+def load() -> None:
+    """Loads peft, and the names where transformers has such a module."""
+    import_peft()
+    with contextlib.suppress(ImportError):
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("")
+
+
+load()
