@@ -21,6 +21,7 @@ from snugfit.exchange.read import read_arguments
 from snugfit.exchange.trainer_arguments import training_arguments
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
+from snugfit.planning.search.space import space_of
 from snugfit.prediction.allocator import Replay, replay
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.profile import Software
@@ -34,6 +35,7 @@ from snugfit.results.measurement import Measurement
 from snugfit.results.step_seconds import StepSeconds
 from snugfit.techniques import liger_table, roster
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Slot
 from snugfit.versions import version_of
 from tiers import slow_but
 
@@ -79,6 +81,14 @@ def test_what_liger_cannot_do_is_said_before_it_is_tried(family: str, recipe: st
 
 def test_with_its_loss_off_it_goes_beside_another_head() -> None:
     Recipe.parse("liger(fused_linear_cross_entropy=false) + chunked_loss").check(llama(), installed=False)
+
+
+@installed
+def test_plans_take_it_without_its_loss() -> None:
+    offered = [
+        {str(one) for one in space_of(job).offers(Slot.KERNELS)} for job in (llama(), small_job("bert", 2))
+    ]
+    assert offered == [{"torch_kernels", "liger(fused_linear_cross_entropy=false)"}, {"torch_kernels"}]
 
 
 def test_without_the_package_one_sentence_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
