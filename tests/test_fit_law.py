@@ -23,7 +23,7 @@ RECIPES = ("plain", "every_layer", "adamw_fused", "adafactor_torch")
 LINES = [("bert", cut, recipe) for cut in CUTS for recipe in RECIPES]
 LINES += [("llama", (2, 2), "every_layer"), ("bert", (2, 2), "selective(products)")]
 LINES += [("bert", (2, 2), "muon"), ("bert", (2, 2), "lion_8bit"), ("bert", (2, 2), "host_adamw")]
-LINES += [("bert", (2, 2), "adamw_4bit")]
+LINES += [("bert", (2, 2), "adamw_4bit"), ("bert", (2, 2), "apollo(rank=4, renew=3)")]
 
 
 @pytest.mark.parametrize(("family", "cut", "recipe"), LINES)

@@ -46,6 +46,7 @@ RECIPES = (
     "lion_8bit + micro_batches(2)",
     "bf16_pure + adamw_stochastic",
     "adamw_4bit + micro_batches(2)",
+    "apollo(rank=4, renew=3)",
 )
 
 

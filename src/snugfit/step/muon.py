@@ -1,15 +1,16 @@
-"""Muon for the matrices between embeddings and head, AdamW for all else, as one optimizer.
+"""An optimizer for the matrices between embeddings and head, AdamW for all else, as one optimizer.
 
 torch's Muon takes matrices alone, and its authors leave embedding tables, the output head, biases and
-normalisations to AdamW. Two optimizers beside each other would need loops, schedules and checkpoints that
-know of two; so this one keeps the groups that it is given, and lets torch's two step on their shares of them.
-Which parameter is whose stands in its group, as positions, so that a checkpoint keeps it.
+normalisations to AdamW; so do APOLLO's. Two optimizers beside each other would need loops, schedules and
+checkpoints that know of two; so this one keeps the groups that it is given, and lets two step on their shares
+of them. Which parameter is whose stands in its group, as positions, so that a checkpoint keeps it.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,15 +18,58 @@ _BY_ADAMW = "is_left_to_adamw"
 """The attribute by which `leave_to_adamw` marks a parameter."""
 
 MATRICES = "matrices"
-"""The key of a group under which the positions of Muon's parameters stand."""
+"""The key of a group under which the positions of the matrices stand that AdamW does not update."""
 
 
-class MuonWithAdamW(torch.optim.Optimizer):
-    """torch's Muon and AdamW, each over its share of every group, with one learning rate and decay.
+class MatricesAndAdamW(torch.optim.Optimizer, ABC):
+    """Another optimizer and AdamW, each over its share of every group, with one learning rate and decay."""
+
+    of_matrices: ClassVar[tuple[str, ...]]
+    """The numbers of a group that the other optimizer knows."""
+
+    @abstractmethod
+    def matrix_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """The other one, over its shares."""
+
+    def takes(self, weight: torch.Tensor, group: dict[str, Any]) -> bool:
+        """Whether a parameter of this group is the other one's."""
+        return weight.dim() == 2 and not getattr(weight, _BY_ADAMW, False)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As every optimizer does, and notes which of its parameters are the other one's."""
+        super().add_param_group(param_group)
+        added = self.param_groups[-1]
+        added[MATRICES] = [at for at, weight in enumerate(added["params"]) if self.takes(weight, added)]
+
+    def step(self, closure: Any = None) -> Any:
+        """One step of both."""
+        if closure is not None:
+            raise ValueError(f"{type(self).__name__} takes no closure: it computes no loss")
+        for optimizer in self._shares():
+            optimizer.state = self.state
+            optimizer.step()
+
+    def _shares(self) -> Iterator[torch.optim.Optimizer]:
+        matrices, adamws = [], []
+        for group in self.param_groups:
+            own = set(group[MATRICES])
+            matrices.append(_share(group, own, *self.of_matrices))
+            rest = set(range(len(group["params"]))) - own
+            adamws.append(_share(group, rest, "lr", "weight_decay", "betas", "eps"))
+        if matrices := [group for group in matrices if group["params"]]:
+            yield self.matrix_optimizer(matrices)
+        if adamws := [group for group in adamws if group["params"]]:
+            yield torch.optim.AdamW(adamws, foreach=True)
+
+
+class MuonWithAdamW(MatricesAndAdamW):
+    """torch's Muon and AdamW.
 
     The updates of Muon are as large as AdamW's are on average (`match_rms_adamw`), so that a learning rate
     that suits AdamW suits both (Liu et al., arXiv 2502.16982).
     """
+
+    of_matrices = ("lr", "weight_decay", "momentum")
 
     def __init__(
         self,
@@ -40,41 +84,15 @@ class MuonWithAdamW(torch.optim.Optimizer):
         numbers = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps, "momentum": momentum}
         super().__init__(params, numbers)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As every optimizer does, and notes which of its parameters are Muon's."""
-        super().add_param_group(param_group)
-        added = self.param_groups[-1]
-        added[MATRICES] = [at for at, weight in enumerate(added["params"]) if _is_muons(weight)]
-
-    def step(self, closure: Any = None) -> Any:
-        """One step of both."""
-        if closure is not None:
-            raise ValueError("Muon takes no closure: it computes no loss")
-        for optimizer in self._shares():
-            optimizer.state = self.state
-            optimizer.step()
-
-    def _shares(self) -> Iterator[torch.optim.Optimizer]:
-        muons, adamws = [], []
-        for group in self.param_groups:
-            own = set(group[MATRICES])
-            muons.append(_share(group, own, "lr", "weight_decay", "momentum"))
-            rest = set(range(len(group["params"]))) - own
-            adamws.append(_share(group, rest, "lr", "weight_decay", "betas", "eps"))
-        if muons := [group for group in muons if group["params"]]:
-            yield torch.optim.Muon(muons, adjust_lr_fn="match_rms_adamw")
-        if adamws := [group for group in adamws if group["params"]]:
-            yield torch.optim.AdamW(adamws, foreach=True)
+    def matrix_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Makes torch's Muon, as large as AdamW."""
+        return torch.optim.Muon(groups, adjust_lr_fn="match_rms_adamw")
 
 
 def _share(group: dict[str, Any], positions: set[int], *numbers: str) -> dict[str, Any]:
     """The parameters of a group at these positions, with the numbers that their optimizer knows."""
     parameters = [weight for at, weight in enumerate(group["params"]) if at in positions]
     return {"params": parameters, **{name: group[name] for name in numbers}}
-
-
-def _is_muons(weight: torch.Tensor) -> bool:
-    return weight.dim() == 2 and not getattr(weight, _BY_ADAMW, False)
 
 
 def leave_to_adamw(model: torch.nn.Module) -> None:
