@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 import snugfit
 from made_up import EVIL, job
@@ -21,8 +22,10 @@ from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.job.model import Model
 from snugfit.planning.plan import Change, Choice, Counts, Exclusion, Plan, Reason, Start
+from snugfit.prediction.profile import REHEARSED_ON
 from snugfit.report.plan.plan import render
 from snugfit.report.text.terminal import as_text
+from snugfit.techniques import roster
 from snugfit.units import GIB
 from test_gpus_command import made_up as plans_for_gpus
 from test_lengths_command import made_up as of_lengths
@@ -72,6 +75,11 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
 
     monkeypatch.setattr("snugfit.planning.search.search.plan", search)
     return questions
+
+
+def test_a_plan_is_remembered_for_the_packages_that_its_techniques_need() -> None:
+    needed = {Requirement(text).name for technique in roster.techniques() for text in technique.needs}
+    assert needed <= set(REHEARSED_ON)
 
 
 def test_the_answer_comes_first_and_nothing_is_markup(capsys: pytest.CaptureFixture[str]) -> None:

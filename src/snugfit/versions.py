@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 CORE = ("torch", "transformers", "accelerate", "safetensors", "numpy", "psutil", "nvidia-ml-py")
 """What snugfit cannot do without, in the order in which it is shown."""
 
-OPTIONAL = ("bitsandbytes", "peft", "triton", "liger-kernel", "datasets")
+OPTIONAL = ("bitsandbytes", "peft", "triton", "liger-kernel", "deepspeed", "datasets")
 """What takes part when it is there."""
 
 

@@ -19,6 +19,11 @@ from snugfit.versions import __version__, version_of
 
 INSTALLED = "installed"
 
+REHEARSED_ON = (
+    "torch", "transformers", "accelerate", "peft", "bitsandbytes", "triton", "liger-kernel", "deepspeed",
+)  # fmt: skip
+"""Packages on which a prediction may depend: a plan that was made without one is no plan with it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
@@ -79,7 +84,6 @@ def find_software(name: str) -> Software:
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of the packages that a rehearsal runs on."""
-    packages = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
-    installed = {package: version for package in packages if (version := version_of(package))}
+    """Versions of those of `REHEARSED_ON` that are installed, and of snugfit."""
+    installed = {package: version for package in REHEARSED_ON if (version := version_of(package))}
     return {"snugfit": __version__, **installed}
