@@ -109,7 +109,7 @@ class ModernRow:
 
 @dataclass(frozen=True, kw_only=True)
 class LargeModelRow:
-    """A large model without DeepSpeed, predicted."""
+    """A large model with DeepSpeed or without, predicted."""
 
     name: str
     """Model and way of training."""

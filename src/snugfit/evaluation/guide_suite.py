@@ -104,7 +104,7 @@ class WithoutFigure:
 
 @dataclass(frozen=True, kw_only=True)
 class LargeModel:
-    """A model for which the guide turns to DeepSpeed, and a recipe of today that needs none."""
+    """A model for which the guide turns to DeepSpeed, and a recipe with it or of today without."""
 
     name: str
     """Model and way of training."""
@@ -115,7 +115,7 @@ class LargeModel:
     recipe: str
     """In the notation of recipes."""
     why: str
-    """Why nothing has to be offloaded."""
+    """What is offloaded, or why nothing has to be."""
 
 
 @dataclass(frozen=True, kw_only=True)

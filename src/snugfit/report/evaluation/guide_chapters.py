@@ -27,5 +27,6 @@ def without_figures_grid(result: GuideResult) -> Grid:
         title="What the guide names and gives no figure of",
         heads=("Named", "Here", "The guide", "Today", "Recipes today<"),
         rows=rows,
-        note="What is predicted is one of the experiments above. No figure is made up for the rest.",
+        note="What is predicted is one of the experiments above, or with --modern a large model. No figure "
+        "is made up for the rest.",
     )
