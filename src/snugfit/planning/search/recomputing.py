@@ -63,8 +63,8 @@ HALF_TYPES = {"bfloat16", "float16"}
 """Of autocast: kernels of the same shapes, of which float16's step runs those of a scaler besides."""
 
 ROUNDING = 0.001
-"""Of what its twin takes, how much less a kind may take that was held to be no better: a sum of seconds in
-another order, an allocation of a few bytes."""
+"""Of its bound, or of what its twin takes, how much less a kind may take that was held to it: a sum of
+seconds in another order, an allocation of a few bytes, gradients on other few layers."""
 
 PEAK_SHARE = 0.01
 """Of the bytes of recomputing each layer, how much less recomputing some may take, and a kind than its twin:
@@ -132,7 +132,7 @@ class RecomputingKinds:
             for number, least in asked.items()
             if self._is_known(number)
         ]
-        if any(_is_below(*two) for two in least_known):
+        if any(_is_below(*two, ROUNDING) for two in least_known):
             return [*asked, *self.screen(lambda number, least: True)]
         if asked and self._twins_mislead():
             self._no_better.clear()
