@@ -210,6 +210,13 @@ def test_the_guide_s_table_has_it_with_the_weights_that_it_is_for() -> None:
     assert parts == pytest.approx((2, 2, 4), rel=0.01)
 
 
+def test_nothing_is_said_of_lost_updates() -> None:
+    job = small_job("bert", 2)
+    lost = [list(Recipe.parse(recipe).lost_updates(job)) for recipe in ("bf16_pure", RECIPE)]
+    assert "adamw_stochastic" in lost[0][0]
+    assert not lost[1]
+
+
 @pytest.mark.parametrize("recipe", ["adamw_stochastic", "bf16 + adamw_stochastic", "lora + bf16_stochastic"])
 def test_weights_of_32_bits_are_refused(recipe: str) -> None:
     with pytest.raises(RecipeError, match=r"weights that train are float32.*bf16_pure"):

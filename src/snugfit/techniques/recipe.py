@@ -132,12 +132,15 @@ class Recipe:
         yield from self.lost_updates(job)
 
     def lost_updates(self, job: Job) -> Iterator[str]:
-        """What training weights of 16 bits loses; nothing where none train."""
+        """What training weights of 16 bits loses; nothing where none train, or where nothing is lost."""
+        if any(technique.keeps_small_updates for technique in self):
+            return
         if job.trains and (below := LOST_BELOW.get(dtype := self.setup().trained_dtype(job))):
             yield (
                 f"All weights train in {dtype}, so an update below about {below} of a weight is lost in "
                 "rounding, and training with small learning rates stalls. Try 'bf16' with dtype float32, "
-                "which updates 32-bit weights, or adapters ('lora'), which are fp32."
+                "which updates 32-bit weights, adapters ('lora'), which are fp32, or 'adamw_stochastic', "
+                "which rounds weights of bfloat16 by chance."
             )
 
 

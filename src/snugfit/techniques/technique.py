@@ -92,6 +92,9 @@ class Technique(ABC):
     counterparts: ClassVar[tuple[Counterpart, ...]] = ()
     """transformers' arguments that mean this; the first without a note is what an export writes."""
 
+    keeps_small_updates: ClassVar[bool] = False
+    """Whether updates that rounding to the nearest would lose move weights of 16 bits all the same."""
+
     last_resort: ClassVar[str] = ""
     """As a recipe says it, where no plan looks for it unless it is named, and a step that does not fit
     otherwise may fit with it; empty elsewhere."""

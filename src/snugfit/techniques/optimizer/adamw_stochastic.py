@@ -24,6 +24,7 @@ class AdamWStochastic(Technique):
     """AdamW for bfloat16 weights that rounds up or down by chance, so that small updates are not lost."""
 
     fidelity: ClassVar = Fidelity.ROUNDS
+    keeps_small_updates: ClassVar = True
     source: ClassVar = (
         "Zamirai et al., arXiv 2010.06192; torch.optim.AdamW(fused=True) on copies in 32 bits. torchao's "
         "_AdamW(bf16_stochastic_round=True) rounds the weights so, and its moments to the nearest"
