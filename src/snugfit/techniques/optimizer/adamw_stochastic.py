@@ -46,6 +46,10 @@ class AdamWStochastic(Technique):
                 "'adamw_fused'."
             )
 
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """Its kernels' rates are those of others."""
+        yield "the seconds of its update were measured on no GPU: they follow from the bytes it moves."
+
     @classmethod
     def planning_objection(cls, job: Job) -> str:
         """It is as small as AdamW over the same weights, and slower; what it learns is not predicted."""
