@@ -13,6 +13,9 @@ import torch
 
 from aligned import Event
 
+WRAPPER = "PythonSubclass"
+"""What the profiler calls the Python code of a wrapper around tensors."""
+
 LEAST = 512
 """Bytes below which a block is not compared."""
 
@@ -20,6 +23,7 @@ ONEDNN = "oneDNN computes in another layout or wider than it stores, and convert
 BLAS = "the CPU's matrix products copy operands whose strides they do not take, other strides than CUDA's"
 PER_THREAD = "the CPU's kernel keeps a buffer for each of its threads"
 CAST = "the CPU's element-wise kernels read one dtype only, and convert the other operand; CUDA's read both"
+SUMS = "the CPU sums half precision that does not lie in order in fp32, and converts before and after"
 COMPOSED = "on a CPU bitsandbytes composes torch's operators of what is one kernel on a GPU"
 SCRATCH = {
     ("aten::mm", "aten::mm"): ONEDNN,
@@ -29,6 +33,8 @@ SCRATCH = {
     ("aten::addmm", "aten::clone"): BLAS,
     ("aten::addmm_", "aten::clone"): BLAS,
     ("aten::bmm", "aten::clone"): BLAS,
+    ("autograd::engine::evaluate_function: AddBackward0/aten::sum", "aten::_to_copy"): SUMS,
+    ("aten::sum", "aten::empty"): SUMS,
     ("aten::mean", ""): "the CPU sums half precision in fp32 and converts before and after",
     ("aten::mkldnn_convolution", ""): ONEDNN,
     ("aten::_convolution", ""): ONEDNN,
@@ -56,10 +62,13 @@ SCRATCH = {
     ("aten::baddbmm", "aten::baddbmm"): ONEDNN,
     ("aten::baddbmm", "aten::clone"): BLAS,
     ("aten::addmm_", ""): "oneDNN packs a transposed operand of 16 bits",
+    ("aten::_scaled_mm", ""): "the CPU multiplies 8-bit floats in fp32, and scales afterwards",
+    ("aten::mul_", ""): CAST,
+    ("aten::copy_", "aten::empty"): "the CPU transposes in tiles of 60 x 60",
     ("aten::sort", "aten::arange"): "the CPU sorts positions beside values; CUDA's sort writes them itself",
 }
 """Scratch of CPU kernels that a trace does not hold: born and dead inside one call of the first operator, and
-allocated by the second where it is named."""
+allocated by the second where it is named. `a/b` is an operator `a` that calls `b` itself."""
 
 HOST_TABLES = 2048
 """bitsandbytes' two tables of 256 numbers: it makes them on the host, before they go where the states are;
@@ -79,8 +88,20 @@ def compared(events: Sequence[Event]) -> list[Event]:
         for event in events
         if abs(event.nbytes) >= LEAST
         and not any(
-            outer in event.inside and (not inner or inner in event.operators[-3:]) for outer, inner in SCRATCH
+            _is_inside(event, outer) and (not inner or inner in event.operators[-3:])
+            for outer, inner in SCRATCH
         )
         and not IN_ANOTHER_ORDER.keys() & {*event.operators}
         and not (abs(event.nbytes) == generator and not (event.operators or ("",))[-1].startswith("aten::"))
     ]
+
+
+def _is_inside(event: Event, operators: str) -> bool:
+    """Whether it is born and dead in one call of the first of these operators, each of which calls the next:
+    by the CPU's own code, and not that of a wrapper around tensors, which calls operators itself."""
+    first, *others = operators.split("/")
+    if first not in event.inside:
+        return False
+    at = event.operators.index(first)
+    called = event.operators[at + 1 : at + 1 + len(others)]
+    return list(called) == others and WRAPPER not in event.operators[at:]

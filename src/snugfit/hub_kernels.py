@@ -4,6 +4,9 @@ bitsandbytes 0.50 does so on CPUs with AVX512-BF16 when the package `kernels` is
 products of inference), and logs a warning when it is not; peft imports bitsandbytes, and
 accelerate and the HF Trainer import peft.
 Predicting runs no code from the hub and opens no socket, so during such an import `kernels` cannot be found.
+
+peft also imports torchao where it is installed, which logs what kernels for other GPUs it lacks and has torch
+log what torch will change. Nobody can act on these lines, so they are left out.
 """
 
 from __future__ import annotations
@@ -18,19 +21,40 @@ from importlib.util import find_spec
 
 @contextlib.contextmanager
 def no_hub_kernels() -> Iterator[None]:
-    """Within it, `import kernels` fails; bitsandbytes' warning that it did is not logged."""
-    logger = logging.getLogger("bitsandbytes")
-    level, absent = logger.level, object()
+    """Within it, `import kernels` fails; warnings that it did are not logged."""
+    absent = object()
     before: object = sys.modules.get("kernels", absent)
     sys.modules["kernels"] = None  # type: ignore[assignment]
-    logger.setLevel(logging.ERROR)
     try:
-        yield
+        with _only_errors():
+            yield
     finally:
-        logger.setLevel(level)
         del sys.modules["kernels"]
         if before is not absent:
             sys.modules["kernels"] = before  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def _only_errors() -> Iterator[None]:
+    """Within it, these libraries log nothing less."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, _TALKATIVE)}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
+
+
+_TALKATIVE = ("bitsandbytes", "torchao", "torch.utils._pytree")
+
+
+def import_torchao() -> None:
+    """Imports torchao's 8-bit floats, where torchao is installed."""
+    if find_spec("torchao") is not None:
+        with _only_errors():
+            importlib.import_module("torchao.float8")
 
 
 def import_peft() -> None:

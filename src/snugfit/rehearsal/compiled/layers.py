@@ -29,6 +29,7 @@ from snugfit.errors import RehearsalError
 from snugfit.rehearsal.compiled.lowering import joint_passes_on_the_cpu, lower
 from snugfit.rehearsal.compiled.program import load
 from snugfit.rehearsal.device.autocast import SWITCH
+from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.step import compiling
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ NOT_COMPILED = (
     "'compiled' out of the recipe, or measure it with snugfit measure."
 )
 
+
+_ASKED_IN_PYTHON = ("tensor", "is_autocast_enabled", "get_autocast_gpu_dtype")
+"""Functions of torch that are other ones during a rehearsal."""
 
 _HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_forward_hooks_always_called")
 
@@ -70,7 +74,7 @@ class Compiler:
         self._policy, self._recorder, self._callback = policy, recorder, eager_callback
         self._run = 0
         self._own = {name: getattr(torch.Tensor, name) for name in ("item", "tolist", "numpy", "__format__")}
-        self._functions = {name: getattr(torch, name) for name in ("tensor", "is_autocast_enabled")}
+        self._functions = {name: getattr(torch, name) for name in _ASKED_IN_PYTHON}
 
     def compiled_function(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """This layer's forward pass, compiled."""
@@ -105,11 +109,28 @@ class Compiler:
                 torch.compiler.set_stance("default"),
                 patch.multiple(torch.Tensor, **self._own),
                 patch.multiple(torch, **self._functions),
+                self._autocast_of_cuda(),
             ):
                 yield
         finally:
             for one, was in zip(hooks, before, strict=True):
                 one.update(was)
+
+    @contextlib.contextmanager
+    def _autocast_of_cuda(self) -> Iterator[None]:
+        """Within it, code that asks whether CUDA's autocast is on is told what is on. It casts nothing
+        itself: no tensor here is CUDA's."""
+        import torch
+
+        on, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        if isinstance(self._policy, CudaPolicy):
+            torch.set_autocast_enabled("cuda", torch.is_autocast_enabled(SWITCH))
+            torch.set_autocast_dtype("cuda", torch.get_autocast_dtype(SWITCH))
+        try:
+            yield
+        finally:
+            torch.set_autocast_enabled("cuda", on)
+            torch.set_autocast_dtype("cuda", dtype)
 
     def compiled_graph(self, graph: Any, inputs: Sequence[Any]) -> Any:
         """What runs a graph that Dynamo traced, from memory where this process has made it before."""

@@ -74,6 +74,7 @@ def bindings(
         patch.object(torch, "clear_autocast_cache", clear_both),
         patch.object(torch.autocast, "__init__", on_the_switch),
         patch.object(torch, "is_autocast_enabled", is_on),
+        patch.object(torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype(SWITCH)),
     ):
         _look_for(replaced.keys())
         _rebind(replaced)

@@ -175,12 +175,14 @@ class CudaPolicy(Policy):
         return cuda_scratch(operator, arguments, out, gpu)
 
     def workspaces(self, operator: str, arguments: Sequence[Any] = ()) -> tuple[Buffer, ...]:
-        """That of cuBLAS, and of cuBLASLt for products with a bias. What is added to a matrix is none
-        (`isInputCompliesAddmmCudaLt`, `native/cuda/Blas.cpp`); without arguments it is taken for one."""
+        """That of cuBLAS, and of cuBLASLt for products with a bias or in 8-bit floats. What is added to a
+        matrix is none (`isInputCompliesAddmmCudaLt`, `native/cuda/Blas.cpp`); without arguments it is taken
+        for one."""
         if operator not in _GEMMS:
             return ()
         cublas = Buffer("cuBLAS workspace", 33_554_432 if self.capability >= (9, 0) else 8_519_680)
-        if operator == "aten::addmm" and not (arguments and _is_matrix(arguments[0])):
+        with_bias = operator == "aten::addmm" and not (arguments and _is_matrix(arguments[0]))
+        if with_bias or operator == "aten::_scaled_mm":
             return (cublas, Buffer("cuBLASLt workspace", 1_048_576))
         return (cublas,)
 

@@ -15,6 +15,8 @@ On every device, because dispatch sees one operator where torch composes several
   `native/SoftMax.cpp` and `native/cuda/SoftMax.cu`);
 - losses that end in one number hold all elements (`native/Loss.cpp`, `native/BinaryOps.cpp`);
 - embedding flattens its indices (`indexing.py`);
+- the largest element of all is looked for in a contiguous copy of what is none (`max`,
+  `native/ReduceAllOps.cpp`);
 - the backward pass of CTC has a table of its own beside forward's (`native/LossCTC.cpp`).
 
 On CUDA besides:
@@ -114,6 +116,10 @@ def _contiguous(operand: Any) -> Scratch:
     return nest(Buffer("contiguous input", _nbytes(operand)), during=(OUTPUTS,))
 
 
+def _max_of_all(arguments: Sequence[Any], out: Any) -> Scratch:
+    return (OUTPUTS, *_contiguous_copy(arguments[0])) if out.__class__ is not tuple else ()
+
+
 def _ctc_backward(arguments: Sequence[Any], out: Any) -> Scratch:
     return (OUTPUTS, *nest(Buffer("log beta", _nbytes(arguments[6]))))
 
@@ -126,7 +132,7 @@ def _log_softmax_backward(arguments: Sequence[Any], out: Any) -> Scratch:
 def _contiguous_copy(operand: Any) -> Scratch:
     if operand.is_contiguous():
         return ()
-    return nest(Buffer("contiguous gradient", _nbytes(operand)))
+    return nest(Buffer("contiguous copy", _nbytes(operand)))
 
 
 NORM_CHUNK = 65_536
@@ -160,6 +166,17 @@ def _sum(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
         return partial
     converted = _operand_copy(arguments, out)
     return (*converted[:2], *partial, *converted[2:])
+
+
+def _max(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
+    if out.__class__ is tuple:  # with the places of the largest along a dimension
+        return ()
+    copied = _max_of_all(arguments, out)
+    return (*copied[:2], *reductions.partial(arguments[0], (), out, gpu), *copied[2:])
+
+
+def _amax(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
+    return reductions.partial(arguments[0], reductions.dimensions(arguments[1:]), out, gpu)
 
 
 def _norm(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
@@ -226,6 +243,8 @@ _CUDA: dict[str, Callable[[Sequence[Any], Any, GpuSize], Scratch]] = {
     "aten::sum": _sum,
     "aten::mean": _sum,
     "aten::linalg_vector_norm": _norm,
+    "aten::max": _max,
+    "aten::amax": _amax,
     "aten::_softmax_backward_data": _softmax_backward,
     "aten::_scaled_dot_product_cudnn_attention": _cudnn_forward,
     "aten::_scaled_dot_product_cudnn_attention_backward": _fused_attention_backward,
@@ -262,6 +281,7 @@ _COMPOSED: dict[str, Callable[[Sequence[Any], Any], Scratch]] = {
     "aten::native_layer_norm": _layer_norm,
     "aten::native_layer_norm_backward": _layer_norm_backward,
     "aten::embedding": indexing.embedding,
+    "aten::max": _max_of_all,
     "aten::_ctc_loss_backward": _ctc_backward,
     "aten::_log_softmax_backward_data": _log_softmax_backward,
 }

@@ -136,6 +136,11 @@ def addmm_in_place(*operands: Any, out: torch.Tensor, **_: Any) -> torch.Tensor:
     return out
 
 
+def scaled_mm_in_place(*operands: Any, out: torch.Tensor, **settings: Any) -> torch.Tensor:
+    """A product of 8-bit floats that a compiled program has a place for: `meta` has none of these."""
+    return out
+
+
 SHAPE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._grouped_mm.default: grouped_mm,
     torch.ops.aten._fused_rms_norm.default: fused_rms_norm,
@@ -152,6 +157,7 @@ SHAPE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.convolution_backward.default: convolution_backward,
     torch.ops.aten.addmm.dtype: addmm_in,
     torch.ops.aten.addmm.dtype_out: addmm_in_place,
+    torch.ops.aten._scaled_mm.out: scaled_mm_in_place,
     torch.ops.aten._cudnn_rnn.default: cudnn_rnn,
     torch.ops.aten._cudnn_rnn_backward.default: cudnn_rnn_backward,
 }

@@ -31,6 +31,7 @@ _CONTRACTING = (
     "addmm",
     "baddbmm",
     "grouped_mm",
+    "scaled_mm",
     "cudnn_rnn",
     "cudnn_rnn_backward",
     "addmv",

@@ -15,6 +15,7 @@ The garbage collector is off during a rehearsal: cycles would otherwise be freed
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -231,6 +232,8 @@ class Recorder(TorchDispatchMode, Observer):
     ) -> Any:
         kwargs = kwargs or {}
         operator = SHAPE_CACHE.operator(func)
+        if operator.is_composite or (types and any(map(_holds_tensors, types))):
+            return self._hand_on(func, types, args, kwargs)
         if operator.is_view:  # every second operator: no kernel, and an allocation at most
             out = func(*args, **kwargs)
             self._memory.add_outputs(operator.name, out)
@@ -270,6 +273,18 @@ class Recorder(TorchDispatchMode, Observer):
         elif not shaped:
             self._shadows.follow(operator, args, kwargs, out)
         return out
+
+    def _hand_on(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Leaves an operator on wrappers around tensors to the wrappers: those that they run on what they
+        hold come here. They run below autograd, which elsewhere takes operators apart that only call others;
+        so that is done here."""
+        if any(map(_holds_tensors, types)):
+            return NotImplemented
+        super().__enter__()  # type: ignore[no-untyped-call]
+        try:
+            return func.decompose(*args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _write_down(
         self,
@@ -411,6 +426,12 @@ class Recorder(TorchDispatchMode, Observer):
 
     def _mark(self, kind: MarkKind) -> None:
         self._marks.append(Mark(len(self._memory.events), self._step, self._phase, kind))
+
+
+@functools.cache
+def _holds_tensors(kind: type[Any]) -> bool:
+    """Whether tensors of this class are wrappers around others (`torch.Tensor._make_wrapper_subclass`)."""
+    return hasattr(kind, "__tensor_flatten__")
 
 
 def _last_steps_differ(blocks: Sequence[Block], steps: int) -> bool:

@@ -64,6 +64,7 @@ class Operator:
         "calls",
         "effect",
         "func",
+        "is_composite",
         "is_product",
         "is_view",
         "name",
@@ -75,6 +76,7 @@ class Operator:
         self.func = func
         self.name: str = func._schema.name
         self.is_view: bool = func.is_view
+        self.is_composite = _is_composite(func)
         self.is_product = self.name in PRODUCTS
         self.aliasing = _aliasing(func)
         self.shape_function = SHAPE_FUNCTIONS.get(func)
@@ -221,6 +223,12 @@ def _aliasing(func: Any) -> str:
     if only_first and returned == [True] and str(schema.returns[0].type) == "Tensor":
         return "in place"
     return "other"
+
+
+def _is_composite(func: Any) -> bool:
+    """Whether it only calls other operators, on every device."""
+    keys, has_kernel = torch._C.DispatchKey, torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(func.name(), keys.CompositeImplicitAutograd) and not has_kernel(func.name(), keys.CPU)
 
 
 _PLAIN = frozenset(

@@ -70,7 +70,7 @@ TRITON = "triton::"
 WITH_BIAS = frozenset({"aten::addmm", "aten::baddbmm", "aten::addmm_", "aten::baddbmm_"})
 """Products whose first operand is added."""
 
-MATRIX_PRODUCTS = WITH_BIAS | {"aten::mm", "aten::bmm", "aten::_grouped_mm"}
+MATRIX_PRODUCTS = WITH_BIAS | {"aten::mm", "aten::bmm", "aten::_grouped_mm", "aten::_scaled_mm"}
 
 CASTS, STRIDED, TRANSPOSED, WITH_DROPOUT = "casts", "strided", "transposed", "with dropout"
 """The values that `Kernel.layout` may have."""
@@ -166,7 +166,7 @@ class Kernel(NamedTuple):
     @property
     def itemsize(self) -> int:
         """Bytes of an element of the first input, if it is a number that products know."""
-        return 2 if "16" in self.dtype else 4
+        return 1 if "float8" in self.dtype else 2 if "16" in self.dtype else 4
 
 
 class Work(NamedTuple):
