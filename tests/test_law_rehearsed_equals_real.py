@@ -300,6 +300,7 @@ def test_a_real_step_allocates_what_its_trace_says(family: str, index: int) -> N
     hold_to_reports(job(family), mixed(family, index))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("family", FAMILIES)
 def test_and_so_does_what_goes_with_nothing_else(family: str) -> None:
     for recipe in left_over(family):

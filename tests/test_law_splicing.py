@@ -43,8 +43,9 @@ REFUSED = [
     {"liger", "compiled"},
     *(
         {"adamw_stochastic", other}
-        for other in ("as_loaded", "bf16", "fp16", "fp32", "lora", FURTHER[0], "qlora")
+        for other in ("as_loaded", "bf16", "fp16", "fp8", "fp32", "lora", FURTHER[0], "qlora")
     ),
+    *({"fp8", other} for other in ("lora", FURTHER[0], "qlora", "selective(products)")),
 ]
 """Pairs that no recipe may have."""
 

@@ -230,6 +230,8 @@ def _trainer_arguments(job: Job, recipe: Recipe, to: str) -> dict[str, Any]:
         raise _refusal(to, recipe[Slot.KERNELS], why)
     if recipe.setup().compile is not None and to != "trl":
         raise _refusal(to, recipe[Slot.ENGINE], f"{to} compiles the whole model or nothing (torch_compile)")
+    if recipe.setup().float8 is not None and to != "trl":
+        raise _refusal(to, recipe[Slot.PRECISION], f"{to} chooses other layers for products in 8 bits (fp8)")
     return {key.replace(new, old) if key.startswith(new) else key: value for key, value in arguments.items()}
 
 

@@ -2,9 +2,10 @@
 
 Found are the call of `TrainingArguments` or TRL's `SFTConfig` (or, where there is none, of `Accelerator`), of
 `from_pretrained` or `from_config` on one of transformers' auto classes, of peft's `LoraConfig`, unsloth's two
-calls, and what compiles the model or, in a loop, its layers. An argument is known when it is a literal, a
-dtype of torch, or a name that the script gives such a value exactly once; `**name` of a dict works likewise,
-as the guide has it. What is computed while the script runs stays unknown, and is reported as such.
+calls, what compiles the model or, in a loop, its layers, and torchao's call that converts them. An argument
+is known when it is a literal, a dtype of torch, or a name that the script gives such a value exactly once;
+`**name` of a dict works likewise, as the guide has it. What is computed while the script runs stays unknown,
+and is reported as such.
 """
 
 from __future__ import annotations
@@ -93,7 +94,13 @@ def read_script(text: str, where: str) -> tuple[str, dict[str, Any]]:
             inner = reader.call(call)
             arguments |= {f"lora.{key}": value for key, value in inner.items()} or {"lora.task_type": None}
     casts = {"adapters_dtype": "float32"} if is_sft and any(map(_casts_to_float32, ast.walk(tree))) else {}
-    return kind, {**arguments, **reader.widening(calls), **casts, **_compiles(tree, calls)}
+    return kind, {
+        **arguments,
+        **reader.widening(calls),
+        **casts,
+        **_compiles(tree, calls),
+        **_converts(calls),
+    }
 
 
 class _CallReader:
@@ -212,6 +219,15 @@ def _compiles(tree: ast.Module, calls: list[ast.Call]) -> dict[str, Any]:
     if owners & (loops - {""}):
         return {"layers.compile": True}
     return {"torch_compile": True} if owners & {"torch", "model"} else {}
+
+
+def _converts(calls: list[ast.Call]) -> dict[str, Any]:
+    """Torchao's recipe, where the script has it compute linear layers in 8-bit floats."""
+    if not any(_name(call) == "convert_to_float8_training" for call in calls):
+        return {}
+    named = [call.args[0] for call in calls if _name(call) == "from_recipe_name" and call.args]
+    known = next((name.value for name in named if isinstance(name, ast.Constant)), None)
+    return {"layers.float8": "tensorwise" if not named else known or Unknown(ast.unparse(named[0]))}
 
 
 def _config_dtype(from_config: ast.Call, calls: list[ast.Call]) -> dict[str, Any]:

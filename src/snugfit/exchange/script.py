@@ -63,6 +63,7 @@ def script_values(
         "adapting": (),
         "preparing": (),
         "kernels": (),
+        "converting": (),
         "compiling": (),
         "checkpointing": (),
         **wishes,

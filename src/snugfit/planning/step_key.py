@@ -47,6 +47,7 @@ TOUCHES: Mapping[str, tuple[str, ...]] = {
     "quantize": ("passes", "update"),
     "adapt": ("passes", "update"),
     "kernels": ("passes",),
+    "float8": ("passes",),
     "logits": ("passes",),
     "checkpoint": ("passes",),
     "compile": ("passes",),

@@ -18,10 +18,11 @@ operator).
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from snugfit.prediction.rates import ALIGNMENT, PRECISIONS, MatmulRate, Rates
+from snugfit.prediction.rates import ALIGNMENT, FP8, PRECISIONS, MatmulRate, Rates
 from snugfit.rehearsal.trace.trace import (
     AWAIT_COPY,
     BY_HOST,
@@ -129,8 +130,10 @@ class KernelClock:
         return self.rates.bandwidth, self.rates.start
 
     def _rate(self, dtype: str) -> MatmulRate:
-        precision = PRECISIONS.get(dtype, "fp32")
-        return self.rates.products.get(precision) or self.rates.products["fp32"]
+        products, precision = self.rates.products, PRECISIONS.get(dtype, "fp32")
+        if precision == FP8 and FP8 not in products and "bf16" in products:
+            return replace(products["bf16"], flops=2 * products["bf16"].flops)  # a calibration of before
+        return products.get(precision) or products["fp32"]
 
     def _matmul(self, kernel: Kernel) -> float:
         rate = self._rate(kernel.dtype)

@@ -23,8 +23,18 @@ from snugfit.documents import decode_fields
 from snugfit.errors import GpuError
 from snugfit.job.gpu import Gpu, find_gpu
 
-PRECISIONS = {"torch.float32": "fp32", "tf32": "tf32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
-"""A kernel's dtype, and the data sheet's name for what computes it."""
+FP8 = "fp8"
+
+PRECISIONS = {
+    "torch.float32": "fp32",
+    "tf32": "tf32",
+    "torch.bfloat16": "bf16",
+    "torch.float16": "fp16",
+    "torch.float8_e4m3fn": FP8,
+    "torch.float8_e5m2": FP8,
+}
+"""A kernel's dtype, and the data sheet's name for what computes it. The reference's products in 8-bit floats
+were not measured: they reach the share of its data sheet that those in bfloat16 reach."""
 
 REFERENCE = "H200-SXM"
 """The GPU whose achieved shares are taken for those that were never measured."""
@@ -179,7 +189,7 @@ class Rates:
     """How many streaming multiprocessors work at a time."""
 
     products: Mapping[str, MatmulRate]
-    """Matrix products by precision: `fp32 tf32 bf16 fp16`, as many as the GPU has."""
+    """Matrix products by precision: `fp32 tf32 bf16 fp16 fp8`, as many as the GPU has."""
 
     attention: Mapping[str, tuple[float, float]]
     """By kernel (`cudnn flash efficient`, each also `... backward`): FLOPs per second, seconds to start.

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError, UsageError
 from snugfit.step.wishes.batching import ExpandableSegmentsHandler, LoaderHandler, MicroBatchesHandler
+from snugfit.step.wishes.float8 import Float8Handler
 from snugfit.step.wishes.handler import Handler
 from snugfit.step.wishes.model import (
     ActivationOffloadHandler,
@@ -53,6 +54,7 @@ HANDLERS: tuple[Handler, ...] = (
     QuantizeHandler(),
     AdaptHandler(),
     KernelsHandler(),
+    Float8Handler(),
     LogitsHandler(),
     CompileHandler(),  # what is compiled is recomputed
     CheckpointHandler(),

@@ -45,17 +45,21 @@ def compile_layers(model: torch.nn.Module) -> None:
 
 def compile_lines(job: Job) -> tuple[str, ...]:
     """Python that compiles the same layers of this job's `model`, for scripts that run without snugfit."""
+    return (
+        "model.config.use_cache = False  # layers that fill a cache would each get a program of its own",
+        "for layer in model.modules():",
+        f"    if type(layer).__name__ in {layer_names(job)!r}:",
+        "        layer.compile()",
+    )
+
+
+def layer_names(job: Job) -> tuple[str, ...]:
+    """The classes of the repeated layers of this job's model, by name."""
     import torch
 
     with torch.device("meta"):
         model = instantiate(job, dtype="float32", attention="sdpa")
-    names = sorted({type(layer).__name__ for layers in layer_stacks(model) for layer in layers})
-    return (
-        "model.config.use_cache = False  # layers that fill a cache would each get a program of its own",
-        "for layer in model.modules():",
-        f"    if type(layer).__name__ in {tuple(names)!r}:",
-        "        layer.compile()",
-    )
+    return tuple(sorted({type(layer).__name__ for layers in layer_stacks(model) for layer in layers}))
 
 
 def compiled_function(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -129,6 +129,18 @@ LOGITS_BYTES = 256 << 20
 what is needed beside them such logits take about a GiB."""
 
 
+FLOAT8_MULTIPLE = 16
+"""Of which both sizes of a matrix in 8-bit floats must be one (`native/cuda/ScaledBlas.cpp`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8Wish:
+    """Products of linear layers in 8-bit floats."""
+
+    recipe: str = "tensorwise"
+    """What shares one scale, by torchao's name of the recipe: all of a matrix, or each of its rows."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LogitsWish:
     """Logits that exist for some tokens at a time, with their loss and its gradient."""
@@ -211,6 +223,10 @@ class Setup:
     kernels: Call | None = None
     """checkpoint: `kernels(model, **arguments)` has modules of the model compute with other kernels; None
     leaves them as they are."""
+
+    float8: Float8Wish | None = None
+    """checkpoint: linear layers whose products are computed in 8-bit floats; None computes them in what they
+    are given."""
 
     logits: LogitsWish | None = None
     """checkpoint: of how many tokens a language model's logits exist at a time; None computes them whole."""

@@ -1,0 +1,132 @@
+"""The wish for products in 8-bit floats: linear layers that torchao computes (`torchao.float8`).
+
+Converted are the linear layers of the model's repeated layers, but for those whose weights do not train and
+those whose sizes are no multiple of 16, which the hardware asks for. The head stays as it is, as in
+torchtitan, and so does what lies around the layers. A converted layer has the same parameter under the same
+name, so optimizers and checkpoints know nothing of it.
+
+The inner dimension of a weight's gradient is the number of tokens. `pad_inner_dim` fills it up to a multiple
+of 16, as accelerate does by default; else a batch of another length would end a run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from snugfit.errors import RecipeError
+from snugfit.hub_kernels import import_torchao
+from snugfit.step.checkpointing import layer_stacks
+from snugfit.step.compiling import layer_names
+from snugfit.step.wishes.handler import Handler, LiveTraining, ScriptContext
+from snugfit.techniques.setup import FLOAT8_MULTIPLE
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.job.job import Job
+    from snugfit.techniques.setup import Float8Wish
+
+
+class Float8Handler(Handler):
+    """Linear layers whose products are computed in 8-bit floats."""
+
+    wish, slot = "float8", Slot.PRECISION
+
+    def import_code(self, value: Float8Wish | None) -> None:
+        """torchao is imported before anything is timed or overridden."""
+        if value is not None:
+            import_torchao()
+
+    def wrap(self, value: Float8Wish | None, model: Any) -> None:
+        """Linear layers are put in the place of others, around the same parameters."""
+        if value is not None:
+            convert(model, value)
+
+    def change(self, value: Float8Wish | None, live: LiveTraining) -> Iterator[str]:
+        """As when it is built; what was converted for another recipe is put back first."""
+        put_back(live.model)
+        self.wrap(value, live.model)
+        if value is not None:
+            yield f"products of linear layers are those of {live.technique(self.slot)}"
+
+    def script(self, value: Float8Wish | None, context: ScriptContext) -> dict[str, Any]:
+        """As a call of torchao's own function, on the layers of the same names."""
+        if value is None:
+            return {}
+        return {"converting": script_lines(value, context.job)}
+
+
+def convert(model: torch.nn.Module, wish: Float8Wish) -> None:
+    """Has torchao compute this model's linear layers. Raises `RecipeError` where it has none that may be."""
+    import_torchao()
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    chosen = {id(module): module for module in convertible(model)}
+    if not chosen:
+        raise RecipeError(
+            f"{type(model).__name__} has no linear layer that trains in a stack of layers that are alike, "
+            f"with sizes that are multiples of {FLOAT8_MULTIPLE}, so nothing would be computed in 8-bit "
+            "floats. Try 'bf16'."
+        )
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(wish.recipe), pad_inner_dim=True)
+    before = {name: module for name, module in model.named_modules() if id(module) in chosen}
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda one, name: id(one) in chosen)
+    for name, module in before.items():
+        converted = model.get_submodule(name)
+        converted.train(module.training)
+        _BEFORE[converted] = module
+
+
+def convertible(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The linear layers that may be converted: torch's own, whose weights train, of the repeated layers."""
+    import torch
+
+    for layers in layer_stacks(model):
+        for module in (one for layer in layers for one in layer.modules()):
+            if (
+                type(module) is torch.nn.Linear
+                and module.weight.requires_grad
+                and not any(size % FLOAT8_MULTIPLE for size in module.weight.shape)
+            ):
+                yield module
+
+
+def put_back(model: torch.nn.Module) -> None:
+    """Undoes it. What a user has converted stays converted."""
+    if "torchao" not in sys.modules:
+        return
+    for name, module in list(model.named_modules()):
+        if module in _BEFORE:
+            parent, _, own_name = name.rpartition(".")
+            setattr(model.get_submodule(parent), own_name, _BEFORE.pop(module))
+
+
+_BEFORE: WeakKeyDictionary[torch.nn.Module, torch.nn.Module] = WeakKeyDictionary()
+"""Layers that were converted, each with what stood in its place."""
+
+
+def script_lines(wish: Float8Wish, job: Job) -> tuple[str, ...]:
+    """Python that converts the same layers of this job's `model`, for scripts that run without snugfit."""
+    return (
+        "from dataclasses import replace",
+        "",
+        "from torchao.float8 import Float8LinearConfig, convert_to_float8_training",
+        "",
+        "chosen = {",
+        "    id(linear)",
+        "    for layer in model.modules()",
+        f"    if type(layer).__name__ in {layer_names(job)!r}",
+        "    for linear in layer.modules()",
+        "    if type(linear) is torch.nn.Linear",
+        f"    and not any(size % {FLOAT8_MULTIPLE} for size in linear.weight.shape)",
+        "}",
+        f'config = replace(Float8LinearConfig.from_recipe_name("{wish.recipe}"), pad_inner_dim=True)',
+        "convert_to_float8_training(",
+        "    model, config=config, module_filter_fn=lambda module, name: id(module) in chosen",
+        ")",
+    )

@@ -1,0 +1,137 @@
+"""Products of linear layers in 8-bit floats, by torchao; all else as with `bf16`.
+
+A product's two matrices are scaled so that their largest element is the largest that 8 bits hold, rounded to
+8 bits (e4m3: 3 bits of mantissa; gradients with `tensorwise` e5m2: 2), multiplied, and scaled back. All
+three products of a linear layer are: forward, the gradient of the input and that of the weight. From Ada
+Lovelace and Hopper on, tensor cores do that at twice the rate of 16 bits. `tensorwise` has one scale for a
+matrix, `rowwise` one for each row, which keeps more where few elements are large, and is slower: two of its
+three products are scaled afterwards by kernels of their own.
+
+The base is `bf16`: autocast, around weights as they are loaded. So it is with accelerate (and the Trainer
+over it) where `mixed_precision` is `fp8`, and what is not a linear layer of the repeated layers (embeddings,
+norms, attention, the head, the loss) is computed as without it. Weights stay in 16 or 32 bits, and so do
+gradients, optimizer states and what is saved for the backward pass: it spares no memory.
+
+Looking for the largest element, scaling and rounding are kernels of their own, which read and write each
+matrix about ten times over. Compiled (`compiled`) they become two; uncompiled they take longer than the
+faster products spare, unless matrices are very large. So torchao advises to compile.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from snugfit.job.build import instantiate
+from snugfit.techniques.counterpart import Counterpart
+from snugfit.techniques.setup import FLOAT8_MULTIPLE, Float8Wish, Setup
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.job.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8(Technique):
+    """Computes products of linear layers in 8-bit floats, and all else as bf16 does."""
+
+    fidelity: ClassVar = Fidelity.LEARNS
+    needs: ClassVar = ("torchao>=0.18",)
+    extra: ClassVar = "fp8"
+    least_capability: ClassVar = (8, 9)
+    source: ClassVar = "Micikevicius et al., arXiv 2209.05433; torchao.float8.convert_to_float8_training"
+    elsewhere: ClassVar = ("float8", "fp8_mixed")
+    counterparts: ClassVar = tuple(
+        Counterpart(arguments={"bf16": True, "fp16": False, "layers.float8": name}, settings={"recipe": name})
+        for name in ("tensorwise", "rowwise")
+    )
+
+    recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """What shares one scale: all of a matrix, or each of its rows."""
+
+    def install(self, setup: Setup) -> Setup:
+        """Autocast as with bf16, and linear layers converted."""
+        return replace(
+            setup,
+            weights_dtype=None,
+            autocast="bfloat16",
+            scale_gradients=False,
+            float8=Float8Wish(recipe=self.recipe),
+        )
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """Weights must train, and operators be what they are."""
+        setup = Setup()
+        for slot in (Slot.ADAPTERS, Slot.CHECKPOINTING, Slot.SHARDING):
+            setup = recipe[slot].install(setup)
+        if not job.trains:
+            yield "its products are simulated in training only. Try 'bf16'."
+        elif why := _lacks_layers(job):
+            yield f"{why}. Try 'bf16'."
+        if setup.adapt is not None:
+            yield (
+                f"{recipe[Slot.ADAPTERS]} freezes the linear layers, and torchao would compute gradients of "
+                "their weights all the same; the adapters are too thin to gain. Try 'bf16'."
+            )
+        if setup.checkpoint is not None and setup.checkpoint.keep:
+            yield (
+                f"{recipe[Slot.CHECKPOINTING]} knows products by their operators, and these have others. "
+                "Try 'every_layer'."
+            )
+        if setup.sharding is not None:
+            yield f"it is not simulated together with {recipe[Slot.SHARDING]}. Leave one of them out."
+
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """Its products' rates are those of data sheets."""
+        yield (
+            "the seconds of products in 8-bit floats were measured on no GPU: they take the rate of the data "
+            "sheet, and the share of it that products in bfloat16 reach."
+        )
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """What has no layers for it."""
+        return _lacks_layers(job)
+
+
+def _lacks_layers(job: Job) -> str:
+    """Why there is no linear layer to convert; empty where there may be one."""
+    module = job.model.module
+    if module is not None:
+        return _lacks_linear_layers(module)
+    key = f"{job.task} {json.dumps(job.model.config, sort_keys=True, default=str)}"
+    if key not in _ANSWERS:
+        import torch
+
+        with torch.device("meta"):
+            _ANSWERS[key] = _lacks_linear_layers(instantiate(job, dtype="float32", attention="eager"))
+    return _ANSWERS[key]
+
+
+_ANSWERS: dict[str, str] = {}
+"""By task and config: building a model without data takes up to a second."""
+
+
+def _lacks_linear_layers(model: torch.nn.Module) -> str:
+    """Layers that repeat are in a list, so their modules have a number in their names."""
+    import torch
+
+    repeated = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and any(part.isdigit() for part in name.split("."))
+    ]
+    if not repeated:
+        return f"the layers of {type(model).__name__} have no torch.nn.Linear"
+    if not any(module.weight.requires_grad for module in repeated):
+        return f"no torch.nn.Linear in the layers of {type(model).__name__} trains"
+    if all(any(size % FLOAT8_MULTIPLE for size in module.weight.shape) for module in repeated):
+        return (
+            f"the linear layers of {type(model).__name__} have sizes that are no multiples of "
+            f"{FLOAT8_MULTIPLE}, which products in 8-bit floats want"
+        )
+    return ""
