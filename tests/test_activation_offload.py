@@ -3,6 +3,7 @@ trace says, memory is used again, and a step is as long as the link makes it."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import importlib
@@ -32,6 +33,7 @@ from snugfit.prediction.rates import rates_for
 from snugfit.prediction.seconds import COMPUTES, TRAVELS, simulate_queue, step_seconds
 from snugfit.prediction.timeline import queue_moments
 from snugfit.rehearsal.device.policy import CudaPolicy
+from snugfit.rehearsal.record.module_tracker import ModuleTracker
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import AWAIT_COPY, COPIES, COPY_BACK, COPY_OUT, Trace, Work
 from snugfit.step import activation_offload
@@ -159,6 +161,47 @@ def test_each_layer_sends_what_it_saves_and_the_last_one_stays(sent: list[list[i
     assert on_the_device(model) == 1
     loss.backward()
     assert on_the_device(model) == 0
+
+
+OLDER_CHECKPOINT = """
+class SaveInput(torch.autograd.Function):
+    @staticmethod
+    def forward(dummy, x):
+        return torch.empty((0,))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, None
+
+def checkpoint(x):
+    return SaveInput.apply(torch.empty((0,), requires_grad=True), x).grad_fn
+"""
+"""How torch before 2.12 saves the inputs of a checkpoint: through an autograd function of its module."""
+
+
+@pytest.mark.parametrize("rehearsed", [False, True])
+def test_inputs_of_a_checkpoint_travel_where_functions_are_counted_too(
+    rehearsed: bool, sent: list[list[int]]
+) -> None:
+    """A rehearsal calls autograd functions from a frame of its own."""
+    code: dict[str, Any] = {"__name__": activation_offload.CHECKPOINTS, "torch": torch}
+    exec(OLDER_CHECKPOINT, code)
+
+    class Checkpointed(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = code["checkpoint"](x)
+            return super().forward(x)
+
+    model = Stack()
+    model.layers = nn.Sequential(*[Checkpointed() for _ in range(4)])
+    offload_activations(model, OffloadWish(what="checkpoints"))
+    with ModuleTracker()._count_functions() if rehearsed else contextlib.nullcontext():
+        model(INPUT)
+    assert sent == [[NBYTES]] * 4
 
 
 def test_small_tensors_stay(sent: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:

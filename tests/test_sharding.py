@@ -26,9 +26,12 @@ from snugfit.errors import RecipeError, UsageError
 from snugfit.exchange.export import export
 from snugfit.exchange.read import Reading, read_arguments
 from snugfit.exchange.trainer_arguments import training_arguments
+from snugfit.job.gpu import find_gpu
 from snugfit.planning.search.search import plan
+from snugfit.prediction.device import PROCESS_GROUP, context_of
 from snugfit.prediction.pinned import host_state_bytes, pinned_bytes
 from snugfit.prediction.predict import predict
+from snugfit.prediction.profile import Software
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.sharded.host_tensors import HostTensors
@@ -36,6 +39,7 @@ from snugfit.rehearsal.trace.trace import STAGE_BACK, STAGE_OUT, UPDATE_ON_HOST,
 from snugfit.step.open_step import open_step
 from snugfit.step.step import Observer
 from snugfit.step.wishes.engine_config import engine_config
+from snugfit.step.wishes.engine_loop import in_numbers
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.sharding.zero2 import Zero2
 from snugfit.versions import version_of
@@ -87,6 +91,32 @@ def test_a_plan_leaves_it_out_and_says_why() -> None:
 def test_other_loops_say_who_predicts_it(loop: str) -> None:
     with pytest.raises(UsageError, match="predicted by the plain loop"):
         open_step(small_job("bert", 2), Recipe.parse("zero2").setup(), loop, torch.device("meta"))
+
+
+def test_gpus_are_named_to_deepspeed_by_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A measurement shows its process one GPU by its UUID, which DeepSpeed would read as a number."""
+    import pynvml
+
+    def numbered(handle: str) -> int:
+        if not handle.startswith("GPU-"):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return int(handle[-1])
+
+    for name in ("nvmlInit", "nvmlShutdown"):
+        monkeypatch.setattr(pynvml, name, lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetIndex", numbered)
+    assert in_numbers("1,0") == "1,0"
+    assert in_numbers("GPU-4c92-3, GPU-77aa-0") == "3,0"
+    with pytest.raises(UsageError, match=r"CUDA_VISIBLE_DEVICES='MIG-1'.*to a number"):
+        in_numbers("MIG-1")
+
+
+def test_a_process_group_takes_memory_of_its_own() -> None:
+    trace = rehearse(small_job("bert", 2), Recipe.parse("plain").setup(), CudaPolicy())
+    h200 = find_gpu("h200")
+    alone, grouped = (context_of(h200, Software(), trace, grouped=one)[0] for one in (False, True))
+    assert grouped - alone == PROCESS_GROUP
 
 
 def test_buckets_are_those_of_auto() -> None:

@@ -40,6 +40,10 @@ technical specifications per compute capability."""
 LINK_STREAM = 70 * MIB
 """NVML bytes that the first stream beside torch's own adds, on one H200 (2026-11-23)."""
 
+PROCESS_GROUP = 950 * MIB
+"""NVML bytes that NCCL and DeepSpeed's engine add with one process: 950 and 951 MiB in two models under zero3
+on one H200 (torch 2.11, DeepSpeed 0.19.8, 2026-11-24)."""
+
 MAPPED_GIB, ALREADY_PINNED = 2 * MIB, GIB // 8
 """NVML bytes that each GiB of page-locked memory adds, 8 for a page of 4 KiB, and how much of the first GiB
 is taken before activations are: with this, six runs on one H200 with 2 to 145 slabs of 128 MiB are met to the
@@ -106,10 +110,14 @@ def common_policy(gpus: Sequence[Gpu | None], software: Software) -> CudaPolicy:
     return replace(policies[0], peers=tuple(by_decisions.values()))
 
 
-def context_of(gpu: Gpu | None, software: Software, trace: Trace) -> tuple[int, list[str]]:
-    """NVML bytes of the context and its libraries, and sentences on what is uncertain about them."""
+def context_of(
+    gpu: Gpu | None, software: Software, trace: Trace, *, grouped: bool = False
+) -> tuple[int, list[str]]:
+    """NVML bytes of the context and its libraries, and sentences on what is uncertain about them; `grouped`
+    is a step of DeepSpeed's engine, in a process group."""
+    group = PROCESS_GROUP if grouped else 0
     if software.context_bytes is not None:
-        return software.context_bytes, []
+        return software.context_bytes + group, []
     context = gpu.context_bytes if gpu else None
     backward = any(mark.phase == "backward" for mark in trace.marks)
     cudnn = "cudnn" in trace.attention or any("convolution" in kernel.operator for kernel in trace.kernels)
@@ -119,7 +127,7 @@ def context_of(gpu: Gpu | None, software: Software, trace: Trace) -> tuple[int, 
         (gpu.backward_bytes if gpu else None, USUAL_BACKWARD, backward),
         (gpu.cudnn_bytes if gpu else None, USUAL_CUDNN, cudnn),
     )
-    total = sum(usual if known is None else known for known, usual, taken in parts if taken)
+    total = group + sum(usual if known is None else known for known, usual, taken in parts if taken)
     if pinned := pinned_bytes(trace.kernels):
         stream = LINK_STREAM * any(kernel.operator == COPY_OUT for kernel in trace.kernels)
         total += stream + MAPPED_GIB * ((pinned + ALREADY_PINNED) // GIB)

@@ -81,7 +81,7 @@ def predict(
     setup = profile.setup(recipe)
     trace = _rehearse(job, setup, gpu, profile, loop, trainer_class)
     after = replay(trace, expandable=setup.expandable_segments)
-    context, about_context = context_of(gpu, profile, trace)
+    context, about_context = context_of(gpu, profile, trace, grouped=setup.sharding is not None)
     timing, timeline, about_seconds = _seconds(trace, gpu, job, setup, rates)
     peak = trace.peak().position
     return Prediction(

@@ -97,14 +97,15 @@ def _device(value: Any, device: torch.device) -> Any:
 
 
 def _on(value: Any, device: torch.device) -> Any:
-    """The same fake tensor, on this device."""
+    """The same fake tensor, on this device. It keeps its storage: passes ask which results share one."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
 
     if not isinstance(value, FakeTensor) or value.fake_device == device:
         return value
     with torch._C._DisableTorchDispatch():
-        shapes = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        shapes = torch.empty(0, dtype=value.dtype, device="meta")
+        shapes.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
         return FakeTensor(value.fake_mode, shapes.requires_grad_(value.requires_grad), device)
 
 

@@ -104,6 +104,31 @@ class EngineStep(PlainStep):
         return total
 
 
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+def in_numbers(visible: str) -> str:
+    """CUDA_VISIBLE_DEVICES with NVML's number of each GPU in the place of its UUID: DeepSpeed, which asks
+    NVML how much memory is free, reads nothing else. Raises `UsageError` for what has no such number."""
+    import pynvml
+
+    entries = [entry.strip() for entry in visible.split(",")]
+    if all(entry.lstrip("-").isdigit() for entry in entries):
+        return visible
+    try:
+        pynvml.nvmlInit()
+        try:
+            handles = [pynvml.nvmlDeviceGetHandleByUUID(entry) for entry in entries]
+            return ",".join(str(pynvml.nvmlDeviceGetIndex(handle)) for handle in handles)
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError as failure:
+        raise UsageError(
+            f"{VISIBLE_DEVICES}={visible!r} names what NVML has no number for ({failure}), and DeepSpeed "
+            f"knows GPUs by numbers only. Set {VISIBLE_DEVICES} to a number, as nvidia-smi shows it."
+        ) from None
+
+
 @contextlib.contextmanager
 def group_of_one(device: torch.device) -> Iterator[None]:
     """Within it, torch's default process group is this process alone, where there is none, and DeepSpeed is
@@ -116,6 +141,8 @@ def group_of_one(device: torch.device) -> Iterator[None]:
     from torch.nn import functional
 
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    if device.type == "cuda" and (visible := os.environ.get(VISIBLE_DEVICES)):
+        environment[VISIBLE_DEVICES] = in_numbers(visible)
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, environment))
         stack.enter_context(patch.dict(vars(comm)))
