@@ -91,9 +91,9 @@ def test_where_nothing_else_compiles_what_dynamo_traced_is_used_again(
     graphs = []
     own = Compiler.compiled_graph
 
-    def counted(self: Compiler, graph: Any, inputs: Any) -> Any:
+    def counted(self: Compiler, graph: Any, inputs: Any, budget: float) -> Any:
         graphs.append(graph)
-        return own(self, graph, inputs)
+        return own(self, graph, inputs, budget)
 
     monkeypatch.setattr(Compiler, "compiled_graph", counted)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")

@@ -30,7 +30,7 @@ ALL_TRUTH = os.environ.get("SNUGFIT_ALL_TRUTH") == "1"
 FURTHER = ("lora(targets=all-linear)", "micro_batches(4)")
 """Techniques of the roster once more, with settings that change what is allocated."""
 
-GIVEN = {"selective": "products", "host": "all"}
+GIVEN = {"selective": "products", "host": "all", "budget": 0.5}
 """By the technique, the setting that must be given, where it is no number."""
 
 REFUSED = [
@@ -39,6 +39,7 @@ REFUSED = [
     {"selective(products)", "compiled"},
     {"segments", "compiled"},
     {"host(all)", "compiled"},
+    *({"budget(0.5)", other} for other in ("uncompiled", "qlora", "host(all)", "liger")),
     {"liger", "chunked_loss"},
     {"liger", "compiled"},
     *(

@@ -28,6 +28,7 @@ from snugfit.rehearsal.trace.trace import (
     BY_HOST,
     COPIES,
     COPY_IN,
+    GENERATED,
     MATRIX_PRODUCTS,
     PREFETCH,
     PREPARED,
@@ -110,10 +111,11 @@ class KernelClock:
         if kernel.operator in COPIES | STAGED or kernel.operator in (COPY_IN, PREPARED):
             link = self.rates.link if kernel.operator != COPY_IN else min(PAGEABLE, self.rates.link)
             return self.rates.start + kernel.nbytes / 2 / link
-        if "convolution" in kernel.operator:
-            return self._convolution(kernel)
-        if "attention" in kernel.operator and kernel.shapes:
-            return self._attention(kernel)
+        if not kernel.operator.startswith(GENERATED):  # whose names list what was fused
+            if "convolution" in kernel.operator:
+                return self._convolution(kernel)
+            if "attention" in kernel.operator and kernel.shapes:
+                return self._attention(kernel)
         moved, start = self._pattern(kernel)
         return start + kernel.nbytes / moved
 

@@ -22,14 +22,16 @@ from weakref import WeakKeyDictionary
 from snugfit.errors import RecipeError
 from snugfit.job.build import instantiate
 from snugfit.step.checkpointing import COMPILED, layer_stacks, without_cache
+from snugfit.step.compile_budget import InductorWithin
 
 if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
+    from snugfit.techniques.setup import CompileWish
 
 
-def compile_layers(model: torch.nn.Module) -> None:
+def compile_layers(model: torch.nn.Module, wish: CompileWish) -> None:
     """Compiles each of the model's repeated layers."""
     stacks = layer_stacks(model)
     if not stacks:
@@ -40,12 +42,24 @@ def compile_layers(model: torch.nn.Module) -> None:
     for layers in stacks:
         for layer in layers:
             _BEFORE[layer] = vars(layer).get("forward")
-            layer.forward = _in_training(layer, layer.forward)
+            layer.forward = _in_training(layer, layer.forward, wish)
 
 
-def compile_lines(job: Job) -> tuple[str, ...]:
-    """Python that compiles the same layers of this job's `model`, for scripts that run without snugfit."""
+def compile_lines(job: Job, wish: CompileWish) -> tuple[str, ...]:
+    """Python that compiles the same layers of this job's `model`, for scripts that run without snugfit.
+    Raises `RecipeError` where that is not enough."""
+    if wish.budget < 1 and any(map(_has_dropout, _layers_of(job))):
+        raise RecipeError(
+            "the layers have dropout, whose random numbers torch draws anew in the backward pass where a "
+            "budget is set (pytorch issue 190758); snugfit has them kept, which a script without it does not"
+        )
+    bounded = (
+        "import torch._functorch.config",
+        "",
+        f"torch._functorch.config.activation_memory_budget = {wish.budget}  # of what a layer would keep",
+    )
     return (
+        *(bounded if wish.budget < 1 else ()),
         "model.config.use_cache = False  # layers that fill a cache would each get a program of its own",
         "for layer in model.modules():",
         f"    if type(layer).__name__ in {layer_names(job)!r}:",
@@ -55,24 +69,42 @@ def compile_lines(job: Job) -> tuple[str, ...]:
 
 def layer_names(job: Job) -> tuple[str, ...]:
     """The classes of the repeated layers of this job's model, by name."""
+    return tuple(sorted({type(layer).__name__ for layer in _layers_of(job)}))
+
+
+def _layers_of(job: Job) -> list[torch.nn.Module]:
+    """The repeated layers of this job's model, on `meta`."""
     import torch
 
     with torch.device("meta"):
         model = instantiate(job, dtype="float32", attention="sdpa")
-    return tuple(sorted({type(layer).__name__ for layers in layer_stacks(model) for layer in layers}))
+    return [layer for layers in layer_stacks(model) for layer in layers]
 
 
-def compiled_function(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _has_dropout(layer: torch.nn.Module) -> bool:
+    """Whether a module of this layer drops something: one of torch's, or by a share of its own."""
+    numbers = ((name, value) for module in layer.modules() for name, value in vars(module).items())
+    if any("drop" in name and isinstance(value, float) and value for name, value in numbers):
+        return True
+    return any("Dropout" in type(module).__name__ and getattr(module, "p", 0) for module in layer.modules())
+
+
+def compiled_function(forward: Callable[..., Any], wish: CompileWish) -> Callable[..., Any]:
     """This forward pass, compiled."""
     import torch
 
-    compiled: Callable[..., Any] = torch.compile(forward)
+    if wish.budget == 1:
+        compiled: Callable[..., Any] = torch.compile(forward)
+    else:
+        compiled = torch.compile(forward, backend=InductorWithin(wish.budget))
     return compiled
 
 
-def _in_training(layer: torch.nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _in_training(
+    layer: torch.nn.Module, forward: Callable[..., Any], wish: CompileWish
+) -> Callable[..., Any]:
     """Runs compiled in training, without a cache; evaluation, of batches of any length, runs as written."""
-    compiled = compiled_function(forward)
+    compiled = compiled_function(forward, wish)
 
     @functools.wraps(forward)
     def run(*arguments: Any, **keywords: Any) -> Any:

@@ -160,6 +160,10 @@ class CompileWish:
     what: str = "layers"
     """`layers`: each of the repeated layers, by itself."""
 
+    budget: float = 1.0
+    """Of what a compiled program would keep for its backward pass beyond its inputs, the share that it may
+    keep; the rest is computed again."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadWish:
@@ -264,6 +268,11 @@ class Setup:
 
     expandable_segments: bool = False
     """process: the CUDA allocator grows segments in place instead of taking new ones."""
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether compiled layers keep less than they would."""
+        return self.compile is not None and self.compile.budget < 1
 
     def trained_dtype(self, job: Job) -> str:
         """The dtype of the weights that train, by torch's name: a module's narrowest, where it has several.

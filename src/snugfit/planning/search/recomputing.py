@@ -37,6 +37,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from snugfit.planning.cost.figures import Bound
+from snugfit.planning.search.budgets import BUDGET_SHARE, Budgets
 from snugfit.planning.search.screening import screen
 from snugfit.planning.search.some_layers import least_of_some, least_of_spans
 from snugfit.planning.search.state import MEMORY_RESOLUTION
@@ -47,6 +48,7 @@ from snugfit.techniques.technique import Slot
 from snugfit.units import MIB
 
 if TYPE_CHECKING:
+    from snugfit.planning.plan import Exclusion
     from snugfit.planning.search.progress import Tell
     from snugfit.planning.search.space import Candidate
     from snugfit.planning.search.state import SearchState
@@ -92,7 +94,7 @@ class RecomputingKinds:
         self._whole: dict[int, int | None] = {}
         """Of candidates whose logits come in chunks, the same with whole logits."""
         self._full: dict[int, int] = {}
-        """Of candidates that recompute some layers, or spans of them, the same with each by itself."""
+        """Of candidates that recompute some layers, spans of them or parts, the same with each by itself."""
         self._looked_at = set[int]()
         """Kinds of passes that were rehearsed."""
         self._no_better: dict[int, list[tuple[int, int]]] = {}
@@ -102,7 +104,8 @@ class RecomputingKinds:
         self._has_twins = True
         """Whether no kind was better yet than the twin that it was left out for."""
         for number, candidate in enumerate(self.space.candidates):
-            if candidate.setup.checkpoint is not None or candidate.setup.logits is not None:
+            setup = candidate.setup
+            if setup.checkpoint is not None or setup.logits is not None or setup.has_budget:
                 self.waiting[candidate.passes].append(number)
                 self._without[number] = self.space.number(
                     functools.reduce(Recipe.with_, plain, candidate.recipe)
@@ -111,6 +114,7 @@ class RecomputingKinds:
                 self._whole[number] = self.space.number(candidate.recipe.with_(plain[0]))
             if (full := self._with_each(candidate)) is not None:
                 self._full[number] = full
+        self._budgets = Budgets(self.space, states)
         for state in states:
             state.screen_these = self.screen_these
 
@@ -147,7 +151,9 @@ class RecomputingKinds:
             asked = (
                 number
                 for number in numbers
-                if is_needed(number, self._least(number)) and (twins or not self._saves_nothing(number))
+                if is_needed(number, self._least(number))
+                and (twins or not self._saves_nothing(number))
+                and not self._budgets.are_idle(number)
             )
             if (first := next(asked, None)) is None:
                 continue
@@ -229,7 +235,8 @@ class RecomputingKinds:
     def _least_of(self, number: int) -> OnGpus:
         without, least = self._without[number], [NOTHING] * len(self.states)
         if without is not None and self._is_known(without):
-            least = [Bound(b.resting_bytes, b.seconds * (1 - CACHE_SHARE)) for b in self._bounds(without)]
+            share = BUDGET_SHARE if self.space.candidates[number].setup.has_budget else CACHE_SHARE
+            least = [Bound(b.resting_bytes, b.seconds * (1 - share)) for b in self._bounds(without)]
         return [
             Bound(
                 max(known.needed_bytes, int(bound.layers_bytes * (1 - ROUNDING)), with_each.needed_bytes),
@@ -243,7 +250,7 @@ class RecomputingKinds:
     def _with_each(self, candidate: Candidate) -> int | None:
         """The same with each layer recomputed by itself; None for one that recomputes none, or just so."""
         wish = candidate.setup.checkpoint
-        if wish is None or wish == EVERY_LAYER:
+        if (wish is None and not candidate.setup.has_budget) or wish == EVERY_LAYER:
             return None
         recipes = [candidate.recipe.with_(one) for one in self.space.offers(Slot.CHECKPOINTING)]
         full = next((one for one in recipes if one.setup().checkpoint == EVERY_LAYER), None)
@@ -254,16 +261,16 @@ class RecomputingKinds:
         full, recipe = self._full.get(number), self.space.candidates[number].recipe
         setup = self.space.candidates[number].setup
         wish = setup.checkpoint
-        if full is None or not self._is_known(full) or wish is None:
+        if full is None or not self._is_known(full):
             return [NOTHING] * len(self.states)
         if setup.activation_offload is not None:  # what is live depends on how far the copies are
             return [NOTHING] * len(self.states)
-        if wish.layers_per_span != 1:
+        if wish is not None and wish.layers_per_span != 1:
             of_spans = wish == CheckpointWish(layers_per_span=0, spans=wish.spans)
             return [least_of_spans(one) if of_spans else NOTHING for one in self._bounds(full)]
         least = [Bound(int(bound.needed_bytes * (1 - PEAK_SHARE)), 0.0) for bound in self._bounds(full)]
         none = self.space.number(recipe.with_(roster.plain(Slot.CHECKPOINTING)))
-        if none is None or not self._is_known(none) or wish.keep:
+        if none is None or not self._is_known(none) or wish is None or wish.keep:
             return least
         return [
             _max_of(most, least_of_some(one, other, wish))
@@ -303,6 +310,10 @@ class RecomputingKinds:
         without = {self._without[number] for numbers in self.waiting.values() for number in numbers}
         least = (bounds[number] for number in without if number is not None and number in bounds)
         return min((one.seconds for one in least if may_fit(one.resting_bytes)), default=math.inf)
+
+    def left_out(self) -> Iterator[Exclusion]:
+        """What was never looked at, because it could not matter."""
+        return self._budgets.left_out(itertools.chain.from_iterable(self.waiting.values()))
 
     # ---- twins -------------------------------------------------------------------------------------------
 

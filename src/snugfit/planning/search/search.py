@@ -229,6 +229,7 @@ def search(
     if state.nothing_fits:
         state.most_bytes = state.smallest * (1 + BEYOND_MEMORY)
         _judge_front(state, recomputing, pool, tell, every_bound=every_bound)
+    state.excluded += recomputing.left_out()
 
 
 def _judge_front(

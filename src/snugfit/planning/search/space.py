@@ -12,7 +12,7 @@ share is worked out once and has a number: which passes a step has, of which siz
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -139,10 +139,20 @@ def space_of(
         )
     if not candidates:
         raise RecipeError(_no_candidate(objections, fixed))
-    excluded += [Exclusion(what=what, why=why, recipes=n) for (what, why), n in objections.items()]
+    excluded += _by_reason(objections)
     return Space(
         candidates=tuple(candidates), excluded=tuple(excluded), choices=choices, fixed=fixed, numbers=numbers
     )
+
+
+def _by_reason(objections: Counter[_Objection]) -> Iterator[Exclusion]:
+    """What objected; settings of a technique that object alike together."""
+    whats: dict[tuple[str, str], list[_Objection]] = defaultdict(list)
+    for objection in objections:
+        whats[objection.technique.partition("(")[0], objection.why].append(objection)
+    for (_, why), alike in whats.items():
+        what = ", ".join(objection.technique for objection in alike)
+        yield Exclusion(what=what, why=why, recipes=sum(objections[objection] for objection in alike))
 
 
 def _offered_in(

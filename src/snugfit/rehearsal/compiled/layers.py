@@ -19,24 +19,28 @@ Three things would go wrong silently:
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from snugfit.errors import RehearsalError
-from snugfit.rehearsal.compiled.lowering import joint_passes_on_the_cpu, lower
+from snugfit.rehearsal.compiled.lowering import computed_again, joint_passes_on_the_cpu, lower
 from snugfit.rehearsal.compiled.program import load
 from snugfit.rehearsal.device.autocast import SWITCH
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.step import compiling
+from snugfit.step.compile_budget import within_budget
 
 if TYPE_CHECKING:
     import torch
 
     from snugfit.rehearsal.device.policy import Policy
     from snugfit.rehearsal.record.recorder import Recorder
+    from snugfit.techniques.setup import CompileWish
 
 NOT_COMPILED = (
     "torch did not compile {name}, so a prediction would be that of the uncompiled step. Leave "
@@ -56,6 +60,8 @@ class _Program:
 
     call: Callable[[list[Any]], Any]
     strides: list[tuple[int, ...] | None]
+    again: Counter[int] | None
+    """The contractions that one of a backward pass computes again, by their FLOPs; None of a forward pass."""
 
 
 _PROGRAMS: dict[Any, _Program] = {}
@@ -76,11 +82,11 @@ class Compiler:
         self._own = {name: getattr(torch.Tensor, name) for name in ("item", "tolist", "numpy", "__format__")}
         self._functions = {name: getattr(torch, name) for name in _ASKED_IN_PYTHON}
 
-    def compiled_function(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def compiled_function(self, forward: Callable[..., Any], wish: CompileWish) -> Callable[..., Any]:
         """This layer's forward pass, compiled."""
         import torch._dynamo
 
-        compiled = torch._dynamo.optimize(_backend)(forward)
+        compiled = torch._dynamo.optimize(_backend_within(wish.budget))(forward)
 
         def run(*arguments: Any, **keywords: Any) -> Any:
             before = self._run
@@ -132,16 +138,15 @@ class Compiler:
             torch.set_autocast_enabled("cuda", on)
             torch.set_autocast_dtype("cuda", dtype)
 
-    def compiled_graph(self, graph: Any, inputs: Sequence[Any]) -> Any:
+    def compiled_graph(self, graph: Any, inputs: Sequence[Any], budget: float) -> Any:
         """What runs a graph that Dynamo traced, from memory where this process has made it before."""
         from torch._inductor import compile_fx as fx
 
-        key = (
-            None if list(graph.children()) else (self._policy, graph.code, _surroundings(), _shape_of(inputs))
-        )
+        asked = self._policy, budget, graph.code, _surroundings(), _shape_of(inputs)
+        key = None if list(graph.children()) else asked
         if key is not None and key in _GRAPHS:
             return _GRAPHS[key]
-        with joint_passes_on_the_cpu():
+        with joint_passes_on_the_cpu(), within_budget(budget):
             compiled = fx.compile_fx(graph, inputs, inner_compile=self._make)
         if key is not None:
             _GRAPHS[key] = compiled
@@ -154,15 +159,16 @@ class Compiler:
         program = _PROGRAMS.get(key)
         if program is None:
             strides: list[tuple[int, ...] | None] = []
+            again = computed_again(graph) if options.get("is_backward") else None
             text = lower(graph, inputs, self._policy, lambda outs: strides.extend(_strides(outs)), **options)
-            program = _PROGRAMS[key] = _Program(load(text, _launch), strides)
+            program = _PROGRAMS[key] = _Program(load(text, _launch), strides, again)
         _tell_strides(program.strides)
-        call = program.call
+        call, again = program.call, program.again
 
         def run(arguments: list[Any]) -> Any:
             now = _NOW[-1]
             now._run += bool(torch._C._len_torch_dispatch_stack())
-            with now._recorder.program():
+            with now._recorder.program(again):
                 return call(arguments)
 
         run._boxed_call = True  # type: ignore[attr-defined]
@@ -180,9 +186,15 @@ _NOW: list[Compiler] = []
 """Whose rehearsal runs: programs outlive the one that made them."""
 
 
-def _backend(graph: Any, inputs: Sequence[Any]) -> Any:
-    """One function for all rehearsals: Dynamo finds what it traced before by the backend, too."""
-    return _NOW[-1].compiled_graph(graph, inputs)
+@functools.cache
+def _backend_within(budget: float) -> Callable[[Any, Sequence[Any]], Any]:
+    """One function for all rehearsals with this budget: Dynamo finds what it traced before by the backend,
+    too."""
+
+    def backend(graph: Any, inputs: Sequence[Any]) -> Any:
+        return _NOW[-1].compiled_graph(graph, inputs, budget)
+
+    return backend
 
 
 def _launch(name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], layout: str) -> None:

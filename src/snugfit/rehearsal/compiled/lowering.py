@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -66,6 +67,23 @@ def lower(
         report_strides(lowering.graph_outputs)
         code = lowering.codegen()[0]
     return str(getattr(code, "value", code))
+
+
+def computed_again(graph: Any) -> Counter[int]:
+    """The contractions of the forward pass that are in this graph of a backward pass, by their FLOPs."""
+    import torch
+
+    from snugfit.rehearsal.record.kernels import CONTRACTIONS, flops_of, group_of
+
+    counts: Counter[int] = Counter()
+    for node in graph.graph.nodes:
+        of_forward = node.meta.get("partitioner_tag") == "is_forward"
+        if not of_forward or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if group_of(node.target._schema.name) == CONTRACTIONS:
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+            counts[flops_of(node.target, args, kwargs, node.meta["val"]) or 0] += 1
+    return counts
 
 
 _PASSED_ON = ("graph_id", "is_backward", "is_inference", "static_input_idxs", "get_decomp_fn")

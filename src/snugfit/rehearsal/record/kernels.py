@@ -16,7 +16,15 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from snugfit.rehearsal.record.shadow import tensors_in
-from snugfit.rehearsal.trace.trace import CASTS, MATRIX_PRODUCTS, STRIDED, TRANSPOSED, WITH_BIAS, WITH_DROPOUT
+from snugfit.rehearsal.trace.trace import (
+    CASTS,
+    GENERATED,
+    MATRIX_PRODUCTS,
+    STRIDED,
+    TRANSPOSED,
+    WITH_BIAS,
+    WITH_DROPOUT,
+)
 from snugfit.units import MIB
 
 CONTRACTIONS = "tensor contractions"
@@ -95,7 +103,8 @@ def group_of(operator: str) -> str:
     """The operator group of an operator, after the three classes of "Data Movement Is All You Need"
     (Ivanov et al., arXiv 2007.00072): contractions, statistical normalisations, element-wise."""
     name = operator.rsplit("::", maxsplit=1)[-1].strip("_")
-    if any(word in name for word in ("attention", "convolution")) or name in _CONTRACTING:
+    contracts = any(word in name for word in ("attention", "convolution")) or name in _CONTRACTING
+    if contracts and not operator.startswith(GENERATED):  # whose names list what was fused
         return CONTRACTIONS
     if any(word in name for word in _NORMALISING):
         return NORMALISATIONS
@@ -120,7 +129,7 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
         moved -= max(0, _nbytes(table) - sum(map(_nbytes, outputs)))
     if func._schema.name in _UNREAD:
         moved -= _nbytes(inputs[1])
-    flops = _flops(func, args, kwargs, out)
+    flops = flops_of(func, args, kwargs, out)
     flops = sum(tensor.numel() for tensor in outputs) if flops is None else flops
     shapes = tuple(tuple(tensor.shape) for tensor in inputs[:3])
     operand = (inputs or outputs)[1 if func._schema.name in WITH_BIAS else 0]
@@ -241,7 +250,7 @@ def _arithmetic(func: Any, operand: torch.Tensor) -> str:
     return str(operand.dtype)
 
 
-def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int | None:
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int | None:
     """By torch's registry, which lacks grouped products; None where there is no formula. Its formulas for
     attention know no grouped queries (keys and values then count once for each query head that uses them),
     and count what a causal mask spares, half of it."""

@@ -30,11 +30,13 @@ from snugfit.rehearsal.record.copies import copies_heard
 from snugfit.rehearsal.record.four_bit import scales_of
 from snugfit.rehearsal.record.index_lists import lists_in_index
 from snugfit.rehearsal.record.kernels import (
+    CONTRACTIONS,
     MATRICES,
     KernelCost,
     apart,
     copies_in,
     cost_of_generated,
+    group_of,
     name_of_call,
     releases_context,
 )
@@ -108,6 +110,9 @@ class Recorder(TorchDispatchMode, Observer):
         self._released = False  # whether the context is
         self._compiled = False  # whether a compiled program runs
         self._programs = 0  # that began since the last kernel
+        self._again: Counter[int] | None = None
+        """By its FLOPs, how often a compiled program of a backward pass has yet to compute a contraction
+        again; None where one of a forward pass runs, or none."""
         self._owners: dict[torch.Tensor, str] = {}
         self._optimizer: torch.optim.Optimizer | None = None
         self._doubts: dict[str, None] = {}
@@ -378,7 +383,7 @@ class Recorder(TorchDispatchMode, Observer):
             modules.path(self._phase),
             self._phase,
             *cost,
-            recomputed=self._phase == "backward" and torch.is_grad_enabled(),
+            recomputed=self._is_again(operator, cost.flops),
             modules=modules.first_kernel_of(),
             views=self._views,
             checkpoints=modules.checkpoints,
@@ -392,14 +397,25 @@ class Recorder(TorchDispatchMode, Observer):
         modules.forget_counts()
 
     @contextlib.contextmanager
-    def program(self) -> Iterator[None]:
-        """Within it, a compiled program runs."""
+    def program(self, again: Counter[int] | None) -> Iterator[None]:
+        """Within it, a compiled program runs: one of a forward pass (None), or one of a backward pass that
+        computes so many contractions again, by their FLOPs."""
         self._programs += 1
-        self._compiled = True
+        self._compiled, self._again = True, None if again is None else again.copy()
         try:
             yield
         finally:
             self._compiled = False
+
+    def _is_again(self, operator: str, flops: int) -> bool:
+        """Whether this kernel computes something of the forward pass again."""
+        if self._phase != "backward":
+            return False
+        if not self._compiled or self._again is None:
+            return self._compiled or torch.is_grad_enabled()
+        again = self._again[flops] > 0 and group_of(operator) == CONTRACTIONS
+        self._again[flops] -= again
+        return again
 
     def launch(
         self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], layout: str = ""

@@ -250,7 +250,7 @@ class CompileHandler(Handler):
     def wrap(self, value: CompileWish | None, model: Any) -> None:
         """Layers are compiled as they stand, in place."""
         if value is not None:
-            compile_layers(model)
+            compile_layers(model, value)
 
     def change(self, value: CompileWish | None, live: LiveTraining) -> Iterator[str]:
         """As when it is built; what was compiled for another recipe runs as it is written."""
@@ -263,7 +263,7 @@ class CompileHandler(Handler):
     def script(self, value: CompileWish | None, context: ScriptContext) -> dict[str, Any]:
         """By `torch.nn.Module.compile` of the same layers, which hooks and the switch for checkpointing stand
         around likewise."""
-        return {"compiling": compile_lines(context.job)} if value is not None else {}
+        return {"compiling": compile_lines(context.job, value)} if value is not None else {}
 
 
 def _unwrap_layers(live: LiveTraining) -> None:

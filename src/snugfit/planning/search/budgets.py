@@ -1,0 +1,56 @@
+"""Where a search looks at budgets of compiled layers.
+
+Each budget is a program of its own for each size of a micro-batch, which takes as long to lower as compiled
+layers without one: looked at like any other kind of recomputing they doubled a plan's work. A budget saves
+memory and no time. So it is looked at where compiled layers that keep all do not fit, and elsewhere said to
+be left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from snugfit.planning.plan import Exclusion
+from snugfit.techniques import roster
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    from snugfit.planning.search.space import Space
+    from snugfit.planning.search.state import SearchState
+
+BUDGET_SHARE = 0.02
+"""Of the seconds of compiled layers that keep all, how much less those with a budget may take. Of GPT-2,
+RoBERTa, BERT, ViT, Qwen, Gemma and Llama none took less than these by the rates of an H200."""
+
+
+class Budgets:
+    """The candidates of a space whose compiled layers have a budget."""
+
+    def __init__(self, space: Space, states: Sequence[SearchState]) -> None:
+        self.space, self.states = space, states
+
+    def are_idle(self, number: int) -> bool:
+        """Whether this candidate has a budget and needs none: on each GPU the same without one fits. What the
+        user has is always looked at."""
+        candidate, start = self.space.candidates[number], self.space.fixed.start
+        own = start is not None and start[Slot.CHECKPOINTING] == candidate.recipe[Slot.CHECKPOINTING]
+        if not candidate.setup.has_budget or own:
+            return False
+        without = self.space.number(candidate.recipe.with_(roster.plain(Slot.CHECKPOINTING)))
+        return without is not None and all(_fits(state, without) for state in self.states)
+
+    def left_out(self, numbers: Iterable[int]) -> Iterator[Exclusion]:
+        """Those of these candidates that were not looked at, in a sentence."""
+        idle = [number for number in numbers if self.are_idle(number)]
+        if idle:
+            name = self.space.candidates[idle[0]].recipe[Slot.CHECKPOINTING].name
+            why = f"compiled layers fit without it, and are faster (--keep '{name}(0.5)' plans with it)"
+            yield Exclusion(what=name, why=why, recipes=len(idle))
+
+
+def _fits(state: SearchState, number: int) -> bool:
+    """What was not judged although it may fit is no faster than something that does; what nobody looked at
+    cannot matter yet."""
+    known = state.judged.get(number) or state.bounds.get(number)
+    return known is None or state.memory_bytes is None or known.needed_bytes <= state.memory_bytes

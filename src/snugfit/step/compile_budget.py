@@ -1,0 +1,101 @@
+"""Inductor with torch's activation memory budget, and without what the budget breaks.
+
+torch cuts the graph of a layer, forward and backward, in two. What the forward program keeps for the other
+is bounded by `torch._functorch.config.activation_memory_budget`, which is read at that moment only: so it is
+set around it, and other programs of the process are cut as always. Dynamo gives a layer the program of
+another whose compiler is equal, and torch's caches on the disk have the setting in their keys, so programs of
+two budgets are never mixed.
+
+A budget below 1 lets torch draw random numbers again in the backward program, and they are others: dropout's
+mask there is not the one of the forward pass, and gradients are wrong without a word (pytorch issues 190717
+and 190758, in 2.11 and 2.13). So whatever draws is marked as what must be kept: seeds of a few bytes, for
+torch makes the masks from them, and attention that has dropout. A budget of 0 does not ask for marks; with it
+such layers are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from snugfit.errors import RecipeError
+
+DRAWS_ANEW = (
+    "With budget(0) torch would draw the random numbers of dropout anew in the backward pass, and gradients "
+    "would be wrong (pytorch issue 190717). Try 'budget(0.1)', or 'every_layer'."
+)
+
+
+@dataclass(frozen=True)
+class InductorWithin:
+    """Compiles for this budget."""
+
+    budget: float
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        """What runs this graph, which Dynamo traced."""
+        from torch._inductor.compile_fx import compile_fx
+
+        with within_budget(self.budget):
+            return compile_fx(graph, inputs)
+
+
+@contextlib.contextmanager
+def within_budget(budget: float) -> Iterator[None]:
+    """Within it, graphs are cut for this budget."""
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+
+    if budget == 1:
+        yield
+        return
+    with (
+        functorch.patch(activation_memory_budget=budget),
+        inductor.patch(joint_custom_post_pass=_keeper()(budget)),
+    ):
+        yield
+
+
+@cache
+def _keeper() -> Any:
+    """The class of the pass over the graph that is to be cut; torch asks for one of its own base."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class KeepRandom(CustomGraphPass):
+        """Marks what draws random numbers."""
+
+        def __init__(self, budget: float) -> None:
+            self.budget = budget
+
+        def __call__(self, graph: Any) -> None:
+            """Marks it in this graph. Raises `RecipeError` where marks do not help."""
+            from torch.utils.checkpoint import CheckpointPolicy
+
+            for node in graph.nodes:
+                if _draws(node):
+                    if self.budget == 0:
+                        raise RecipeError(DRAWS_ANEW)
+                    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+        def uuid(self) -> Any:
+            """What torch's caches have in their keys."""
+            return "snugfit: random numbers are kept"
+
+    return KeepRandom
+
+
+def _draws(node: Any) -> bool:
+    """Whether this node of a graph draws random numbers. Attention may, and does with dropout."""
+    import torch
+
+    operator = node.target
+    if not isinstance(operator, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    names = [argument.name for argument in operator._schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0
