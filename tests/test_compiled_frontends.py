@@ -29,11 +29,12 @@ def _without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled, so what compiles need not be there."""
     from snugfit.techniques import roster
 
-    kind = next(one for one in roster.techniques() if one.name == "compiled")
-    monkeypatch.setattr(kind, "needs", ())
+    for kind in roster.techniques():
+        if kind.name in ("compiled", "budget"):
+            monkeypatch.setattr(kind, "needs", ())
 
 
-@pytest.mark.parametrize("recipe", ["compiled", "compiled + every_layer"])
+@pytest.mark.parametrize("recipe", ["compiled", "compiled + every_layer", "compiled + budget(0.5)"])
 def test_a_trainer_trains_with_them(recipe: str, tmp_path: Path, traced_only: list[str]) -> None:
     model = model_of("bert")
     plain = trainer_of(tmp_path / "plain", copy_of(model), classified(12))
@@ -48,13 +49,13 @@ def test_a_trainer_trains_with_them(recipe: str, tmp_path: Path, traced_only: li
 def test_a_loop_of_ones_own_trains_with_them(traced_only: list[str]) -> None:
     model = model_of("bert")
     seen = []
-    for recipe in ("plain", "compiled"):
+    for recipe in ("plain", "compiled", "compiled + budget(0.5)"):
         copy = copy_of(model).train()
         optimizer = torch.optim.AdamW(copy.parameters(), lr=1e-3)
         run = accelerate(copy, optimizer, loader_of(classified(12), shuffle=False), recipe, watch=quiet)
         seen.append(go(run, epochs=1))
     assert traced_only
-    assert seen[0] == seen[1]
+    assert seen[0] == seen[1] == seen[2]
 
 
 def test_another_recipe_finds_the_layers_as_they_were_written(tmp_path: Path, traced_only: list[str]) -> None:

@@ -23,8 +23,9 @@ from snugfit.prediction.rates import HostLaunchCosts, Rates, packaged_rates, rat
 from snugfit.prediction.seconds import simulate_queue, step_seconds
 from snugfit.prediction.timeline import QUEUE_DEPTH, queue_moments
 from snugfit.rehearsal.device.policy import CudaPolicy
+from snugfit.rehearsal.record.kernels import CONTRACTIONS, group_of
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.trace.trace import Kernel
+from snugfit.rehearsal.trace.trace import GENERATED, Kernel
 from snugfit.techniques.recipe import Recipe
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -101,6 +102,18 @@ def test_large_products_come_near_the_rate_and_small_ones_do_not() -> None:
 def test_rows_that_are_no_multiple_of_16_bytes_are_slower() -> None:
     clock = KernelClock(H200)
     assert clock.seconds(product(1024, 1023, 1024)) > 1.5 * clock.seconds(product(1024, 1024, 1024))
+
+
+def test_a_generated_kernel_named_after_attention_moves_bytes() -> None:
+    """A compiler names a kernel after all that it fused, and its shapes are of any kind."""
+    kernel = product(128, 128, 128)._replace(
+        operator=f"{GENERATED}triton_poi_fused__scaled_dot_product_attention_backward_convolution_0",
+        shapes=((32, 12),),
+    )
+    assert KernelClock(H200).seconds(kernel) == KernelClock(H200).seconds(
+        kernel._replace(operator=f"{GENERATED}triton_poi_fused_add_0")
+    )
+    assert group_of(kernel.operator) != CONTRACTIONS
 
 
 def test_precision_decides() -> None:

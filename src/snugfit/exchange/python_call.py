@@ -99,6 +99,7 @@ def read_script(text: str, where: str) -> tuple[str, dict[str, Any]]:
         **reader.widening(calls),
         **casts,
         **_compiles(tree, calls),
+        **reader.budget(tree),
         **_converts(calls),
     }
 
@@ -146,6 +147,16 @@ class _CallReader:
         options = next((self.call(call) for call in calls if _name(call) == WIDENS), None)
         key = "use_gradient_checkpointing"
         return {} if options is None else {WIDENS: True, f"{WIDENS}.{key}": options.get(key, True) is True}
+
+    def budget(self, tree: ast.Module) -> dict[str, Any]:
+        """What the script sets torch's activation memory budget to."""
+        name = "activation_memory_budget"
+        values = [
+            node.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "attr", "") == name
+        ]
+        return {f"functorch.{name}": self.value(values[-1])} if values else {}
 
     def trained_model(self, call: ast.Call, options: Any) -> dict[str, Any]:
         """The model that a trainer is given by its name, not as an object. TRL loads it with the `options` of

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.techniques.recipe import Recipe
 
-_ELSEWHERE = ("model", "layers", "lora", "environment")
+_ELSEWHERE = ("model", "layers", "functorch", "lora", "environment")
 """Where dotted arguments are set that are no field of `TrainingArguments`."""
 
 

@@ -44,6 +44,18 @@ class InductorWithin:
 
 
 @contextlib.contextmanager
+def plain_refusals() -> Iterator[None]:
+    """Within it, a layer that is refused while it is compiled is refused in our own words; Dynamo wraps what
+    its compilers raise."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(inner := getattr(error, "inner_exception", None), RecipeError):
+            raise inner from None
+        raise
+
+
+@contextlib.contextmanager
 def within_budget(budget: float) -> Iterator[None]:
     """Within it, graphs are cut for this budget."""
     from torch._functorch import config as functorch

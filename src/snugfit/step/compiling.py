@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 from snugfit.errors import RecipeError
 from snugfit.job.build import instantiate
 from snugfit.step.checkpointing import COMPILED, layer_stacks, without_cache
-from snugfit.step.compile_budget import InductorWithin
+from snugfit.step.compile_budget import InductorWithin, plain_refusals
 
 if TYPE_CHECKING:
     import torch
@@ -54,9 +54,9 @@ def compile_lines(job: Job, wish: CompileWish) -> tuple[str, ...]:
             "budget is set (pytorch issue 190758); snugfit has them kept, which a script without it does not"
         )
     bounded = (
-        "import torch._functorch.config",
+        "from torch._functorch import config as functorch",
         "",
-        f"torch._functorch.config.activation_memory_budget = {wish.budget}  # of what a layer would keep",
+        f"functorch.activation_memory_budget = {wish.budget}  # of what a layer would keep",
     )
     return (
         *(bounded if wish.budget < 1 else ()),
@@ -95,9 +95,14 @@ def compiled_function(forward: Callable[..., Any], wish: CompileWish) -> Callabl
 
     if wish.budget == 1:
         compiled: Callable[..., Any] = torch.compile(forward)
-    else:
-        compiled = torch.compile(forward, backend=InductorWithin(wish.budget))
-    return compiled
+        return compiled
+    within = torch.compile(forward, backend=InductorWithin(wish.budget))
+
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        with plain_refusals():
+            return within(*arguments, **keywords)
+
+    return run
 
 
 def _in_training(

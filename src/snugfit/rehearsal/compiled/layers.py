@@ -33,7 +33,7 @@ from snugfit.rehearsal.compiled.program import load
 from snugfit.rehearsal.device.autocast import SWITCH
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.step import compiling
-from snugfit.step.compile_budget import within_budget
+from snugfit.step.compile_budget import plain_refusals, within_budget
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +90,7 @@ class Compiler:
 
         def run(*arguments: Any, **keywords: Any) -> Any:
             before = self._run
-            with self._real_surroundings():
+            with self._real_surroundings(), plain_refusals():
                 out = compiled(*arguments, **keywords)
             if self._run == before:
                 raise RehearsalError(NOT_COMPILED.format(name=getattr(forward, "__qualname__", "a layer")))

@@ -263,7 +263,12 @@ class CompileHandler(Handler):
     def script(self, value: CompileWish | None, context: ScriptContext) -> dict[str, Any]:
         """By `torch.nn.Module.compile` of the same layers, which hooks and the switch for checkpointing stand
         around likewise."""
-        return {"compiling": compile_lines(context.job, value)} if value is not None else {}
+        if value is None:
+            return {}
+        try:
+            return {"compiling": compile_lines(context.job, value)}
+        except RecipeError as refused:
+            raise context.refusal(Slot.CHECKPOINTING, str(refused)) from None
 
 
 def _unwrap_layers(live: LiveTraining) -> None:

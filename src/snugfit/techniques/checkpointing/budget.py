@@ -38,13 +38,15 @@ class Budget(Technique):
     extra: ClassVar = "compile"
     source: ClassVar = "torch._functorch.config.activation_memory_budget (solver dp, estimator flops)"
     elsewhere: ClassVar = ("activation_memory_budget", "memory_budget")
-    counterparts: ClassVar = (
+    counterparts: ClassVar = tuple(
         Counterpart(
             arguments={
                 "activation_checkpointing": False,
+                compiles: True,
                 "functorch.activation_memory_budget": Setting("share"),
             }
-        ),
+        )
+        for compiles in ("layers.compile", "torch_compile")
     )
 
     share: float = between(0.0, 1.0)
@@ -63,6 +65,10 @@ class Budget(Technique):
                 f"the model has dropout ({dropout}), whose masks torch would draw anew in the backward pass. "
                 "Try 'budget(0.1)', or 'every_layer'."
             )
+
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """Its figures are simulated ones."""
+        yield "its bytes and seconds are simulated, and were measured on no GPU."
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:

@@ -1,0 +1,275 @@
+"""Budgets of compiled layers: what is kept is torch's choice to the byte, and gradients are those of one
+dropout.
+
+Law 1 holds for them on the CPU, event by event, as for `compiled`; what they keep on a GPU is worked out
+below from the layer's own sizes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch._functorch import config as functorch
+
+from aligned import compare
+from cpu_scratch import compared
+from reported import foreseen, reports
+from small_models import small_job
+from small_runs import killed_in, losses, small_run
+from snugfit.errors import RecipeError, SnugfitError
+from snugfit.exchange.export import export
+from snugfit.exchange.read import read_arguments
+from snugfit.job.job import Job
+from snugfit.job.model import Model
+from snugfit.planning.search.budgets import Budgets
+from snugfit.planning.search.space import space_of
+from snugfit.prediction.predict import predict
+from snugfit.rehearsal.device.policy import CpuPolicy
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.trace.trace import Trace
+from snugfit.step.compile_budget import InductorWithin
+from snugfit.techniques import roster
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Slot
+from snugfit.training.run.train import train
+from snugfit.units import MIB
+from test_exchange_export import job_in, namespace
+from tiers import slow_but
+
+LLAMA = "meta-llama/Llama-3.2-1B"
+
+KEPT = {1.0: 280.5, 0.75: 184.5, 0.5: 136.0, 0.25: 68.0, 0.0: 0.0}
+"""MiB that each of Llama-3.2-1B's layers keeps beside its input, of 2 x 2,048 tokens in bfloat16, by budget
+(`torch._functorch.config.activation_memory_budget`, 2.11 and 2.13). A hidden state is 16 MiB, keys and values
+are 4 MiB each, each projection of the MLP 64 MiB, the logarithms of attention's sums 0.5 MiB. A quarter keeps
+one such projection and the keys; a half both, keys and values; three quarters also queries, attention's
+result, its projection and the sums; all, besides, both norms' results and the input of the last product."""
+
+
+def setup_of(share: float) -> Any:
+    return Recipe.parse(f"compiled + budget({share})").setup()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("family", "share"),
+    slow_but(
+        [("llama", 0.5), ("bert", 0.5), ("llama", 0.0), ("bert", 0.25), ("gpt2", 0.5)],
+        lambda case: case == ("llama", 0.5),
+    ),
+)
+def test_a_step_within_a_budget_allocates_what_its_trace_says(family: str, share: float) -> None:
+    this = small_job(family, layers=2)
+    trace = foreseen(rehearse(this, setup_of(share), CpuPolicy()))
+    torch._dynamo.reset()
+    real = reports(this, setup_of(share))
+    third = [compared([event for event in events if event.step == 2]) for events in (real, trace)]
+    assert all(third)
+    assert compare(*third).similarity == 1.0
+
+
+@pytest.mark.slow
+def test_what_is_kept_on_a_gpu_is_the_largest_that_the_budget_allows() -> None:
+    pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
+    job = Job(model=Model.find(LLAMA), batch_size=2, sequence_length=2048)
+
+    def requested(share: float) -> int:
+        footprint = predict(job, f"bf16_pure + compiled + budget({share})", gpu="h200").footprint
+        assert footprint
+        return footprint.requested_bytes
+
+    least = requested(0.0)
+    for share, kept in KEPT.items():
+        seen = (requested(share) - least) / 16 / MIB
+        assert seen == pytest.approx(kept, abs=0.1)
+        assert seen <= share * KEPT[1.0] + 0.1
+
+
+def masked(budget: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of a compiled module with dropout, and what it is with the forward pass's mask."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    first, second = (torch.nn.Linear(32, 32, bias=False) for _ in range(2))
+
+    def layer(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.nn.functional.dropout(first(x), 0.5)
+        return second(torch.nn.functional.gelu(hidden)), hidden
+
+    x = torch.randn(512, 32)
+    out, hidden = torch.compile(layer, backend=InductorWithin(budget))(x)
+    out.sum().backward()
+    again = ((x @ first.weight.t()).detach() * (hidden != 0) * 2).requires_grad_()
+    (of_hidden,) = torch.autograd.grad(second(torch.nn.functional.gelu(again)).sum(), again)
+    assert first.weight.grad is not None
+    return first.weight.grad, (of_hidden * (hidden != 0) * 2).t() @ x
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("budget", slow_but([0.5, 0.1], lambda budget: budget == 0.5))
+def test_the_backward_pass_drops_what_the_forward_pass_dropped(budget: float) -> None:
+    """Where nothing is done about it torch draws another mask (pytorch issue 190758)."""
+    seen, right = masked(budget)
+    torch.testing.assert_close(seen, right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.whole
+@pytest.mark.slow
+def test_the_law_of_dropout_would_notice_another_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("snugfit.step.compile_budget._draws", lambda node: False)
+    with torch._inductor.config.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
+        seen, right = masked(0.5)
+    assert not torch.allclose(seen, right, rtol=1e-2)
+
+
+@pytest.mark.whole
+def test_two_budgets_of_one_process_have_programs_of_their_own() -> None:
+    """Dynamo, and torch's caches on the disk, tell them apart."""
+    weight = torch.randn(32, 32, requires_grad=True)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = torch.tanh(x @ weight)
+        return x
+
+    def kept(budget: float) -> int:
+        sizes: dict[int, int] = {}
+
+        def pack(one: torch.Tensor) -> torch.Tensor:
+            sizes[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+            return one
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+            torch.compile(layer, backend=InductorWithin(budget))(torch.randn(64, 32))
+        return sum(sizes.values())
+
+    torch._dynamo.reset()
+    first = [kept(budget) for budget in (1.0, 0.25, 1.0)]
+    torch._dynamo.reset()  # from here on from the disk
+    second = [kept(budget) for budget in (0.25, 1.0)]
+    assert first[1] < first[0] == first[2]
+    assert second == [first[1], first[0]]
+    assert functorch.activation_memory_budget == 1.0
+
+
+@pytest.mark.whole
+def test_rehearsals_of_two_budgets_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even in a planner's workers, where Dynamo remembers."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    job = small_job("llama", layers=2)
+
+    def shown(share: float) -> Any:
+        trace = rehearse(job, setup_of(share), CpuPolicy())
+        return trace.blocks, trace.events, trace.kernels
+
+    whole, quarter, again = (shown(share) for share in (1.0, 0.25, 1.0))
+    assert whole == again
+    assert len(quarter[2]) > len(whole[2])
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("recipe", ["compiled + budget(0.25)", "compiled + every_layer"])
+def test_what_a_program_computes_again_is_no_work_of_the_model(recipe: str) -> None:
+    job = small_job("llama", layers=2)
+
+    def work(words: str) -> int:
+        trace: Trace = rehearse(job, Recipe.parse(words).setup(), CpuPolicy())
+        products = [one for one in trace.kernels if one.operator in ("aten::mm", "aten::addmm", "aten::bmm")]
+        return sum(one.flops for one in products if not one.recomputed)
+
+    assert work(recipe) == work("compiled")
+
+
+# ---- what is refused --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "words", "told"),
+    [
+        ("llama", "budget(0.5)", r"compiled \+ budget"),
+        ("bert", "compiled + budget(0)", "dropout"),
+        ("llama", "compiled + budget(2)", "from 0.0 to 1.0"),
+    ],
+)
+def test_what_cannot_be_is_said(family: str, words: str, told: str) -> None:
+    with pytest.raises(RecipeError, match=told):
+        Recipe.parse(words).check(small_job(family), installed=False)
+
+
+@pytest.mark.whole
+def test_a_module_that_drops_without_a_config_is_refused_when_nothing_is_kept() -> None:
+    with pytest.raises(SnugfitError, match=r"budget\(0.1\)"):
+        rehearse(small_job("bert", layers=2), setup_of(0.0), CpuPolicy())
+
+
+# ---- front-ends and exports -------------------------------------------------------------------------------
+
+
+@pytest.mark.whole
+def test_a_run_within_a_budget_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With dropout, by the program that g++ made: the same losses bit for bit. Two runs that nobody
+    interrupts differ in the last bit of some weights, as they do without a budget."""
+    for kind in roster.techniques():
+        if kind.name in ("compiled", "budget"):
+            monkeypatch.setattr(kind, "needs", ())
+    recipe = "compiled + budget(0.5)"
+    whole = train(small_run(tmp_path / "whole", recipe, max_steps=4))
+    killed_in(small_run(tmp_path / "killed", recipe, max_steps=4, save_steps=2), 3)
+    resumed = train(small_run(tmp_path / "killed", recipe, max_steps=4, save_steps=2))
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("to", ["torch", "accelerate", "hf"])
+def test_a_script_sets_the_budget(tmp_path: Path, to: str) -> None:
+    job = job_in(tmp_path / "model", "llama")
+    made = export(job, Recipe.parse("compiled + budget(0.5)"), to)
+    scope = namespace(made, next(iter(made.files)))
+    with functorch.patch(activation_memory_budget=1.0):
+        scope["build_model"](*([] if to == "hf" else [torch.device("cpu")]))
+        assert functorch.activation_memory_budget == 0.5
+
+
+def test_a_script_of_layers_with_dropout_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="dropout"):
+        export(small_job("bert"), Recipe.parse("compiled + budget(0.5)"), "torch")
+
+
+@pytest.mark.parametrize("compiles", ["for layer in model.modules():\n    layer.compile()", ""])
+def test_a_script_s_budget_is_read(tmp_path: Path, compiles: str) -> None:
+    file = tmp_path / "train.py"
+    whole = "" if compiles else ", torch_compile=True"
+    file.write_text(
+        f"torch._functorch.config.activation_memory_budget = 0.5\n{compiles}\n"
+        f"args = TrainingArguments('x'{whole})"
+    )
+    reading = read_arguments(file)
+    assert not reading.refused
+    assert reading.settings["recipe"] == "compiled + budget(0.5) + adamw_fused"
+
+
+# ---- plans ------------------------------------------------------------------------------------------------
+
+
+def test_plans_look_at_budgets_where_compiled_layers_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in roster.techniques():
+        if kind.name in ("compiled", "budget"):
+            monkeypatch.setattr(kind, "needs", ())
+    space = space_of(small_job("llama"))
+    within = next(n for n, one in enumerate(space.candidates) if one.setup.has_budget)
+    without = space.number(space.candidates[within].recipe.with_(roster.plain(Slot.CHECKPOINTING)))
+    assert without is not None
+    for needed, idle in ((10, True), (11, False)):
+        state: Any = SimpleNamespace(
+            judged={}, bounds={without: SimpleNamespace(needed_bytes=needed)}, memory_bytes=10
+        )
+        budgets = Budgets(space, [state])
+        assert budgets.are_idle(within) == idle
+        left_out = list(budgets.left_out([within, without]))
+        assert [(one.what, one.recipes) for one in left_out] == ([("budget", 1)] if idle else [])
+        assert not budgets.are_idle(without)
