@@ -32,7 +32,7 @@ from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CpuPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Trace
-from snugfit.step.compile_budget import InductorWithin
+from snugfit.step.wishes.compile_budget import InductorWithin
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
@@ -120,7 +120,7 @@ def test_the_backward_pass_drops_what_the_forward_pass_dropped(budget: float) ->
 @pytest.mark.whole
 @pytest.mark.slow
 def test_the_law_of_dropout_would_notice_another_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("snugfit.step.compile_budget._draws", lambda node: False)
+    monkeypatch.setattr("snugfit.step.wishes.compile_budget._draws", lambda node: False)
     with torch._inductor.config.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
         seen, right = masked(0.5)
     assert not torch.allclose(seen, right, rtol=1e-2)

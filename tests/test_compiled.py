@@ -37,6 +37,7 @@ from snugfit.step import compiling
 from snugfit.step.build import build_model
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import CompileWish
 from snugfit.techniques.technique import Slot
 from tiers import slow_but
 
@@ -218,7 +219,7 @@ def test_what_does_not_go_with_it_is_said(words: str, told: str) -> None:
 
 def test_a_model_without_layers_is_refused() -> None:
     with pytest.raises(RecipeError, match="nothing to compile"):
-        compiling.compile_layers(torch.nn.Linear(2, 2))
+        compiling.compile_layers(torch.nn.Linear(2, 2), CompileWish())
 
 
 def test_what_is_compiled_can_run_as_written_again() -> None:

@@ -216,8 +216,8 @@ def test_evaluation_says_what_it_leaves_unused() -> None:
     assert [warning.split(":")[0] for warning in warnings] == ["every_layer", "adamw_fused"]
 
 
-FOR_BFLOAT16 = {"adamw_stochastic"}
-"""Techniques for weights of bfloat16 alone, which the job's are not."""
+BESIDE = {"adamw_stochastic": "bf16_pure", "budget": "compiled"}
+"""What some techniques need beside them: weights of bfloat16, which the job's are not, or a compiler."""
 
 
 @pytest.mark.parametrize("technique", roster.techniques(), ids=lambda technique: technique.name)
@@ -226,8 +226,8 @@ def test_what_a_planner_may_try_is_lawful(technique: type[Technique]) -> None:
     tried = list(technique.settings(this))
     assert tried or technique.planning_objection(this)
     for setting in tried:
-        pure = setting.name in FOR_BFLOAT16
-        recipe = Recipe((setting, roster.find("bf16_pure")())) if pure else Recipe((setting,))
+        beside = [roster.find(BESIDE[setting.name])()] if setting.name in BESIDE else []
+        recipe = Recipe((setting, *beside))
         recipe.check(this, installed=False)
 
 

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 from snugfit.errors import RecipeError
 from snugfit.job.build import instantiate
 from snugfit.step.checkpointing import COMPILED, layer_stacks, without_cache
-from snugfit.step.compile_budget import InductorWithin, plain_refusals
+from snugfit.step.wishes.compile_budget import InductorWithin, plain_refusals
 
 if TYPE_CHECKING:
     import torch
@@ -50,8 +50,8 @@ def compile_lines(job: Job, wish: CompileWish) -> tuple[str, ...]:
     Raises `RecipeError` where that is not enough."""
     if wish.budget < 1 and any(map(_has_dropout, _layers_of(job))):
         raise RecipeError(
-            "the layers have dropout, whose random numbers torch draws anew in the backward pass where a "
-            "budget is set (pytorch issue 190758); snugfit has them kept, which a script without it does not"
+            "the layers have dropout, for which torch draws other random numbers in the backward pass where "
+            "a budget is set (pytorch issue 190758); snugfit has them kept, which a script without it does not"
         )
     bounded = (
         "from torch._functorch import config as functorch",

@@ -2,8 +2,8 @@
 
 Each budget is a program of its own for each size of a micro-batch, which takes as long to lower as compiled
 layers without one: looked at like any other kind of recomputing they took a plan of Llama-3.2-1B, 2 x 2048
-tokens, from 49 seconds of CPU to 113. A budget saves memory and no time. So it is looked at where compiled layers that keep all do not fit, and elsewhere said to
-be left out.
+tokens, from 49 seconds of CPU to 113. A budget saves memory and no time. So it is looked at where compiled
+layers that keep all do not fit, and elsewhere said to be left out.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from snugfit.rehearsal.compiled.program import load
 from snugfit.rehearsal.device.autocast import SWITCH
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.step import compiling
-from snugfit.step.compile_budget import plain_refusals, within_budget
+from snugfit.step.wishes.compile_budget import plain_refusals, within_budget
 
 if TYPE_CHECKING:
     import torch

@@ -62,7 +62,7 @@ class Budget(Technique):
             yield "it is for layers that are compiled. Try 'compiled + budget(0.5)', or 'every_layer'."
         if self.share == 0 and (dropout := _dropout(job)):
             yield (
-                f"the model has dropout ({dropout}), whose masks torch would draw anew in the backward pass. "
+                f"the model has dropout ({dropout}), whose masks would be others in the backward pass. "
                 "Try 'budget(0.1)', or 'every_layer'."
             )
 

@@ -24,7 +24,7 @@ from typing import Any
 from snugfit.errors import RecipeError
 
 DRAWS_ANEW = (
-    "With budget(0) torch would draw the random numbers of dropout anew in the backward pass, and gradients "
+    "With budget(0) torch would draw other random numbers for dropout in the backward pass, and gradients "
     "would be wrong (pytorch issue 190717). Try 'budget(0.1)', or 'every_layer'."
 )
 
