@@ -51,7 +51,7 @@ def compile_lines(job: Job, wish: CompileWish) -> tuple[str, ...]:
     if wish.budget < 1 and any(map(_has_dropout, _layers_of(job))):
         raise RecipeError(
             "the layers have dropout, for which torch draws other random numbers in the backward pass where "
-            "a budget is set (pytorch issue 190758); snugfit has them kept, which a script without it does not"
+            "a budget is set (pytorch issue 190758); snugfit keeps them, which a script without it does not"
         )
     bounded = (
         "from torch._functorch import config as functorch",
