@@ -2,7 +2,7 @@
 
     python benchmarks/profile_kernels.py device OUT.json SEED DRAWS
     python benchmarks/profile_kernels.py device OUT.json ACCURACY.json
-    python benchmarks/profile_kernels.py host OUT.json SECONDS
+    python benchmarks/profile_kernels.py host OUT.json SECONDS [newer]
 
 `device` runs drawn jobs (`snugfit accuracy` draws them too) and some that are named below, one after the
 other in this process. Each is timed by events in its steady state (`step_seconds`, the median); then one step
@@ -13,8 +13,9 @@ such a file (`prediction/rates.json`). With a result of `snugfit accuracy` it ru
 whose predicted seconds are off by more than `OFF`, though their steps were steady.
 
 `host` runs families in a small size under recipes, in a mixed order until the seconds are over: the device
-has next to nothing to do. Steady steps are timed one after the other; then some with the device drained
-before each, and the clock is read at the boundaries of phases. Its thread keeps to quiet cores
+has next to nothing to do; with `newer` four families of text under techniques that came later. Steady steps
+are timed one after the other; then some with the device drained before each, and the clock is read at the
+boundaries of phases. Its thread keeps to quiet cores
 (`measurement/quiet_core.py`). Beside each drained step stands how long a loop of pure Python took.
 """
 
@@ -73,6 +74,14 @@ RECIPES = (
     "adamw_8bit", "lora(r=16)", "lora(r=16, targets=all-linear) + bf16 + every_layer", "bf16_pure",
     "workers", "workers + micro_batches(4) + tf32", "bf16 + micro_batches(4) + every_layer",
 )  # fmt: skip
+NEWER_RECIPES = (
+    "plain", "bf16", "lora(r=16) + bf16", "qlora(r=16)", "qlora(r=16) + bf16",
+    "qlora(r=16, targets=all-linear) + bf16 + every_layer", "liger(fused_linear_cross_entropy=false)",
+    "liger(fused_linear_cross_entropy=false) + bf16", "host(all)", "host(all) + every_layer",
+    "host(all) + lora(r=16) + bf16", "apollo(rank=8)", "adamw_4bit", "chunked_loss", "compiled + bf16",
+    "compiled + lora(r=16)",
+)  # fmt: skip
+NEWER_FAMILIES = ("llama", "qwen2", "gpt2", "mistral")
 
 
 class Watch:
@@ -185,9 +194,11 @@ def device_jobs(seed: int, draws: int) -> Iterator[tuple[Job, Recipe]]:
         yield drawn.job, drawn.recipe
 
 
-def host_jobs() -> Iterator[tuple[Job, Recipe]]:
+def host_jobs(newer: bool) -> Iterator[tuple[Job, Recipe]]:
     """Every family in a small size, in an order that no state of the host correlates with."""
-    pairs = [(small_job(family), Recipe.parse(recipe)) for family in FAMILIES for recipe in RECIPES]
+    families = [family for family in FAMILIES if not newer or family.name in NEWER_FAMILIES]
+    recipes = NEWER_RECIPES if newer else RECIPES
+    pairs = [(small_job(family), Recipe.parse(recipe)) for family in families for recipe in recipes]
     random.Random(5).shuffle(pairs)
     yield from pairs
 
@@ -263,7 +274,7 @@ def main() -> None:
     runs = []
     end = math.inf if device else time.monotonic() + float(sys.argv[3])
     if not device:
-        jobs = host_jobs()
+        jobs = host_jobs(newer=sys.argv[4:] == ["newer"])
     elif len(sys.argv) > 4:
         jobs = device_jobs(int(sys.argv[3]), int(sys.argv[4]))
     else:

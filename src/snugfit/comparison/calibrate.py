@@ -7,8 +7,8 @@ bound correct nothing.
 
 - The host by a small model in three recipes: the device has next to nothing to do.
 - The bandwidth by an update of many parameters, with next to no tokens.
-- Matrix products by a wide model, in each precision that the GPU has; bf16 stands for fp16 too, which the
-  same units compute.
+- Matrix products by a wide model, in each precision that the GPU has; bf16 stands for fp16, which the
+  same units compute, and for fp8 too.
 
 The order of correction matters: a later probe is predicted with the rates that earlier ones corrected. The
 order of measuring is another: the update of many parameters comes first, whose seconds are the device's
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Trace
 
 DEADLINE_SECONDS = 120.0
-CORRECTED_TOGETHER = {"bf16": ("bf16", "fp16")}
+CORRECTED_TOGETHER = {"bf16": ("bf16", "fp16", "fp8")}
 """Precisions that one probe corrects together."""
 
 PROBE_ERRORS = {"host": 0.97, "bandwidth": 1.04, "fp32": 0.955, "tf32": 1.03, "bf16": 1.05}

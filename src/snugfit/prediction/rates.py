@@ -156,8 +156,11 @@ class HostLaunchCosts:
     in_program: float = 7e-6
     """A kernel of torch that a compiled program launches, without autograd and modules."""
 
-    program: float = 3.6e-4
-    """Calling a compiled program, forward or backward: its guards, what autograd does around it."""
+    program: float = 4.5e-4
+    """Calling a compiled program, forward or backward: its guards, what autograd does around it. 360
+    microseconds on that host; nine steps on it and others (2026-11-24) that it decides are 13 % too short in
+    the median with 360, 5 % with 450, and passes with a drained device want 440 to 590
+    (results/h200-2026-11-24/host-newer.json)."""
 
     def slower(self, factor: float) -> HostLaunchCosts:
         """The costs of a host that takes `factor` times as long."""
