@@ -259,23 +259,25 @@ def test_the_answer_is_that_of_brute_force_and_the_front_is_up_to_a_grain(seed: 
 
 def recomputed(told: Told, space: Space, rng: random.Random) -> Told:
     """The same, but what recomputes takes longer than without, and no less than its update; each n-th layer
-    lies between none and all, and spans take as long as all. The device is never idle."""
+    and a budget lie between none and all, and spans take as long as all. The device is never idle."""
     plain = roster.plain(Slot.CHECKPOINTING)
     traces: dict[int, tuple[Bound, Figures | None]] = {}
-    for number, candidate in enumerate(space.candidates):  # none and all come first
+    in_order = sorted(enumerate(space.candidates), key=lambda one: one[1].setup.has_budget)
+    for number, candidate in in_order:  # none and all come first
         without, wish = space.number(candidate.recipe.with_(plain)), candidate.setup.checkpoint
         assert without is not None
         needed, seconds = told.bounds[without][:2]
         resting = int(needed * 0.8)
-        if wish not in (None, EVERY_LAYER):
-            assert wish
+        compiled = candidate.setup.compile
+        if wish not in (None, EVERY_LAYER) or candidate.setup.has_budget:
+            part = 1 / wish.every if wish else 1 - (compiled.budget if compiled else 1)
             checkpointing = [candidate.recipe.with_(one) for one in space.offers(Slot.CHECKPOINTING)]
             each = next(space.number(one) for one in checkpointing if one.setup().checkpoint == EVERY_LAYER)
             assert each is not None
             least = traces[space.candidates[each].trace][0]
-            seconds += (least.seconds - seconds) / wish.every
-            needed = int(needed + (least.needed_bytes - needed) / wish.every)
-            if wish.every == 1:
+            seconds += (least.seconds - seconds) * part
+            needed = int(needed + (least.needed_bytes - needed) * part)
+            if part == 1:
                 needed = rng.randrange(resting, needed + 1)
         elif without != number:
             needed, seconds = rng.randrange(resting, needed + 1), seconds * rng.uniform(1, 1.4)
@@ -333,7 +335,7 @@ def test_a_front_that_ends_at_some_times_the_seconds_is_the_whole_one_up_to_ther
 @pytest.mark.parametrize("seed", range(2))
 def test_many_gpus_look_at_recomputing_only_where_one_may_gain_by_it(seed: int) -> None:
     rng = random.Random(seed)
-    space = space_of(small_job("bert", 2, batch_size=2), fidelity=Fidelity.ROUNDS)
+    space = space_of(small_job("bert", 2, batch_size=2), fidelity=Fidelity.ROUNDS, many_gpus=True)
     told = recomputed(told_of(space, rng), space, rng)
     everything = [(figures.seconds, figures.needed_bytes) for figures in told.figures if figures]
     sizes = sorted(needed for _, needed in everything)
@@ -353,7 +355,7 @@ def test_many_gpus_look_at_recomputing_only_where_one_may_gain_by_it(seed: int) 
 def test_less_recomputing_is_looked_at_where_layers_and_the_device_are_known(seed: int) -> None:
     """And the answers of many GPUs are the same."""
     rng = random.Random(seed)
-    space = space_of(small_job("bert", 2, batch_size=2), fidelity=Fidelity.ROUNDS)
+    space = space_of(small_job("bert", 2, batch_size=2), fidelity=Fidelity.ROUNDS, many_gpus=True)
     told = recomputed(told_of(space, rng), space, rng)
     untold = replace(told, bounds=[Bound(*least[:3]) for least in told.bounds])
     sizes = sorted(figures.needed_bytes for figures in told.figures if figures)

@@ -8,7 +8,7 @@ layers that keep all do not fit, and elsewhere said to be left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from snugfit.planning.plan import Exclusion
@@ -16,6 +16,7 @@ from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
+    from snugfit.planning.cost.figures import Bound
     from snugfit.planning.search.space import Space
     from snugfit.planning.search.state import SearchState
 
@@ -25,20 +26,30 @@ RoBERTa, BERT, ViT, Qwen, Gemma and Llama none took less than these by the rates
 
 
 class Budgets:
-    """The candidates of a space whose compiled layers have a budget."""
+    """The candidates of a space whose compiled layers have a budget. `everywhere` looks at all of them, as
+    where the best few recipes are listed."""
 
-    def __init__(self, space: Space, states: Sequence[SearchState]) -> None:
-        self.space, self.states = space, states
+    def __init__(
+        self,
+        space: Space,
+        states: Sequence[SearchState],
+        least_of: Callable[[int], Sequence[Bound] | None],
+        *,
+        everywhere: bool = False,
+    ) -> None:
+        self.space, self.states, self.least_of, self.everywhere = space, states, least_of, everywhere
 
     def are_idle(self, number: int) -> bool:
         """Whether this candidate has a budget and needs none: on each GPU the same without one fits. What the
         user has is always looked at."""
         candidate, start = self.space.candidates[number], self.space.fixed.start
         own = start is not None and start[Slot.CHECKPOINTING] == candidate.recipe[Slot.CHECKPOINTING]
-        if not candidate.setup.has_budget or own:
+        if self.everywhere or own or not candidate.setup.has_budget:
             return False
         without = self.space.number(candidate.recipe.with_(roster.plain(Slot.CHECKPOINTING)))
-        return without is not None and all(_fits(state, without) for state in self.states)
+        if without is None:
+            return False
+        return all(self._fits(index, state, without) for index, state in enumerate(self.states))
 
     def left_out(self, numbers: Iterable[int]) -> Iterator[Exclusion]:
         """Those of these candidates that were not looked at, in a sentence."""
@@ -48,9 +59,9 @@ class Budgets:
             why = f"compiled layers fit without it, and are faster (--keep '{name}(0.5)' plans with it)"
             yield Exclusion(what=name, why=why, recipes=len(idle))
 
-
-def _fits(state: SearchState, number: int) -> bool:
-    """What was not judged although it may fit is no faster than something that does; what nobody looked at
-    cannot matter yet."""
-    known = state.judged.get(number) or state.bounds.get(number)
-    return known is None or state.memory_bytes is None or known.needed_bytes <= state.memory_bytes
+    def _fits(self, index: int, state: SearchState, number: int) -> bool:
+        """By what is known of it. What was not judged although it may fit is no faster than something that
+        does; what cannot be simulated cannot be with a budget either."""
+        least = self.least_of(number)
+        known = state.judged.get(number) or state.bounds.get(number) or (least and least[index])
+        return not known or state.memory_bytes is None or known.needed_bytes <= state.memory_bytes

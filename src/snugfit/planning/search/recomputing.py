@@ -85,7 +85,9 @@ class RecomputingKinds:
     """The kinds of passes of a search that recompute or never have whole logits, as far as nobody has looked
     at them; the search has a state for each GPU."""
 
-    def __init__(self, states: Sequence[SearchState], pool: WorkerPool, tell: Tell) -> None:
+    def __init__(
+        self, states: Sequence[SearchState], pool: WorkerPool, tell: Tell, *, budgets: bool = False
+    ) -> None:
         self.states, self.space, self.pool, self.tell = states, states[0].space, pool, tell
         self.waiting: dict[int, list[int]] = defaultdict(list)
         """By kind of passes, the candidates."""
@@ -114,7 +116,7 @@ class RecomputingKinds:
                 self._whole[number] = self.space.number(candidate.recipe.with_(plain[0]))
             if (full := self._with_each(candidate)) is not None:
                 self._full[number] = full
-        self._budgets = Budgets(self.space, states)
+        self._budgets = Budgets(self.space, states, self._least_of_waiting, everywhere=budgets)
         for state in states:
             state.screen_these = self.screen_these
 
@@ -204,6 +206,9 @@ class RecomputingKinds:
 
     def _waits(self, number: int) -> bool:
         return number in self.waiting.get(self.space.candidates[number].passes, ())
+
+    def _least_of_waiting(self, number: int) -> OnGpus | None:
+        return self._least(number) if self._waits(number) else None
 
     def add(self, numbers: Collection[int]) -> None:
         """Gives these candidates their lower bounds."""

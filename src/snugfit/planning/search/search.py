@@ -219,7 +219,7 @@ def search(
     """Judges the Pareto front of the state's space, with the fastest recipe that fits its memory on it; and
     the smallest there is, where that is asked for or nothing fits. `every_bound` gives what is not judged its
     lower bounds too. Raises `BelowLowerBound`."""
-    recomputing = RecomputingKinds([state], pool, tell)
+    recomputing = RecomputingKinds([state], pool, tell, budgets=every_bound)
     recomputing.add_others()
     _judge_front(state, recomputing, pool, tell, every_bound=every_bound)
     if smallest or state.nothing_fits:
