@@ -79,6 +79,16 @@ def test_what_liger_cannot_do_is_said_before_it_is_tried(family: str, recipe: st
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("family", "recipe", "said"),
+    [("mixtral", "liger", True), ("mixtral", "liger(swiglu=false)", False), ("llama", "liger", False)],
+)
+def test_minutes_of_timing_kernels_for_experts_are_said(family: str, recipe: str, said: bool) -> None:
+    """Two drawn runs of a Mixtral on an H200 took so long before their first step."""
+    told = Recipe.parse(recipe).check(small_job(family, 2), installed=False)
+    assert any("first step of each process" in line for line in told) == said
+
+
 def test_with_its_loss_off_it_goes_beside_another_head() -> None:
     Recipe.parse("liger(fused_linear_cross_entropy=false) + chunked_loss").check(llama(), installed=False)
 

@@ -32,6 +32,9 @@ _PARTS = ("rope", "rms_norm", "swiglu", "geglu", "layer_norm", "fused_linear_cro
 WITH_LOSS = "causal-lm"
 """The task whose models Liger gives a loss of its own."""
 
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Keys of a config that give a number of experts."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Liger(Technique):
@@ -100,6 +103,15 @@ class Liger(Technique):
             yield f"Liger's loss is that of {WITH_LOSS}, and this is {job.task}. Try '{off}'."
         elif recipe[Slot.HEAD].install(Setup()).logits is not None:
             yield f"{recipe[Slot.HEAD]} and Liger's loss both take the head's place. Try '{off}'."
+
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """The first step of a model with experts takes minutes."""
+        if self.swiglu is not False and any(job.model.config.get(key) for key in EXPERTS):
+            yield (
+                "its kernels for experts are timed in many settings in the first step of each process. That "
+                "took a Mixtral about two minutes on an H200, and the start-up's seconds do not hold it. Try "
+                "'liger(swiglu=false)' for a short run."
+            )
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
