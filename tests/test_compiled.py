@@ -39,6 +39,7 @@ from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import CompileWish
 from snugfit.techniques.technique import Slot
+from snugfit.units import MIB
 from tiers import slow_but
 
 LOSS_OUTSIDE = 256
@@ -165,6 +166,22 @@ def test_a_graph_that_is_said_to_be_elsewhere_shares_the_same_storages() -> None
     assert get_node_storage(sine) == get_node_storage(view) != get_node_storage(cosine)
     assert view.meta["val"].stride() == (1, 8)
     assert {node.meta["val"].device.type for node in (sine, view, cosine)} == {"cuda"}
+
+
+def test_the_first_step_holds_what_timing_a_kernels_settings_takes() -> None:
+    """As many bytes as the GPU's cache has, once for each different kernel that has a choice: 14 layers of a
+    Mistral with adapters held 1.7 % more at their peak on an H200."""
+    job = small_job("llama", 2)
+    traces = [
+        rehearse(job, Recipe.parse("lora + compiled").setup(), CudaPolicy(cache_bytes=nbytes))
+        for nbytes in (60 * MIB, 0)
+    ]
+    timed = [[block for block in trace.blocks if block.nbytes == 60 * MIB] for trace in traces]
+    assert len(timed[0]) > 4
+    assert {block.step for block in timed[0]} == {0}
+    assert {block.phase for block in timed[0]} == {"forward", "backward"}
+    assert not timed[1]
+    assert traces[0].kernels == traces[1].kernels
 
 
 def test_a_short_run_pays_for_compiling_in_each_of_its_steps() -> None:

@@ -77,6 +77,7 @@ def policy_for(gpu: Gpu | None, software: Software) -> CudaPolicy:
         capability=gpu.compute_capability,
         multiprocessors=gpu.sm_count,
         threads_per_multiprocessor=THREADS.get(gpu.compute_capability, 2048),
+        cache_bytes=gpu.l2_cache_bytes or CudaPolicy.cache_bytes,
         softmax_saves_input=software.softmax_saves_input,
     )
 

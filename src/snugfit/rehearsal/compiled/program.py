@@ -10,6 +10,7 @@ import ast
 import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from snugfit.rehearsal.trace.trace import POINTWISE, REDUCTION, WITH_FUNCTIONS, WITH_RANDOM
 
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 Launch = Callable[[str, Sequence[Any], Sequence[Any], str], None]
 """Hears of a kernel: its name, the tensors that it reads, those that it writes, and its layout."""
+
+Choose = Callable[[str, Sequence[Any]], None]
+"""Hears of a kernel's source and of the tensors that it changes before each launch, where the first of a
+process times several settings."""
 
 _SIGNATURE = re.compile(r"'signature': \{(.*?)\}")
 _PARAMETER = re.compile(r"'(\w+)': '(\*?)")
@@ -31,7 +36,7 @@ _LAYOUTS = (
 """What a kernel's source holds, and its layout then; the first that it holds decides."""
 
 
-def load(text: str, launch: Launch) -> Callable[[list[Any]], Any]:
+def load(text: str, launch: Launch, choose: Choose) -> Callable[[list[Any]], Any]:
     """What runs this program on a list of inputs, which it empties."""
     tree = ast.parse(text)
     names = _namespace()
@@ -39,7 +44,7 @@ def load(text: str, launch: Launch) -> Callable[[list[Any]], Any]:
     for statement in tree.body:
         if isinstance(statement, ast.Assign) and (kernel := _kernel_of(statement)) is not None:
             name, source = kernel
-            names[name] = _GeneratedKernel(name, source, launch)
+            names[name] = _GeneratedKernel(name, source, launch, choose)
         elif isinstance(statement, (ast.ClassDef, ast.FunctionDef)) and statement.name not in _BESIDES:
             program.append(statement)  # the program, as a function or in a class
     exec(compile(ast.Module(body=program, type_ignores=[]), "<compiled layer>", "exec"), names)
@@ -69,8 +74,9 @@ def _kernel_of(statement: ast.Assign) -> tuple[str, str] | None:
 class _GeneratedKernel:
     """Stands where a compiled kernel would."""
 
-    def __init__(self, name: str, source: str, launch: Launch) -> None:
-        self.name, self._launch = name, launch
+    def __init__(self, name: str, source: str, launch: Launch, choose: Choose) -> None:
+        self.name, self._source, self._launch, self._choose = name, source, launch, choose
+        self._has_settings = not source.startswith("[") and settings_of(source) > 1
         self._layout = next((layout for pattern, layout in _LAYOUTS if pattern.search(source)), "")
         if source.startswith("["):
             types = ast.literal_eval(source)
@@ -84,7 +90,7 @@ class _GeneratedKernel:
         """Writes the launch down."""
         import torch
 
-        reads, writes = [], []
+        reads, writes, changes = [], [], []
         for role, argument in zip(self._roles, arguments, strict=False):
             if not isinstance(argument, torch.Tensor):
                 continue
@@ -92,9 +98,34 @@ class _GeneratedKernel:
                 reads.append(argument)
             if not role.startswith("in_ptr") and role != "in":
                 writes.append(argument)
+            if role.startswith("in_out"):
+                changes.append(argument)
+        if self._has_settings:
+            self._choose(self._source, changes)
         self._launch(self.name, reads, writes, self._layout)
 
     __call__ = run
+
+
+def settings_of(source: str) -> int:
+    """Between how many settings (sizes of blocks, numbers of warps) Inductor would choose for this kernel of
+    Triton, by timing them when it first runs."""
+    from torch._inductor.runtime import triton_heuristics
+
+    tree = ast.parse(source)
+    names: dict[str, Any] = {"__file__": "kernel.py"}
+    imports: list[ast.stmt] = [one for one in tree.body if isinstance(one, (ast.Import, ast.ImportFrom))]
+    exec(compile(ast.Module(body=imports, type_ignores=[]), "<kernel>", "exec"), names)
+    kernel = next(one for one in tree.body if isinstance(one, ast.FunctionDef))
+    counts = [1]
+
+    def note(hints: Any, configs: Any, *arguments: Any, **keywords: Any) -> Any:
+        counts.append(len(triton_heuristics.unique_configs(configs)))
+        return lambda function: function
+
+    with patch.object(triton_heuristics, "cached_autotune", note):
+        eval(compile(ast.Expression(kernel.decorator_list[0]), "<kernel>", "eval"), names)
+    return counts[-1]
 
 
 def _namespace() -> dict[str, Any]:

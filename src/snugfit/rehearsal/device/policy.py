@@ -20,6 +20,7 @@ from snugfit.rehearsal.device import attention_choice, autocast_lists
 from snugfit.rehearsal.device.buffers import Buffer, GpuSize, Scratch
 from snugfit.rehearsal.device.scratch import composed_scratch, cuda_scratch
 from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS
+from snugfit.units import MIB
 
 if TYPE_CHECKING:
     import torch
@@ -115,6 +116,9 @@ class CudaPolicy(Policy):
 
     threads_per_multiprocessor: int = 2048
     """Resident threads of one multiprocessor."""
+
+    cache_bytes: int = field(default=60 * MIB, compare=False)
+    """Of its second cache. GPUs that differ in it alone are rehearsed as one."""
 
     peers: tuple[CudaPolicy, ...] = ()
     """Those of other GPUs that `may_share` the rehearsals: where one of them decides otherwise about a step,
