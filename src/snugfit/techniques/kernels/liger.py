@@ -109,7 +109,7 @@ class Liger(Technique):
         if self.swiglu is not False and any(job.model.config.get(key) for key in EXPERTS):
             yield (
                 "its kernels for experts are timed in many settings in the first step of each process. That "
-                "took a Mixtral about two minutes on an H200, and the start-up's seconds do not hold it. Try "
+                "took a Mixtral about two minutes on an H200, which the start-up's seconds leave out. Try "
                 "'liger(swiglu=false)' for a short run."
             )
 
