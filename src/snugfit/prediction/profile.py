@@ -21,6 +21,7 @@ INSTALLED = "installed"
 
 REHEARSED_ON = (
     "torch", "transformers", "accelerate", "peft", "bitsandbytes", "triton", "liger-kernel", "deepspeed",
+    "torchao",
 )  # fmt: skip
 """Packages on which a prediction may depend: a plan that was made without one is no plan with it."""
 

@@ -20,23 +20,33 @@ from snugfit.prediction.device import policy_for
 from snugfit.prediction.profile import Software
 from snugfit.rehearsal.device.policy import PoliciesDiffer
 from snugfit.techniques import roster
+from snugfit.techniques.technique import Fidelity
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.planning.keep import Kept
     from snugfit.planning.search.progress import Tell
     from snugfit.prediction.worker_pool import SpareProcesses
+    from snugfit.techniques.technique import Technique
 
 _Answer = TypeVar("_Answer")
 
 
-def kinds_of(gpus: Iterable[Gpu], fixed: Kept) -> tuple[list[list[Gpu]], dict[str, OnGpu]]:
+def kinds_of(
+    gpus: Iterable[Gpu], fixed: Kept, fidelity: Fidelity = Fidelity.ROUNDS
+) -> tuple[list[list[Gpu]], dict[str, OnGpu]]:
     """Those that one search may serve, together; and by the keys of the others, why they have no answer."""
+    degrees = list(Fidelity)
+    looked_at = [
+        technique
+        for technique in roster.techniques()
+        if degrees.index(technique.fidelity) <= degrees.index(fidelity) and not technique.missing_package()
+    ]
     groups: dict[Hashable, list[Gpu]] = defaultdict(list)
     answers: dict[str, OnGpu] = {}
     for gpu in gpus:
         try:
-            kind = _kind(gpu)
+            kind = _kind(gpu, looked_at)
             if why := fixed.too_new(gpu.compute_capability):
                 raise GpuError(f"{gpu.name}: {why}")
             groups[kind].append(gpu)
@@ -45,15 +55,15 @@ def kinds_of(gpus: Iterable[Gpu], fixed: Kept) -> tuple[list[list[Gpu]], dict[st
     return [*groups.values()], answers
 
 
-def _kind(gpu: Gpu) -> Hashable:
+def _kind(gpu: Gpu, looked_at: Sequence[type[Technique]]) -> Hashable:
     """Equal for GPUs that one search may serve: they run the same kernels in most steps, and allow the same
-    techniques."""
+    of the techniques that are looked at."""
     policy = policy_for(gpu, Software())
     if gpu.memory_bytes is None:
         raise GpuError(f"{gpu.name}: the table does not say how much memory a process can use.")
     allowed = tuple(
         technique.name
-        for technique in roster.techniques()
+        for technique in looked_at
         if technique.least_capability is None or policy.capability >= technique.least_capability
     )
     return policy.may_share, allowed

@@ -227,8 +227,13 @@ def _aliasing(func: Any) -> str:
 
 def _is_composite(func: Any) -> bool:
     """Whether it only calls other operators, on every device."""
-    keys, has_kernel = torch._C.DispatchKey, torch._C._dispatch_has_kernel_for_dispatch_key
-    return has_kernel(func.name(), keys.CompositeImplicitAutograd) and not has_kernel(func.name(), keys.CPU)
+    keys, has_kernel, name = torch._C.DispatchKey, torch._C._dispatch_has_kernel_for_dispatch_key, func.name()
+    composed = has_kernel(name, keys.CompositeImplicitAutograd) and not has_kernel(name, keys.CPU)
+    return composed and name not in _KERNELS_OF_CUDA
+
+
+_KERNELS_OF_CUDA = frozenset({"aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"})
+"""What CUDA alone has kernels for, which a torch without CUDA does not know."""
 
 
 _PLAIN = frozenset(
