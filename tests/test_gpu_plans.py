@@ -225,8 +225,8 @@ def test_one_rehearsal_tells_what_gpus_of_other_sizes_take() -> None:
 
 
 def test_recipes_of_one_trace_are_simulated_in_full_by_one_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each on its GPUs, as if it had been asked about alone; two steps are recorded where those were seen to
-    be alike."""
+    """Each on its GPUs, as if it had been asked about alone, and later on others by the same rehearsal; two
+    steps are recorded where those were seen to be alike."""
     job = small_job("bert", 1, batch_size=2)
     gpus = [find_gpu(name) for name in ("rtx 3060", "rtx 4090")]
     rehearsed: list[bool] = []
@@ -236,13 +236,17 @@ def test_recipes_of_one_trace_are_simulated_in_full_by_one_rehearsal(monkeypatch
         return rehearse(*arguments, steady=steady)
 
     monkeypatch.setattr(parts_room, "rehearse", counted)
-    parts = Parts(job, gpus, TimersWithGaps.on(gpus))
+    parts, judged = (Parts(job, gpus, TimersWithGaps.on(gpus)) for _ in range(2))
     plain, other = (Recipe.parse(text).setup() for text in ("bf16", "bf16 + expandable + workers"))
     together = parts.whole([(plain, [0, 1]), (other, [1])])
+    [[[first]], [[second]]] = (parts.whole([(plain, [gpu])]) for gpu in (0, 1))
+    assert [[first, second], *parts.whole([(other, [1])])] == together
     assert rehearsed == [False]
-    parts.judge([plain])
-    assert [*parts.whole([(plain, [0, 1])]), *parts.whole([(other, [1])])] == together
-    assert rehearsed == [False, True, True]
+    judged.judge([plain])
+    [[second]] = judged.whole([(plain, [1])])
+    [[first]] = judged.whole([(plain, [0])])  # told by a rehearsal for the other GPU
+    assert [[first, second], *judged.whole([(other, [1])])] == together
+    assert rehearsed == [False, True]
     assert together[0][1].seconds != together[1][0].seconds, "workers make its batches"
 
 

@@ -23,7 +23,7 @@ from snugfit.frontends.next_recipe import cut_smaller, next_recipe
 from snugfit.frontends.trainer.plan import compared_job
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
-from snugfit.job.sample_mixing import mixing_of
+from snugfit.job.sample_mixing import is_plain_by_source, mixing_of, norm_layers_of_job
 from snugfit.planning.search.space import space_of
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
@@ -261,3 +261,21 @@ def test_train_compares_before_a_recovery_cuts(tmp_path: Path, monkeypatch: pyte
     samples = [{"x": torch.full((2,), float(number))} for number in range(4)]
     with pytest.raises(OutOfMemory, match=r"the batch cannot be cut: .*the loss of 4 samples is"):
         snugfit_train(job, "plain", samples, output_dir=tmp_path, max_steps=1, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "plain"),
+    [
+        ("llama", Task.CAUSAL_LM, True),
+        ("bert", Task.SEQUENCE_CLASSIFICATION, True),
+        ("mobilenet_v2", Task.IMAGE_CLASSIFICATION, False),  # batch norms
+        ("gemma3", Task.CAUSAL_LM, False),  # made of two models
+    ],
+)
+def test_files_of_transformers_tell_of_most_models_without_being_imported(
+    name: str, task: Task, plain: bool
+) -> None:
+    """What they tell is what its classes say; of the rest they tell nothing."""
+    model = Model.from_config({"model_type": name}, name=name)
+    assert is_plain_by_source(model, task) is plain
+    assert not plain or norm_layers_of_job(Job(model=model, task=task)) == ""

@@ -184,9 +184,12 @@ def test_a_layer_that_writes_into_what_is_kept_is_refused() -> None:
 
 
 def test_attention_that_cannot_be_kept_is_not_planned() -> None:
-    """Of BERT it has dropout, which a recipe is warned of; eager attention is no operator of its own."""
+    """Of BERT it has dropout, which a recipe is warned of; eager attention is no operator of its own. A short
+    sequence is known without transformers, and is reason enough."""
     kind = roster.find("selective")
-    assert "dropout" in kind.planning_objection(job("bert"))
+    long_bert = replace(job("bert"), sequence_length=job("bert").transformers_config().hidden_size)
+    assert "dropout" in kind.planning_objection(long_bert)
+    assert "less than a seventh" in kind.planning_objection(job("bert"))
     width = job("llama").transformers_config().hidden_size
     long, short = (replace(job("llama"), sequence_length=length) for length in (width, width - 1))
     assert "less than a seventh" in kind.planning_objection(short)

@@ -48,7 +48,7 @@ def model_types() -> frozenset[str]:
 
 def tasks_of(model_type: str) -> tuple[str, ...]:
     """The tasks for which transformers has a head on this architecture."""
-    return tuple(task for task in HEADS if _classes(task, model_type))
+    return tuple(task for task in HEADS if class_names(task, model_type))
 
 
 def task_of(model_type: str, architectures: Sequence[str]) -> str | None:
@@ -58,7 +58,7 @@ def task_of(model_type: str, architectures: Sequence[str]) -> str | None:
     Of two tasks that share a class (BART's), the one that is no pretraining objective.
     """
     possible = tasks_of(model_type)
-    named = [task for task in possible if _classes(task, model_type).intersection(architectures)]
+    named = [task for task in possible if class_names(task, model_type).intersection(architectures)]
     if len(named) > 1:
         named.remove("masked-lm")
     chosen = named or possible
@@ -78,7 +78,7 @@ def transformers_version() -> str:
     return version("transformers")
 
 
-def _classes(task: str, model_type: str) -> frozenset[str]:
+def class_names(task: str, model_type: str) -> frozenset[str]:
     """Names of the classes that transformers has for a task on an architecture."""
     return _table("modeling_auto.py", HEADS[task][1]).get(model_type, frozenset())
 

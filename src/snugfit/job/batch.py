@@ -145,7 +145,7 @@ class _BatchShapes:
         """The shapes for this job."""
         if job.task is Task.CUSTOM:
             return cls(job=job)
-        config = job.transformers_config()
+        config = job.config_to_read()
         text = config.get_text_config()
         vocabulary = getattr(text, "vocab_size", 0) or 0
         pad_token = getattr(text, "pad_token_id", None)

@@ -56,7 +56,7 @@ def instantiate(
         clone = clone_to_device(module).train(job.trains)
         return clone if dtype is None else cast_weights(clone, dtype)
     dtype = dtype or job.dtype
-    refuse_lengths(job, job.transformers_config().to_dict())
+    refuse_lengths(job, job.config_to_read().to_dict())
     quantization = None
     if double_quant is not None:
         quantization = Quantization(dtype=dtype, compute_dtype=autocast or dtype, double=double_quant)

@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any, Self
 
 from snugfit.errors import JobError, did_you_mean
@@ -197,6 +198,10 @@ class Job:
         """A fresh transformers config of the model for this job's task and labels."""
         return self.model.transformers_config(self.task, self.labels)
 
+    def config_to_read(self) -> Any:
+        """The same config, one object for all who ask and change nothing of it: a rehearsal asks often."""
+        return _config_to_read(self.model, self.task, self.labels)
+
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `Job.from_json` reads it back."""
         document = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.compare}
@@ -218,6 +223,11 @@ class Job:
             )
         earlier = {"dtype": "float32"}  # before jobs had a dtype, weights were made in this one
         return cls(**{**earlier, **document, "model": Model.from_json(document["model"])})
+
+
+@lru_cache(maxsize=64)
+def _config_to_read(model: Model, task: str, labels: int) -> Any:
+    return model.transformers_config(task, labels)
 
 
 def refuse_what_is_no_job(job: object) -> None:

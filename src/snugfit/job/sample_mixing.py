@@ -16,11 +16,12 @@ the losses themselves (`frontends/cut_loss.py`), which finds the rest, and write
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from snugfit.job.architectures import HEADS
+from snugfit.job.architectures import class_names, class_of, source
 from snugfit.job.batch_layout import map_leaves
 from snugfit.job.clone import clone_to_device
 
@@ -35,6 +36,10 @@ SAMPLES = (6, 10)
 
 STATISTICS = ("mm", "addmm", "bmm", "mean", "sum", "var", "var_mean", "std", "std_mean")
 """Operators that can add up over the samples of a batch; those of a batch norm are found as layers."""
+
+
+OF_OTHERS = re.compile(r"sub_configs|backbone|from \.\.\w")
+"""What the file of a config has that is made of others, or inherits from another architecture's."""
 
 
 class Mixing(NamedTuple):
@@ -67,23 +72,42 @@ def mixing_of(job: Job) -> Mixing:
 
 def _of_architecture(job: Job) -> str:
     """By the layers of transformers' own model. It is built only where its file has a batch norm, or it is
-    made of other models."""
+    made of other models; and nothing is imported where its files say as text that neither is so."""
+    key = (job.model.facts, job.task, job.labels)
+    if key not in _OF_FACTS:
+        _OF_FACTS[key] = "" if is_plain_by_source(job.model, job.task) else norm_layers_of_job(job)
+    return _OF_FACTS[key]
+
+
+def norm_layers_of_job(job: Job) -> str:
+    """Those of transformers' own model for this job, which is built only where there may be some."""
     import torch
-    import transformers
 
     from snugfit.job.build import instantiate
 
-    key = (job.model.facts, job.task, job.labels)
-    if key not in _OF_FACTS:
-        config = job.transformers_config()
-        kind = getattr(transformers, HEADS[job.task][0])._model_mapping[type(config)]
-        kind = kind[0] if isinstance(kind, tuple) else kind
-        composed = getattr(config, "sub_configs", None) or getattr(config, "backbone_config", None)
-        _OF_FACTS[key] = ""
-        if composed or "BatchNorm" in inspect.getsource(sys.modules[kind.__module__]):
-            with torch.device("meta"):
-                _OF_FACTS[key] = norm_layers(instantiate(job, dtype="float32", attention="sdpa"))
-    return _OF_FACTS[key]
+    config = job.transformers_config()
+    composed = getattr(config, "sub_configs", None) or getattr(config, "backbone_config", None)
+    code = sys.modules[class_of(job.task, config).__module__]
+    if not composed and "BatchNorm" not in inspect.getsource(code):
+        return ""
+    with torch.device("meta"):
+        return norm_layers(instantiate(job, dtype="float32", attention="sdpa"))
+
+
+def is_plain_by_source(model: Model, task: str) -> bool:
+    """Whether transformers' files of this architecture show, without being imported, that its model has no
+    batch norm and is not made of others. What they do not show is no."""
+    folder = model.architecture.replace("-", "_")
+    try:
+        config, code = (
+            source(f"models/{folder}/{kind}_{folder}.py") for kind in ("configuration", "modeling")
+        )
+    except OSError:
+        return False
+    classes = class_names(task, model.architecture)
+    is_whole = not OF_OTHERS.search(config) and "backbone_config" not in model.config
+    has_classes = bool(classes) and all(f"class {name}(" in code for name in classes)
+    return is_whole and has_classes and "BatchNorm" not in code
 
 
 def norm_layers(module: nn.Module) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from snugfit.errors import GpuError
 from snugfit.prediction.pinned import pinned_bytes
@@ -111,27 +111,55 @@ def common_policy(gpus: Sequence[Gpu | None], software: Software) -> CudaPolicy:
     return replace(policies[0], peers=tuple(by_decisions.values()))
 
 
+class ContextNeeds(NamedTuple):
+    """What a step needs of the context, the same on every GPU."""
+
+    backward: bool
+    """Whether it has a backward pass."""
+    cudnn: bool
+    """Whether it loads cuDNN."""
+    pinned_bytes: int
+    """Page-locked memory of the host."""
+    streams: int
+    """Streams beside torch's own."""
+
+    @classmethod
+    def of(cls, trace: Trace) -> Self:
+        """What the step of this trace needs."""
+        operators = {kernel.operator for kernel in trace.kernels}
+        return cls(
+            any(mark.phase == "backward" for mark in trace.marks),
+            "cudnn" in trace.attention or any("convolution" in operator for operator in operators),
+            pinned_bytes(trace.kernels),
+            int(COPY_OUT in operators),
+        )
+
+
 def context_of(
     gpu: Gpu | None, software: Software, trace: Trace, *, grouped: bool = False
 ) -> tuple[int, list[str]]:
     """NVML bytes of the context and its libraries, and sentences on what is uncertain about them; `grouped`
     is a step of DeepSpeed's engine, in a process group."""
+    return context_for(gpu, software, ContextNeeds.of(trace), grouped=grouped)
+
+
+def context_for(
+    gpu: Gpu | None, software: Software, needs: ContextNeeds, *, grouped: bool = False
+) -> tuple[int, list[str]]:
+    """The same for a step with these needs, which are found once for many GPUs."""
     group = PROCESS_GROUP if grouped else 0
     if software.context_bytes is not None:
         return software.context_bytes + group, []
     context = gpu.context_bytes if gpu else None
-    backward = any(mark.phase == "backward" for mark in trace.marks)
-    cudnn = "cudnn" in trace.attention or any("convolution" in kernel.operator for kernel in trace.kernels)
     parts = (
         (context, USUAL_CONTEXT, True),
         (gpu.libraries_bytes if gpu else None, USUAL_LIBRARIES, True),
-        (gpu.backward_bytes if gpu else None, USUAL_BACKWARD, backward),
-        (gpu.cudnn_bytes if gpu else None, USUAL_CUDNN, cudnn),
+        (gpu.backward_bytes if gpu else None, USUAL_BACKWARD, needs.backward),
+        (gpu.cudnn_bytes if gpu else None, USUAL_CUDNN, needs.cudnn),
     )
     total = group + sum(usual if known is None else known for known, usual, taken in parts if taken)
-    if pinned := pinned_bytes(trace.kernels):
-        stream = LINK_STREAM * any(kernel.operator == COPY_OUT for kernel in trace.kernels)
-        total += stream + MAPPED_GIB * ((pinned + ALREADY_PINNED) // GIB)
+    if needs.pinned_bytes:
+        total += LINK_STREAM * needs.streams + MAPPED_GIB * ((needs.pinned_bytes + ALREADY_PINNED) // GIB)
     if context is not None:
         return total, []
     name = gpu.name if gpu else "an unnamed GPU"

@@ -17,6 +17,9 @@ from snugfit.step.host_link import Slabs
 if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel
 
+PINNING = frozenset({COPY_OUT, STAGE_OUT, PINNED_ON_HOST})
+"""What only steps with page-locked memory have."""
+
 STAGING_BYTES = 128 << 20
 """Page-locked memory for weights and gradients that the host updates (`step/wishes/host_adamw.py`)."""
 
@@ -39,6 +42,8 @@ def waiting_bytes(kernels: Iterable[Kernel]) -> int:
 def pinned_bytes(kernels: Iterable[Kernel]) -> int:
     """All of the step's page-locked memory, but for its loader's."""
     kernels = tuple(kernels)
+    if PINNING.isdisjoint({kernel.operator for kernel in kernels}):
+        return 0
     if held := _most(kernels, PINNED_ON_HOST):
         return held
     staged = any(kernel.operator == STAGE_OUT for kernel in kernels)

@@ -141,7 +141,9 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
             recorder.doubt(sentence)
         if sentence := _about_pages(getattr(step, "optimizer", None)):
             recorder.doubt(sentence)
-        return recorder.recording(notes.attention)
+        recording = recorder.recording(notes.attention)
+        recorder.forget()
+        return recording
 
 
 @contextlib.contextmanager
@@ -232,6 +234,6 @@ def _code_of(job: Job) -> ModuleType | None:
     if job.model.module is not None:
         return None
     try:
-        return sys.modules[class_of(job.task, job.transformers_config()).__module__]
+        return sys.modules[class_of(job.task, job.config_to_read()).__module__]
     except KeyError:
         return None

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.rehearsal.rehearse import STEPS, record_step
@@ -54,6 +55,21 @@ class Part:
     varies: bool = False
     """Whether its micro-batches differ by what their values decide, so that none stands for the rest."""
 
+    @cached_property
+    def split(self) -> SplitSteps:
+        """Its moves, cut where its steps begin and end."""
+        return split_steps(self.trace.moves)
+
+    @cached_property
+    def cut(self) -> Sequence[SplitUpdate]:
+        """Its steps, each cut where its passes end."""
+        return [*map(split_update, self.split.steps)]
+
+    @cached_property
+    def workspaces(self) -> Sequence[Alloc]:
+        """Those that it takes and keeps."""
+        return kept_workspaces(self.trace.moves)
+
 
 def record_passes(job: Job, setup: Setup, policy: Policy, *, steps: int, micro_batches: int) -> Part:
     """Forward and backward of a job under everything in this Setup but its optimizer, with so many
@@ -87,11 +103,11 @@ def splice(passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun
     do not meet."""
     if passes.gradients != update.gradients or passes.varies:
         return None
-    first, second = split_steps(passes.trace.moves), split_steps(update.trace.moves)
+    first, second = passes.split, update.split
     if second.build[: len(first.build)] != first.build or _frees(first.rest) != _frees(second.rest):
         return None
     try:
-        moves = (*second.build, *_join(passes, update, first.steps, second), *first.rest)
+        moves = (*second.build, *_join(passes, update), *first.rest)
         doubts = tuple(dict.fromkeys((*passes.trace.doubts, *update.trace.doubts)))
         joined = replace(passes.trace, moves=moves, doubts=doubts)
         return repeat(joined, steps=STEPS, micro_batches=micro_batches)
@@ -99,17 +115,15 @@ def splice(passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun
         return None
 
 
-def _join(
-    passes: Part, update: Part, passes_steps: Sequence[Sequence[Move]], updates: SplitSteps
-) -> Iterator[Move]:
+def _join(passes: Part, update: Part) -> Iterator[Move]:
     """Each step's passes, then its update, in which the gradients of the passes are freed. Raises
     `LookupError` where the gradients are not those that the update was recorded with."""
     spliced, standalone = LiveSet(), LiveSet()  # the whole run, and the update as it was recorded
-    mapping = dict(zip(standalone.follow(updates.build), spliced.follow(updates.build), strict=True))
-    taken = {alloc.operator for alloc in kept_workspaces(passes.trace.moves) if alloc.phase != "backward"}
-    takes = kept_workspaces(update.trace.moves)
-    for passes_step, update_step in zip(passes_steps, updates.steps, strict=True):
-        (passed, nothing), (before_update, updating) = split_update(passes_step), split_update(update_step)
+    build = update.split.build
+    mapping = dict(zip(standalone.follow(build), spliced.follow(build), strict=True))
+    taken = {alloc.operator for alloc in passes.workspaces if alloc.phase != "backward"}
+    takes = update.workspaces
+    for (passed, nothing), (before_update, updating) in zip(passes.cut, update.cut, strict=True):
         yield from passed
         spliced.follow(passed)
         stand_ins = [block for block in standalone.follow(before_update) if _is_gradient(block, standalone)]

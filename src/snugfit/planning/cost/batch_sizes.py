@@ -26,10 +26,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from snugfit.rehearsal.rehearse import record_step
-from snugfit.rehearsal.splice import NOTHING, Part, kept_workspaces, split_update
+from snugfit.rehearsal.splice import NOTHING, Part, kept_workspaces
 from snugfit.rehearsal.trace.profile import MicroBatchProfile, profile_micro_batches
 from snugfit.rehearsal.trace.relative import Alloc, Free, Move
-from snugfit.rehearsal.trace.repeat import split_steps
 from snugfit.rehearsal.trace.trace import Kernel, MarkKind, Work
 from snugfit.results.footprint import Kind
 from snugfit.step.applier import make_scaler, run_context
@@ -216,7 +215,7 @@ def _without(work: Work, additions: Counter[_KernelKey]) -> Work:
 def update_of(part: Part) -> UpdateProfile:
     """The figures of an update that was recorded alone. What happens before it belongs to the passes, but
     for the gradients, which are dropped here."""
-    (made_before, makes), (_, steady) = map(split_update, split_steps(part.trace.moves).steps)
+    (made_before, makes), (_, steady) = part.cut
     allocs = (move for move in made_before if isinstance(move, Alloc))
     gradients = sum(alloc.nbytes for alloc in allocs if alloc.kind == Kind.GRADIENTS)
     workspaces = sum(alloc.nbytes for alloc in kept_workspaces(makes))  # passes may have taken them already

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -35,7 +35,7 @@ from snugfit.planning.cost.startup_share import ENDLESS, PlannedRun, StartupShar
 from snugfit.planning.cost.timer import Timer, seconds_of
 from snugfit.planning.step_key import as_rehearsed, passes_key, step_key, timing_key, update_key
 from snugfit.prediction.allocator import replay
-from snugfit.prediction.device import common_policy, context_of, policy_for
+from snugfit.prediction.device import ContextNeeds, common_policy, context_for, policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
 from snugfit.prediction.seconds import model_peak_seconds
@@ -66,6 +66,14 @@ class _Replays(NamedTuple):
     """Of the steady step, perhaps with fewer micro-batches."""
     by_segments: dict[bool, AllocatorPeaks]
     """What the allocator shows, with expandable segments and without."""
+
+
+class _OwnTrace(NamedTuple):
+    policy: CudaPolicy
+    """By which it was rehearsed."""
+    sizes: Mapping[CudaPolicy, Mapping[tuple[str, int], int] | None]
+    """What other GPUs have in the place of its buffers (`ComparedPolicy`)."""
+    trace: Trace
 
 
 class FullCheck(NamedTuple):
@@ -114,7 +122,8 @@ class Parts:
         return [_bounds_on_gpus(step, contexts, least) for step in bounds.per_setup]
 
     def _contexts(self, trace: Trace) -> list[int]:
-        return [context_of(gpu, Software(), trace)[0] for gpu in self.gpus]
+        software, needs = Software(), ContextNeeds.of(trace)
+        return [context_for(gpu, software, needs)[0] for gpu in self.gpus]
 
     def _exact_bound(self, setup: Setup) -> tuple[Bound, ...]:
         trace = self._whole_trace(setup)
@@ -135,7 +144,9 @@ class Parts:
         contexts = self._contexts(replays.trace)
         by_timing = {timing_key(setup): setup for setup in setups}
         traces = {key: trace_under(setup, replays.trace) for key, setup in by_timing.items()}
-        seconds = {key: self._seconds(setup, traces[key]) for key, setup in by_timing.items()}
+        by_kernels = {id(trace.kernels): trace for trace in traces.values()}  # most share them
+        of_kernels = {kernels: self._seconds(setups[0], trace) for kernels, trace in by_kernels.items()}
+        seconds = {key: of_kernels[id(trace.kernels)] for key, trace in traces.items()}
         startups = {key: self.startup.of(setup, traces[key]) for key, setup in by_timing.items()}
         return [
             tuple(
@@ -169,8 +180,9 @@ class Parts:
         scratch of those. One rehearsal serves all whose buffers are as many."""
         policies = {gpu: policy_for(self.gpus[gpu], Software()) for _, gpus in asked for gpu in gpus}
         first, *further = dict.fromkeys(policies.values())
-        traces = self._own_traces(asked[0][0], first, further)
+        traces = self._own_traces(asked[0][0], [first, *further])
         peaks: dict[tuple[int, bool], AllocatorPeaks] = {}
+        contexts = self._contexts(traces[first])
         answers = []
         for setup, gpus in asked:
             trace, expandable = trace_under(setup, traces[first]), setup.expandable_segments
@@ -181,31 +193,38 @@ class Parts:
                 if (id(own), expandable) not in peaks:
                     peaks[id(own), expandable] = _peaks_of(own, expandable=expandable)
                 replays = _Replays(own, {expandable: peaks[id(own), expandable]})
-                context, _ = context_of(self.gpus[gpu], Software(), trace)
-                one = _figures(replays, setup, context, seconds[gpu], startup)
+                one = _figures(replays, setup, contexts[gpu], seconds[gpu], startup)
                 figures.append(one._replace(peak_seconds=self._peak_seconds(gpu, trace)))
             answers.append(figures)
         return answers
 
-    def _own_traces(
-        self, setup: Setup, first: CudaPolicy, further: Sequence[CudaPolicy]
-    ) -> dict[CudaPolicy, Trace]:
+    def _own_traces(self, setup: Setup, policies: Sequence[CudaPolicy]) -> dict[CudaPolicy, Trace]:
         """The whole trace by each of these policies, the same object where the buffers are the same."""
-        module = self.job.model.module is not None  # whose code may ask for the GPU's capability
-        plain, compared = as_rehearsed(setup), ComparedPolicy.of(first, () if module else further)
+        plain = as_rehearsed(setup)
         steady = step_key(plain) in self._steady
-        trace = rehearse(self.job, plain, compared, steady=steady)
-        traces, by_sizes = {first: trace}, dict[Hashable, Trace]()
-        for policy in further:
-            sizes = compared.sizes.get(policy)
+        known = self._remember(
+            ("own", step_key(plain)), lambda: self._own_trace(plain, policies[0], steady=steady)
+        )
+        traces: dict[CudaPolicy, Trace] = {}
+        by_sizes: dict[Hashable, Trace] = {}
+        for policy in policies:
+            sizes = {} if policy == known.policy else known.sizes.get(policy)
             if sizes is None:
                 traces[policy] = rehearse(self.job, plain, policy, steady=steady)
                 continue
             key = tuple(sizes.items())
             if key not in by_sizes:
-                by_sizes[key] = with_sizes(trace, sizes)
+                by_sizes[key] = with_sizes(known.trace, sizes)
             traces[policy] = by_sizes[key]
         return traces
+
+    def _own_trace(self, setup: Setup, policy: CudaPolicy, *, steady: bool) -> _OwnTrace:
+        """The whole trace by this policy, compared with those of all GPUs, which may be asked about later."""
+        policies = dict.fromkeys(policy_for(gpu, Software()) for gpu in self.gpus)
+        module = self.job.model.module is not None  # whose code may ask for the GPU's capability
+        further = [] if module else [other for other in policies if other != policy]
+        compared = ComparedPolicy.of(policy, further)
+        return _OwnTrace(policy, compared.sizes, rehearse(self.job, setup, compared, steady=steady))
 
     def _peak_seconds(self, gpu: int, trace: Trace) -> float:
         device = self.gpus[gpu]

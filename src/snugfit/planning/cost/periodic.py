@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.prediction.allocator import Allocator, actions_by_word
-from snugfit.rehearsal.trace.relative import Alloc, Free, Move, PhaseStart
+from snugfit.rehearsal.trace.relative import Alloc, Free, PhaseStart
 from snugfit.rehearsal.trace.trace import MarkKind, Work
 
 if TYPE_CHECKING:
@@ -56,26 +56,25 @@ class Requests:
         self.steps = run.steps
         self.stacks = len(self._stacks)
 
-    def _of(self, moves: Iterable[Move]) -> list[Request]:
+    def _of(self, moves: Iterable[Any]) -> list[Request]:
         requests: list[Request] = []
+        known, stacks = self._known, self._stacks
         for move in moves:
-            if isinstance(move, (Alloc, Free)):
-                if self._pending and isinstance(move, Alloc):
+            kind = type(move)
+            if kind is Alloc or kind is Free:
+                if self._pending and kind is Alloc:
                     requests += self._driver(move)
-                request = self._known.get(id(move))
+                request = known.get(id(move))
                 if request is None:
-                    request = self._known[id(move)] = self._request(move)
+                    number = stacks.setdefault(move.stack, len(stacks))
+                    what = move.nbytes if kind is Alloc else -1 - move.stack_distance
+                    request = known[id(move)] = number, what
                 requests.append(request)
-            elif isinstance(move, PhaseStart):
+            elif kind is PhaseStart:
                 self._phase = move.phase
             elif move is MarkKind.CONTEXT_RELEASED:
                 self._due = [self._phase, move]
         return requests
-
-    def _request(self, move: Any) -> Request:
-        stack = move.stack
-        number = self._stacks.setdefault(stack, len(self._stacks))
-        return number, move.nbytes if type(move) is Alloc else -1 - move.stack_distance
 
     def _driver(self, alloc: Alloc) -> Iterator[Request]:
         """What the driver does before this block is allocated, each once."""

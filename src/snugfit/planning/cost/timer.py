@@ -113,6 +113,7 @@ class GpuTimers:
         self._wait_s = np.array([rates.host.wait for rates in self.rates])
         self._begin_s = np.array([rates.host.step for rates in self.rates])
         self._numbers: dict[Kernel, int] = {}
+        self._rows = 0
         self._by_id: dict[int, tuple[Kernel, int]] = {}  # a kernel that hashes slowly comes often
         self._works: dict[int, tuple[Work, list[QueueSegment], Any]] = {}  # by the id of the work beside
         self._copies: dict[int, tuple[Work, bool]] = {}  # likewise
@@ -178,11 +179,15 @@ class GpuTimers:
         return merge_inner([*segments], self._wait_s), device.sum(axis=0)
 
     def _number(self, kernel: Kernel) -> int:
-        """The kernel's row in the table."""
+        """The kernel's row in the table: one for all layers."""
         number = self._numbers.get(kernel)
         if number is None:
-            number = self._numbers[kernel] = len(self._numbers)
-            self._add_row(number, kernel)
+            alike = kernel._replace(module="")
+            if alike not in self._numbers:
+                self._numbers[alike] = self._rows
+                self._add_row(self._rows, alike)
+                self._rows += 1
+            number = self._numbers[kernel] = self._numbers[alike]
         self._by_id[id(kernel)] = kernel, number
         return number
 

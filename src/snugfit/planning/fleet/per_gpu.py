@@ -77,8 +77,8 @@ class PerGpuSearch:
     def sort(self) -> None:
         """Takes notice of what the state knows; to be called whenever it has got lower bounds."""
         bounds = self.state.bounds
-        self._by_seconds = sorted(bounds, key=lambda number: bounds[number][1::-1])
-        self._by_bytes = sorted(bounds, key=lambda number: bounds[number])
+        self._by_seconds = [number for *_, number in sorted((b[1], b[0], n) for n, b in bounds.items())]
+        self._by_bytes = sorted(bounds, key=bounds.__getitem__)
         self._open: tuple[int, list[int]] = (-1, [])
 
     def hold_back(self, recomputing: RecomputingKinds) -> None:

@@ -43,7 +43,7 @@ from snugfit.planning.search.some_layers import least_of_some, least_of_spans
 from snugfit.planning.search.state import MEMORY_RESOLUTION
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import EVERY_LAYER, CheckpointWish
+from snugfit.techniques.setup import EVERY_LAYER, CheckpointWish, Setup
 from snugfit.techniques.technique import Slot
 from snugfit.units import MIB
 
@@ -91,6 +91,8 @@ class RecomputingKinds:
         self.states, self.space, self.pool, self.tell = states, states[0].space, pool, tell
         self.waiting: dict[int, list[int]] = defaultdict(list)
         """By kind of passes, the candidates."""
+        offered = self.space.offers(Slot.CHECKPOINTING)
+        self._each_layer = next((o for o in offered if o.install(Setup()).checkpoint == EVERY_LAYER), None)
         plain = [roster.plain(slot) for slot in SAVING]
         self._without: dict[int, int | None] = {}
         self._whole: dict[int, int | None] = {}
@@ -102,7 +104,13 @@ class RecomputingKinds:
         self._no_better: dict[int, list[tuple[int, int]]] = {}
         """Of kinds that were left out, some candidates with their twins."""
         self._least_known: dict[int, OnGpus] = {}
-        """Of candidates that were asked about since anything was learned, the least that they take."""
+        """Of candidates that were asked about, the least that they take by what is known now."""
+        self._by = defaultdict[int, set[int]](set)
+        """Whose least depends on what is known of a candidate."""
+        self._known = 0
+        """How many bounds there were after the last that were added."""
+        self._none: dict[int, int | None] = {}
+        """Of candidates that were asked about, the same without recomputing."""
         self._has_twins = True
         """Whether no kind was better yet than the twin that it was left out for."""
         for number, candidate in enumerate(self.space.candidates):
@@ -212,6 +220,8 @@ class RecomputingKinds:
 
     def add(self, numbers: Collection[int]) -> None:
         """Gives these candidates their lower bounds."""
+        if len(self.states[0].bounds) != self._known:  # some could not be rehearsed after all
+            self._least_known.clear()
         screening = screen(self.space, self.pool, self.tell, numbers)
         kinds = {self.space.candidates[number].passes for number in numbers} - self._looked_at
         self._looked_at |= kinds
@@ -219,7 +229,17 @@ class RecomputingKinds:
             state.bounds |= {number: bounds[index] for number, bounds in screening.bounds.items()}
             state.excluded += screening.excluded
             state.kinds += len(kinds)
-        self._least_known.clear()
+        self._known = len(self.states[0].bounds)
+        self._forget_by(screening.bounds)
+
+    def _forget_by(self, learned: Iterable[int]) -> None:
+        """Forgets the least of all that depends on what was learned of these."""
+        waiting = [*learned]
+        while waiting:
+            depend = self._by.pop(waiting.pop(), set())
+            for number in depend:
+                self._least_known.pop(number, None)
+            waiting += depend
 
     def add_others(self) -> None:
         """Gives the candidates that recompute nothing their lower bounds."""
@@ -234,8 +254,20 @@ class RecomputingKinds:
     def _least(self, number: int) -> OnGpus:
         """The least that is known of a candidate that was not looked at; each round asks several times."""
         if number not in self._least_known:
+            for other in (self._without[number], self._whole.get(number), self._full.get(number)):
+                if other is not None:
+                    self._by[other].add(number)
+            if (none := self._without_checkpoints(number)) is not None:
+                self._by[none].add(number)
             self._least_known[number] = self._least_of(number)
         return self._least_known[number]
+
+    def _without_checkpoints(self, number: int) -> int | None:
+        """The same candidate but for recomputing, with its logits in chunks where it has them so."""
+        if number not in self._none:
+            recipe = self.space.candidates[number].recipe
+            self._none[number] = self.space.number(recipe.with_(roster.plain(Slot.CHECKPOINTING)))
+        return self._none[number]
 
     def _least_of(self, number: int) -> OnGpus:
         without, least = self._without[number], [NOTHING] * len(self.states)
@@ -257,13 +289,12 @@ class RecomputingKinds:
         wish = candidate.setup.checkpoint
         if (wish is None and not candidate.setup.has_budget) or wish == EVERY_LAYER:
             return None
-        recipes = [candidate.recipe.with_(one) for one in self.space.offers(Slot.CHECKPOINTING)]
-        full = next((one for one in recipes if one.setup().checkpoint == EVERY_LAYER), None)
-        return None if full is None else self.space.number(full)
+        full = self._each_layer
+        return None if full is None else self.space.number(candidate.recipe.with_(full))
 
     def _least_by_each(self, number: int) -> OnGpus:
         """The least of a candidate by what recomputing each layer takes; nothing where that says nothing."""
-        full, recipe = self._full.get(number), self.space.candidates[number].recipe
+        full = self._full.get(number)
         setup = self.space.candidates[number].setup
         wish = setup.checkpoint
         if full is None or not self._is_known(full):
@@ -274,7 +305,7 @@ class RecomputingKinds:
             of_spans = wish == CheckpointWish(layers_per_span=0, spans=wish.spans)
             return [least_of_spans(one) if of_spans else NOTHING for one in self._bounds(full)]
         least = [Bound(int(bound.needed_bytes * (1 - PEAK_SHARE)), 0.0) for bound in self._bounds(full)]
-        none = self.space.number(recipe.with_(roster.plain(Slot.CHECKPOINTING)))
+        none = self._without_checkpoints(number)
         if none is None or not self._is_known(none) or wish is None or wish.keep:
             return least
         return [

@@ -87,8 +87,14 @@ def simplify_front(state: SearchState, front: Sequence[int], fits: Callable[[int
     return state.front(simple)
 
 
-def simpler_than(space: Space, number: int) -> Iterator[int]:
+def simpler_than(space: Space, number: int) -> Sequence[int]:
     """The candidates that are this one with the simplest technique in one or more of its slots."""
+    if number not in space.simpler:
+        space.simpler[number] = tuple(_simpler_than(space, number))
+    return space.simpler[number]
+
+
+def _simpler_than(space: Space, number: int) -> Iterator[int]:
     recipe = space.candidates[number].recipe
     slots = [slot for slot in Slot if recipe[slot] != space.simplest[slot]]
     for count in range(1, len(slots) + 1):

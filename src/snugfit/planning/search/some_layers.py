@@ -14,6 +14,7 @@ with adapters and without, for large batches and small ones. Each share stands a
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 from snugfit.planning.cost.figures import Bound
@@ -37,7 +38,7 @@ looked at it was 11 % of the bytes and 9 % of the seconds at most: the worst mom
 def least_of_some(without: Bound, full: Bound, wish: CheckpointWish) -> Bound:
     """The least of recomputing each n-th layer, by what none (`without`) and what each (`full`) takes."""
     depth = full.depth or wish.every
-    part = sum(map(len, wish.cut(depth))) / depth
+    part = _share_of_layers(wish, depth)
 
     def line(without: float, full: float, share: float) -> float:
         """That much below what is so far on the way from none to full."""
@@ -50,6 +51,12 @@ def least_of_some(without: Bound, full: Bound, wish: CheckpointWish) -> Bound:
         needed = max(needed, line(without.layers_bytes, at_first - a_layer, LAYERS_SHARE))
     by_device = line(without.device_seconds, full.device_seconds, DEVICE_SHARE)
     return Bound(int(needed), max(line(without.seconds, full.seconds, LINE_SHARE), by_device))
+
+
+@cache
+def _share_of_layers(wish: CheckpointWish, depth: int) -> float:
+    """Of so many layers, how many are recomputed."""
+    return sum(map(len, wish.cut(depth))) / depth
 
 
 def least_of_spans(full: Bound) -> Bound:

@@ -87,6 +87,11 @@ class Space:
         """What needs no explanation: the user's own recipe, or the plain one where there is none."""
         return self.fixed.start or Recipe()
 
+    @cached_property
+    def simpler(self) -> dict[int, tuple[int, ...]]:
+        """By a candidate that was asked about, those that are simpler (`simpler.py`)."""
+        return {}
+
     def changes(self, recipe: Recipe) -> int:
         """In how many slots a recipe is not the simplest."""
         return sum(map(ne, recipe, self.simplest))

@@ -106,16 +106,19 @@ class Autocasting:
         return functools.partial(_to_lower, self._cache, torch.get_autocast_dtype(SWITCH))
 
     def _register(self, names: Sequence[str], wrap: Callable[[Any], Callable[..., Any]]) -> None:
-        import torch
-
         with overriding():
             for name in self._lists.of_installed_torch(names):
                 before = self._composites.get(name)
-                if before is not None:
-                    previous = _without_keyset(before)
-                else:
-                    previous = torch.library.get_kernel(f"aten::{name}", KEY).call_boxed
+                previous = _without_keyset(before) if before else _plain_kernel(name).call_boxed
                 self._library.impl(name, wrap(previous), KEY, with_keyset=True, allow_override=True)
+
+
+@functools.cache
+def _plain_kernel(name: str) -> Any:
+    """torch's own kernel of an operator that has no other here: the same in every rehearsal."""
+    import torch
+
+    return torch.library.get_kernel(f"aten::{name}", KEY)
 
 
 @contextlib.contextmanager

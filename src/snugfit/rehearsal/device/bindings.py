@@ -87,6 +87,9 @@ def bindings(
 _LOOKED_THROUGH: dict[int, tuple[dict[str, Any], int]] = {}
 """Modules' namespaces, by identity, and how many names each had when it was looked through."""
 
+_MODULES: list[int] = []
+"""The loaded modules at that time, by identity."""
+
 _FOUND: dict[tuple[int, str], dict[str, Any]] = {}
 """The namespaces, by identity and name, in which one of the functions was ever found, or may come to be."""
 
@@ -97,18 +100,34 @@ _ORIGINALS: list[Any] = []
 def _rebind(replacements: dict[Any, Any]) -> None:
     """In every loaded module, each name bound to a key of `replacements` is bound to its value."""
     by_id = {id(old): new for old, new in replacements.items()}
+    if not _are_as_looked_through():
+        _look_through(by_id)
+    for (_, name), names in _FOUND.items():
+        if (new := by_id.get(id(names.get(name)))) is not None:
+            names[name] = new
+
+
+def _are_as_looked_through() -> bool:
+    """Whether the loaded modules are those that were last looked through, each with as many names."""
+    if [*map(id, sys.modules.values())] != _MODULES:
+        return False
+    known = _LOOKED_THROUGH.values()
+    return [*map(len, (names for names, _ in known))] == [count for _, count in known]
+
+
+def _look_through(ids: Collection[int]) -> None:
+    """Notes where what has one of these ids stands in modules that are new or have other names."""
     own_names = {original.__name__ for original in _ORIGINALS}
-    for module in list(sys.modules.values()):
+    modules = list(sys.modules.values())
+    _MODULES[:] = map(id, modules)
+    for module in modules:
         names = getattr(module, "__dict__", None)
         if names is None or _LOOKED_THROUGH.get(id(names), (None, -1))[1] == len(names):
             continue
         _LOOKED_THROUGH[id(names)] = names, len(names)
         for name, value in list(names.items()):
-            if id(value) in by_id or name in own_names:  # by its name something else may stand there just now
+            if id(value) in ids or name in own_names:  # by its name another may stand there just now
                 _FOUND[id(names), name] = names
-    for (_, name), names in _FOUND.items():
-        if (new := by_id.get(id(names.get(name)))) is not None:
-            names[name] = new
 
 
 def _look_for(originals: Collection[Any]) -> None:
@@ -117,4 +136,5 @@ def _look_for(originals: Collection[Any]) -> None:
         return
     _ORIGINALS[:] = originals
     _LOOKED_THROUGH.clear()
+    _MODULES.clear()
     _FOUND.clear()

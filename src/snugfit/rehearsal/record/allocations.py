@@ -108,6 +108,11 @@ class Allocations:
 
         return free
 
+    def forget(self) -> None:
+        """Lets go of what was written down."""
+        self.events.clear()
+        self._blocks.clear()
+
     # ---- what for ----------------------------------------------------------------------------------------
 
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:

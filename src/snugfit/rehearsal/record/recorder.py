@@ -162,6 +162,13 @@ class Recorder(TorchDispatchMode, Observer):
         )
         return Recording(trace, tuple(self._marks), self._questions.vary)
 
+    def forget(self) -> None:
+        """Lets go of what was written, of which the recording is a copy. A model and its recorder hold each
+        other, so all of this would wait for the garbage collector, which would have to look through it."""
+        for written in (self._marks, self._kernels, self._waits):
+            written.clear()
+        self._memory.forget()
+
     # ---- the observer's side -------------------------------------------------------------------------
 
     def step_begins(self, index: int) -> None:

@@ -167,10 +167,6 @@ class LiveSet:
                 self.free(move)
         return range(first, len(self.allocs))
 
-    def census(self) -> dict[Alloc, int]:
-        """How many blocks live on each stack that is not empty."""
-        return {stack: len(blocks) for stack, blocks in self.stacks.items() if blocks}
-
 
 def _absolute(relative: RelativeTrace) -> Trace:
     blocks: list[Block] = []

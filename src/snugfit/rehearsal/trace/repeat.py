@@ -13,12 +13,13 @@ and the run is simulated in full.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from snugfit.rehearsal.trace.relative import LiveSet, Move, PhaseStart, RelativeTrace
+from snugfit.rehearsal.trace.relative import Alloc, Free, Move, PhaseStart, RelativeTrace
 from snugfit.rehearsal.trace.trace import Kernel, Mark, MarkKind, Trace
 
 if TYPE_CHECKING:
@@ -105,17 +106,13 @@ def repeat(relative: RelativeTrace, *, steps: int, micro_batches: int) -> Period
     build, recorded, rest = split_steps(relative.moves)
     if len(recorded) != min(steps, RECORDED_STEPS):
         return None
-    live = LiveSet()
-    live.follow(build)
     widened: list[Sequence[Piece]] = []
-    live_after = []
     for moves in recorded:
-        wide = _widen(moves, live, micro_batches)
+        wide = _widen(moves, micro_batches)
         if wide is None:
             return None
         widened.append(wide)
-        live_after.append(live.census())
-    if steps > RECORDED_STEPS and live_after[-1] != live_after[-2]:
+    if steps > RECORDED_STEPS and not _leaves_as_many(recorded[-1]):
         return None
     return PeriodicRun(build, widened, steps, rest, relative.attention, relative.doubts)
 
@@ -147,21 +144,22 @@ def micro_batch_starts(moves: Sequence[Move]) -> list[int]:
     ]
 
 
-def _widen(moves: Sequence[Move], live: LiveSet, micro_batches: int) -> Sequence[Piece] | None:
+def _widen(moves: Sequence[Move], micro_batches: int) -> Sequence[Piece] | None:
     """A step's moves with its second micro-batch repeated, or left out where two are asked for; None when
-    that one is not steady. Goes through them as they were recorded, from the blocks that are live."""
+    that one is not steady."""
     starts = micro_batch_starts(moves)
     if len(starts) == micro_batches:
-        live.follow(moves)
         return [Piece(moves)]
     if len(starts) != RECORDED_MICRO_BATCHES or micro_batches < RECORDED_MICRO_BATCHES - 1:
         return None
     _, second, third = starts
-    live.follow(moves[:second])
-    before = live.census()
-    live.follow(moves[second:third])
-    if live.census() != before:
+    if not _leaves_as_many(moves[second:third]):
         return None
-    live.follow(moves[third:])
     further = micro_batches - RECORDED_MICRO_BATCHES + 1
     return [Piece(moves[:second]), Piece(moves[second:third], further), Piece(moves[third:])]
+
+
+def _leaves_as_many(moves: Sequence[Move]) -> bool:
+    """Whether these moves leave as many live blocks on each stack as there were."""
+    allocated = Counter([move.stack for move in moves if type(move) is Alloc])
+    return allocated == Counter([move.stack for move in moves if type(move) is Free])

@@ -11,9 +11,9 @@ little.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from snugfit.job.kv_prefix import dropped_prefix
 from snugfit.job.limits import NO_SEQUENCE
@@ -68,9 +68,11 @@ class Selective(Technique):
     def planning_objection(cls, job: Job) -> str:
         """What has short sequences, or attention that is not kept: as measured and predicted, recomputing
         fewer layers then saves the same bytes in less time."""
-        if dropout := _attention_dropout(job):
+        stated = {} if job.model.module is not None else job.model.config
+        short = job.task in NO_SEQUENCE or job.sequence_length < _stated_width(stated)
+        if dropout := _dropout_among(stated) if short else _attention_dropout(job):
             return f"attention has dropout ({dropout}), so it is computed again and not kept"
-        if job.task in NO_SEQUENCE or job.sequence_length < _width(job):
+        if short or job.sequence_length < _width(job):
             return (
                 "attention is less than a seventh of a layer's work where sequences are shorter than the "
                 f"model is wide (--keep '{cls.name}(products)' plans with it)"
@@ -84,6 +86,14 @@ class Selective(Technique):
         yield cls(what="products" if _attention_dropout(job) else "attention")
 
 
+def _stated_width(facts: Mapping[str, Any]) -> int:
+    """The same as far as the model's own config says it, which answers most jobs without importing
+    transformers; 0 where the config has parts."""
+    parts = any(isinstance(value, Mapping) for key, value in facts.items() if key.endswith("config"))
+    width = 0 if parts else facts.get("hidden_size", 0)
+    return width if isinstance(width, int) else 0
+
+
 def _width(job: Job) -> int:
     """Numbers in each token's vector between layers; 0 where the config does not say."""
     return getattr(job.transformers_config().get_text_config(), "hidden_size", 0)
@@ -93,7 +103,16 @@ def _attention_dropout(job: Job) -> str:
     """The dropout of the model's attention as its config names it; empty where it has none, or no config."""
     if job.model.module is not None:
         return ""
-    facts = job.transformers_config().to_dict().items()
+    return _dropout_among(job.transformers_config().to_dict())
+
+
+def _dropout_among(facts: Mapping[str, Any]) -> str:
+    """The dropout of attention among these keys of a config; empty where there is none."""
     return next(
-        (f"{k}={v}" for k, v in facts if "att" in k and "drop" in k and isinstance(v, float) and v), ""
+        (
+            f"{key}={value}"
+            for key, value in facts.items()
+            if "att" in key and "drop" in key and isinstance(value, float) and value
+        ),
+        "",
     )
