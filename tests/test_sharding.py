@@ -8,7 +8,9 @@ bytes, since a CPU cannot tell host from device.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from aligned import compare, peak
 from cpu_scratch import compared
@@ -37,8 +40,8 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.sharded.host_tensors import HostTensors
 from snugfit.rehearsal.trace.trace import STAGE_BACK, STAGE_OUT, UPDATE_ON_HOST, Trace
 from snugfit.step.open_step import open_step
-from snugfit.step.step import Observer
-from snugfit.step.wishes.engine_config import engine_config
+from snugfit.step.step import LOOPS, Observer
+from snugfit.step.wishes.engine_config import bucket_sizes, engine_config
 from snugfit.step.wishes.engine_loop import in_numbers
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.sharding.zero2 import Zero2
@@ -47,6 +50,10 @@ from snugfit.versions import version_of
 GIB = 1 << 30
 HAS_DEEPSPEED = version_of("deepspeed") is not None
 with_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="needs deepspeed, an optional package")
+compiles = pytest.mark.skipif(
+    shutil.which("c++") is None or shutil.which("ninja") is None,
+    reason="needs c++ and ninja, with which DeepSpeed compiles its CPU Adam",
+)
 
 
 # ---- without DeepSpeed -----------------------------------------------------------------------------------
@@ -85,12 +92,6 @@ def test_a_plan_leaves_it_out_and_says_why() -> None:
     with pytest.raises(UsageError, match=r"plans do not search with zero2.*Predict one"):
         plan(small_job("bert", 2), gpu=None, memory_bytes=GIB, keep="zero2", workers=1)
     assert "Where a step fits, leave it out" in Zero2.planning_objection(small_job("bert", 2))
-
-
-@pytest.mark.parametrize("loop", ["accelerate", "trainer"])
-def test_other_loops_say_who_predicts_it(loop: str) -> None:
-    with pytest.raises(UsageError, match="predicted by the plain loop"):
-        open_step(small_job("bert", 2), Recipe.parse("zero2").setup(), loop, torch.device("meta"))
 
 
 def test_gpus_are_named_to_deepspeed_by_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,17 +249,36 @@ def group_that_sends_nothing() -> Iterator[None]:
     [("bert", ""), ("gpt2", " + bf16"), ("t5", " + micro_batches(2)"), ("gpt2", " + every_layer + bf16")],
 )
 def test_a_real_step_allocates_what_its_trace_says(stage: str, family: str, more: str) -> None:
+    hold(stage + more, family, "plain")
+
+
+@with_deepspeed
+@pytest.mark.whole
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("recipe", ["zero2(offload=none)", "zero3(offload=none) + micro_batches(2)"])
+@pytest.mark.parametrize("loop", ["accelerate", "trainer"])
+def test_so_does_one_of_accelerate_and_of_the_trainer(
+    recipe: str, loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Trainer's AdamW goes over many parameters at once on a GPU; so it does here."""
+    module = importlib.import_module("torch.optim.optimizer")  # torch.optim hides it under its class
+    monkeypatch.setattr(module, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "meta"])
+    hold(recipe, "bert", loop)
+
+
+def hold(recipe: str, family: str, loop: str) -> None:
+    """Law 1 for a step of the engine by this loop."""
     from test_law_rehearsed_equals_real import job
 
     this = replace(job(family), clip=1.0)
-    setup = Recipe.parse(stage + more).setup()
-    trace = compared(foreseen(rehearse(this, setup, CpuPolicy())))
+    setup = Recipe.parse(recipe).setup()
+    trace = compared(foreseen(rehearse(this, setup, CpuPolicy(), loop=loop)))
     with group_that_sends_nothing():
-        real = compared(reports(this, setup))
+        real = compared(reports(this, setup, loop=loop))
     third = [[event for event in events if event.step == 2] for events in (real, trace)]
     assert all(third)
     comparison = compare(*third)
-    assert comparison.similarity == 1.0, f"{family}: {comparison}"
+    assert comparison.similarity == 1.0, f"{loop}, {family}: {comparison}"
     assert peak(real) == peak(trace)
 
 
@@ -291,15 +311,39 @@ def test_states_and_weights_wait_on_the_host(stage: int) -> None:
 
 @with_deepspeed
 @pytest.mark.whole
-@pytest.mark.parametrize("recipe", ["zero2(offload=none)", "zero3(offload=none) + micro_batches(2)"])
-def test_it_trains_as_the_plain_loop_does(recipe: str) -> None:
-    losses = []
-    for text in (recipe, recipe.split(" + ")[1] if " + " in recipe else "plain"):
-        this = replace(small_job("bert", 2, batch_size=4), learning_rate=1e-3)
-        torch.manual_seed(5)
-        step = open_step(this, Recipe.parse(text).setup(), "plain", torch.device("cpu"), keep_losses=True)
-        losses.append(step.run(3, Observer()))
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "zero2(offload=none)",
+        "zero3(offload=none) + micro_batches(2)",
+        pytest.param("zero2", marks=[compiles, pytest.mark.slow]),
+        pytest.param("zero3", marks=[compiles, pytest.mark.slow]),
+    ],
+)
+def test_it_trains_as_the_same_loop_does_without(recipe: str, loop: str) -> None:
+    """The engine that accelerate or the Trainer makes clips, accumulates and updates as they do."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    losses, engines = [], []
+    stepped = DeepSpeedEngine.step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeepSpeedEngine, "step", lambda self: (engines.append(self), stepped(self))[1])
+        for text in (recipe, recipe.split(" + ")[1] if " + " in recipe else "plain"):
+            this = replace(small_job("bert", 2, batch_size=4), learning_rate=1e-3, clip=0.5)
+            torch.manual_seed(5)
+            step = open_step(this, Recipe.parse(text).setup(), loop, torch.device("cpu"), keep_losses=True)
+            losses.append(step.run(3, Observer()))
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert len(engines) == 3
+    section = engines[0].config["zero_optimization"]
+    assert section["stage"] == int(recipe[4])
+    assert (
+        section["reduce_bucket_size"] == bucket_sizes(this.model.config["hidden_size"])["reduce_bucket_size"]
+    )
+    assert not is_deepspeed_zero3_enabled()
+    assert not dist.is_initialized()
 
 
 @with_deepspeed

@@ -48,7 +48,7 @@ class AccelerateStep(Step):
         observer.build_ends(model, optimizer)
         pieces = self.setup.micro_batches
         losses: list[torch.Tensor] = []
-        following = _without_end(batches)
+        following = without_end(batches)
         for index in range(steps):
             observer.step_begins(index)
             total: Any = 0.0
@@ -76,6 +76,7 @@ class AccelerateStep(Step):
         return [float(loss) for loss in losses]
 
 
-def _without_end(batches: Any) -> Iterator[Any]:
+def without_end(batches: Any) -> Iterator[Any]:
+    """The batches of a loader, from the beginning again after each epoch."""
     while True:
         yield from batches

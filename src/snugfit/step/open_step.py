@@ -21,10 +21,8 @@ def open_step(job: Job, setup: Setup, loop: str, device: torch.device, *, keep_l
     that the loop cannot honour."""
     if loop in LOOPS:
         refuse_unsupported(loop, setup)
-    if loop == "plain" and setup.sharding is not None:
-        from snugfit.step.wishes.engine_loop import EngineStep
-
-        return EngineStep(job, setup, device, keep_losses=keep_losses)
+    if loop in LOOPS and setup.sharding is not None:
+        return _engine_step(loop)(job, setup, device, keep_losses=keep_losses)
     if loop == "plain":
         from snugfit.step.plain_loop import PlainStep
 
@@ -38,3 +36,14 @@ def open_step(job: Job, setup: Setup, loop: str, device: torch.device, *, keep_l
 
         return TrainerStep(job, setup, device, keep_losses=keep_losses)
     raise UsageError(f"Unknown loop {loop!r}.{did_you_mean(loop, LOOPS)} Loops: {', '.join(LOOPS)}.")
+
+
+def _engine_step(loop: str) -> type[Step]:
+    """The loop's Step whose engine is DeepSpeed's."""
+    if loop == "plain":
+        from snugfit.step.wishes.engine_loop import EngineStep
+
+        return EngineStep
+    from snugfit.step.wishes.engine_frontends import EngineAccelerateStep, EngineTrainerStep
+
+    return EngineTrainerStep if loop == "trainer" else EngineAccelerateStep

@@ -46,7 +46,7 @@ class TrainerStep(Step):
         import transformers
 
         observer.phase("build")
-        model = build_model(self.job, self.setup, self.device, on_host=True)
+        model = self._model()
         if self.keep_gradients:  # the Trainer calls it after each step, and leaves the habit to torch
             model.zero_grad = functools.partial(model.zero_grad, set_to_none=False)  # type: ignore[method-assign]
         arguments = self._training_arguments(folder, steps)
@@ -65,11 +65,23 @@ class TrainerStep(Step):
         for unwanted in (transformers.PrinterCallback, transformers.ProgressCallback):
             trainer.remove_callback(unwanted)
         place_state(trainer.accelerator, self.device)
+        self._watch(trainer, observer)
         trainer.train()
-        self.model, self.optimizer = model, trainer.optimizer.optimizer
+        self._finish(trainer)
         pieces = self.setup.micro_batches
         losses = [float(loss) for loss in trainer.losses or ()]
         return [sum(losses[start : start + pieces]) for start in range(0, len(losses), pieces)]
+
+    def _model(self) -> torch.nn.Module:
+        """As its users build it."""
+        return build_model(self.job, self.setup, self.device, on_host=True)
+
+    def _watch(self, trainer: Any, observer: Observer) -> None:
+        """The trainer stands and has not begun to train."""
+
+    def _finish(self, trainer: Any) -> None:
+        """It has trained."""
+        self.model, self.optimizer = trainer.model, trainer.optimizer.optimizer
 
     def _training_arguments(self, folder: str, steps: int) -> dict[str, Any]:
         job = self.job

@@ -25,7 +25,9 @@ from snugfit.step.wishes.engine_config import engine_config, width_of
 if TYPE_CHECKING:
     import torch
 
+    from snugfit.job.job import Job
     from snugfit.step.step import Observer
+    from snugfit.techniques.setup import Setup
 
 
 class EngineStep(PlainStep):
@@ -40,7 +42,7 @@ class EngineStep(PlainStep):
 
     def _train(self, steps: int, observer: Observer) -> list[float]:
         observer.phase("build")
-        model = self._model()
+        model = built_for_engine(self.job, self.setup, self.device)
         engine = self._engine(model)
         observer.build_ends(engine.module, engine.optimizer.optimizer)
         losses: list[torch.Tensor] = []
@@ -57,13 +59,6 @@ class EngineStep(PlainStep):
         answers = [float(loss) for loss in losses]
         engine.destroy()
         return answers
-
-    def _model(self) -> torch.nn.Module:
-        """Built on the host, in the dtype that the engine would make of it there before it moves it."""
-        wish = self.setup.sharding
-        assert wish is not None
-        dtype = None if wish.dtype == "float32" else wish.dtype
-        return build_model(self.job, replace(self.setup, weights_dtype=dtype), self.device, on_host=True)
 
     def _engine(self, model: torch.nn.Module) -> Any:
         import deepspeed
@@ -102,6 +97,15 @@ class EngineStep(PlainStep):
             engine.backward(loss, scale_wrt_gas=False)
             del loss
         return total
+
+
+def built_for_engine(job: Job, setup: Setup, device: torch.device) -> torch.nn.Module:
+    """The model, built on the host, in the dtype that the engine would make of it there before it moves
+    it."""
+    wish = setup.sharding
+    assert wish is not None
+    dtype = None if wish.dtype == "float32" else wish.dtype
+    return build_model(job, replace(setup, weights_dtype=dtype), device, on_host=True)
 
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from snugfit.step.wishes.handler import Handler, ScriptContext
+from snugfit.techniques.deepspeed_zero import AUTO, FROM_ARGUMENTS, zero_section
 from snugfit.techniques.setup import ShardingWish
 from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.job.job import Job
 
 EXPORT = "--export hf writes a script that trains so"
 
 
 class ShardingHandler(Handler):
-    """Whose engine runs the steps. The plain loop opens another Step for it (`step/open_step.py`)."""
+    """Whose engine runs the steps. Each loop has another Step for it (`step/open_step.py`)."""
 
     wish, slot = "sharding", Slot.SHARDING
     read_by_loops = True
     refused: ClassVar = {
-        "accelerate": "its bytes are predicted by the plain loop, which makes the engine as accelerate does",
-        "trainer": "its bytes are predicted by the plain loop, which makes the engine as accelerate does",
         "fit": f"a live Trainer's engine is made from TrainingArguments(deepspeed=...); {EXPORT}",
         "custom_loop": f"an engine is made by accelerate's own launcher and plugin; {EXPORT}",
     }
@@ -28,6 +32,20 @@ class ShardingHandler(Handler):
         if value is not None:
             import deepspeed
             import deepspeed.ops.adam  # noqa: F401
+
+    def training_arguments(
+        self, value: ShardingWish | None, job: Job, device: torch.device
+    ) -> dict[str, Any]:
+        """The configuration, with what the Trainer works out left to it; it keeps `bf16` equal in both."""
+        if value is None:
+            return {}
+        bf16 = value.dtype == "bfloat16"
+        config = {
+            "zero_optimization": zero_section(value, dict.fromkeys(AUTO, "auto")),
+            "bf16": {"enabled": bf16},
+            **dict.fromkeys(FROM_ARGUMENTS, "auto"),
+        }
+        return {"deepspeed": config, "bf16": bf16}
 
     def script(self, value: ShardingWish | None, context: ScriptContext) -> dict[str, Any]:
         """Nothing in the Trainer's script, whose arguments say it; a loop of one's own cannot."""

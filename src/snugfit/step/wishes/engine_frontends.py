@@ -1,0 +1,146 @@
+"""DeepSpeed's engine by accelerate and by the HF Trainer: each makes it itself, of the configuration that the
+plain loop gives it (`engine_config.py`).
+
+accelerate takes it as a `DeepSpeedPlugin`, the Trainer as `TrainingArguments(deepspeed=...)`. Both exchange
+the optimizer for DeepSpeed's where states are on the host, and both have `backward` clip, update and drop the
+gradients, so what follows it in their loops does nothing. The model is built whole before either is told of
+the engine; where a user's is built after, its weights are on the host from the beginning (`zero.Init`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import UsageError
+from snugfit.step.accelerate_loop import AccelerateStep, without_end
+from snugfit.step.applier import forward_context, run_context
+from snugfit.step.batches import loader
+from snugfit.step.build import build_optimizer
+from snugfit.step.loss import loss_of
+from snugfit.step.trainer_loop import TrainerStep
+from snugfit.step.transformers_internals import place_state, placed_on
+from snugfit.step.wishes.engine_config import engine_config, width_of
+from snugfit.step.wishes.engine_loop import built_for_engine, group_of_one
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.step.step import Observer
+
+
+class EngineAccelerateStep(AccelerateStep):
+    """The guide's hand-written loop, whose engine accelerate makes."""
+
+    def run(self, steps: int, observer: Observer) -> list[float]:
+        """Builds, runs `steps` optimizer steps, and gives their losses."""
+        if not self.job.trains:
+            raise UsageError("DeepSpeed's engine only trains. Evaluate without it.")
+        with placed_on(self.device), run_context(self.setup), made_by_accelerate(self.device):
+            from accelerate import Accelerator
+            from accelerate.utils import DeepSpeedPlugin
+
+            observer.phase("build")
+            model = built_for_engine(self.job, self.setup, self.device)
+            config = engine_config(
+                self.setup,
+                batch_size=self.job.batch_size,
+                clip=self.job.clip,
+                width=width_of(model.config),
+            )
+            accelerator = Accelerator(
+                deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+                gradient_accumulation_steps=self.setup.micro_batches,
+            )
+            place_state(accelerator, self.device)
+            return self._steps(model, accelerator, steps, observer)
+
+    def _steps(self, model: Any, accelerator: Any, steps: int, observer: Observer) -> list[float]:
+        optimizer = build_optimizer(self.job, self.setup, model)
+        host_batches = loader(self.job, self.setup, self.device, always_mask=self.always_mask)
+        engine, optimizer, batches = accelerator.prepare(model, optimizer, host_batches)
+        tell_of_updates(engine, observer)
+        observer.build_ends(engine.module, engine.optimizer.optimizer)
+        pieces = self.setup.micro_batches
+        losses: list[torch.Tensor] = []
+        following = without_end(batches)
+        for index in range(steps):
+            observer.step_begins(index)
+            total: Any = 0.0
+            for _ in range(pieces):
+                observer.phase("load")
+                batch = next(following)
+                with accelerator.accumulate(engine):
+                    observer.phase("forward")
+                    with forward_context(self.setup, self.device, in_accelerate=True):
+                        loss = loss_of(engine(**batch))
+                    if self.keep_losses:
+                        total = total + loss.detach() / pieces
+                    observer.phase("backward")
+                    accelerator.backward(loss)
+                    del loss
+                    optimizer.step()
+                    optimizer.zero_grad()
+            observer.step_ends(index)
+            if self.keep_losses:
+                losses.append(total)
+        self.model, self.optimizer = engine.module, engine.optimizer.optimizer
+        answers = [float(loss) for loss in losses]
+        engine.destroy()
+        return answers
+
+
+class EngineTrainerStep(TrainerStep):
+    """The HF Trainer, whose engine it makes of `TrainingArguments(deepspeed=...)`."""
+
+    def run(self, steps: int, observer: Observer) -> list[float]:
+        """Builds, runs `steps` optimizer steps, and gives their losses."""
+        with made_by_accelerate(self.device):
+            return super().run(steps, observer)
+
+    def _model(self) -> torch.nn.Module:
+        return built_for_engine(self.job, self.setup, self.device)
+
+    def _training_arguments(self, folder: str, steps: int) -> dict[str, Any]:
+        """Never `use_cpu`, with which accelerate has no engine: the device is told it by the environment."""
+        arguments = super()._training_arguments(folder, steps)
+        return {**arguments, "use_cpu": False}
+
+    def _watch(self, trainer: Any, observer: Observer) -> None:
+        import transformers
+
+        class _EngineCallback(transformers.TrainerCallback):  # type: ignore[misc]
+            def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+                tell_of_updates(trainer.deepspeed, observer)
+
+        trainer.add_callback(_EngineCallback)
+
+    def _finish(self, trainer: Any) -> None:
+        engine = trainer.deepspeed
+        self.model, self.optimizer = engine.module, engine.optimizer.optimizer
+        engine.destroy()
+
+
+def tell_of_updates(engine: Any, observer: Observer) -> None:
+    """Has the observer hear when the engine, within `backward`, begins to update."""
+    step = engine.step
+
+    def observed(*arguments: Any, **keywords: Any) -> Any:
+        observer.phase("update")
+        return step(*arguments, **keywords)
+
+    engine.step = observed
+
+
+@contextlib.contextmanager
+def made_by_accelerate(device: torch.device) -> Iterator[None]:
+    """Within it, this process is a group of its own, and what accelerate and transformers remember of an
+    engine is gone afterwards."""
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    with group_of_one(device):
+        try:
+            yield
+        finally:
+            unset_hf_deepspeed_config()
