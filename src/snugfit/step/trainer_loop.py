@@ -80,7 +80,7 @@ class TrainerStep(Step):
         """The trainer stands and has not begun to train."""
 
     def _finish(self, trainer: Any) -> None:
-        """It has trained."""
+        """Takes what the trainer has trained."""
         self.model, self.optimizer = trainer.model, trainer.optimizer.optimizer
 
     def _training_arguments(self, folder: str, steps: int) -> dict[str, Any]:

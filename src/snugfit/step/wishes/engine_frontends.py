@@ -126,11 +126,11 @@ def tell_of_updates(engine: Any, observer: Observer) -> None:
     """Has the observer hear when the engine, within `backward`, begins to update."""
     step = engine.step
 
-    def observed(*arguments: Any, **keywords: Any) -> Any:
+    def tell_and_step(*arguments: Any, **keywords: Any) -> Any:
         observer.phase("update")
         return step(*arguments, **keywords)
 
-    engine.step = observed
+    engine.step = tell_and_step
 
 
 @contextlib.contextmanager
