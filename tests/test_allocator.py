@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from snugfit.prediction.allocator import Allocator, replay
-from snugfit.rehearsal.trace.trace import Block, Mark, Trace
+from snugfit.rehearsal.trace.trace import Block, Mark, MarkKind, Trace
 from snugfit.units import MIB
 
 KIB = 1 << 10
@@ -219,3 +219,42 @@ def test_free_neighbours_are_always_merged(seed: int) -> None:
                 assert (piece.size, piece.address, piece.free) == (size, address, True)
                 assert piece.after is None or not piece.after.free
                 assert piece.before is None or not piece.before.free
+
+
+# ---- what goes back to the device ----------------------------------------------------------------------
+
+
+def built(*requests: int, emptied_at: int | None = None) -> Trace:
+    """A trace whose blocks are all of the build; its cache is emptied before one of the events."""
+    plain = trace(*requests)
+    blocks = tuple(block._replace(phase="build", step=-1) for block in plain.blocks)
+    marks = (Mark(0, -1, "build"),)
+    if emptied_at is not None:
+        marks += (Mark(emptied_at, -1, "build", MarkKind.CACHE_EMPTIED),)
+    return Trace(blocks, plain.events, marks, (), 0, ())
+
+
+def test_an_emptied_cache_is_the_device_s_again() -> None:
+    requests = (40 * MIB, -1, 60 * MIB)
+    assert replay(built(*requests)).reserved_peak == 100 * MIB
+    assert replay(built(*requests, emptied_at=2)).reserved_peak == 60 * MIB
+
+
+def test_a_segment_in_use_is_kept() -> None:
+    """Half of the first segment is still handed out, so nothing of it goes back."""
+    requests = (5 * MIB, 5 * MIB, -1, 60 * MIB)
+    assert replay(built(*requests, emptied_at=3)).reserved_peak == 80 * MIB
+
+
+def test_a_build_that_runs_out_of_memory_gives_back_what_it_keeps() -> None:
+    requests = (40 * MIB, -1, 60 * MIB)
+    squeezed = replay(built(*requests), limit=90 * MIB)
+    assert (squeezed.reserved_peak, squeezed.retries) == (60 * MIB, 1)
+    roomy = replay(built(*requests), limit=100 * MIB)
+    assert (roomy.reserved_peak, roomy.retries) == (100 * MIB, 0)
+
+
+def test_a_step_that_does_so_does_not_fit() -> None:
+    """It would do so in each step: what it reserves at most is what it needs."""
+    squeezed = replay(trace(40 * MIB, -1, 60 * MIB), limit=90 * MIB)
+    assert (squeezed.reserved_peak, squeezed.retries) == (100 * MIB, 0)

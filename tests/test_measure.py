@@ -701,6 +701,7 @@ class TestOnAGpu:
         *,
         code: int = 0,
         meanwhile: Any = lambda: None,
+        recipe: str = "plain",
     ) -> Measurement:
         """The device's bytes rise while the child lives and fall when it has ended."""
         go, library = tmp_path / "go", FakeNvml(gpu)
@@ -729,7 +730,7 @@ class TestOnAGpu:
             target = Target(type="cuda", card=nvml.cards()[0], driver=nvml.driver())
             experiment = MeasurementRequest(
                 job=tiny_job(),
-                recipe=Recipe(),
+                recipe=Recipe.parse(recipe),
                 loop="plain",
                 warmup=0,
                 steps=1,
@@ -772,6 +773,20 @@ class TestOnAGpu:
         seen = self.perform(monkeypatch, tmp_path, gpu, self.REPORTED, meanwhile=come)
         assert seen.contaminated is not None
         assert "3,146 MiB more than" in seen.contaminated
+
+    @pytest.mark.whole
+    @pytest.mark.parametrize("recipe", ["plain", "zero3"])
+    def test_the_memory_of_its_process_group_is_its_own(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recipe: str
+    ) -> None:
+        """NCCL takes it beside torch's allocator, as another process would."""
+        gpu = FakeGpu(processes=None)
+
+        def come() -> None:
+            gpu.used += 950 * MIB
+
+        seen = self.perform(monkeypatch, tmp_path, gpu, self.REPORTED, meanwhile=come, recipe=recipe)
+        assert (seen.contaminated is None) is (recipe == "zero3")
 
     @pytest.mark.whole
     def test_somebody_else_before_is_told(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import contextlib
 import importlib
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,25 +28,29 @@ from cpu_scratch import compared
 from reported import foreseen, reports
 from small_models import small_job
 from snugfit.errors import RecipeError, UsageError
+from snugfit.evaluation.guide_suite import job_of, large_models
 from snugfit.exchange.export import export
 from snugfit.exchange.read import Reading, read_arguments
 from snugfit.exchange.trainer_arguments import training_arguments
 from snugfit.job.gpu import find_gpu
+from snugfit.planning.keep import Kept
+from snugfit.planning.search.reasons import cures
 from snugfit.planning.search.search import plan
-from snugfit.prediction.device import PROCESS_GROUP, context_of
+from snugfit.prediction.device import context_of
 from snugfit.prediction.pinned import host_state_bytes, pinned_bytes
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.sharded.host_tensors import HostTensors
-from snugfit.rehearsal.trace.trace import STAGE_BACK, STAGE_OUT, UPDATE_ON_HOST, Trace
+from snugfit.rehearsal.trace.trace import STAGE_BACK, STAGE_OUT, UPDATE_ON_HOST, Block, Trace
 from snugfit.step.open_step import open_step
 from snugfit.step.step import LOOPS, Observer
-from snugfit.step.wishes.engine_config import bucket_sizes, engine_config
+from snugfit.step.wishes.engine_config import PROCESS_GROUP, bucket_sizes, engine_config
 from snugfit.step.wishes.engine_loop import in_numbers
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.sharding.zero2 import Zero2
+from snugfit.techniques.technique import Fidelity
 from snugfit.versions import version_of
 
 GIB = 1 << 30
@@ -91,7 +97,18 @@ def test_autocast_becomes_the_dtype_of_weights() -> None:
 def test_a_plan_leaves_it_out_and_says_why() -> None:
     with pytest.raises(UsageError, match=r"plans do not search with zero2.*Predict one"):
         plan(small_job("bert", 2), gpu=None, memory_bytes=GIB, keep="zero2", workers=1)
-    assert "Where a step fits, leave it out" in Zero2.planning_objection(small_job("bert", 2))
+    assert "fits without DeepSpeed, leave it out" in Zero2.planning_objection(small_job("bert", 2))
+
+
+@with_deepspeed
+def test_where_nothing_fits_a_plan_gives_the_order_in_which_to_try() -> None:
+    texts = [*cures(Recipe(), 2 * GIB, small_job("bert", 2), GIB, Fidelity.LEARNS, Kept())]
+    two, three = (
+        next(at for at, text in enumerate(texts) if f"search with '{stage}'" in text)
+        for stage in ("zero2", "zero3")
+    )
+    assert two < three
+    assert sum("begin with zero2" in text for text in texts) == 1
 
 
 def test_gpus_are_named_to_deepspeed_by_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,6 +361,53 @@ def test_it_trains_as_the_same_loop_does_without(recipe: str, loop: str) -> None
     )
     assert not is_deepspeed_zero3_enabled()
     assert not dist.is_initialized()
+
+
+@with_deepspeed
+@pytest.mark.whole
+def test_weights_are_joined_on_the_host_where_the_gpu_has_no_room() -> None:
+    """The second stage asks how much is free, and moves the weights away first if they do not fit twice."""
+    this = small_job("bert", 2)
+    setup = Recipe.parse("zero2 + bf16").setup()
+    roomy = rehearse(this, setup, CudaPolicy())
+    weights = copied(roomy, UPDATE_ON_HOST) // 2  # in bf16
+    full = rehearse(this, setup, CudaPolicy(free_bytes=int(1.5 * weights)))
+    joined = [any(one.operator == "aten::cat" for one in built_blocks(trace)) for trace in (roomy, full)]
+    assert joined == [True, False]
+    mine, others = ([one.nbytes for one in trace.blocks if one.step == 2] for trace in (roomy, full))
+    assert mine == others
+
+
+@with_deepspeed
+@pytest.mark.whole
+def test_an_answer_in_json_is_alone_on_stdout() -> None:
+    """DeepSpeed writes there while it is imported."""
+    asked = ["bert-base-uncased", "--task", "sequence-classification", "--recipe", "zero2", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "snugfit", "predict", *asked], capture_output=True, check=True
+    )
+    assert json.loads(done.stdout)["recipe"] == "zero2"
+
+
+def built_blocks(trace: Trace) -> list[Block]:
+    return [block for block in trace.blocks if block.step < 0]
+
+
+@with_deepspeed
+@pytest.mark.slow
+@pytest.mark.whole
+def test_t5_3b_trains_in_a_batch_of_four_on_15_gb() -> None:
+    """As the guide says of it with offload. A larger GPU keeps more for later."""
+    large = next(one for one in large_models() if one.recipe.endswith("zero2"))
+    squeezed = predict(job_of(large.job), large.recipe, gpu="rtx 4080")
+    assert squeezed.job.batch_size == 4
+    assert squeezed.needed_bytes < 15e9
+    assert squeezed.footprint.retries == 1
+    assert any("gives back what it keeps" in doubt for doubt in squeezed.doubts)
+    roomy = predict(job_of(large.job), large.recipe, gpu="rtx 3090")
+    assert roomy.fits
+    assert roomy.needed_bytes > 15e9
+    assert roomy.footprint.retries == 0
 
 
 @with_deepspeed

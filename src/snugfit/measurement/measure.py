@@ -43,6 +43,7 @@ from snugfit.measurement.target import Target, child_environment, open_target
 from snugfit.results.footprint import Footprint
 from snugfit.results.measurement import Measurement
 from snugfit.step.step import LOOPS
+from snugfit.step.wishes.engine_config import PROCESS_GROUP
 from snugfit.techniques.recipe import Recipe
 
 MAX_STEPS = 100_000
@@ -153,7 +154,7 @@ def run_experiment(request: MeasurementRequest, target: Target) -> tuple[Measure
         first_context_bytes=result.first_context_bytes,
         smi_bytes=result.smi_bytes,
         smi_nvml_bytes=result.smi_nvml_bytes,
-        contaminated=_contamination(target, baseline, sampler, result),
+        contaminated=_contamination(target, baseline, sampler, result, request),
         crowded=result.crowded,
         disturbed=result.disturbed,
         losses=result.losses,
@@ -265,9 +266,15 @@ def _footprint(result: ChildResult, nvml_bytes: int | None) -> Footprint | None:
 
 
 def _contamination(
-    target: Target, baseline: GpuBaseline | None, sampler: Sampler | None, result: ChildResult
+    target: Target,
+    baseline: GpuBaseline | None,
+    sampler: Sampler | None,
+    result: ChildResult,
+    request: MeasurementRequest,
 ) -> str | None:
-    """Why the GPU was not this run's alone, or could not be proven so; None when it was."""
+    """Why the GPU was not this run's alone, or could not be proven so; None when it was. The memory of a
+    process group is the run's own."""
+    grouped = request.recipe.setup().sharding is not None
     if target.card is None or baseline is None or sampler is None:
         return (
             f"it is not known whether other processes used the GPU: {target.doubt}" if target.doubt else None
@@ -278,6 +285,7 @@ def _contamination(
         sampler,
         reserved_bytes=result.reserved_bytes,
         context_bytes=result.first_context_bytes,
+        group_bytes=PROCESS_GROUP if grouped else 0,
     )
 
 

@@ -6,11 +6,12 @@ A port of the decisions (not the code) of `c10/cuda/CUDACachingAllocator.cpp` an
 1. A size is rounded up to 512 B. Up to 1 MiB it belongs to the small pool, above to the large one.
 2. Best fit: the smallest free block of the pool that is large enough, the lowest address among equals.
 3. On a miss a segment is taken from the device: 2 MiB for the small pool, 20 MiB for sizes under 10 MiB,
-   else the size rounded up to 2 MiB. (What a device that refuses leads to is not replayed: a step fits when
-   the peak of what is reserved does.)
+   else the size rounded up to 2 MiB. Where the device has no more, whole free segments go back to it first.
+   (So it is replayed while the model is built, once and without harm. A step that does so again and again
+   is as good as one that does not fit: it fits when the peak of what is reserved does.)
 4. A block is split when what would remain is large enough: 512 B in the small pool, more than 1 MiB in the
    large one. An unsplit block is handed out whole, so `allocated` counts more than was requested.
-5. A freed block merges with free neighbours of its segment. Nothing goes back to the device by itself.
+5. A freed block merges with free neighbours of its segment. Nothing else goes back to the device by itself.
 6. With expandable segments a pool is one address range that grows by whole pages (2 MiB, 20 MiB) at its
    end, and every block splits at 512 B. The block at the end of the range, which could still grow, is handed
    out only when no other fits.
@@ -52,10 +53,14 @@ class _PoolBlock:
 
 
 class Allocator:
-    """The caching allocator of one GPU whose memory never ends."""
+    """The caching allocator of one GPU."""
 
     def __init__(self, *, expandable: bool = False) -> None:
         self.expandable = expandable
+        self.limit: int | None = None
+        """Bytes that it may reserve before it gives back what it keeps; None where that never ends."""
+        self.retries = 0
+        """How often it has done so to go on."""
         self.allocated = self.reserved = self.requested = 0
         self.allocated_peak = self.reserved_peak = self.requested_peak = 0
         self._free: dict[bool, list[tuple[int, int, _PoolBlock]]] = {True: [], False: []}
@@ -150,7 +155,18 @@ class Allocator:
         self._range_end[small] = block
         return block
 
+    def empty_cache(self) -> None:
+        """Gives whole free segments back to the device. Those that grow in place are kept."""
+        for pool in self._free.values() if not self.expandable else ():
+            whole = [block for _, _, block in pool if block.before is None and block.after is None]
+            for block in whole:
+                self._remove_free(block)
+                self.reserved -= block.size
+
     def _reserve(self, nbytes: int) -> None:
+        if self.limit is not None and self.reserved + nbytes > self.limit:
+            self.empty_cache()
+            self.retries += 1
         self.reserved += nbytes
         self.reserved_peak = max(self.reserved_peak, self.reserved)
 
@@ -181,24 +197,39 @@ class Replay:
     reserved_peak: int
     reserved: Sequence[int]
     """Reserved bytes after each event."""
+    retries: int = 0
+    """How often the allocator gave back what it kept, to go on."""
 
 
-def replay(trace: Trace, *, expandable: bool = False) -> Replay:
-    """Runs the trace's allocations and frees through the allocator."""
+def replay(trace: Trace, *, expandable: bool = False, limit: int | None = None) -> Replay:
+    """Runs the trace's allocations and frees through the allocator, which while the model is built may
+    reserve `limit` bytes before it gives back what it keeps."""
     allocator = Allocator(expandable=expandable)
+    allocator.limit = limit
+    emptied = {mark.event for mark in trace.marks if mark.kind is MarkKind.CACHE_EMPTIED}
     live: dict[int, _PoolBlock] = {}
     reserved: list[int] = []
     blocks = trace.blocks
     actions = driver_actions(trace, allocator.addresses)
-    for event in trace.events:
+    for index, event in enumerate(trace.events):
+        if index in emptied:
+            allocator.empty_cache()
         if event > 0:
             for act in actions.get(event, ()):
                 act()
+            if blocks[event - 1].step >= 0:
+                allocator.limit = None
             live[event] = allocator.allocate(blocks[event - 1].nbytes)
         else:
             allocator.release(live.pop(-event))
         reserved.append(allocator.reserved)
-    return Replay(allocator.requested_peak, allocator.allocated_peak, allocator.reserved_peak, reserved)
+    return Replay(
+        allocator.requested_peak,
+        allocator.allocated_peak,
+        allocator.reserved_peak,
+        reserved,
+        allocator.retries,
+    )
 
 
 def actions_by_word(addresses: DeviceAddresses) -> dict[str, Callable[[], None]]:

@@ -15,6 +15,7 @@ from snugfit.errors import GpuError
 from snugfit.prediction.pinned import pinned_bytes
 from snugfit.prediction.profile import INSTALLED
 from snugfit.rehearsal.trace.trace import COPY_OUT
+from snugfit.step.wishes.engine_config import PROCESS_GROUP
 from snugfit.units import GIB, MIB, show_mib
 from snugfit.versions import version_of
 
@@ -39,10 +40,6 @@ technical specifications per compute capability."""
 
 LINK_STREAM = 70 * MIB
 """NVML bytes that the first stream beside torch's own adds, on one H200 (2026-11-23)."""
-
-PROCESS_GROUP = 950 * MIB
-"""NVML bytes that NCCL and DeepSpeed's engine add with one process: 950 and 951 MiB in two models under zero3
-on one H200 (torch 2.11, DeepSpeed 0.19.8, 2026-11-24)."""
 
 MAPPED_GIB, ALREADY_PINNED = 2 * MIB, GIB // 8
 """NVML bytes that each GiB of page-locked memory adds, 8 for a page of 4 KiB, and how much of the first GiB
@@ -79,7 +76,15 @@ def policy_for(gpu: Gpu | None, software: Software) -> CudaPolicy:
         threads_per_multiprocessor=THREADS.get(gpu.compute_capability, 2048),
         cache_bytes=gpu.l2_cache_bytes or CudaPolicy.cache_bytes,
         softmax_saves_input=software.softmax_saves_input,
+        free_bytes=_free_bytes(gpu),
     )
+
+
+def _free_bytes(gpu: Gpu) -> int | None:
+    """Bytes that an engine finds free on it, with its process group."""
+    if gpu.memory_bytes is None:
+        return None
+    return gpu.memory_bytes - (gpu.context_bytes or USUAL_CONTEXT) - PROCESS_GROUP
 
 
 _INSTEAD = "Try a current CUDA GPU. For a rough answer, try snugfit predict --memory with its size."

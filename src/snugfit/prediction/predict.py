@@ -45,6 +45,11 @@ PREFETCHED_BATCHES = 2
 """Batches that a worker holds ready (DataLoader's `prefetch_factor`)."""
 
 
+RETRIED = (
+    "While the model is built the allocator runs out of memory and gives back what it keeps for later. On a "
+    "larger GPU it reserves more."
+)
+
 COMPILED_SECONDS = (
     "Seconds of compiled layers rest on eleven runs on one H200: steps that the GPU bounds took 2 to 12 % "
     "longer than predicted, others up to 30 %. First steps without a cache took 6 to 15 s."
@@ -80,8 +85,11 @@ def predict(
     warnings = recipe.check(job, gpu.compute_capability if gpu else None)
     setup = profile.setup(recipe)
     trace = _rehearse(job, setup, gpu, profile, loop, trainer_class)
-    after = replay(trace, expandable=setup.expandable_segments)
     context, about_context = context_of(gpu, profile, trace, grouped=setup.sharding is not None)
+    limit = gpu.memory_bytes - context if gpu and gpu.memory_bytes else None
+    after = replay(trace, expandable=setup.expandable_segments, limit=limit)
+    if limit is not None and after.retries and after.reserved_peak <= limit:
+        about_context.append(RETRIED)
     timing, timeline, about_seconds = _seconds(trace, gpu, job, setup, rates)
     peak = trace.peak().position
     return Prediction(
@@ -154,6 +162,7 @@ def _footprint(trace: Trace, peak: int, after: Replay, context: int, host: int) 
         pinned_bytes=pinned_bytes(trace.kernels),
         at=_moment(trace, peak),
         kinds=by_kind(trace, peak),
+        retries=after.retries,
     )
 
 

@@ -27,8 +27,9 @@ UNCERTAIN = (
 )
 
 TREE = (
-    "Where a step fits, leave it out: on one GPU it only makes steps slower. Where it does not, zero2 frees "
-    "optimizer states and gradients, zero3 weights too"
+    "Where a step fits without DeepSpeed, leave it out: on one GPU it only makes steps slower. Where it does "
+    "not, begin with zero2, which puts optimizer states, gradients and the update on the host; zero3 puts "
+    "the weights there too, and is slower still"
 )
 """The decision tree of Hugging Face's guide, for one GPU."""
 

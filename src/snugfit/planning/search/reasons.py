@@ -134,17 +134,7 @@ def cures(
     ]
     if more:
         yield f"--fidelity {looser[-1].value} allows more: {', '.join(more)}."
-    for technique in roster.techniques():
-        word = technique.last_resort
-        if not word or technique.slot in fixed.slots or technique.missing_package():
-            continue
-        if not technique.searched:
-            yield (
-                f"A plan does not search with '{word}': predict a recipe that has it, such as "
-                f"'{word} + bf16 + every_layer'. {technique.summary()}"
-            )
-        else:
-            yield f"--keep '{word}' looks for steps that are smaller and slower. {technique.summary()}"
+    yield from _last_resorts(job, fixed)
     if fixed.slots:
         yield f"--free {','.join(fixed.slots)} allows other techniques in place of yours."
     smaller = "smaller inputs" if job.task in NO_SEQUENCE else "shorter sequences"
@@ -187,3 +177,26 @@ def _cost_of(figures: Figures | SnugfitError) -> dict[str, Any]:
     if isinstance(figures, SnugfitError):
         return {}
     return {"needed_bytes": figures.needed_bytes, "step_seconds": figures.step_seconds}
+
+
+def _last_resorts(job: Job, fixed: Kept) -> Iterator[str]:
+    """What plans leave out and what may yet make a step fit, in the order in which to try it, and why they
+    leave it out."""
+    resorts = [
+        technique
+        for technique in roster.techniques()
+        if technique.last_resort and technique.slot not in fixed.slots and not technique.missing_package()
+    ]
+    unsearched: dict[str, list[str]] = {}
+    for technique in resorts:
+        word = technique.last_resort
+        if technique.searched:
+            yield f"--keep '{word}' looks for steps that are smaller and slower. {technique.summary()}"
+            continue
+        unsearched.setdefault(technique.planning_objection(job), []).append(word)
+        yield (
+            f"A plan does not search with '{word}': predict a recipe that has it, such as "
+            f"'{word} + bf16 + every_layer'. {technique.summary()}"
+        )
+    for why, names in unsearched.items():
+        yield f"{', '.join(names)}: {why}."

@@ -54,6 +54,10 @@ class Policy(ABC):
     remembers_scratch: ClassVar[bool] = True
     """Whether the scratch of a call need not be asked twice."""
 
+    free_bytes: int | None = field(default=None, compare=False)
+    """Bytes that a process finds free on the device before its model is built; None where that is not known.
+    Only what asks the device before it decides (DeepSpeed's second stage) depends on it."""
+
     softmax_saves_input: bool = False
     """True for torch before 1.11, whose softmax kept its input for backward beside its output."""
 

@@ -108,6 +108,11 @@ class Allocations:
 
         return free
 
+    def live_bytes(self) -> int:
+        """Requested bytes of what was allocated and not freed."""
+        sizes = (self._blocks[abs(event) - 1][0] * (1 if event > 0 else -1) for event in self.events)
+        return sum(sizes)
+
     def forget(self) -> None:
         """Lets go of what was written down."""
         self.events.clear()

@@ -150,7 +150,7 @@ class Recorder(TorchDispatchMode, Observer):
         blocks = self._memory.blocks(phases)
         if self._questions.vary and _last_steps_differ(blocks, self.steps):
             self.doubt(STEPS_DIFFER)
-        lasting = (MarkKind.PHASE, MarkKind.CONTEXT_RELEASED)
+        lasting = (MarkKind.PHASE, MarkKind.CONTEXT_RELEASED, MarkKind.CACHE_EMPTIED)
         trace = Trace(
             blocks,
             tuple(self._memory.events),
@@ -446,6 +446,14 @@ class Recorder(TorchDispatchMode, Observer):
         if self._step == self.steps - 1:
             self._waits.append(len(self._kernels))
             self._mark(MarkKind.WAIT)
+
+    def empty_cache(self) -> None:
+        """The allocator gives back what it keeps for later."""
+        self._mark(MarkKind.CACHE_EMPTIED)
+
+    def live_bytes(self) -> int:
+        """Requested bytes that live now."""
+        return self._memory.live_bytes()
 
     def _mark(self, kind: MarkKind) -> None:
         self._marks.append(Mark(len(self._memory.events), self._step, self._phase, kind))

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
+if TYPE_CHECKING:
+    from snugfit.rehearsal.record.recorder import Recorder
+
 PLENTY = 1 << 50
-"""Bytes of memory that the device is said to have: whether a step fits is asked of its trace."""
+"""Bytes of memory that the device is said to have where no GPU was named."""
 
 
 class NoStream:
@@ -43,9 +46,12 @@ STREAM = NoStream()
 class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
     """DeepSpeed's device in a rehearsal."""
 
-    def __init__(self, wait: Callable[[], None], pin: Callable[[torch.Tensor], None]) -> None:
+    def __init__(
+        self, recorder: Recorder, pin: Callable[[torch.Tensor], None], memory_bytes: int | None
+    ) -> None:
         super().__init__()
-        self._communication_backend_name, self._wait, self._pin = "fake", wait, pin
+        self._communication_backend_name, self._recorder, self._pin = "fake", recorder, pin
+        self._memory_bytes = PLENTY if memory_bytes is None else memory_bytes
 
     def is_synchronized_device(self) -> bool:
         """No: as on a GPU, what is asked for is done later."""
@@ -69,7 +75,7 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
 
     def synchronize(self, device_index: int | None = None) -> None:
         """The host waits for the device."""
-        self._wait()
+        self._recorder.wait()
 
     @property
     def Stream(self) -> type[NoStream]:
@@ -107,10 +113,16 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
         """Gives no builder: nothing is compiled for shapes."""
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """As much as anyone may ask for."""
-        return PLENTY
+        """Bytes that are free: the second stage joins weights on the device only where there is room."""
+        return self._memory_bytes - self._recorder.live_bytes()
 
-    total_memory = available_memory
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Bytes that there are in all."""
+        return self._memory_bytes
+
+    def empty_cache(self) -> None:
+        """The allocator gives back what it keeps for later."""
+        self._recorder.empty_cache()
 
     def _no_memory(self, *arguments: Any) -> int:
         """Nobody asks for it to decide."""

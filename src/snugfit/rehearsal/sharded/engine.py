@@ -97,7 +97,8 @@ def engine_on_shapes(recorder: Recorder) -> Iterator[HostTensors]:
     recorder.host = host
     with contextlib.ExitStack() as stack:
         stack.enter_context(_group())
-        stack.enter_context(patch.object(real, "ds_accelerator", ShapesAccelerator(recorder.wait, host.pin)))
+        accelerator = ShapesAccelerator(recorder, host.pin, recorder.policy.free_bytes)
+        stack.enter_context(patch.object(real, "ds_accelerator", accelerator))
         stack.enter_context(patch.object(linear, "get_accelerator", CPU_Accelerator))  # of autocast
         stack.enter_context(patch.object(cpuinfo, "get_cpu_info", dict))  # it asks for a second
         stack.enter_context(patch.object(cpu_adam, "CPUAdamBuilder", lambda: CpuAdam(host)))

@@ -178,6 +178,7 @@ def _absolute(relative: RelativeTrace) -> Trace:
     by_move: dict[int, list[int]] = {}  # by a move's id: what repeats is the same move, and hashes slowly
     step, phase, released = -1, "", False
     new, releases, wait = tuple.__new__, MarkKind.CONTEXT_RELEASED, MarkKind.WAIT
+    empties = MarkKind.CACHE_EMPTIED
     for move in relative.moves:
         if type(move) is Alloc:
             blocks.append(new(Block, (*move[:4], step, move[4])))
@@ -207,6 +208,8 @@ def _absolute(relative: RelativeTrace) -> Trace:
         elif move is releases and not released:  # joined parts may each have been the first
             released = True
             marks.append(Mark(len(events), step, phase, releases))
+        elif move is empties:
+            marks.append(Mark(len(events), step, phase, empties))
     return Trace(
         tuple(blocks),
         tuple(events),

@@ -104,6 +104,8 @@ class MarkKind(StrEnum):
     """A phase of a step begins."""
     CONTEXT_RELEASED = "context released"
     """The driver releases the address space that it held since it made the context: once in a run."""
+    CACHE_EMPTIED = "cache emptied"
+    """The allocator gives back what it keeps for later (`torch.cuda.empty_cache`)."""
     KERNEL = "kernel"
     """The next kernel of the steady step runs."""
     WAIT = "wait"
@@ -195,7 +197,7 @@ class Trace:
     events: tuple[int, ...]
     """Allocations (`i + 1`) and frees (`-(i + 1)`) of block `i`."""
     marks: tuple[Mark, ...]
-    """Beginnings of phases, and where the context is released, in order."""
+    """Beginnings of phases, where the context is released and where a cache is emptied, in order."""
     kernels: tuple[Kernel, ...]
     """Of the last step only: the steady one."""
     waits: tuple[int, ...]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from snugfit.step.wishes.handler import Handler, ScriptContext
@@ -28,10 +30,11 @@ class ShardingHandler(Handler):
     }
 
     def import_code(self, value: ShardingWish | None) -> None:
-        """DeepSpeed, before anything is watched."""
+        """DeepSpeed, before anything is watched. What it writes goes to stderr: an answer is on stdout."""
         if value is not None:
-            import deepspeed
-            import deepspeed.ops.adam  # noqa: F401
+            with contextlib.redirect_stdout(sys.stderr):
+                import deepspeed
+                import deepspeed.ops.adam  # noqa: F401
 
     def training_arguments(
         self, value: ShardingWish | None, job: Job, device: torch.device
