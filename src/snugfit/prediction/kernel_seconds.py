@@ -178,6 +178,8 @@ class KernelClock:
             family = with_dropout
         flops, start = known[family]
         query = kernel.shapes[1] if backward else kernel.shapes[0]
+        if len(query) == 3:  # sequences in one row: (N, H, D)
+            query = (query[1], query[0], query[2])
         blocks = math.prod(query[:-2]) * -(-query[-2] // QUERIES)
         waves = -(-blocks // self.rates.multiprocessors)
         busy = math.prod(query[:-1]) / QUERIES / (waves * self.rates.multiprocessors) if blocks else 1.0

@@ -24,6 +24,7 @@ ATTENTION = (
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_fused_attention_overrideable",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_flash_attention_forward",
 )
 """Fused attention, by its operators' names."""
 

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 
+PADDING_FREE = "padding_free"
+"""An attention of our own (`step/padding_free.py`), which drops the padding of what a model is given."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """A callable by its import path, with keyword arguments: code as data."""
@@ -213,7 +217,7 @@ class Setup:
     loaded (`Job.dtype`)."""
 
     attention: str = "sdpa"
-    """build: the attention, by the values of transformers' `attn_implementation`."""
+    """build: the attention, by the values of transformers' `attn_implementation`, or `PADDING_FREE`."""
 
     matmul: str = "ieee"
     """build: torch's `fp32_precision` of matrix products and convolutions: `ieee` or `tf32`."""

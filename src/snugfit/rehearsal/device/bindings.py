@@ -39,6 +39,7 @@ def bindings(
     maybe_autocast = generic.maybe_autocast
     clear = torch.clear_autocast_cache
     autocast_init, is_autocast_enabled = torch.autocast.__init__, torch.is_autocast_enabled
+    autocast_dtype = torch.get_autocast_dtype
 
     def clear_both() -> None:
         cache.entries.clear()
@@ -53,7 +54,10 @@ def bindings(
     def is_on(device_type: str = "cuda") -> bool:
         """Without an argument, as peft asks it, the question is about CUDA, on which nothing runs here."""
         on_gpu = device_type == "cuda" and policy.runs_cudnn
-        return bool(is_autocast_enabled(SWITCH if on_gpu else device_type))
+        return bool(is_autocast_enabled(SWITCH if on_gpu or device_type == "meta" else device_type))
+
+    def dtype_of(device_type: str) -> torch.dtype:
+        return autocast_dtype(SWITCH if device_type == "meta" else device_type)
 
     def maybe_on_the_switch(device_type: str, *arguments: Any, **keywords: Any) -> Any:
         return maybe_autocast(SWITCH if device_type == "meta" else device_type, *arguments, **keywords)
@@ -74,6 +78,7 @@ def bindings(
         patch.object(torch, "clear_autocast_cache", clear_both),
         patch.object(torch.autocast, "__init__", on_the_switch),
         patch.object(torch, "is_autocast_enabled", is_on),
+        patch.object(torch, "get_autocast_dtype", dtype_of),
         patch.object(torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype(SWITCH)),
     ):
         _look_for(replaced.keys())

@@ -24,6 +24,7 @@ On CUDA besides:
 - Softmax backward holds `grad * output`: `softmax_backward_cuda_out`, `native/cuda/SoftMax.cu`.
 - cuDNN and flash attention backward hold fp32 accumulators of the query's gradient and one fp32 row each;
   with grouped queries also the ungrouped gradients of key and value. Exact on three recorded shapes.
+- Flash attention of sequences in one row, backward: the same, by its source alone.
 - Efficient attention backward: a product and a row sum for delta, then its workspace. Exact at S = 512.
 - The norms of a list of tensors hold partial norms: `native/cuda/ForeachReduceOp.cu`.
 - Indexing and embedding backward: `indexing.py`. Sorts and scans: `sorting.py`. Convolutions:
@@ -201,6 +202,23 @@ def _fused_attention_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) 
     return _within("attention workspace", size)
 
 
+def _flash_varlen_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
+    """Of sequences in one row (N, H, D): `mha_varlen_bwd`, `cuda/flash_attn/flash_api.cpp`, keeps 128 rows
+    between one and the next. Read there, measured on no GPU."""
+    query, key, ends = arguments[1], arguments[2], arguments[6]
+    if ends is None:
+        return ()
+    tokens, heads, width = query.shape
+    rows = tokens + 128 * (ends.size(0) - 1)
+    rounded = -(-width // (step := 32 if width <= 128 else 64)) * step
+    buffers = [Buffer("row sums", 4 * heads * rows), Buffer("dq", 4 * rows * heads * rounded)]
+    if key.size(1) != heads:
+        ungrouped = key.size(0) * heads * width * key.element_size()
+        buffers += [Buffer("ungrouped dk", ungrouped), Buffer("ungrouped dv", ungrouped)]
+    copies = [Buffer("contiguous", _nbytes(one)) for one in arguments[:5:4] if not one.is_contiguous()]
+    return nest(*copies, during=(OUTPUTS, *nest(*buffers)))
+
+
 def _efficient_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     gradient, query = arguments[0], arguments[1]
     batch, heads, length, width = query.shape
@@ -250,6 +268,7 @@ _CUDA: dict[str, Callable[[Sequence[Any], Any, GpuSize], Scratch]] = {
     "aten::_scaled_dot_product_cudnn_attention_backward": _fused_attention_backward,
     "aten::_scaled_dot_product_flash_attention_backward": _fused_attention_backward,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "aten::_flash_attention_backward": _flash_varlen_backward,
     "aten::_cudnn_rnn": _recurrent,
     "aten::_cudnn_rnn_backward": _recurrent_backward,
     "aten::convolution": _convolution,

@@ -15,8 +15,9 @@ from snugfit.job.dtype import cast_weights, dtype_name
 from snugfit.step.checkpointing import checkpoint_layers, stop_own_checkpointing
 from snugfit.step.compiling import compile_layers, compile_lines, run_as_written
 from snugfit.step.selective import script_lines
-from snugfit.step.wishes.handler import Handler, LiveTraining, ScriptContext
+from snugfit.step.wishes.handler import Context, Handler, LiveTraining, ScriptContext
 from snugfit.step.wishes.python_text import call_text, literal
+from snugfit.techniques.setup import PADDING_FREE
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
@@ -29,9 +30,32 @@ class AttentionHandler(Handler):
 
     wish, slot = "attention", Slot.ATTENTION
 
+    def import_code(self, value: str) -> None:
+        """An attention of our own is told to transformers."""
+        if value == PADDING_FREE:
+            from snugfit.step.padding_free import register
+
+            register()
+
     def model_arguments(self, value: str) -> dict[str, Any]:
         """Under the name that `instantiate` knows."""
+        self.import_code(value)
         return {"attention": value}
+
+    def wrap(self, value: str, model: Any) -> None:
+        """The model drops the padding of its batches."""
+        if value == PADDING_FREE:
+            from snugfit.step.padding_free import drop_padding
+
+            drop_padding(model)
+
+    def around_rehearsal(self, value: str, *, on_gpu: bool) -> Context | None:
+        """A CPU has no such kernel."""
+        if value != PADDING_FREE or on_gpu:
+            return None
+        from snugfit.step.padding_free import rehearsed_on_the_cpu
+
+        return rehearsed_on_the_cpu
 
     def objections(self, value: str, live: LiveTraining) -> Iterator[str]:
         """A model of the user's own may have no switch for it."""
@@ -42,7 +66,12 @@ class AttentionHandler(Handler):
     def change(self, value: str, live: LiveTraining) -> Iterator[str]:
         """By the model's own switch. One that has no attention of torch's keeps what it has, as when it is
         built."""
+        self.import_code(value)
         now = getattr(getattr(live.model, "config", None), "_attn_implementation", None)
+        if now == PADDING_FREE != value:
+            from snugfit.step.padding_free import keep_padding
+
+            keep_padding(live.model)
         if now == value or not hasattr(live.model, "set_attn_implementation"):
             return
         try:
@@ -54,12 +83,16 @@ class AttentionHandler(Handler):
             raise RecipeError(
                 f"{type(live.model).__name__} cannot use the attention {value!r}: {line}"
             ) from None
+        self.wrap(value, live.model)
         yield f"attention was {now} and is {value}"
 
     def script(self, value: str, context: ScriptContext) -> dict[str, Any]:
         """As an argument of `from_pretrained`; eager where the architecture has no SDPA."""
         from snugfit.job.architectures import class_of
 
+        if value == PADDING_FREE:
+            why = "snugfit does it with its own code, which a script without snugfit does not have"
+            raise context.refusal(self.slot, why)
         job = context.job
         if value == "sdpa" and not getattr(
             class_of(job.task, job.transformers_config()), "_supports_sdpa", True

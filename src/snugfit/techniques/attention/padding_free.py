@@ -1,0 +1,94 @@
+"""No padding in the batch: its sequences lie one after the other, and attention stays within each.
+
+A batch of B sequences is as long as its longest, and everything is computed for the padding too. Here the
+padding is dropped before the model begins, so a step's activations, logits and seconds follow the tokens that
+count. The sums are the same: attention within each sequence, the loss over the same tokens. Dropout draws
+other numbers.
+
+Attention is FlashAttention's for sequences of several lengths, which torch has in itself (the operator behind
+`torch.nn.attention.varlen`): 16 bits, from Ampere on, heads of up to 256 numbers. No package is needed. In
+batches without padding nothing is dropped, and what remains is that torch's choice of kernels is passed by:
+on Hopper, cuDNN's attention is the faster one there.
+
+The host waits for the device once a micro-batch, to learn how many tokens there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+from snugfit.job.job import Job, Task
+from snugfit.techniques.setup import PADDING_FREE, Setup
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+
+TASKS = (Task.CAUSAL_LM, Task.MASKED_LM, Task.TOKEN_CLASSIFICATION)
+"""Whose outputs belong to a token each."""
+
+HALVES = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddingFree(Technique):
+    """Drops the padding of a batch and lays its sequences end to end, with attention within each."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    least_capability: ClassVar = (8, 0)
+    source: ClassVar = (
+        "Dao, arXiv 2307.08691; torch.nn.attention.varlen's operator; transformers' "
+        "DataCollatorWithFlattening, trl's padding_free"
+    )
+    elsewhere: ClassVar = ("varlen", "varlen_attention", "packing", "remove_padding", "unpad", "unpadding")
+
+    def install(self, setup: Setup) -> Setup:
+        """Chooses our own attention by name, which drops the padding of what the model is given."""
+        return replace(setup, attention=PADDING_FREE)
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """Each token must have an output of its own, and the kernel must know the model's attention."""
+        setup = Setup()
+        for slot in (Slot.PRECISION, Slot.ENGINE, Slot.SHARDING):
+            setup = recipe[slot].install(setup)
+        if why := _why_not(job):
+            yield f"{why} Try 'sdpa'."
+        dtype = setup.autocast or setup.weights_dtype or job.dtype
+        if dtype not in HALVES:
+            yield f"its attention computes in 16 bits, and {recipe[Slot.PRECISION]} in {dtype}. Add 'bf16'."
+        if setup.compile is not None:
+            yield f"{recipe[Slot.ENGINE]} was not tried with batches of another length each. Take 'sdpa'."
+        if setup.sharding is not None:
+            yield f"it is not simulated together with {recipe[Slot.SHARDING]}. Take 'sdpa'."
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """Where each token has an output of its own."""
+        if job.task in TASKS:
+            yield cls()
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """Nobody has measured it."""
+        return "it was measured on no GPU, so no plan chooses it by itself"
+
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """Seconds are another kernel's."""
+        yield (
+            "its attention was measured on no GPU: seconds are those of flash attention with sequences of "
+            "equal lengths."
+        )
+        if not job.padding:
+            yield "batches have no padding, so there is none to drop. 'sdpa' is as small."
+
+
+def _why_not(job: Job) -> str:
+    """Why the padding of this job's batches cannot be dropped; empty where it can."""
+    if job.task not in TASKS:
+        return f"the outputs of {job.task} belong to whole sequences; it knows {', '.join(TASKS)}."
+    from snugfit.job.architectures import class_of
+
+    config = job.config_to_read()
+    model = class_of(job.task, config)
+    if config.is_encoder_decoder or not getattr(model, "_supports_flash_attn", False):
+        return f"{model.__name__} does not support FlashAttention, whose kernels it needs."
+    return ""

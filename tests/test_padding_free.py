@@ -1,0 +1,345 @@
+"""Batches without their padding: the sums of the padded batch, fewer tokens in all that is computed,
+rehearsed as it runs, refused where a model or a job does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from small_models import small_job
+from snugfit.errors import RecipeError, RehearsalError
+from snugfit.job.gpu import find_gpu
+from snugfit.job.job import Job, Task
+from snugfit.planning.search.search import plan
+from snugfit.prediction.predict import predict
+from snugfit.rehearsal.device.buffers import OUTPUTS
+from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
+from snugfit.rehearsal.device.scratch import cuda_scratch
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.trace.trace import Trace
+from snugfit.step.applier import change_live
+from snugfit.step.build import build_model
+from snugfit.step.open_step import open_step
+from snugfit.step.padding_free import _one_by_one, attend, without_padding
+from snugfit.step.step import LOOPS, Observer
+from snugfit.step.wishes.handler import LiveTraining
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import PADDING_FREE, Setup
+from test_law_rehearsed_equals_real import hold_to_reports
+from tolerance import same_losses, same_parameters
+
+CPU = torch.device("cpu")
+RECIPE = "bf16 + padding_free"
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def a_job(family: str, **changes: Any) -> Job:
+    """Four sequences of 16 tokens, half of them padding, without dropout."""
+    facts, task = {
+        "bert": (NO_DROPOUT, Task.MASKED_LM),
+        "llama": ({}, Task.CAUSAL_LM),
+        "qwen2": ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}, Task.CAUSAL_LM),
+        "gpt2": ({"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}, Task.CAUSAL_LM),
+    }[family]
+    given: dict[str, Any] = {"padding": 0.5, "learning_rate": 1e-3} | changes
+    return replace(small_job(family, 2, facts), **({"task": task} | given))
+
+
+def wide(attention: str) -> Setup:
+    return replace(Recipe().setup(), attention=attention, weights_dtype="float64")
+
+
+LENGTHS = (16, 3, 1, 9)
+
+
+def uneven(*, left: bool = False, labels: str = "labels") -> dict[str, torch.Tensor]:
+    """Four sequences of these lengths, padded to 16; labels everywhere but in the padding."""
+    draw = torch.Generator().manual_seed(5)
+    ids = torch.randint(1, 96, (4, 16), generator=draw)
+    kept = torch.arange(16) < torch.tensor(LENGTHS)[:, None]
+    kept = kept.flip(1) if left else kept
+    return {
+        "input_ids": ids * kept,
+        "attention_mask": kept.long(),
+        labels: torch.where(kept, ids, torch.tensor(-100)),
+    }
+
+
+def grads_of(job: Job, attention: str, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, Any]]:
+    torch.manual_seed(3)
+    model = build_model(job, wide(attention), CPU)
+    loss = model(**batch).loss
+    loss.backward()
+    return float(loss.detach()), {name: weight.grad for name, weight in model.named_parameters()}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("family", ["llama", "bert", "qwen2", "gpt2"])
+def test_loss_and_gradients_are_those_of_the_padded_batch(family: str, masked: bool) -> None:
+    batch = uneven()
+    if not masked:
+        batch = {"input_ids": batch["input_ids"] + 1, "labels": batch["input_ids"] + 1}
+        batch = {name: value.clamp(max=95) for name, value in batch.items()}
+    (loss, padded), (packed_loss, packed) = (
+        grads_of(a_job(family), attention, batch) for attention in ("sdpa", PADDING_FREE)
+    )
+    assert packed_loss == pytest.approx(loss, rel=1e-6), "losses are computed in 32 bits"
+    for name, gradient in padded.items():
+        torch.testing.assert_close(packed[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("llama", "plain"),
+        ("llama", "micro_batches(2) + every_layer"),
+        ("llama", "chunked_loss"),
+        ("bert", "plain"),
+    ],
+)
+def test_every_loop_trains_as_with_padding(family: str, more: str, loop: str) -> None:
+    runs = []
+    for attention in ("sdpa", PADDING_FREE):
+        setup = replace(
+            Recipe.parse("sgd" if more == "plain" else f"sgd + {more}").setup(),
+            attention=attention,
+            weights_dtype="float64",
+        )
+        torch.manual_seed(7)
+        step = open_step(a_job(family, learning_rate=0.1), setup, loop, CPU, keep_losses=True)
+        losses = step.run(3, Observer())
+        assert step.model is not None
+        runs.append((losses, {name: value.detach() for name, value in step.model.named_parameters()}))
+    same_losses(runs[0][0], runs[1][0])
+    same_parameters(runs[0][1], runs[1][1])
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("padding", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [
+        *(
+            (family, more)
+            for family in ("llama", "bert")
+            for more in ("", " + every_layer + micro_batches(2)")
+        ),
+        ("llama", " + chunked_loss"),
+    ],
+)
+def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str, padding: float) -> None:
+    hold_to_reports(a_job(family, padding=padding), Recipe.parse(RECIPE + recipe))
+
+
+# ---- the batch -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_batch_becomes_one_row_with_the_positions_that_its_tokens_had(left: bool) -> None:
+    batch = uneven(left=left) | {"token_type_ids": torch.ones(4, 16, dtype=torch.long), "use_cache": False}
+    packed, kept = without_padding(batch, shifts=True)
+    count = sum(LENGTHS)
+    assert kept is not None
+    assert packed["input_ids"].tolist() == [batch["input_ids"].flatten()[kept].tolist()]
+    assert (packed["input_ids"] > 0).all()
+    assert packed["token_type_ids"].shape == packed["position_ids"].shape == (1, count)
+    starts = [16 - length if left else 0 for length in LENGTHS]
+    expected = [
+        at for start, length in zip(starts, LENGTHS, strict=True) for at in range(start, start + length)
+    ]
+    assert packed["position_ids"][0].tolist() == expected
+    assert packed["cu_seq_lens_q"].tolist() == [0, 16, 19, 20, 29]
+    assert packed["cu_seq_lens_q"].dtype is torch.int32
+    assert (packed["max_length_q"], packed["use_cache"]) == (16, False)
+    assert "attention_mask" not in packed
+    unlabelled = (packed["labels"][0] == -100).nonzero().flatten().tolist()
+    assert unlabelled == [0, 16, 19, 20], "what would be predicted from another sequence"
+
+
+def test_sequences_without_a_token_take_nothing_from_others() -> None:
+    batch = uneven()
+    for name, nothing in (("input_ids", 0), ("attention_mask", 0), ("labels", -100)):
+        batch[name][[0, 3]] = nothing
+    packed, _ = without_padding(batch, shifts=True)
+    assert packed["cu_seq_lens_q"].tolist() == [0, 0, 3, 4, 4]
+    assert (packed["labels"][0] != -100).tolist() == [False, True, True, False]
+
+
+@pytest.mark.whole
+def test_logits_lie_as_the_batch_where_others_read_them() -> None:
+    job, batch = a_job("llama"), uneven()
+    torch.manual_seed(3)
+    model = build_model(job, wide(PADDING_FREE), CPU)
+    padded = build_model(job, wide("sdpa"), CPU)
+    padded.load_state_dict(model.state_dict())
+    labels = batch.pop("labels")
+    real = batch["attention_mask"].bool()
+    for one in (model, padded):
+        one.eval()
+    torch.testing.assert_close(model(**batch).logits[real], padded(**batch).logits[real])
+    assert model(**batch, labels=labels).loss.item() == pytest.approx(
+        padded(**batch, labels=labels).loss.item()
+    )
+    model.train()
+    assert model(**batch).logits.shape == (4, 16, 96), "a loss outside of the model"
+    assert model(**batch, labels=labels).logits.shape == (1, sum(LENGTHS), 96)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"inputs_embeds": torch.ones(4, 16, 64)},
+        {**uneven(), "attention_mask": torch.ones(4, 1, 16, 16)},
+    ],
+    ids=["embeddings", "a mask of its own"],
+)
+def test_other_batches_are_refused(batch: dict[str, torch.Tensor]) -> None:
+    model = build_model(a_job("llama"), wide(PADDING_FREE), CPU)
+    with pytest.raises(RecipeError, match="'sdpa'"):
+        model(**batch)
+
+
+def test_a_model_that_is_told_no_ends_mixes_no_sequences() -> None:
+    model = build_model(a_job("llama"), wide(PADDING_FREE), CPU)
+    with pytest.raises(RecipeError, match=r"would mix them.*set_attn_implementation"):
+        model.model(input_ids=torch.ones(2, 4, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    "given", [{"softcap": 30.0}, {"s_aux": torch.ones(4)}, {"attention_mask": torch.ones(1)}]
+)
+def test_what_the_kernel_lacks_is_refused(given: dict[str, Any]) -> None:
+    row, ends = torch.ones(1, 4, 6, 16), torch.tensor([0, 6], dtype=torch.int32)
+    with pytest.raises(RecipeError, match="which it lacks"):
+        attend(SimpleNamespace(is_causal=True), row, row, row, cu_seq_lens_q=ends, **given)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_cpu_computes_each_sequence_by_itself(causal: bool, window: int | None) -> None:
+    """Against scores written out, of two heads over one."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 9, 8, dtype=torch.float64) for heads in (2, 1, 1))
+    out = _one_by_one(query, key, value, torch.tensor([0, 5, 9]), 0.0, None, causal, window)
+    places = torch.arange(9)
+    apart = places[:, None] - places[None, :]
+    seen = (places < 5)[:, None] == (places < 5)[None, :]
+    seen &= (apart >= 0) | torch.tensor(not causal)
+    if window is not None:
+        seen &= apart.abs() < window
+    scores = (query @ key.transpose(2, 3) / 8**0.5).masked_fill(~seen, float("-inf"))
+    torch.testing.assert_close(out, scores.softmax(-1) @ value)
+
+
+# ---- a live model ----------------------------------------------------------------------------------------
+
+
+def test_a_live_model_drops_its_padding_and_keeps_it_again() -> None:
+    model: Any = build_model(a_job("llama"), wide("sdpa"), CPU)
+    for recipe, rows in ((RECIPE, (1, sum(LENGTHS))), ("bf16", (4, 16)), (RECIPE, (1, sum(LENGTHS)))):
+        live = LiveTraining(front_end="fit", recipe=Recipe.parse(recipe), model=model, device=CPU)
+        said = list(change_live(live, Recipe.parse(recipe).setup()))
+        assert any("attention was" in line for line in said)
+        with torch.no_grad():
+            assert model(**uneven()).logits.shape[:2] == rows
+
+
+# ---- rehearsed for a GPU -----------------------------------------------------------------------------------
+
+
+def traced(recipe: str = RECIPE, **changes: Any) -> Trace:
+    return rehearse(a_job("llama", **changes), Recipe.parse(recipe).setup(), CudaPolicy())
+
+
+def shapes(trace: Trace, operator: str) -> set[tuple[tuple[int, ...], ...]]:
+    return {kernel.shapes for kernel in trace.kernels if kernel.operator == f"aten::{operator}"}
+
+
+@pytest.mark.parametrize(("padding", "tokens"), [(0.0, 64), (0.5, 32), (0.75, 16)])
+def test_a_gpu_is_asked_for_tokens_that_count(padding: float, tokens: int) -> None:
+    trace = traced(padding=padding)
+    expected = {((tokens, 4, 16), (tokens, 2, 16), (tokens, 2, 16))}
+    assert shapes(trace, "_flash_attention_forward") == expected
+    dtypes = {kernel.dtype for kernel in trace.kernels if "_flash" in kernel.operator}
+    assert dtypes == {"torch.bfloat16"}, "keys and values come back from transformers' cache in 32 bits"
+    assert shapes(trace, "silu") == {((1, tokens, 112),)}
+    assert bool(trace.waits) == bool(padding), "how many tokens there are is known without padding"
+
+
+def test_memory_follows_the_tokens() -> None:
+    job = a_job("llama", batch_size=64)
+    half, none = (predict(replace(job, padding=padding), RECIPE, gpu="h200") for padding in (0.5, 0.0))
+    padded = predict(job, "bf16", gpu="h200")
+    kinds = [dict(one.footprint.kinds) for one in (half, none, padded)]
+    saved = [one["activations"] for one in kinds]
+    assert saved[0] == pytest.approx(saved[1] / 2, rel=0.02)
+    assert saved[0] < 0.55 * saved[2]
+    assert any("measured on no GPU" in doubt for doubt in half.doubts)
+
+
+def test_backward_takes_what_flash_attention_takes_for_several_lengths() -> None:
+    """128 rows between two sequences, heads rounded up to 32 numbers, keys' gradients for each head."""
+    query, key = (
+        torch.empty(100, 8, 40, device="meta", dtype=torch.bfloat16),
+        torch.empty(100, 2, 40, device="meta", dtype=torch.bfloat16),
+    )
+    ends = torch.empty(4, dtype=torch.int32, device="meta")
+    gpu: Any = None
+    scratch = cuda_scratch(
+        "aten::_flash_attention_backward", (query, query, key, key, query, None, ends, ends), None, gpu
+    )
+    rows = 100 + 3 * 128
+    sizes = [4 * 8 * rows, 4 * rows * 8 * 64, 100 * 8 * 40 * 2, 100 * 8 * 40 * 2]
+    assert scratch[0] is OUTPUTS
+    assert [nbytes for _, nbytes in scratch[1:5]] == sizes
+    assert [-nbytes for _, nbytes in scratch[:4:-1]] == sizes
+
+
+# ---- refused, planned --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("job", "recipe", "says"),
+    [
+        (small_job("bert", 2), RECIPE, "belong to whole sequences.*Try 'sdpa'"),
+        (small_job("t5", 2), RECIPE, "belong to whole sequences"),
+        (small_job("llama", 2), "padding_free", "computes in 16 bits.*Add 'bf16'"),
+        (small_job("llama", 2), RECIPE + " + compiled", "compiled.*was not tried"),
+        (small_job("llama", 2, {"head_dim": 12}), RECIPE, "heads of 12 numbers"),
+        (small_job("gemma2", 2), RECIPE, "softcap|cap"),
+    ],
+)
+def test_what_does_not_fit_is_refused(job: Job, recipe: str, says: str) -> None:
+    with pytest.raises((RecipeError, RehearsalError), match=says):
+        predict(job, recipe, gpu="h200")
+
+
+def test_gpus_before_ampere_are_refused() -> None:
+    with pytest.raises(RecipeError, match=r"8\.0"):
+        Recipe.parse("fp16 + padding_free").check(a_job("llama"), (7, 5))
+
+
+@pytest.mark.whole
+def test_a_plan_takes_it_only_where_it_is_kept() -> None:
+    job, gpu = a_job("llama"), find_gpu("h200")
+    assert "padding_free" not in str(plan(job, gpu=gpu, workers=1).best)
+    found = plan(job, gpu=gpu, keep=RECIPE, workers=1)
+    assert found.best is not None
+    assert "padding_free" in str(found.best.recipe)
+    predicted = predict(job, found.best.recipe, gpu=gpu)
+    assert predicted.timing is not None
+    assert found.best.reserved_bytes == predicted.footprint.reserved_bytes
+    assert found.best.step_seconds == pytest.approx(predicted.timing.step_seconds)
+
+
+def test_the_cpu_rehearses_its_own_way() -> None:
+    trace = rehearse(a_job("llama"), Recipe.parse(RECIPE).setup(), CpuPolicy())
+    assert trace.attention == ("flash_for_cpu",)
+    assert not shapes(trace, "_flash_attention_forward")
