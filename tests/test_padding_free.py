@@ -24,9 +24,9 @@ from snugfit.rehearsal.trace.trace import Trace
 from snugfit.step.applier import change_live
 from snugfit.step.build import build_model
 from snugfit.step.open_step import open_step
-from snugfit.step.padding_free import _one_by_one, attend, without_padding
 from snugfit.step.step import LOOPS, Observer
 from snugfit.step.wishes.handler import LiveTraining
+from snugfit.step.wishes.padding_free import _one_by_one, attend, without_padding
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import PADDING_FREE, Setup
 from test_law_rehearsed_equals_real import hold_to_reports

@@ -33,7 +33,7 @@ class AttentionHandler(Handler):
     def import_code(self, value: str) -> None:
         """An attention of our own is told to transformers."""
         if value == PADDING_FREE:
-            from snugfit.step.padding_free import register
+            from snugfit.step.wishes.padding_free import register
 
             register()
 
@@ -45,7 +45,7 @@ class AttentionHandler(Handler):
     def wrap(self, value: str, model: Any) -> None:
         """The model drops the padding of its batches."""
         if value == PADDING_FREE:
-            from snugfit.step.padding_free import drop_padding
+            from snugfit.step.wishes.padding_free import drop_padding
 
             drop_padding(model)
 
@@ -53,7 +53,7 @@ class AttentionHandler(Handler):
         """A CPU has no such kernel."""
         if value != PADDING_FREE or on_gpu:
             return None
-        from snugfit.step.padding_free import rehearsed_on_the_cpu
+        from snugfit.step.wishes.padding_free import rehearsed_on_the_cpu
 
         return rehearsed_on_the_cpu
 
@@ -69,7 +69,7 @@ class AttentionHandler(Handler):
         self.import_code(value)
         now = getattr(getattr(live.model, "config", None), "_attn_implementation", None)
         if now == PADDING_FREE != value:
-            from snugfit.step.padding_free import keep_padding
+            from snugfit.step.wishes.padding_free import keep_padding
 
             keep_padding(live.model)
         if now == value or not hasattr(live.model, "set_attn_implementation"):
