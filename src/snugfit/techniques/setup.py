@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 PADDING_FREE = "padding_free"
-"""An attention of our own (`step/wishes/padding_free.py`), which drops the padding of what a model is given."""
+"""An attention of our own (`step/wishes/padding_free.py`) that drops the padding of what a model is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
