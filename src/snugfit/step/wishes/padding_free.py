@@ -19,15 +19,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
-
-import torch
-from torch.nn import functional
 
 from snugfit.errors import RecipeError
 from snugfit.job.batch import IGNORED
 from snugfit.techniques.setup import PADDING_FREE
+
+if TYPE_CHECKING:
+    import torch
 
 
 def register() -> None:
@@ -64,10 +64,13 @@ class _Packer:
     """The hooks of one model."""
 
     def __init__(self) -> None:
+
         self._spread: tuple[torch.Size, torch.Tensor | None] | None = None
 
     def pack(self, model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The arguments of the forward pass: one row without padding."""
+        import torch
+
         if args or not torch.is_tensor(given.get("input_ids")):
             raise RecipeError(
                 f"{PADDING_FREE} takes batches of input_ids by name: model(input_ids=..., "
@@ -104,6 +107,8 @@ def without_padding(batch: Mapping[str, Any], *, shifts: bool) -> tuple[dict[str
     """A padded batch (B, S) as one row (1, N), with what attention must know of it; and which of the B * S
     places its tokens had, None where there is no padding. `shifts`: logits are compared with the label of the
     next token. Raises `RecipeError` for a mask that is not (B, S)."""
+    import torch
+
     shape = batch["input_ids"].shape
     mask = batch.get("attention_mask")
     if mask is not None and mask.shape != shape:
@@ -136,6 +141,8 @@ def _row(value: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
 
 def _unlabel_first(labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """Labels (B, S) but for the first token of each sequence, which nothing may predict."""
+    import torch
+
     if mask is None:
         first = torch.zeros_like(labels, dtype=torch.bool)
         first[:, :1].fill_(True)
@@ -146,16 +153,20 @@ def _unlabel_first(labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Ten
 
 def _ends(shape: torch.Size, mask: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, int]:
     """Where each sequence begins and the last ends (B + 1,) int32, and the tokens of the longest."""
+    import torch
+
     batch, length = shape
     if mask is None:
         steps = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)
         return steps, length
     lengths = mask.sum(1, dtype=torch.int32)  # (B,)
-    return functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)), int(lengths.max())
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)), int(lengths.max())
 
 
 def _positions(shape: torch.Size, kept: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     """(1, N): the places that tokens had in their sequences."""
+    import torch
+
     batch, length = shape
     if kept is not None:
         return kept.remainder(length).unsqueeze(0)
@@ -191,6 +202,8 @@ def attend(
     `query` is (1, H, N, D), `key` and `value` (1, G, N, D), where H is a multiple of G; the result is
     (1, N, H, D). Raises `RecipeError` where a model says no ends, or asks for what the kernels do not know.
     """
+    import torch
+
     _refuse_unknown(module, query, attention_mask, cu_seq_lens_q, others)
     assert cu_seq_lens_q is not None
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
@@ -220,6 +233,8 @@ def attend(
 
 def _dtype(value: torch.Tensor) -> torch.dtype:
     """What attention computes in: autocast's, as torch's own attention, or that of the values."""
+    import torch
+
     kind = value.device.type
     if value.dtype is torch.float32 and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
@@ -253,6 +268,8 @@ def _one_by_one(
     window: int | None,
 ) -> torch.Tensor:
     """The same on a CPU, which has no such kernel: (1, H, N, D), a sequence at a time."""
+    import torch
+
     bounds = ends.tolist()
     grouped = query.size(1) != key.size(1)
     parts = []
@@ -263,7 +280,7 @@ def _one_by_one(
         if window is not None and window < end - start:
             mask = _window(end - start, window, causal, query.device)
         parts.append(
-            functional.scaled_dot_product_attention(
+            torch.nn.functional.scaled_dot_product_attention(
                 query[:, :, one].to(value.dtype), key[:, :, one].to(value.dtype), value[:, :, one],
                 attn_mask=mask, dropout_p=dropout, is_causal=causal and mask is None, scale=scaling,
                 enable_gqa=grouped,
@@ -274,6 +291,8 @@ def _one_by_one(
 
 def _window(length: int, window: int, causal: bool, device: torch.device) -> torch.Tensor:
     """(S, S): which keys each query sees."""
+    import torch
+
     places = torch.arange(length, device=device)
     apart = places[:, None] - places[None, :]
     return (apart < window) & (apart >= (0 if causal else 1 - window))
