@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from small_models import small_job
-from snugfit.errors import RecipeError, RehearsalError
+from snugfit.data.lengths import Lengths
+from snugfit.errors import RecipeError, RehearsalError, UsageError
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job, Task
+from snugfit.planning.lengths.lengths import plan_lengths
 from snugfit.planning.search.search import plan
 from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.buffers import OUTPUTS
@@ -319,6 +321,11 @@ def test_backward_takes_what_flash_attention_takes_for_several_lengths() -> None
 def test_what_does_not_fit_is_refused(job: Job, recipe: str, says: str) -> None:
     with pytest.raises((RecipeError, RehearsalError), match=says):
         predict(job, recipe, gpu="h200")
+
+
+def test_ways_of_padding_are_not_compared_where_all_of_it_is_dropped() -> None:
+    with pytest.raises(UsageError, match=r"sequence_length 20, padding 0\.250"):
+        plan_lengths(a_job("llama"), RECIPE, lengths=Lengths.of([10, 20, 15, 15]), gpu="h200")
 
 
 def test_gpus_before_ampere_are_refused() -> None:

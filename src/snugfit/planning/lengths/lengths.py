@@ -70,13 +70,7 @@ def plan_lengths(
             "Lengths.of({128: 5000}), or Lengths.read(path)."
         )
     recipe, gpu = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe), find_gpu(gpu)
-    if recipe.setup().attention == PADDING_FREE:
-        share = 1 - lengths.mean / lengths.longest
-        raise UsageError(
-            f"{recipe} drops all padding, so no way of padding is better than another. Predict it with the "
-            f"padding that these lengths have on average: sequence_length {lengths.longest}, padding "
-            f"{share:.3f}; or with padding 0, for the longest batch that can occur."
-        )
+    _refuse_padding_free(recipe, lengths)
     shorter = _shorter(lengths, cut)
     longest = job_of(job, lengths if shorter is None or _takes(job, lengths.longest) else shorter)
     warnings = recipe.check(longest, gpu.compute_capability)
@@ -104,6 +98,16 @@ def plan_lengths(
         versions=installed_versions(),
         doubts=(*warnings, *profiler.doubts, *doubts_about(gpu), *_doubts(profiler, lengths)),
     )
+
+
+def _refuse_padding_free(recipe: Recipe, lengths: Lengths) -> None:
+    if recipe.setup().attention == PADDING_FREE:
+        share = 1 - lengths.mean / lengths.longest
+        raise UsageError(
+            f"{recipe} drops all padding, so no way of padding is better than another. Predict it with the "
+            f"padding that these lengths have on average: sequence_length {lengths.longest}, padding "
+            f"{share:.3f}; or with padding 0, for the longest batch that can occur."
+        )
 
 
 def _shorter(lengths: Lengths, cut: int | None) -> Lengths | None:

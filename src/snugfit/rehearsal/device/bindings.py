@@ -39,7 +39,6 @@ def bindings(
     maybe_autocast = generic.maybe_autocast
     clear = torch.clear_autocast_cache
     autocast_init, is_autocast_enabled = torch.autocast.__init__, torch.is_autocast_enabled
-    autocast_dtype = torch.get_autocast_dtype
 
     def clear_both() -> None:
         cache.entries.clear()
@@ -55,9 +54,6 @@ def bindings(
         """Without an argument, as peft asks it, the question is about CUDA, on which nothing runs here."""
         on_gpu = device_type == "cuda" and policy.runs_cudnn
         return bool(is_autocast_enabled(SWITCH if on_gpu or device_type == "meta" else device_type))
-
-    def dtype_of(device_type: str) -> torch.dtype:
-        return autocast_dtype(SWITCH if device_type == "meta" else device_type)
 
     def maybe_on_the_switch(device_type: str, *arguments: Any, **keywords: Any) -> Any:
         return maybe_autocast(SWITCH if device_type == "meta" else device_type, *arguments, **keywords)
@@ -78,7 +74,7 @@ def bindings(
         patch.object(torch, "clear_autocast_cache", clear_both),
         patch.object(torch.autocast, "__init__", on_the_switch),
         patch.object(torch, "is_autocast_enabled", is_on),
-        patch.object(torch, "get_autocast_dtype", dtype_of),
+        patch.object(torch, "get_autocast_dtype", _of_the_switch(torch.get_autocast_dtype)),
         patch.object(torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype(SWITCH)),
     ):
         _look_for(replaced.keys())
@@ -87,6 +83,11 @@ def bindings(
             yield
         finally:
             _rebind({new: old for old, new in replaced.items()})
+
+
+def _of_the_switch(dtype_of: Callable[[str], torch.dtype]) -> Callable[[str], torch.dtype]:
+    """The same question, asked about `meta` too, for which torch has no autocast."""
+    return lambda device_type: dtype_of(SWITCH if device_type == "meta" else device_type)
 
 
 _LOOKED_THROUGH: dict[int, tuple[dict[str, Any], int]] = {}
