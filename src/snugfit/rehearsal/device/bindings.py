@@ -20,6 +20,8 @@ from snugfit.rehearsal.device.autocast import SWITCH, WeightCache
 from snugfit.rehearsal.device.other_programs import replaced_by_eager
 
 if TYPE_CHECKING:
+    import torch
+
     from snugfit.rehearsal.device.notes import PolicyNotes
     from snugfit.rehearsal.device.policy import Policy
 

@@ -44,15 +44,15 @@ def register() -> None:
 def drop_padding(model: torch.nn.Module) -> None:
     """From here on this model's forward pass drops the padding of what it is given."""
     if model not in _HOOKS:
-        packer = _Packer()
+        hooks = _PaddingHooks()
         _HOOKS[model] = (
-            model.register_forward_pre_hook(packer.pack, with_kwargs=True),
-            model.register_forward_hook(packer.unpack, with_kwargs=True),
+            model.register_forward_pre_hook(hooks.pack, with_kwargs=True),
+            model.register_forward_hook(hooks.unpack, with_kwargs=True),
         )
 
 
 def keep_padding(model: torch.nn.Module) -> None:
-    """Undoes it."""
+    """From here on this model is given its padding again."""
     for hook in _HOOKS.pop(model, ()):
         hook.remove()
 
@@ -60,7 +60,7 @@ def keep_padding(model: torch.nn.Module) -> None:
 _HOOKS: WeakKeyDictionary[torch.nn.Module, tuple[Any, ...]] = WeakKeyDictionary()
 
 
-class _Packer:
+class _PaddingHooks:
     """The hooks of one model."""
 
     def __init__(self) -> None:
@@ -76,19 +76,19 @@ class _Packer:
                 f"{PADDING_FREE} takes batches of input_ids by name: model(input_ids=..., "
                 "attention_mask=..., labels=...). Take 'sdpa' for others."
             )
-        packed, kept = without_padding(given, shifts=_predicts_the_next(model))
+        packed, places = without_padding(given, shifts=_predicts_the_next(model))
         whole_logits = not model.training or given.get("labels") is None
-        self._spread = (given["input_ids"].shape, kept) if whole_logits else None
+        self._spread = (given["input_ids"].shape, places) if whole_logits else None
         return args, packed
 
     def unpack(self, model: Any, args: Any, given: Any, out: Any) -> Any:
         """The output, its logits as the batch lay."""
         spread, self._spread = self._spread, None
         if spread is not None and getattr(out, "logits", None) is not None:
-            (batch, length), kept = spread
+            (batch, length), places = spread
             tokens = out.logits[0]  # (N, V)
-            if kept is not None:
-                tokens = tokens.new_zeros(batch * length, tokens.size(-1)).index_copy(0, kept, tokens)
+            if places is not None:
+                tokens = tokens.new_zeros(batch * length, tokens.size(-1)).index_copy(0, places, tokens)
             out.logits = tokens.view(batch, length, -1)
         return out
 
@@ -123,20 +123,20 @@ def without_padding(batch: Mapping[str, Any], *, shifts: bool) -> tuple[dict[str
     }
     if shifts and "labels" in tokens:
         tokens["labels"] = _unlabel_first(tokens["labels"], mask)
-    kept = None if mask is None else mask.flatten().nonzero().flatten()  # (N,)
-    rows = {name: _row(value, kept) for name, value in tokens.items()}
+    places = None if mask is None else mask.flatten().nonzero().flatten()  # (N,)
+    rows = {name: _row(value, places) for name, value in tokens.items()}
     ends, longest = _ends(shape, mask, batch["input_ids"].device)
     if "position_ids" not in rows:
-        rows["position_ids"] = _positions(shape, kept, ends.device)
-    others = {name: value for name, value in batch.items() if name not in tokens and name != "attention_mask"}
+        rows["position_ids"] = _positions(shape, places, ends.device)
+    extra = {name: value for name, value in batch.items() if name not in tokens and name != "attention_mask"}
     said = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
-    return {**others, **rows, **said}, kept
+    return {**extra, **rows, **said}, places
 
 
-def _row(value: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+def _row(value: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
     """(B, S, ...) as (1, N, ...)."""
     flat = value.flatten(0, 1)
-    return (flat if kept is None else flat[kept]).unsqueeze(0)
+    return (flat if places is None else flat[places]).unsqueeze(0)
 
 
 def _unlabel_first(labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -163,13 +163,13 @@ def _ends(shape: torch.Size, mask: torch.Tensor | None, device: torch.device) ->
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)), int(lengths.max())
 
 
-def _positions(shape: torch.Size, kept: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+def _positions(shape: torch.Size, places: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     """(1, N): the places that tokens had in their sequences."""
     import torch
 
     batch, length = shape
-    if kept is not None:
-        return kept.remainder(length).unsqueeze(0)
+    if places is not None:
+        return places.remainder(length).unsqueeze(0)
     return torch.arange(length, device=device).repeat(batch).unsqueeze(0)
 
 
@@ -195,7 +195,7 @@ def attend(
     is_causal: bool | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
-    **others: Any,
+    **extra: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention within each sequence of one row, as transformers' attention functions are called.
 
@@ -204,7 +204,7 @@ def attend(
     """
     import torch
 
-    _refuse_unknown(module, query, attention_mask, cu_seq_lens_q, others)
+    _refuse_unknown(module, query, attention_mask, cu_seq_lens_q, extra)
     assert cu_seq_lens_q is not None
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     longest = query.size(2) if max_length_q is None else int(max_length_q)
@@ -242,7 +242,7 @@ def _dtype(value: torch.Tensor) -> torch.dtype:
 
 
 def _refuse_unknown(
-    module: Any, query: torch.Tensor, mask: Any, ends: torch.Tensor | None, others: Mapping[str, Any]
+    module: Any, query: torch.Tensor, mask: Any, ends: torch.Tensor | None, extra: Mapping[str, Any]
 ) -> None:
     name = type(module).__name__
     if ends is None or query.size(0) != 1:
@@ -250,7 +250,7 @@ def _refuse_unknown(
             f"{name} was not told where the sequences of a batch end, so {PADDING_FREE} would mix them. Take "
             "'sdpa' for this model; for generation, model.set_attn_implementation('sdpa')."
         )
-    asked = [what for what in ("softcap", "s_aux", "position_bias") if others.get(what) is not None]
+    asked = [what for what in ("softcap", "s_aux", "position_bias") if extra.get(what) is not None]
     if mask is not None:
         asked.append("a mask of its own")
     if asked:
