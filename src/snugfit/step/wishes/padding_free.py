@@ -247,7 +247,7 @@ def _refuse_unknown(
     name = type(module).__name__
     if ends is None or query.size(0) != 1:
         raise RecipeError(
-            f"{name} does not know where the sequences of a batch end, so {PADDING_FREE} would mix them. Take "
+            f"{name} does not know where sequences of a batch end, so {PADDING_FREE} would mix them. Take "
             "'sdpa' for this model; for generation, model.set_attn_implementation('sdpa')."
         )
     asked = [what for what in ("softcap", "s_aux", "position_bias") if extra.get(what) is not None]
