@@ -1,8 +1,10 @@
 """What `scaled_dot_product_attention` runs once its kernel is chosen (`attention_choice.py`): the concrete
-operator with the tensors that it saves for backward, or the math path, whose scores are S x S."""
+operator with the tensors that it saves for backward, or the math path, whose scores are S x S. And what
+compiled `flex_attention` takes, by `torch/_inductor/kernel/flex/flex_attention.py`."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -139,3 +141,81 @@ def _expand(mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
     if mask is None:
         return None
     return mask.expand(query.size(0), query.size(1), query.size(-2), key.size(-2))
+
+
+# ---- flex attention --------------------------------------------------------------------------------------
+
+
+def run_flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The output (B, H, S, D of the value), the log-sum-exp and the largest score of each row (B, H, S)."""
+    import torch
+
+    if torch.is_autocast_enabled("meta"):
+        dtype = torch.get_autocast_dtype("meta")
+        query, key, value = (operand.to(dtype) for operand in (query, key, value))
+    out: tuple[torch.Tensor, ...] = _flex_function().apply(query, key, value)
+    return out
+
+
+@functools.cache
+def _flex_function() -> Any:
+    """The compiled kernels as a function that autograd knows: forward keeps its operands, its output and one
+    number a row; backward takes a number a row and the gradients, and no copy in 32 bits."""
+    import torch
+    from torch.utils.flop_counter import register_flop_formula
+
+    library = torch.library.Library("snugfit", "DEF")
+    _LIBRARIES.append(library)
+    library.define("flex_attention(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor, Tensor)")
+    library.define(
+        "flex_attention_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor o, Tensor l, Tensor d)"
+        " -> (Tensor, Tensor, Tensor)"
+    )
+
+    def shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+        row = [query.new_empty(query.shape[:-1], dtype=torch.float32) for _ in range(2)]
+        if value.size(-1) != query.size(-1):
+            return query.new_empty((*query.shape[:-1], value.size(-1))), *row
+        return torch.empty_like(query), *row
+
+    def shapes_backward(gradient: torch.Tensor, *operands: torch.Tensor) -> Any:
+        return tuple(torch.empty_like(operand) for operand in operands[:3])
+
+    library.impl("flex_attention", shapes, "Meta")
+    library.impl("flex_attention_backward", shapes_backward, "Meta")
+    operators = torch.ops.snugfit
+
+    def products(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        batch, heads, rows, width = query
+        return int(2 * batch * heads * rows * key[2] * (width + value[3]))
+
+    def products_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        batch, heads, rows, width = query
+        return int(2 * batch * heads * rows * key[2] * (3 * width + 2 * value[3]))
+
+    register_flop_formula(operators.flex_attention)(products)
+    register_flop_formula(operators.flex_attention_backward)(products_backward)
+
+    class FlexAttention(torch.autograd.Function):
+        """The two operators as one function."""
+
+        @staticmethod
+        def forward(context: Any, query: Any, key: Any, value: Any) -> Any:
+            """Keeps all but the largest scores."""
+            out, logsumexp, largest = operators.flex_attention(query, key, value)
+            context.save_for_backward(query, key, value, out, logsumexp)
+            context.mark_non_differentiable(logsumexp, largest)
+            return out, logsumexp, largest
+
+        @staticmethod
+        def backward(context: Any, gradient: Any, *_: Any) -> Any:
+            """Of each row, one number besides."""
+            query, key, value, out, logsumexp = context.saved_tensors
+            delta = logsumexp.new_empty(logsumexp.shape)
+            return operators.flex_attention_backward(gradient, query, key, value, out, logsumexp, delta)
+
+    return FlexAttention
+
+
+_LIBRARIES: list[Any] = []
+"""Operators live as long as the library that defined them."""

@@ -7,8 +7,9 @@
   tensors on `meta`, so transformers' own PyTorch code is rehearsed, installed or not. Which functions these
   are is known by what transformers itself says and asks when one is called.
 - `flex_attention` becomes a kernel of its own, compiled on the GPU from the model's functions. It is
-  rehearsed as flash attention without a mask, which saves the same tensors; uncompiled it would hold every
-  score.
+  rehearsed by the tensors that the compiled kernel takes (`attention.py`), with the time of flash attention
+  without a mask; uncompiled it would hold every score. Blocks of a mask are made by a compiled function too,
+  which never holds the whole mask.
 - Some models' code loads kernels of its own (RWKV, YOSO, MRA, xLSTM), which is known by what it asks for.
 """
 
@@ -22,8 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from snugfit.rehearsal.device.attention import run_kernel
-from snugfit.rehearsal.device.attention_choice import Operands
+from snugfit.rehearsal.device.attention import run_flex
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,10 +34,13 @@ COMPILED = (
 )
 
 FLEX = (
-    "flex_attention was predicted as flash attention over all positions. Its compiled kernel saves the "
-    "same tensors for backward, but skips masked blocks and has other workspaces. Uncompiled, it would "
-    "store every score."
+    "flex_attention was predicted by the tensors that its compiled kernel takes, and with the seconds of "
+    "flash attention over all positions. The kernel skips masked blocks. Uncompiled, it would store every "
+    "score."
 )
+
+_FLEX = "torch.nn.attention.flex_attention"
+"""The module of flex_attention and of its blocks, which transformers compiles."""
 
 _FALLS_BACK = re.compile(r"`\w+` is falling back to its reference PyTorch implementation because `([^`]+)`")
 """How transformers says that it runs code of its own (`use_kernel_func_from_hub_with_fallback`)."""
@@ -62,6 +65,9 @@ def replaced_by_eager(doubt: Callable[[str], None]) -> dict[Any, Any]:
             doubt(COMPILED)
             return model
 
+        if getattr(model, "__module__", "") == _FLEX:
+            return _without_whole_mask(model) if model.__name__ == "create_block_mask" else model
+
         @functools.wraps(model)
         def run_eagerly(*arguments: Any, **keywords: Any) -> Any:
             doubt(COMPILED)
@@ -77,6 +83,7 @@ def rehearsed_instead(doubt: Callable[[str], None]) -> Iterator[None]:
     """Within it, what was compiled before runs uncompiled, and transformers' functions run its own code."""
     from torch.nn.attention import flex_attention as flex  # or the first forward pass imports the plain one
     from transformers.integrations import hub_kernels
+    from transformers.integrations.flex_attention import WrappedFlexAttention
 
     with contextlib.ExitStack() as undo:
         if (eval_frame := sys.modules.get("torch._dynamo.eval_frame")) is not None:
@@ -86,6 +93,7 @@ def rehearsed_instead(doubt: Callable[[str], None]) -> Iterator[None]:
             undo.enter_context(patch.object(eval_frame, "_callback_from_stance", _no_callback(doubt)))
         undo.enter_context(patch.object(flex, "_validate_device", lambda query, key, value: None))
         undo.enter_context(patch.object(flex, "flex_attention_hop", _flex_attention(doubt)))
+        undo.enter_context(patch.object(WrappedFlexAttention, "_instance", None))  # keeps what it compiled
         logger: Any = hub_kernels.logger
         warn = logger.warning_once
 
@@ -133,18 +141,37 @@ def without_package(package: str, *, installed: bool) -> str:
 
 def _flex_attention(doubt: Callable[[str], None]) -> Callable[..., Any]:
     """Stands in for the operator: gives output, log-sum-exp of each row, and each row's largest score."""
-    import torch
 
     def run_fused(query: Any, key: Any, value: Any, *others: Any, **keywords: Any) -> tuple[Any, ...]:
         doubt(FLEX)
-        grad = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
-        wide = (*value.shape[:-1], query.size(-1)) if value.size(-1) != query.size(-1) else None
-        padded = value if wide is None else torch.constant_pad_nd(value, (0, wide[-1] - value.size(-1)))
-        out = run_kernel("flash", Operands(query, key, padded, needs_grad=grad))[..., : value.size(-1)]
-        row = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        return out, row, row
+        return run_flex(query, key, value)
 
     return run_fused
+
+
+def _without_whole_mask(create_block_mask: Any) -> Callable[..., Any]:
+    """Blocks of a mask, made of scores' truths that are computed where they are asked for."""
+    import torch
+    from torch.nn.attention import flex_attention as flex
+
+    def create_mask(
+        function: Any, batch: int | None, heads: int | None, rows: int, columns: int, device: Any, *_: Any
+    ) -> Any:
+        truth = torch.empty(1, dtype=torch.bool, device=device)
+        return truth.expand(batch or 1, heads or 1, rows, columns)
+
+    def convert(mask: Any, Q_BLOCK_SIZE: int = 128, KV_BLOCK_SIZE: int = 128, *_: Any, **__: Any) -> Any:
+        blocks = -(-mask.size(2) // Q_BLOCK_SIZE), -(-mask.size(3) // KV_BLOCK_SIZE)
+        return tuple(mask.new_empty((*mask.shape[:2], *blocks), dtype=torch.int8) for _ in range(2))
+
+    def run_eagerly(*arguments: Any, **keywords: Any) -> Any:
+        with (
+            patch.object(flex, "create_mask", create_mask),
+            patch.object(flex, "_convert_mask_to_block_mask", convert),
+        ):
+            return create_block_mask(*arguments, **keywords)
+
+    return run_eagerly
 
 
 def _no_callback(doubt: Callable[[str], None]) -> Callable[[Any], None]:

@@ -7,8 +7,8 @@ other numbers.
 
 Attention is FlashAttention's for sequences of several lengths, which torch has in itself (the operator behind
 `torch.nn.attention.varlen`): 16 bits, from Ampere on, heads of up to 256 numbers. No package is needed. In
-batches without padding nothing is dropped, and what remains is that torch's choice of kernels is passed by:
-on Hopper, cuDNN's attention is the faster one there.
+batches without padding nothing is dropped, and what remains is that torch's own choice of a kernel (on Hopper
+cuDNN's) is passed by.
 
 The host waits for the device once a micro-batch, to learn how many tokens there are.
 """

@@ -1,0 +1,86 @@
+"""torch's flex_attention: one kernel that a compiler writes from the model's own masks.
+
+transformers turns a mask into blocks of 128 x 128 scores, and the kernel leaves out blocks in which nothing
+counts: padding, what a window does not see, other sequences of a packed row. The matrix of scores is never
+whole, and the backward pass needs no copy of the queries' gradient in 32 bits, as the other fused kernels do.
+transformers compiles it by itself when it is first called; the rest of the model runs as it is written.
+
+It needs Triton and a GPU: torch's flex_attention has no backward pass on a CPU. Where nothing is masked or
+all is causal, `sdpa` has kernels that are written by hand. It was measured on no GPU; its seconds are those
+of flash attention over all positions, of which masked blocks are not taken off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+from snugfit.job.job import Job
+from snugfit.techniques.counterpart import Counterpart
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+
+DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
+"""Keys of configs by which scores of attention are dropped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flex(Technique):
+    """Computes attention by torch's flex_attention, compiled, which skips blocks that a mask hides."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    least_capability: ClassVar = (8, 0)
+    needs: ClassVar = ("triton>=3.0",)
+    extra: ClassVar = "compile"
+    source: ClassVar = "Dong et al., arXiv 2412.05496; torch.nn.attention.flex_attention"
+    elsewhere: ClassVar = ("flex_attention", "flexattention")
+    counterparts: ClassVar = (Counterpart(arguments={"model.attn_implementation": "flex_attention"}),)
+
+    def install(self, setup: Setup) -> Setup:
+        """Chooses transformers' implementation by name."""
+        return replace(setup, attention="flex_attention")
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """It drops no scores, and what compiles or looks into it was not tried."""
+        setup = recipe[Slot.CHECKPOINTING].install(recipe[Slot.ENGINE].install(Setup()))
+        if why := _why_not(job):
+            yield f"{why}. Take 'sdpa'."
+        if setup.compile is not None:
+            yield f"{recipe[Slot.ENGINE]} was not tried with it. Take 'sdpa'."
+        if setup.checkpoint is not None and setup.checkpoint.keep:
+            yield f"{recipe[Slot.CHECKPOINTING]} does not know its kernel. Take 'every_layer' or 'sdpa'."
+
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """A first step compiles."""
+        yield "the first step compiles its kernels, which takes some seconds that are not predicted."
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """Nothing: no plan looks at it."""
+        return iter(())
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """Nobody has measured it."""
+        return "it was measured on no GPU, so no plan chooses it by itself"
+
+
+def _why_not(job: Job) -> str:
+    """Why this job's model has no flex_attention; empty where it has."""
+    from snugfit.job.architectures import class_of
+
+    if job.model.module is not None:
+        return f"{job.model.name} is a module from Python, which chooses its own attention"
+    config = job.config_to_read()
+    model = class_of(job.task, config)
+    if not getattr(model, "_supports_flex_attn", False):
+        return f"transformers has no flex_attention for {model.__name__}"
+    if config.is_encoder_decoder:
+        return f"{model.__name__} adds its positions to the scores, which was not tried with it"
+    text = config.get_text_config()
+    drops = {key: share for key in DROPOUTS if (share := getattr(text, key, 0.0))}
+    if job.trains and drops:
+        asked = ", ".join(f"{key} = {share}" for key, share in drops.items())
+        return f"it drops no scores of attention, and the config of {job.model.name} says {asked}"
+    return ""
