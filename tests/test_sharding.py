@@ -44,6 +44,7 @@ from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.sharded.host_tensors import HostTensors
 from snugfit.rehearsal.trace.trace import STAGE_BACK, STAGE_OUT, UPDATE_ON_HOST, Block, Trace
+from snugfit.step.host_link import LinkObserver, MetaLink
 from snugfit.step.open_step import open_step
 from snugfit.step.step import LOOPS, Observer
 from snugfit.step.wishes.engine_config import PROCESS_GROUP, bucket_sizes, engine_config
@@ -234,6 +235,30 @@ def test_memory_of_the_host_is_counted_and_not_taken() -> None:
     assert (host.nbytes, host.most) == (size, size + size // 2)
     host.pin(tensor)
     assert (host.pinned, host.nbytes) == (size, size)
+
+
+class Told(LinkObserver):
+    """Counts what the host reads and writes."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def work_on_host(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+
+
+def test_what_the_host_reads_and_writes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products in place read what they write, copies do not, and a question reads nothing."""
+    host, told = HostTensors(lambda tensor, dtype: tensor.to(dtype)), Told()
+    monkeypatch.setattr(MetaLink, "observer", told)
+    seen = []
+    with host:
+        one, two = torch.empty(1 << 20, device="cpu"), torch.empty(1 << 20, device="cpu")
+        for work in (lambda: one.mul_(2.0), lambda: one.copy_(two), lambda: one.add_(two), one.is_pinned):
+            before = told.nbytes
+            work()
+            seen.append((told.nbytes - before) // one.nbytes)
+    assert seen == [2, 2, 3, 0]
 
 
 def test_page_locked_memory_comes_in_powers_of_two() -> None:

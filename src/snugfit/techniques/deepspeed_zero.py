@@ -22,8 +22,9 @@ ADAMW = "torch.optim:AdamW"
 NEEDS = ("deepspeed>=0.18",)
 
 UNCERTAIN = (
-    "DeepSpeed's own code was simulated. Two small steps of zero3 were measured, on an H200: the bytes as "
-    "predicted, the seconds 23 and 54 % more, since they depend on the host's link and CPU."
+    "DeepSpeed's own code was simulated. Two small steps of zero3 were measured, on an H200 whose host "
+    "others shared: the bytes as predicted, the seconds 23 and 54 % more. Other steps that such a host "
+    "bounds took up to 60 % longer there."
 )
 
 TREE = (

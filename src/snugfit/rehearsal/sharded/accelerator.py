@@ -40,9 +40,6 @@ class NoStream:
         return True
 
 
-STREAM = NoStream()
-
-
 class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
     """DeepSpeed's device in a rehearsal."""
 
@@ -52,6 +49,9 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
         super().__init__()
         self._communication_backend_name, self._recorder, self._pin = "fake", recorder, pin
         self._memory_bytes = PLENTY if memory_bytes is None else memory_bytes
+        waiting = {"synchronize": lambda stream: recorder.wait()}
+        self._stream_class: type[NoStream] = type("DeviceStream", (NoStream,), waiting)
+        self._stream = self._stream_class()
 
     def is_synchronized_device(self) -> bool:
         """No: as on a GPU, what is asked for is done later."""
@@ -79,8 +79,8 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
 
     @property
     def Stream(self) -> type[NoStream]:
-        """The class of streams."""
-        return NoStream
+        """The class of streams, of which all are the one that computes: the host waits for the device."""
+        return self._stream_class
 
     @property
     def Event(self) -> type[NoStream]:
@@ -92,8 +92,8 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
         return contextlib.nullcontext()
 
     def current_stream(self, device_index: int | None = None) -> NoStream:
-        """The name of the only device there is."""
-        return STREAM
+        """The only stream there is."""
+        return self._stream
 
     default_stream = current_stream
 

@@ -43,6 +43,12 @@ FACTORIES = frozenset(
 )
 """What makes tensors of no operand's data."""
 
+QUESTIONS = frozenset({aten.is_pinned.default})
+"""What reads no data."""
+
+OVERWRITING = frozenset({aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor})
+"""What changes an operand that it does not read."""
+
 LEAST = 1 << 10
 """Bytes from which a tensor that is made on the host is of such memory; a smaller one may hold numbers."""
 
@@ -161,9 +167,14 @@ class HostTensors(TorchDispatchMode):
         return func(*args, **kwargs) if shaped.nbytes < LEAST else self.take(shaped)
 
     def _skip(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operator on the host gives, without its work."""
+        """What an operator on the host gives, without its work. One that changes its operand reads it and
+        writes it."""
+        if func in QUESTIONS:
+            return func(*args, **kwargs)
         _tell_of_work(sum(one.nbytes for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)))
         if func._schema.is_mutable:
+            if func not in OVERWRITING and isinstance(args[0], torch.Tensor):
+                _tell_of_work(args[0].nbytes)
             return args[0] if func._schema.returns else None
         kwargs = {name: value for name, value in kwargs.items() if name != "device"}
         with _disable_current_modes():
