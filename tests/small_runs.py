@@ -61,6 +61,13 @@ def small_run(
     )
 
 
+def skip_without_packages(recipe: str) -> None:
+    """Skips the test where a technique of the recipe lacks a package, and says which."""
+    missing = [why for technique in Recipe.parse(recipe) if (why := technique.missing_package())]
+    if missing:
+        pytest.skip(missing[0])
+
+
 class Killed(BaseException):
     """The end of a process, as far as a test in this one can have it."""
 

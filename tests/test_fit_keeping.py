@@ -25,7 +25,7 @@ from fitted import (
     trained,
     trainer_of,
 )
-from small_runs import Killed, assert_same_weights
+from small_runs import Killed, assert_same_weights, skip_without_packages
 from snugfit import fit
 from snugfit.documents import read_document, write_document
 from snugfit.errors import SnugfitError, UsageError
@@ -76,10 +76,11 @@ def test_a_killed_run_goes_on_bit_for_bit(step: int, whole: Any, tmp_path: Path)
     assert_same_run(resumed, whole)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "bf16_pure + adamw_stochastic"])
+@pytest.mark.parametrize("recipe", ["bf16", "bf16_pure + adamw_stochastic", "fp8"])
 def test_a_run_that_was_killed_twice_goes_on_in_its_precision(recipe: str, tmp_path: Path) -> None:
     """accelerate marks a model that it has wrapped in autocast, and leaves a marked one as it is. A
     checkpoint of a resumed run must not hold the mark. Where an update draws numbers, it draws the same."""
+    skip_without_packages(recipe)
     whole = trained(run_of(tmp_path / "whole", recipe=recipe))
     for step in (3, 5):
         cut = run_of(tmp_path / "cut", at=At(step, die), recipe=recipe)

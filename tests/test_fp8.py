@@ -6,6 +6,8 @@ torchao is not installed, what needs it is skipped and says so.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -327,3 +329,27 @@ def test_accelerate_s_own_word_is_read_and_the_difference_is_said(tmp_path: Path
     assert reading.settings["recipe"] == "fp8"
     assert not reading.refused
     assert [line for line in reading.differs if "first and the last" in line.says]
+
+
+TALKATIVE = """
+from transformers import AutoModelForMaskedLM, BertConfig
+from snugfit.job.architectures import class_of
+from snugfit.prediction.worker_pool import Question, worker_pool
+import sys
+if __name__ == "__main__":
+    class_of("masked-lm", BertConfig())
+    assert "torchao" in sys.modules
+    with worker_pool(dict, workers=2, preload=["transformers.models.bert.modeling_bert"]) as pool:
+        assert [answer.value for answer in pool.answers_to([Question(0, "__len__", ())])] == [0]
+"""
+
+
+@installed
+@pytest.mark.whole
+def test_what_torchao_says_of_other_gpus_kernels_is_left_out(tmp_path: Path) -> None:
+    """transformers' code of a model imports torchao; in workers it is imported before they are made."""
+    script = tmp_path / "script.py"
+    script.write_text(TALKATIVE)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    assert "Failed to load" not in done.stderr
+    assert "register_constant" not in done.stderr

@@ -22,6 +22,7 @@ from small_runs import (
     killed_in,
     losses,
     rows,
+    skip_without_packages,
     small_run,
 )
 from snugfit.errors import ModelError, OutOfMemory, SnugfitError, UsageError
@@ -47,6 +48,7 @@ RECIPES = (
     "bf16_pure + adamw_stochastic",
     "adamw_4bit + micro_batches(2)",
     "apollo(rank=4, renew=3)",
+    "fp8 + micro_batches(2)",
 )
 
 
@@ -70,6 +72,7 @@ def untouched(recipe: str = "plain", *, clip: float | None = 1.0, dropout: bool 
 @pytest.mark.parametrize("recipe", slow_but(RECIPES, 2))
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path, recipe: str) -> None:
     """Resumed bit for bit, with dropout on: losses, norms, learning rates and weights."""
+    skip_without_packages(recipe)
     whole = untouched(recipe)
     killed_in(small_run(tmp_path / "killed", recipe, save_steps=5), 8)
     resumed = train(small_run(tmp_path / "killed", recipe, save_steps=5))

@@ -5,8 +5,9 @@ products of inference), and logs a warning when it is not; peft imports bitsandb
 accelerate and the HF Trainer import peft.
 Predicting runs no code from the hub and opens no socket, so during such an import `kernels` cannot be found.
 
-peft also imports torchao where it is installed, which logs what kernels for other GPUs it lacks and has torch
-log what torch will change. Nobody can act on these lines, so they are left out.
+peft and transformers' code of models also import torchao where it is installed, which logs what kernels for
+other GPUs it lacks and has torch log what torch will change. Nobody can act on these lines, so they are left
+out: while such an import runs, and in the workers of a search, which are processes of our own.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def no_hub_kernels() -> Iterator[None]:
     before: object = sys.modules.get("kernels", absent)
     sys.modules["kernels"] = None  # type: ignore[assignment]
     try:
-        with _only_errors():
+        with only_errors():
             yield
     finally:
         del sys.modules["kernels"]
@@ -35,16 +36,21 @@ def no_hub_kernels() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _only_errors() -> Iterator[None]:
-    """Within it, these libraries log nothing less."""
+def only_errors() -> Iterator[None]:
+    """Within it, bitsandbytes, torchao and what torchao has torch log are heard with errors alone."""
     levels = {logger: logger.level for logger in map(logging.getLogger, _TALKATIVE)}
-    for logger in levels:
-        logger.setLevel(logging.ERROR)
+    log_only_errors()
     try:
         yield
     finally:
         for logger, level in levels.items():
             logger.setLevel(level)
+
+
+def log_only_errors() -> None:
+    """From here on they log nothing less in this process."""
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 _TALKATIVE = ("bitsandbytes", "torchao", "torch.utils._pytree")
@@ -53,7 +59,7 @@ _TALKATIVE = ("bitsandbytes", "torchao", "torch.utils._pytree")
 def import_torchao() -> None:
     """Imports torchao's 8-bit floats, where torchao is installed."""
     if find_spec("torchao") is not None:
-        with _only_errors():
+        with only_errors():
             importlib.import_module("torchao.float8")
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from snugfit.errors import ModelError
+from snugfit.hub_kernels import only_errors
 
 HEADS: Mapping[str, tuple[str, str]] = {
     "sequence-classification": (
@@ -69,7 +70,8 @@ def class_of(task: str, config: Any) -> Any:
     """The class that transformers builds for a task and a config, without building it."""
     import transformers
 
-    classes = getattr(transformers, HEADS[task][0])._model_mapping[type(config)]
+    with only_errors():  # its code may import torchao
+        classes = getattr(transformers, HEADS[task][0])._model_mapping[type(config)]
     return classes[0] if isinstance(classes, tuple) else classes
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from snugfit.errors import ModelError, RecipeError, SnugfitError, lacks_package, one_line
+from snugfit.hub_kernels import only_errors
 from snugfit.job.architectures import HEADS, transformers_version
 from snugfit.job.clone import clone_to_device
 from snugfit.job.config import ignored_keys
@@ -138,7 +139,8 @@ def _from_config(job: Job, auto_class: Any, config: Any, asked: Mapping[str, Any
     """
     import torch
 
-    model: nn.Module = auto_class.from_config(config, trust_remote_code=False, **asked)
+    with only_errors():  # the code of a model may import torchao
+        model: nn.Module = auto_class.from_config(config, trust_remote_code=False, **asked)
     _keep_in_fp32(model, asked["dtype"])
     head = getattr(model, "lm_head", None)
     untied = config.is_encoder_decoder and job.model.config.get("tie_word_embeddings") is False

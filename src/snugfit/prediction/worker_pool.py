@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from snugfit.errors import SnugfitError, UsageError
 
-PRELOAD = ("torch", "transformers", "snugfit.prediction.predict")
+PRELOAD = ("snugfit.prediction.quiet_workers", "torch", "transformers", "snugfit.prediction.predict")
 """Modules that the fork server imports once for all workers."""
 
 FEW_COLLECTIONS = 1_000_000
