@@ -83,7 +83,7 @@ class MovesToCuda(Numbers):
         return (self.block(x) + torch.ones(WIDTH).cuda()).square().mean()
 
 
-@awkward(numbers, doubt="flex_attention was predicted as flash attention")
+@awkward(numbers, doubt="flex_attention was predicted by the tensors")
 class FlexesItsAttention(Numbers):
     def forward(self, x: Tensor) -> Tensor:
         from torch.nn.attention.flex_attention import flex_attention

@@ -195,6 +195,8 @@ def test_trl_trains_what_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("llamafactory", "bfloat16", "lora + fp32", ["fp32", "checkpoint"]),
         ("axolotl", "bfloat16", "qlora + bf16_pure", ["bf16_pure", "float32"]),
         ("axolotl", "float32", "qlora + bf16", ["bf16", "bfloat16", "--dtype"]),
+        ("llamafactory", "float32", "bf16 + flex", ["flex", "flash_attn"]),
+        ("trl", "float32", "bf16 + padding_free", ["padding_free"]),
     ],
 )
 def test_what_a_tool_cannot_do_is_refused_by_name(

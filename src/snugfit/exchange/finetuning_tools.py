@@ -53,6 +53,8 @@ says it."""
 _VARIANTS = ("use_dora", "use_rslora")
 """peft's switches that change what an adapter computes; its own names, which the tools have too."""
 
+_LLAMAFACTORY_ATTENTION = {"sdpa": "sdpa", "eager": "disabled"}
+
 _HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -151,6 +153,13 @@ def _four_bits(job: Job, recipe: Recipe) -> dict[str, Any]:
     return {"bnb_config_kwargs": {"bnb_4bit_use_double_quant": quantize.double}}
 
 
+def _llamafactory_attention(recipe: Recipe) -> str:
+    named = _LLAMAFACTORY_ATTENTION.get(recipe.setup().attention)
+    if named is None:
+        raise _refusal("llamafactory", recipe[Slot.ATTENTION], "it has no such attention (flash_attn)")
+    return named
+
+
 def llamafactory_config(job: Job, recipe: Recipe) -> str:
     """A YAML file for `llamafactory-cli train`. Raises `RecipeError`."""
     arguments = _trainer_arguments(job, recipe, "llamafactory")
@@ -197,7 +206,7 @@ def llamafactory_config(job: Job, recipe: Recipe) -> str:
     sections = {
         "model": {
             "model_name_or_path": folder_or_id(job), **bits,
-            "flash_attn": {"eager": "disabled"}.get(recipe.setup().attention, "sdpa"),
+            "flash_attn": _llamafactory_attention(recipe),
             "disable_gradient_checkpointing": keeps_all, "use_reentrant_gc": False, "upcast_layernorm": False,
         },
         "method": {"stage": "sft", "do_train": True, **method, "pure_bf16": pure},
