@@ -97,6 +97,7 @@ def gradients(family: str, recipe: str, *, autocast: bool) -> dict[str, Tensor]:
         ("llama", "every_nth_layer(2)", "all", True),
         ("llama", "selective(products)", "checkpoints", True),
         ("llama", "lora + every_nth_layer(2)", "checkpoints", True),
+        ("t5", "first_layers(1)", "checkpoints", True),
         ("t5", "sdpa", "all", False),
         ("t5", "every_layer", "all", True),
         ("mixtral", "sdpa", "all", False),

@@ -86,7 +86,11 @@ EXAMPLE = {"input_ids": torch.arange(32).view(4, 8), "labels": torch.tensor([0, 
 
 @pytest.mark.parametrize(
     ("wish", "expected"),
-    [(CheckpointWish(), [True] * 4), (CheckpointWish(every=2), [True, False, True, False])],
+    [
+        (CheckpointWish(), [True] * 4),
+        (CheckpointWish(every=2), [True, False, True, False]),
+        (CheckpointWish(first=3), [True, True, True, False]),
+    ],
 )
 def test_layers_inside_a_module_of_the_users_own_are_checkpointed(
     wish: CheckpointWish, expected: list[bool]
@@ -149,7 +153,7 @@ def test_stacks_of_two_classes_and_models_whose_cache_stays_on_are_checkpointed(
 
 # ---- adapters that hand the layers a cache ---------------------------------------------------------------
 
-RECOMPUTING = ("every_layer", "every_nth_layer", "segments(2)", "selective(products)")
+RECOMPUTING = ("every_layer", "every_nth_layer", "first_layers(1)", "segments(2)", "selective(products)")
 DROPPED = "(?s)PREFIX_TUNING.*would be lost.*keep_all"
 
 

@@ -236,6 +236,8 @@ def test_what_a_planner_may_try_is_lawful(technique: type[Technique]) -> None:
     [
         (CheckpointWish(), 3, [(0, 1), (1, 2), (2, 3)]),
         (CheckpointWish(every=2), 5, [(0, 1), (2, 3), (4, 5)]),
+        (CheckpointWish(first=2), 5, [(0, 1), (1, 2)]),
+        (CheckpointWish(first=9), 2, [(0, 1), (1, 2)]),
         (CheckpointWish(layers_per_span=2), 5, [(0, 2), (2, 4), (4, 5)]),
         (CheckpointWish(layers_per_span=0), 24, [(0, 5), (5, 10), (10, 15), (15, 20), (20, 24)]),
         (CheckpointWish(layers_per_span=0, spans=3), 7, [(0, 3), (3, 5), (5, 7)]),

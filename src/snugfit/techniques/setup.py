@@ -104,6 +104,9 @@ class CheckpointWish:
     every: int = 1
     """Of the spans, each `every`-th is recomputed, from the first; the others keep their activations."""
 
+    first: int | None = None
+    """Of the spans that are left, only so many are recomputed, from the first; None takes them all."""
+
     keep: str = ""
     """What is kept inside a recomputed span, by the names of `step/selective.py`; empty keeps nothing."""
 
@@ -121,7 +124,7 @@ class CheckpointWish:
             short, longer = divmod(layers, count)
             starts = [index * short + min(index, longer) for index in range(count + 1)]
         spans = [range(start, end) for start, end in pairwise(starts)]
-        return tuple(spans[:: self.every])
+        return tuple(spans[:: self.every][: self.first])
 
 
 EVERY_LAYER = CheckpointWish()

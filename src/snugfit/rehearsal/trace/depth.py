@@ -73,9 +73,12 @@ class PeriodicCheckpoint(NamedTuple):
 
 
 def periodic_checkpoint(wish: CheckpointWish | None, layers: int) -> PeriodicCheckpoint:
-    """The checkpointing of a model of any depth that cuts it as this wish cuts one of so many layers."""
+    """The checkpointing of a model of any depth that cuts it as this wish cuts one of so many layers. A wish
+    for the first few layers has no period but the whole depth."""
     if wish is None:
         return PeriodicCheckpoint(None, 1)
+    if wish.first is not None:
+        return PeriodicCheckpoint(wish, layers)
     if wish.layers_per_span:
         return PeriodicCheckpoint(wish, wish.layers_per_span * wish.every)
     count = len(replace(wish, every=1).cut(layers))

@@ -1,0 +1,66 @@
+"""The first k layers of each stack are computed again in the backward pass; the others keep their activations.
+
+For a job that almost fits: each recomputed layer frees what it keeps and costs its own forward pass once more,
+so bytes and seconds lie on about a line between keep_all and every_layer, in steps of one layer.
+
+The first ones, because the backward pass comes to them last: what the other layers kept is gone by then, and a
+layer that is there whole once more finds room. With the last ones it would be there beside all that is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from snugfit.job.config import LAYERS
+from snugfit.job.kv_prefix import dropped_prefix
+from snugfit.techniques.setting import between
+from snugfit.techniques.setup import CheckpointWish, Setup
+from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstLayers(Technique):
+    """Computes the first k layers again in the backward pass, and keeps the others' activations."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    source: ClassVar = "Megatron-LM's recompute_method=block with recompute_num_layers=k"
+    elsewhere: ClassVar = ("recompute_num_layers", "recompute_method", "activations_checkpoint_num_layers")
+
+    k: int = between(1, 10_000)
+    """Layers that are recomputed, from the first; of an encoder and a decoder so many each. As many as there
+    are is every layer."""
+
+    def install(self, setup: Setup) -> Setup:
+        """Makes each layer a span of its own and recomputes the first k."""
+        return replace(setup, checkpoint=CheckpointWish(first=self.k))
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """A prefix of keys and values would be dropped."""
+        return dropped_prefix(job)
+
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """All layers are recomputed where there are no more."""
+        if (layers := layers_of(job)) and self.k >= layers:
+            yield f"{self}: {job.model.name} has {layers} layers, so every layer is recomputed."
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """Each k is rehearsed in full, and there are as many as layers."""
+        return f"plans look at it where k is given (--keep '{cls.name}({max(1, layers_of(job) // 2)})')"
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """Half of the layers."""
+        yield cls(k=max(1, layers_of(job) // 2))
+
+
+def layers_of(job: Job) -> int:
+    """Layers of the model's deepest stack by its config; 0 where that does not say."""
+    stated = {} if job.model.module is not None else job.model.config
+    counts = [stated[key] for key in LAYERS if isinstance(stated.get(key), int)]
+    return max(counts, default=0)

@@ -1,0 +1,126 @@
+"""Recomputing the first k layers: the gradients of `keep_all` bit for bit, bytes and kernels between none and
+each, and why the first ones."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from torch import Tensor
+
+from small_models import small_job
+from snugfit.errors import RecipeError
+from snugfit.exchange.export import export
+from snugfit.job.job import Job, Task
+from snugfit.prediction.predict import predict
+from snugfit.rehearsal.device.policy import CudaPolicy
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.trace.trace import Trace
+from snugfit.step.build import build_model
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import CheckpointWish
+from test_law_loops import hold
+from test_law_rehearsed_equals_real import hold_to_reports, job
+
+LAYERS = 6
+
+
+def gradients(family: str, recipe: str, *, autocast: bool) -> dict[str, Tensor]:
+    """Of a model with its dropout, from one seed, with padding."""
+    this = job(family)
+    torch.manual_seed(0)
+    model = build_model(this, Recipe.parse(recipe).setup(), torch.device("cpu")).train()
+    ids = torch.arange(4 * 16).view(4, 16) % 96
+    mask = torch.ones_like(ids)
+    mask[1, 10:] = 0
+    labels = torch.arange(4) % 2 if this.task is Task.SEQUENCE_CLASSIFICATION else ids
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
+    loss.backward()
+    return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe", "autocast"),
+    [("bert", "sdpa", True), ("gpt2", "eager", False), ("llama", "lora", True), ("t5", "sdpa", False)],
+)
+def test_gradients_are_those_of_keep_all_bit_for_bit(family: str, recipe: str, autocast: bool) -> None:
+    plain = gradients(family, recipe, autocast=autocast)
+    some = gradients(family, f"{recipe} + first_layers(1)", autocast=autocast)
+    assert plain
+    assert plain.keys() == some.keys()
+    assert all(torch.equal(plain[name], some[name]) for name in plain)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [
+        ("gpt2", "first_layers(1)"),
+        ("t5", "bf16 + first_layers(1) + host(checkpoints)"),
+        ("llama", "lora + bf16_pure + first_layers(1) + micro_batches(2)"),
+    ],
+)
+def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> None:
+    hold_to_reports(job(family), Recipe.parse(recipe))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("loop", ["accelerate", "trainer"])
+def test_other_loops_recompute_the_same(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("torch.optim.optimizer")  # torch.optim hides it under its class
+    monkeypatch.setattr(module, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "meta"])
+    hold(job("bert"), "bf16 + first_layers(1)", loop)
+
+
+# ---- between none and each -------------------------------------------------------------------------------
+
+
+def deep(family: str) -> Job:
+    """Activations are more than all else, and their batch is large."""
+    return small_job(family, LAYERS, batch_size=64, sequence_length=256)
+
+
+def on_a_gpu(this: Job, recipe: str) -> Trace:
+    return rehearse(this, Recipe.parse(recipe).setup(), CudaPolicy())
+
+
+def recomputed(trace: Trace) -> int:
+    return sum(kernel.recomputed for kernel in trace.kernels)
+
+
+@pytest.mark.parametrize("family", ["vit", "llama", "t5"])
+def test_each_further_layer_frees_about_as_much(family: str) -> None:
+    this = deep(family)
+    recipes = ["keep_all", *(f"first_layers({k})" for k in range(1, LAYERS + 1))]
+    traces = [on_a_gpu(this, recipe) for recipe in recipes]
+    again = [recomputed(trace) for trace in traces]
+    assert again == sorted(set(again))
+    needed = [trace.peak().nbytes for trace in traces]
+    assert needed == sorted(needed, reverse=True)
+    freed = [before - after for before, after in zip(needed, needed[1:])]
+    some = freed[1:-2]  # the first one's input was not kept before, and the last ones are beside the head
+    assert max(some) < 1.2 * min(some)
+    every = on_a_gpu(this, "every_layer")
+    assert (again[-1], needed[-1]) == (recomputed(every), every.peak().nbytes)
+
+
+def test_the_first_layers_leave_less_than_the_last_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward pass comes to the first ones last, when what the others kept is gone."""
+    this = deep("llama")
+    first = on_a_gpu(this, "lora + first_layers(3)").peak().nbytes
+    whole = CheckpointWish.cut
+    monkeypatch.setattr(CheckpointWish, "cut", lambda self, layers: whole(CheckpointWish(), layers)[-3:])
+    assert first < on_a_gpu(this, "lora + first_layers(3)").peak().nbytes
+
+
+def test_as_many_as_there_are_is_said() -> None:
+    prediction = predict(small_job("bert", 2), "first_layers(2)", gpu="h200")
+    assert any("every layer is recomputed" in line for line in prediction.doubts)
+
+
+@pytest.mark.parametrize("target", ["hf", "torch", "trl"])
+def test_an_export_refuses_it_by_name(target: str) -> None:
+    with pytest.raises(RecipeError, match="first_layers"):
+        export(small_job("gpt2", 2), Recipe.parse("first_layers(1)"), target)
