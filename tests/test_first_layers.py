@@ -4,6 +4,7 @@ each, and why the first ones."""
 from __future__ import annotations
 
 import importlib
+from itertools import pairwise
 
 import pytest
 import torch
@@ -99,7 +100,7 @@ def test_each_further_layer_frees_about_as_much(family: str) -> None:
     assert again == sorted(set(again))
     needed = [trace.peak().nbytes for trace in traces]
     assert needed == sorted(needed, reverse=True)
-    freed = [before - after for before, after in zip(needed, needed[1:])]
+    freed = [before - after for before, after in pairwise(needed)]
     some = freed[1:-2]  # the first one's input was not kept before, and the last ones are beside the head
     assert max(some) < 1.2 * min(some)
     every = on_a_gpu(this, "every_layer")

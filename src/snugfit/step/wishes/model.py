@@ -267,7 +267,9 @@ class CheckpointHandler(Handler):
         if value.layers_per_span != 1:
             raise context.refusal(self.slot, "no library recomputes several layers as one")
         if value.first is not None:
-            raise context.refusal(self.slot, f"{context.library} can recompute each n-th layer, not the first k")
+            raise context.refusal(
+                self.slot, f"{context.library} recomputes each n-th layer, not the first few"
+            )
         options = {"every_n_layers": value.every} if value.every != 1 else {}
         if not options.keys() <= context.checkpointing_options:
             raise context.refusal(self.slot, f"{context.library} can recompute every layer or none")

@@ -1,10 +1,10 @@
-"""The first k layers of each stack are computed again in the backward pass; the others keep their activations.
+"""The first k layers of a stack are computed again in the backward pass; the others keep their activations.
 
-For a job that almost fits: each recomputed layer frees what it keeps and costs its own forward pass once more,
-so bytes and seconds lie on about a line between keep_all and every_layer, in steps of one layer.
+For a job that almost fits: each recomputed layer frees what it keeps and costs its own forward pass again, so
+bytes and seconds lie on about a line between keep_all and every_layer, in steps of one layer.
 
-The first ones, because the backward pass comes to them last: what the other layers kept is gone by then, and a
-layer that is there whole once more finds room. With the last ones it would be there beside all that is kept.
+The first ones, because the backward pass comes to them last: what the other layers kept is gone by then, and
+a layer that is there whole once more finds room. With the last ones it would be beside all that is kept.
 """
 
 from __future__ import annotations
