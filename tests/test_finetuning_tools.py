@@ -48,6 +48,7 @@ SUPPORTED = [
     ("llamafactory", "bfloat16", "bf16_pure + every_layer + sgd(momentum=0.5)"),
     ("llamafactory", "bfloat16", "fp32 + adamw_fused + workers(n=2)"),
     ("llamafactory", "float32", "bf16 + tf32 + adafactor"),
+    ("llamafactory", "float32", "flash + bf16"),
 ]
 
 

@@ -53,7 +53,7 @@ says it."""
 _VARIANTS = ("use_dora", "use_rslora")
 """peft's switches that change what an adapter computes; its own names, which the tools have too."""
 
-_LLAMAFACTORY_ATTENTION = {"sdpa": "sdpa", "eager": "disabled"}
+_LLAMAFACTORY_ATTENTION = {"sdpa": "sdpa", "eager": "disabled", "flash_attention_2": "fa2"}
 
 _HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 

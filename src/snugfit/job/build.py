@@ -7,12 +7,14 @@ that the installed version cannot use, with the key that it stumbled over.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+from unittest.mock import patch
 
 from snugfit.errors import ModelError, RecipeError, SnugfitError, lacks_package, one_line
 from snugfit.hub_kernels import only_errors
@@ -66,7 +68,8 @@ def instantiate(
         return _from_facts(job, dtype, attention, weights, on_loaded, quantization).train(job.trains)
 
     try:
-        return build(attention)
+        with _no_package_asked_for(attention):
+            return build(attention)
     except Exception as error:
         if "attn_implementation" not in str(error):
             _blame_config(job.model, error)
@@ -76,6 +79,28 @@ def instantiate(
     # As transformers itself chooses when nothing is asked for: some architectures (Gemma 2) have no
     # scaled_dot_product_attention. The model says which it has: `model.config._attn_implementation`.
     return build("eager")
+
+
+@contextlib.contextmanager
+def _no_package_asked_for(attention: str) -> Iterator[None]:
+    """On shapes no kernel runs, so that of a package need not be there, and none is fetched from the hub."""
+    import torch
+
+    if not attention.startswith("flash_attention") or torch.get_default_device().type != "meta":
+        yield
+        return
+    from transformers import modeling_utils as models
+
+    def can_dispatch(model: Any, *_: Any, **__: Any) -> bool:
+        if not model._supports_flash_attn:
+            raise ValueError(f"attn_implementation: transformers has none for {type(model).__name__}")
+        return True
+
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(patch.object(models.PreTrainedModel, "_flash_attn_can_dispatch", can_dispatch))
+        undo.enter_context(patch.object(models, "lazy_import_flash_attention", lambda *_, **__: None))
+        undo.enter_context(patch.object(models, "is_kernels_available", lambda *_, **__: False))
+        yield
 
 
 def _from_facts(

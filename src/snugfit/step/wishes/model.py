@@ -21,6 +21,8 @@ from snugfit.techniques.setup import PADDING_FREE
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
+    import torch
+
     from snugfit.job.job import Job
     from snugfit.techniques.setup import Call, CheckpointWish, CompileWish, LogitsWish, OffloadWish, Setup
 
@@ -50,12 +52,20 @@ class AttentionHandler(Handler):
             drop_padding(model)
 
     def around_rehearsal(self, value: str, *, on_gpu: bool) -> Context | None:
-        """A CPU has no such kernel."""
-        if value != PADDING_FREE or on_gpu:
-            return None
+        """A CPU has no such kernels, and those of a package have no shapes."""
+        from snugfit.step.wishes.flash import FLASH, on_shapes
         from snugfit.step.wishes.padding_free import rehearsed_on_the_cpu
 
-        return rehearsed_on_the_cpu
+        if value == FLASH:
+            return on_shapes
+        return rehearsed_on_the_cpu if value == PADDING_FREE and not on_gpu else None
+
+    def set_process(self, value: str, device: torch.device) -> None:
+        """A package that is missing is named before anything is built."""
+        from snugfit.step.wishes.flash import FLASH, refuse_without_package
+
+        if value == FLASH:
+            refuse_without_package(device)
 
     def objections(self, value: str, live: LiveTraining) -> Iterator[str]:
         """A model of the user's own may have no switch for it."""

@@ -17,15 +17,8 @@ class Sdpa(Technique):
     fidelity: ClassVar = Fidelity.SAME
     plain: ClassVar = True
     source: ClassVar = "torch.nn.functional.scaled_dot_product_attention; Dao et al., arXiv 2205.14135"
-    elsewhere: ClassVar = ("flash_attention_2", "flash_attention", "flash_attn", "flash", "mem_efficient")
-    counterparts: ClassVar = (
-        Counterpart(arguments={"model.attn_implementation": "sdpa"}),
-        Counterpart(
-            arguments={"model.attn_implementation": "flash_attention_2"},
-            note="torch chooses the same flash kernel for 16-bit inputs without padding. With padding, "
-            "flash_attention_2 skips it and torch does not",
-        ),
-    )
+    elsewhere: ClassVar = ("mem_efficient", "scaled_dot_product_attention")
+    counterparts: ClassVar = (Counterpart(arguments={"model.attn_implementation": "sdpa"}),)
 
     def install(self, setup: Setup) -> Setup:
         """Chooses transformers' default implementation by name."""

@@ -1,0 +1,148 @@
+"""The package flash-attn in transformers' models (`attn_implementation="flash_attention_2"`), and on shapes.
+
+A model with a mask of padding leaves the padding out around each layer's attention: transformers gathers the
+rows of queries, keys and values, calls the kernel for several lengths, and scatters its rows back. All of
+that is transformers' own code, which a rehearsal runs. The package's functions are replaced: torch has the
+same FlashAttention-2 in itself, whose operators have the same outputs, keep the same for the backward pass
+and take the same buffers, and they have shapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from snugfit.errors import RecipeError
+from snugfit.versions import version_of
+
+if TYPE_CHECKING:
+    import torch
+
+FLASH = "flash_attention_2"
+"""Its name in transformers."""
+
+PACKAGE, OLDEST = "flash-attn", "2.3.3"
+"""The package, and the first version that transformers takes."""
+
+
+def refuse_without_package(device: torch.device) -> None:
+    """Raises `RecipeError` where its kernels cannot run: on CPUs, and where it is not installed, which would
+    have transformers look for another package's on the hub."""
+    if device.type == "meta":
+        return
+    if device.type != "cuda":
+        raise RecipeError("flash: flash-attn runs on GPUs alone. Take 'sdpa' on a CPU.")
+    if version_of(PACKAGE) is None:
+        raise RecipeError(
+            f"flash needs {PACKAGE}>={OLDEST}, which is not installed. Try: pip install {PACKAGE} "
+            "--no-build-isolation (it is compiled then), or take 'sdpa'."
+        )
+
+
+@contextlib.contextmanager
+def on_shapes() -> Iterator[None]:
+    """Within it, transformers' models call functions for shapes in the place of the package's. What
+    transformers imported of it before is there again afterwards."""
+    from transformers import modeling_flash_attention_utils as flash
+
+    def functions(*_: Any, **__: Any) -> tuple[Any, ...]:
+        return attend, attend_within, None, flash._pad_input, flash._unpad_input
+
+    remembered = [name for name in _REMEMBERED if hasattr(flash, name)]
+    with contextlib.ExitStack() as undo:
+        for name in remembered:
+            undo.enter_context(patch.object(flash, name, None))
+        undo.enter_context(patch.object(flash, "_lazy_imports", functions))
+        yield
+
+
+_REMEMBERED = (
+    "_loaded_implementation",
+    "_flash_fn",
+    "_flash_varlen_fn",
+    "_flash_with_kvcache_fn",
+    "_pad_fn",
+    "_unpad_fn",
+    "_process_flash_kwargs_fn",
+    "_process_with_kvcache_kwargs_fn",
+)
+"""Where transformers keeps the functions that it found, and for which attention."""
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+) -> torch.Tensor:
+    """`flash_attn_func` on shapes: `q` (B, S, H, D), `k` and `v` (B, K, G, D); the result is as `q`."""
+    import torch
+
+    _refuse_others(q, softcap, deterministic)
+    width = q.size(-1)
+    operands = [_fill_heads(operand).transpose(1, 2) for operand in (q, k, v)]
+    operator = torch.ops.aten._scaled_dot_product_flash_attention
+    out: torch.Tensor = operator(*operands, dropout_p, causal, False, scale=_scale(softmax_scale, width))[0]
+    return out.transpose(1, 2)[..., :width]
+
+
+def attend_within(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+) -> torch.Tensor:
+    """`flash_attn_varlen_func` on shapes: `q` (N, H, D), `k` and `v` (M, G, D); the result is as `q`."""
+    import torch
+
+    _refuse_others(q, softcap, deterministic)
+    width = q.size(-1)
+    operands = [_fill_heads(operand) for operand in (q, k, v)]
+    lengths = (cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
+    operator = torch.ops.aten._flash_attention_forward
+    scale = _scale(softmax_scale, width)
+    out: torch.Tensor = operator(*operands, *lengths, dropout_p, causal, False, scale=scale)[0]
+    return out[..., :width]
+
+
+def _scale(asked: float | None, width: int) -> float:
+    return asked if asked is not None else float(width) ** -0.5
+
+
+def _fill_heads(operand: torch.Tensor) -> torch.Tensor:
+    """Heads of a multiple of 8 numbers, to which the package fills them up."""
+    import torch
+
+    more = -operand.size(-1) % 8
+    return torch.nn.functional.pad(operand, (0, more)) if more else operand
+
+
+def _refuse_others(query: torch.Tensor, softcap: float, deterministic: bool) -> None:
+    import torch
+
+    if query.dtype not in (torch.float16, torch.bfloat16) or query.size(-1) > 256:
+        raise RecipeError(
+            f"flash takes float16 or bfloat16 and heads of up to 256 numbers; here are {query.size(-1)} "
+            f"in {str(query.dtype).removeprefix('torch.')}. Take 'sdpa'."
+        )
+    if softcap or deterministic:
+        raise RecipeError(
+            "flash with a cap of the scores, or with FLASH_ATTENTION_DETERMINISTIC, is not simulated. Take "
+            "'eager' or 'sdpa'."
+        )

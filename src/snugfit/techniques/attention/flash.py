@@ -1,0 +1,86 @@
+"""FlashAttention-2 by the package flash-attn (transformers' `attn_implementation="flash_attention_2"`).
+
+torch has the same kernels in itself, and `sdpa` takes them, or cuDNN's, wherever there is no mask: without
+padding this technique brings nothing but a package that has to be compiled. With a mask of padding, `sdpa`
+takes a kernel that is told of it as a matrix, and here transformers gathers the rows that are no padding
+around each layer's attention, and scatters them back: attention then costs nothing for the padding, but
+gathering has its own costs, and the host waits for the device in every layer. `padding_free` does the same
+once for the whole model, and needs no package.
+
+It was measured on no GPU. It is predicted with or without the package, by torch's own FlashAttention-2; to
+measure or train with it, flash-attn must be installed. FlashAttention-3 is not predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+from snugfit.job.job import Job
+from snugfit.techniques.counterpart import Counterpart
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+
+HALVES = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flash(Technique):
+    """Computes attention by the package flash-attn, and leaves padding out of it."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    least_capability: ClassVar = (8, 0)
+    source: ClassVar = "Dao, arXiv 2307.08691; flash_attn.flash_attn_func and flash_attn_varlen_func"
+    elsewhere: ClassVar = ("flash_attention_2", "flash_attention", "flash_attn", "fa2")
+    counterparts: ClassVar = (Counterpart(arguments={"model.attn_implementation": "flash_attention_2"}),)
+
+    def install(self, setup: Setup) -> Setup:
+        """Chooses transformers' implementation by name."""
+        return replace(setup, attention="flash_attention_2")
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """16 bits, and a model that transformers calls the package for."""
+        setup = Setup()
+        for slot in (Slot.PRECISION, Slot.ENGINE, Slot.CHECKPOINTING):
+            setup = recipe[slot].install(setup)
+        if why := _why_not(job):
+            yield f"{why}. Take 'sdpa'."
+        dtype = setup.autocast or setup.weights_dtype or job.dtype
+        if dtype not in HALVES:
+            yield f"it computes in 16 bits, and {recipe[Slot.PRECISION]} in {dtype}. Add 'bf16'."
+        if setup.compile is not None:
+            yield f"{recipe[Slot.ENGINE]} was not tried with it. Take 'sdpa'."
+        if setup.checkpoint is not None and setup.checkpoint.keep:
+            yield f"{recipe[Slot.CHECKPOINTING]} does not know its kernel. Take 'every_layer' or 'sdpa'."
+
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """What runs in its place, and what is as good."""
+        yield (
+            "it was predicted by torch's own FlashAttention-2, whose tensors are the same; to run it, the "
+            "package flash-attn must be installed."
+        )
+        if not job.padding:
+            yield "without padding 'sdpa' takes the same kernels, or cuDNN's on Hopper, and needs no package."
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """Nothing: no plan looks at it."""
+        return iter(())
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """Nobody has measured it."""
+        return "it was measured on no GPU, so no plan chooses it by itself"
+
+
+def _why_not(job: Job) -> str:
+    """Why this job's model does not call the package; empty where it does."""
+    from snugfit.job.architectures import class_of
+
+    if job.model.module is not None:
+        return f"{job.model.name} is a module from Python, which chooses its own attention"
+    model = class_of(job.task, job.config_to_read())
+    if not getattr(model, "_supports_flash_attn", False):
+        return f"transformers has no FlashAttention for {model.__name__}"
+    return ""
