@@ -15,6 +15,7 @@ depends on the layer's number, so each layer would get a program of its own, and
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -29,6 +30,38 @@ if TYPE_CHECKING:
 
     from snugfit.job.job import Job
     from snugfit.techniques.setup import CompileWish
+
+
+def compile_parts(model: torch.nn.Module, wish: CompileWish) -> None:
+    """Compiles what is wished of this model, in place."""
+    if wish.what == "model":
+        _compile_model(model, wish)
+    else:
+        compile_layers(model, wish)
+
+
+def _compile_model(model: torch.nn.Module, wish: CompileWish) -> None:
+    """Compiles the model's forward pass as one."""
+    _BEFORE[model] = vars(model).get("forward")
+    forward = model.forward
+    compiled = compiled_function(forward, wish)
+    has_cache = takes_cache(model)
+
+    @functools.wraps(forward)
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        if not model.training:
+            return forward(*arguments, **keywords)
+        if has_cache:
+            keywords = {"use_cache": False, **keywords}
+        return compiled(*arguments, **keywords)
+
+    model.forward = run
+
+
+def takes_cache(model: Any) -> bool:
+    """Whether this model, or the one that adapters stand around, can be told to keep no keys and values."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return "use_cache" in inspect.signature(inner.forward).parameters
 
 
 def compile_layers(model: torch.nn.Module, wish: CompileWish) -> None:

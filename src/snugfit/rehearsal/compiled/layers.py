@@ -156,7 +156,7 @@ class Compiler:
     def _make(self, graph: Any, inputs: Sequence[Any], **options: Any) -> Any:
         import torch
 
-        key = (self._policy, *_key_of(graph, options))
+        key = (self._policy, _shape_of(inputs), *_key_of(graph, options))
         program = _PROGRAMS.get(key)
         if program is None:
             strides: list[tuple[int, ...] | None] = []
@@ -245,6 +245,7 @@ def compiled_layers(policy: Policy, recorder: Recorder) -> Iterator[None]:
         with (
             patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "0"}),
             patch.object(compiling, "compiled_function", compiler.compiled_function),
+            patch.object(torch._ops, "resolve_key", _composed_as_elsewhere(torch._ops.resolve_key)),
             functorch.patch(enable_autograd_cache=False),
             torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=MANY),
             torch._dynamo.config.patch(accumulated_recompile_limit=MANY),
@@ -266,6 +267,26 @@ def forget_traced_kernels() -> None:
         for overload in vars(packet).values() if hasattr(packet, "_qualified_op_name") else ():
             if isinstance(overload, torch._ops.OpOverload):
                 overload._dispatch_cache.clear()
+
+
+def _composed_as_elsewhere(resolve_key: Callable[..., Any]) -> Callable[..., Any]:
+    """Which kernel a traced operator goes to. torch gives some operators that are composed of others (a loss)
+    a kernel for shapes in Python, and takes it for one that autograd stands above: on `meta` alone they would
+    have no gradient. What has a kernel of its own on a device is not composed there."""
+    import torch
+
+    key = torch._C.DispatchKey
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+
+    def resolve(operator: Any, asked: Any) -> Any:
+        composed = asked == key.AutogradMeta and isinstance(operator, torch._ops.OpOverload)
+        if composed and not operator.has_kernel_for_dispatch_key(asked):
+            name = operator.name()
+            if has_kernel(name, key.CompositeImplicitAutograd) and not has_kernel(name, key.CPU):
+                return key.CompositeImplicitAutograd
+        return resolve_key(operator, asked)
+
+    return resolve
 
 
 def _key_of(graph: Any, options: Any) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from snugfit.errors import RecipeError
 from snugfit.hub_kernels import import_peft
 from snugfit.job.dtype import cast_weights, dtype_name
 from snugfit.step.checkpointing import checkpoint_layers, stop_own_checkpointing
-from snugfit.step.compiling import compile_layers, compile_lines, run_as_written
+from snugfit.step.compiling import compile_lines, compile_parts, run_as_written
 from snugfit.step.selective import script_lines
 from snugfit.step.wishes.handler import Context, Handler, LiveTraining, ScriptContext
 from snugfit.step.wishes.python_text import call_text, literal
@@ -297,7 +297,7 @@ class CompileHandler(Handler):
     def wrap(self, value: CompileWish | None, model: Any) -> None:
         """Layers are compiled as they stand, in place."""
         if value is not None:
-            compile_layers(model, value)
+            compile_parts(model, value)
 
     def change(self, value: CompileWish | None, live: LiveTraining) -> Iterator[str]:
         """As when it is built; what was compiled for another recipe runs as it is written."""

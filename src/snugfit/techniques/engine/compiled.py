@@ -43,7 +43,7 @@ class Compiled(Technique):
         ),
     )
 
-    what: Literal["layers"] = "layers"
+    what: Literal["layers", "model"] = "layers"
     """What is compiled: the model's repeated `layers`, and nothing around them."""
 
     def install(self, setup: Setup) -> Setup:
