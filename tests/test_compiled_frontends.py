@@ -1,4 +1,4 @@
-"""Compiled layers through every front-end: the user's Trainer, a hand-written loop, a changed recipe.
+"""What is compiled, through every front-end: the user's Trainer, a hand-written loop, a changed recipe.
 
 torch traces here and runs what it traced uncompiled, so losses are those of the layers as written, bit for
 bit; that the layers were traced shows that they would be compiled.
@@ -34,7 +34,9 @@ def _without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(kind, "needs", ())
 
 
-@pytest.mark.parametrize("recipe", ["compiled", "compiled + every_layer", "compiled + budget(0.5)"])
+@pytest.mark.parametrize(
+    "recipe", ["compiled", "compiled + every_layer", "compiled + budget(0.5)", "compiled(what=model)"]
+)
 def test_a_trainer_trains_with_them(recipe: str, tmp_path: Path, traced_only: list[str]) -> None:
     model = model_of("bert")
     plain = trainer_of(tmp_path / "plain", copy_of(model), classified(12))
@@ -49,13 +51,13 @@ def test_a_trainer_trains_with_them(recipe: str, tmp_path: Path, traced_only: li
 def test_a_loop_of_ones_own_trains_with_them(traced_only: list[str]) -> None:
     model = model_of("bert")
     seen = []
-    for recipe in ("plain", "compiled", "compiled + budget(0.5)"):
+    for recipe in ("plain", "compiled", "compiled + budget(0.5)", "compiled(what=model)"):
         copy = copy_of(model).train()
         optimizer = torch.optim.AdamW(copy.parameters(), lr=1e-3)
         run = accelerate(copy, optimizer, loader_of(classified(12), shuffle=False), recipe, watch=quiet)
         seen.append(go(run, epochs=1))
     assert traced_only
-    assert seen[0] == seen[1] == seen[2]
+    assert seen[0] == seen[1] == seen[2] == seen[3]
 
 
 def test_another_recipe_finds_the_layers_as_they_were_written(tmp_path: Path, traced_only: list[str]) -> None:
@@ -73,5 +75,5 @@ def test_another_recipe_finds_the_layers_as_they_were_written(tmp_path: Path, tr
 def test_a_trainer_that_compiles_the_whole_model_is_told_of_the_recipe(tmp_path: Path) -> None:
     trainer: Any = trainer_of(tmp_path, model_of("bert"), classified(8))
     trainer.args.torch_compile = True
-    with pytest.raises(UsageError, match=r"torch_compile.*compiled"):
+    with pytest.raises(UsageError, match=r"torch_compile.*compiled\(what=model\)"):
         fitted(trainer, "plain")

@@ -1,7 +1,8 @@
-"""Compiled layers in the words of other libraries: what is written, what is read, what is refused by name."""
+"""What is compiled, in the words of other libraries: what is written, read, and refused by name."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from snugfit.techniques.recipe import Recipe
 from test_exchange_export import STEPS, job_in, namespace, ours, samples
 
 COMPILED = Recipe.parse("compiled + every_layer")
+WHOLE = "compiled(what=model)"
 
 
 @pytest.mark.parametrize("to", ["torch", "accelerate", "hf"])
@@ -29,7 +31,7 @@ def test_a_script_compiles_the_layers_and_nothing_around_them(tmp_path: Path, to
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("recipe", ["compiled", "compiled + every_layer", "lora(r=4) + compiled"])
+@pytest.mark.parametrize("recipe", ["compiled", "compiled + every_layer", "lora(r=4) + compiled", WHOLE])
 def test_an_exported_loop_trains_as_ours(tmp_path: Path, recipe: str, traced_only: list[str]) -> None:
     job = job_in(tmp_path / "model", "llama")
     script = namespace(export(job, Recipe.parse(recipe), "torch"), "train.py")
@@ -60,15 +62,24 @@ READ = [
 
 
 @pytest.mark.parametrize(("name", "content", "key"), READ)
-def test_a_model_that_was_compiled_whole_becomes_compiled_layers_which_is_said(
+def test_a_model_that_was_compiled_whole_is_read_as_one(
     tmp_path: Path, name: str, content: str, key: str
 ) -> None:
     file = tmp_path / name
     file.write_text(content)
     reading = read_arguments(file)
     assert not reading.refused
-    assert "compiled" in reading.settings["recipe"]
-    assert [line for line in reading.differs if line.key == key and "one by one" in line.says]
+    assert WHOLE in reading.settings["recipe"]
+    assert [line for line in reading.took if line.key == key and WHOLE in line.says]
+    assert not [line for line in reading.differs if line.key == key]
+
+
+@pytest.mark.parametrize("recipe", [WHOLE, f"{WHOLE} + budget(0.5)"])
+def test_the_trainer_is_told_to_compile_the_model_in_its_arguments(tmp_path: Path, recipe: str) -> None:
+    made = export(job_in(tmp_path / "model", "llama"), Recipe.parse(recipe), "hf")
+    assert json.loads(made.files["training_arguments.json"])["torch_compile"] is True
+    assert ".compile()" not in made.files["training_arguments.py"]
+    assert ("activation_memory_budget" in made.files["training_arguments.py"]) is ("budget" in recipe)
 
 
 def test_accelerate_s_regions_are_layers_and_what_stands_beside_them(tmp_path: Path) -> None:
@@ -79,13 +90,19 @@ def test_accelerate_s_regions_are_layers_and_what_stands_beside_them(tmp_path: P
     )
     reading = read_arguments(file)
     assert not reading.refused
+    assert reading.settings["recipe"].startswith("compiled")
+    assert WHOLE not in reading.settings["recipe"]
     assert any("beside the layers" in line.says for line in reading.differs)
 
 
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ('{"output_dir": "x", "torch_compile_backend": "cudagraphs"}', "inductor"),
+        ('{"output_dir": "x", "torch_compile_backend": "cudagraphs"}', "graphs of CUDA.*inductor"),
+        ('{"output_dir": "x", "torch_compile_backend": "aot_eager"}', "debugging.*inductor"),
+        ('{"output_dir": "x", "torch_compile_backend": "nvfuser"}', "no longer has.*inductor"),
+        ('{"output_dir": "x", "torch_compile_backend": "ofi"}', "no longer has.*inductor"),
+        ('{"output_dir": "x", "torch_compile_backend": "tvm"}', "only inductor"),
         ('{"output_dir": "x", "torch_compile_mode": "reduce-overhead"}', "graphs of CUDA"),
     ],
 )

@@ -238,7 +238,8 @@ def _trainer_arguments(job: Job, recipe: Recipe, to: str) -> dict[str, Any]:
         why = f"how {to} runs these kernels and which loss it takes with them was not compared"
         raise _refusal(to, recipe[Slot.KERNELS], why)
     if recipe.setup().compile is not None and to != "trl":
-        raise _refusal(to, recipe[Slot.ENGINE], f"{to} compiles the whole model or nothing (torch_compile)")
+        why = f"{to} compiles the whole model or nothing (torch_compile), which was not compared"
+        raise _refusal(to, recipe[Slot.ENGINE], why)
     if recipe.setup().float8 is not None and to != "trl":
         raise _refusal(to, recipe[Slot.PRECISION], f"{to} chooses other layers for products in 8 bits (fp8)")
     return {key.replace(new, old) if key.startswith(new) else key: value for key, value in arguments.items()}

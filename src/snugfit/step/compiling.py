@@ -1,15 +1,19 @@
-"""Layers that `torch.compile` compiles, one by one.
+"""What `torch.compile` compiles of a model: its layers, one by one, or all of it at once.
 
-A model's repeated layers are compiled and what lies around them (embeddings, masks, the head, the loss) is
-not. Layers that are alike run one compiled program, so compiling takes seconds where a whole model takes a
-minute, and masks are made outside: within a compiled model, transformers makes an explicit mask of what would
-be none, and attention with it falls to a slower kernel that stores every score.
+*Layers*: a model's repeated layers are compiled and what lies around them (embeddings, masks, the head, the
+loss) is not. Layers that are alike run one compiled program, so compiling takes seconds where a whole model
+takes a minute, and masks are made outside: within a compiled model, transformers may make an explicit mask of
+what would be none, and attention with it falls to a slower kernel that stores every score.
 
-Of a layer its forward pass is compiled, so its name in a state dict stays and hooks run as they are. What
-recomputes it stands around it: the compiled program runs a second time in the backward pass.
+*The model*: its forward pass as one, with its loss, as the Trainer's `torch_compile=True` does. What
+recomputes layers is compiled with them.
 
-A cache of keys and values, which transformers makes in training too, is left out: what a layer does to it
-depends on the layer's number, so each layer would get a program of its own, and torch gives up after eight.
+Of either its forward pass is compiled, so its name in a state dict stays and hooks run as they are. What
+recomputes a compiled layer stands around it: the compiled program runs a second time in the backward pass.
+
+A cache of keys and values, which transformers makes in training too, is left out, as the Trainer leaves it
+out: what a layer does to it depends on the layer's number, so each layer would get a program of its own, and
+torch gives up after eight.
 """
 
 from __future__ import annotations
@@ -41,24 +45,22 @@ def compile_parts(model: torch.nn.Module, wish: CompileWish) -> None:
 
 
 def _compile_model(model: torch.nn.Module, wish: CompileWish) -> None:
-    """Compiles the model's forward pass as one."""
-    _BEFORE[model] = vars(model).get("forward")
+    """Compiles the model's forward pass; evaluation, of batches of any length, runs as written."""
     forward = model.forward
     compiled = compiled_function(forward, wish)
-    has_cache = takes_cache(model)
+    without = {"use_cache": False} if _takes_cache(model) else {}
 
     @functools.wraps(forward)
     def run(*arguments: Any, **keywords: Any) -> Any:
-        if not model.training:
+        if not model.training or model not in _BEFORE:
             return forward(*arguments, **keywords)
-        if has_cache:
-            keywords = {"use_cache": False, **keywords}
-        return compiled(*arguments, **keywords)
+        return compiled(*arguments, **{**without, **keywords})
 
+    _BEFORE[model] = vars(model).get("forward"), run
     model.forward = run
 
 
-def takes_cache(model: Any) -> bool:
+def _takes_cache(model: Any) -> bool:
     """Whether this model, or the one that adapters stand around, can be told to keep no keys and values."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     return "use_cache" in inspect.signature(inner.forward).parameters
@@ -74,13 +76,13 @@ def compile_layers(model: torch.nn.Module, wish: CompileWish) -> None:
         )
     for layers in stacks:
         for layer in layers:
-            _BEFORE[layer] = vars(layer).get("forward")
+            _BEFORE[layer] = vars(layer).get("forward"), None
             layer.forward = _in_training(layer, layer.forward, wish)
 
 
-def compile_lines(job: Job, wish: CompileWish) -> tuple[str, ...]:
-    """Python that compiles the same layers of this job's `model`, for scripts that run without snugfit.
-    Raises `RecipeError` where that is not enough."""
+def compile_lines(job: Job, wish: CompileWish, *, trainer: bool) -> tuple[str, ...]:
+    """Python that compiles the same of this job's `model`, for scripts that run without snugfit. The
+    `trainer` is told of a whole model in its arguments. Raises `RecipeError` where that is not enough."""
     if wish.budget < 1 and any(map(_has_dropout, _layers_of(job))):
         raise RecipeError(
             "the layers have dropout, for which torch draws other random numbers in the backward pass where "
@@ -91,8 +93,11 @@ def compile_lines(job: Job, wish: CompileWish) -> tuple[str, ...]:
         "",
         f"functorch.activation_memory_budget = {wish.budget}  # of what a layer would keep",
     )
+    before = bounded if wish.budget < 1 else ()
+    if wish.what == "model":
+        return before if trainer else (*before, "model.config.use_cache = False", "model.compile()")
     return (
-        *(bounded if wish.budget < 1 else ()),
+        *before,
         "model.config.use_cache = False  # layers that fill a cache would each get a program of its own",
         "for layer in model.modules():",
         f"    if type(layer).__name__ in {layer_names(job)!r}:",
@@ -156,14 +161,20 @@ def _in_training(
 
 
 def run_as_written(model: torch.nn.Module) -> None:
-    """Undoes it. What a user has compiled stays compiled."""
+    """Undoes it. What a user has compiled stays compiled; where another library has put something around
+    a model's compiled forward pass, that stays too, around the one as it is written."""
     for module in model.modules():
         if module in _BEFORE:
-            before = _BEFORE.pop(module)
+            before, run = _BEFORE.pop(module)
+            if run is not None and vars(module).get("forward") is not run:
+                continue
             del module.forward
             if before is not None:
                 module.forward = before
 
 
-_BEFORE: WeakKeyDictionary[torch.nn.Module, Callable[..., Any] | None] = WeakKeyDictionary()
-"""Layers that are compiled now, each with the forward of its own that it had before."""
+_BEFORE: WeakKeyDictionary[torch.nn.Module, tuple[Callable[..., Any] | None, Callable[..., Any] | None]] = (
+    WeakKeyDictionary()
+)
+"""What is compiled now, each with the forward of its own that it had before; of a whole model its compiled
+one, too."""

@@ -165,7 +165,7 @@ class CompileWish:
     """Which parts of the model `torch.compile` compiles."""
 
     what: str = "layers"
-    """`layers`: each of the repeated layers, by itself."""
+    """`layers`: each of the repeated layers, by itself; `model`: its forward pass, as one."""
 
     budget: float = 1.0
     """Of what a compiled program would keep for its backward pass beyond its inputs, the share that it may

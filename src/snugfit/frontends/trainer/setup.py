@@ -60,7 +60,7 @@ def refuse_what_cannot_be_fitted(trainer: Any) -> None:
         "model_init": trainer.model_init is not None,
         "auto_find_batch_size, which changes the global batch": args.auto_find_batch_size,
         "use_liger_kernel, which fit is given in a recipe (liger)": args.use_liger_kernel,
-        "torch_compile, which fit is given in a recipe (compiled)": args.torch_compile,
+        "torch_compile, which fit is given in a recipe (compiled(what=model))": args.torch_compile,
         "dataloader_in_order=False": args.dataloader_num_workers > 1 and not args.dataloader_in_order,
     }
     if used := [name for name, is_used in unsaid.items() if is_used]:

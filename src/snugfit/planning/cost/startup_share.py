@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.errors import UsageError
 from snugfit.prediction.pinned import pinned_bytes
-from snugfit.prediction.startup import STARTUP_RATES, KernelSet, StartupRates, distinct_kernels, startup
+from snugfit.prediction.startup import (
+    STARTUP_RATES,
+    KernelSet,
+    StartupRates,
+    count_in_programs,
+    distinct_kernels,
+    startup,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -64,7 +71,8 @@ class StartupShares:
 
     def of(self, setup: Setup, trace: Trace) -> StartupShare:
         """The start-up of a run whose steps are this trace."""
-        once = self._seconds(setup, distinct_kernels(trace.kernels), pinned_bytes(trace.kernels))
+        launched = count_in_programs(trace.kernels, setup)
+        once = self._seconds(setup, distinct_kernels(trace.kernels), pinned_bytes(trace.kernels), launched)
         return StartupShare(once, once / self.run.steps if self.run.steps else 0.0)
 
     def least_share(self, setup: Setup, works: Iterable[Work]) -> float:
@@ -79,8 +87,9 @@ class StartupShares:
         """The steps that were asked about are not asked about again."""
         self._kernels.clear()
 
-    def _seconds(self, setup: Setup, kernels: KernelSet, pinned: int = 0) -> float:
-        once = startup(self.job, setup, kernels, pinned_bytes=pinned, rates=self.run.rates)
+    def _seconds(self, setup: Setup, kernels: KernelSet, pinned: int = 0, in_programs: int = 0) -> float:
+        rates = self.run.rates
+        once = startup(self.job, setup, kernels, pinned_bytes=pinned, in_programs=in_programs, rates=rates)
         return once.total_seconds(0.0)
 
     def _kernels_of(self, work: Work) -> KernelSet:

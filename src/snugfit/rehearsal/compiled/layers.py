@@ -1,4 +1,4 @@
-"""Layers compiled one by one (`step/compiling.py`), in a rehearsal.
+"""Layers compiled one by one, or a model compiled whole (`step/compiling.py`), in a rehearsal.
 
 Dynamo and AOTAutograd run as they do in a real step, on the rehearsal's tensors, with the policy's overrides
 in force and out of the recorder's sight. Inductor lowers what they give for the policy's device
@@ -9,7 +9,8 @@ Three things would go wrong silently:
 
 - under a dispatch mode Dynamo runs the code uncompiled, unless the mode says that it ignores what compilers
   do (`Recorder.ignore_compile_internals`). So each call of a layer must have gone through a program, and one
-  that runs while an operator is being dispatched does not count: Dynamo compiles torch's own Python there;
+  that runs while an operator is being dispatched does not count: Dynamo compiles torch's own Python there.
+  Of a whole model, whose graph Dynamo may break into several, nothing may have run beside its programs;
 - the recorder follows modules by global hooks, which Dynamo would trace into the program: they are taken away
   for the time of a compiled call;
 - torch remembers for each operator which kernel a traced graph goes to. The overrides come and go, so that
@@ -30,6 +31,7 @@ from unittest.mock import patch
 from snugfit.errors import RehearsalError
 from snugfit.rehearsal.compiled.lowering import computed_again, joint_passes_on_the_cpu, lower
 from snugfit.rehearsal.compiled.program import load
+from snugfit.rehearsal.compiled.traced_kernels import composed_as_elsewhere, forget_traced_kernels
 from snugfit.rehearsal.device.autocast import SWITCH
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.step import compiling
@@ -40,11 +42,18 @@ if TYPE_CHECKING:
 
     from snugfit.rehearsal.device.policy import Policy
     from snugfit.rehearsal.record.recorder import Recorder
+    from snugfit.rehearsal.trace.trace import Kernel
     from snugfit.techniques.setup import CompileWish
 
 NOT_COMPILED = (
     "torch did not compile {name}, so a prediction would be that of the uncompiled step. Leave "
     "'compiled' out of the recipe, or measure it with snugfit measure."
+)
+
+PARTLY_COMPILED = (
+    "torch compiled only parts of {name}: {operator}{where} ran beside its programs{why}. What runs there on "
+    "a GPU may be something else, so nothing is predicted. Try 'compiled', which compiles layers, or measure "
+    "it with snugfit measure."
 )
 
 
@@ -89,12 +98,17 @@ class Compiler:
 
         compiled = torch._dynamo.optimize(_backend_within(wish.budget))(forward)
 
+        name = getattr(forward, "__qualname__", "a layer")
+
         def run(*arguments: Any, **keywords: Any) -> Any:
-            before = self._run
+            before, kernels = self._run, len(self._recorder.kernels)
             with self._real_surroundings(), plain_refusals():
                 out = compiled(*arguments, **keywords)
             if self._run == before:
-                raise RehearsalError(NOT_COMPILED.format(name=getattr(forward, "__qualname__", "a layer")))
+                raise RehearsalError(NOT_COMPILED.format(name=name))
+            beside = [kernel for kernel in self._recorder.kernels[kernels:] if not kernel.compiled]
+            if beside and wish.what == "model":
+                raise RehearsalError(_about_breaks(name, beside[0]))
             return out
 
         return run
@@ -156,7 +170,7 @@ class Compiler:
     def _make(self, graph: Any, inputs: Sequence[Any], **options: Any) -> Any:
         import torch
 
-        key = (self._policy, _shape_of(inputs), *_key_of(graph, options))
+        key = (self._policy, str(_shape_of(inputs)), *_key_of(graph, options))
         program = _PROGRAMS.get(key)
         if program is None:
             strides: list[tuple[int, ...] | None] = []
@@ -174,6 +188,16 @@ class Compiler:
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
+
+
+def _about_breaks(name: str, kernel: Kernel) -> str:
+    """What to say of a kernel that ran beside the programs of what is compiled."""
+    from torch._dynamo.utils import counters
+
+    reasons = [str(reason).strip().splitlines()[0] for reason in counters["graph_break"]]
+    where = f" in {kernel.module}" if kernel.module else ""
+    why = f" (torch broke the graph: {reasons[-1]})" if reasons else ""
+    return PARTLY_COMPILED.format(name=name, operator=kernel.operator, where=where, why=why)
 
 
 _TRACED_FOR: list[Policy] = []
@@ -245,7 +269,7 @@ def compiled_layers(policy: Policy, recorder: Recorder) -> Iterator[None]:
         with (
             patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "0"}),
             patch.object(compiling, "compiled_function", compiler.compiled_function),
-            patch.object(torch._ops, "resolve_key", _composed_as_elsewhere(torch._ops.resolve_key)),
+            patch.object(torch._ops, "resolve_key", composed_as_elsewhere(torch._ops.resolve_key)),
             functorch.patch(enable_autograd_cache=False),
             torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=MANY),
             torch._dynamo.config.patch(accumulated_recompile_limit=MANY),
@@ -259,38 +283,8 @@ def compiled_layers(policy: Policy, recorder: Recorder) -> Iterator[None]:
         forget_traced_kernels()
 
 
-def forget_traced_kernels() -> None:
-    """Wipes what torch remembers of kernels that traced graphs go to."""
-    import torch
-
-    for packet in vars(torch.ops.aten).values():
-        for overload in vars(packet).values() if hasattr(packet, "_qualified_op_name") else ():
-            if isinstance(overload, torch._ops.OpOverload):
-                overload._dispatch_cache.clear()
-
-
-def _composed_as_elsewhere(resolve_key: Callable[..., Any]) -> Callable[..., Any]:
-    """Which kernel a traced operator goes to. torch gives some operators that are composed of others (a loss)
-    a kernel for shapes in Python, and takes it for one that autograd stands above: on `meta` alone they would
-    have no gradient. What has a kernel of its own on a device is not composed there."""
-    import torch
-
-    key = torch._C.DispatchKey
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-
-    def resolve(operator: Any, asked: Any) -> Any:
-        composed = asked == key.AutogradMeta and isinstance(operator, torch._ops.OpOverload)
-        if composed and not operator.has_kernel_for_dispatch_key(asked):
-            name = operator.name()
-            if has_kernel(name, key.CompositeImplicitAutograd) and not has_kernel(name, key.CPU):
-                return key.CompositeImplicitAutograd
-        return resolve_key(operator, asked)
-
-    return resolve
-
-
 def _key_of(graph: Any, options: Any) -> tuple[Any, ...]:
-    nodes = tuple(_shape_of(node.meta.get("val")) for node in graph.graph.nodes)
+    nodes = str([_shape_of(node.meta.get("val")) for node in graph.graph.nodes])  # some sizes are symbols
     visible = tuple(next(iter(reversed(graph.graph.nodes))).meta.get("user_visible_output_idxs", ()))
     said = tuple(str(options.get(name)) for name in ("is_backward", "is_inference", "static_input_idxs"))
     return graph.code, nodes, visible, said

@@ -177,7 +177,32 @@ class _Torch:
     def __getattr__(self, name: str) -> Any:
         import torch
 
-        return _Cuda() if name == "cuda" else getattr(torch, name)
+        return {"cuda": _Cuda(), "ops": _Operators()}.get(name) or getattr(torch, name)
+
+
+class _Operators:
+    """torch's operators, with those that keep the state of random numbers for a recomputation."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        return _WithRandomState if name == "higher_order" else getattr(torch.ops, name)
+
+
+class _WithRandomState:
+    """The state is on the host, whatever the device is."""
+
+    @staticmethod
+    def run_and_save_rng_state(operator: Any, *arguments: Any, **keywords: Any) -> Any:
+        """The state, and what the operator gives."""
+        import torch
+
+        return torch.get_rng_state(), operator(*arguments, **keywords)
+
+    @staticmethod
+    def run_with_rng_state(state: Any, operator: Any, *arguments: Any, **keywords: Any) -> Any:
+        """What the operator gives again."""
+        return operator(*arguments, **keywords)
 
 
 class _Cuda:

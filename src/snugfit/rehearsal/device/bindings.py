@@ -10,6 +10,7 @@ is therefore remembered, and a module is looked through again only when it has m
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -46,6 +47,7 @@ def bindings(
         cache.entries.clear()
         clear()
 
+    @functools.wraps(autocast_init)  # Dynamo reads its arguments from the signature
     def on_the_switch(self: Any, device_type: str, *arguments: Any, **keywords: Any) -> None:
         name = SWITCH if device_type in ("meta", "cuda") else device_type
         autocast_init(self, name, *arguments, **keywords)

@@ -403,6 +403,11 @@ class Recorder(TorchDispatchMode, Observer):
         self._views = self._programs = 0
         modules.forget_counts()
 
+    @property
+    def kernels(self) -> Sequence[Kernel]:
+        """What was launched so far in the last step."""
+        return self._kernels
+
     @contextlib.contextmanager
     def program(self, again: Counter[int] | None) -> Iterator[None]:
         """Within it, a compiled program runs: one of a forward pass (None), or one of a backward pass that

@@ -290,12 +290,12 @@ class CheckpointHandler(Handler):
 
 
 class CompileHandler(Handler):
-    """Layers that torch.compile compiles."""
+    """Layers, or a whole model, that torch.compile compiles."""
 
     wish, slot = "compile", Slot.ENGINE
 
     def wrap(self, value: CompileWish | None, model: Any) -> None:
-        """Layers are compiled as they stand, in place."""
+        """They are compiled as they stand, in place."""
         if value is not None:
             compile_parts(model, value)
 
@@ -305,15 +305,15 @@ class CompileHandler(Handler):
         run_as_written(live.model)
         self.wrap(value, live.model)
         if value is not None:
-            yield f"layers are those of {live.technique(self.slot)}"
+            yield f"{value.what}: compiled, by {live.technique(self.slot)}"
 
     def script(self, value: CompileWish | None, context: ScriptContext) -> dict[str, Any]:
-        """By `torch.nn.Module.compile` of the same layers, which hooks and the switch for checkpointing stand
-        around likewise."""
+        """By `torch.nn.Module.compile` of the same layers or model, which hooks and the switch for
+        checkpointing stand around likewise."""
         if value is None:
             return {}
         try:
-            return {"compiling": compile_lines(context.job, value)}
+            return {"compiling": compile_lines(context.job, value, trainer=context.trainer)}
         except RecipeError as refused:
             raise context.refusal(Slot.CHECKPOINTING, str(refused)) from None
 
