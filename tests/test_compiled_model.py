@@ -91,7 +91,7 @@ class Broken(torch.nn.Module):
 def test_what_ran_beside_the_programs_is_refused_by_name() -> None:
     model = Model.from_module(Broken(), {"x": torch.zeros(1, 8)})
     job = Job(model=model, task=Task.CUSTOM, batch_size=4)
-    with pytest.raises(RehearsalError, match=r"Broken.forward: aten::sin .*ran beside its programs"):
+    with pytest.raises(RehearsalError, match=r"Broken.forward: aten::sin .*ran outside its programs"):
         rehearsed(job, WHOLE)
 
 
