@@ -52,8 +52,8 @@ NOT_COMPILED = (
 
 PARTLY_COMPILED = (
     "torch compiled only parts of {name}: {operator}{where} ran outside its programs{why}. What runs there "
-    "on a GPU may be something else, so nothing is predicted. Try 'compiled', which compiles layers, or measure "
-    "it with snugfit measure."
+    "on a GPU may be something else, so nothing is predicted. Try 'compiled', which compiles layers, or "
+    "measure it with snugfit measure."
 )
 
 
