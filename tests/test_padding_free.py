@@ -14,7 +14,8 @@ from small_models import small_job
 from snugfit.data.lengths import Lengths
 from snugfit.errors import RecipeError, RehearsalError, UsageError
 from snugfit.job.gpu import find_gpu
-from snugfit.job.job import Job, Task
+from snugfit.job.job import Job, Phase, Task
+from snugfit.job.model import Model
 from snugfit.planning.lengths.lengths import plan_lengths
 from snugfit.planning.search.search import plan
 from snugfit.prediction.predict import predict
@@ -253,6 +254,27 @@ def test_a_live_model_drops_its_padding_and_keeps_it_again() -> None:
             assert model(**uneven()).logits.shape[:2] == rows
 
 
+@pytest.mark.parametrize("live", [False, True])
+def test_a_model_from_python_is_predicted_without_padding(live: bool) -> None:
+    """One that trains so already, whose copy has its hooks, and one that is only asked about."""
+    model: Any = build_model(a_job("llama"), wide("sdpa"), CPU).float()
+    if live:
+        change = LiveTraining(front_end="fit", recipe=Recipe.parse(RECIPE), model=model, device=CPU)
+        list(change_live(change, Recipe.parse(RECIPE).setup()))
+    job = Job(model=Model.from_module(model, uneven()), task=Task.CUSTOM, batch_size=4)
+    trace = rehearse(job, Recipe.parse(RECIPE).setup(), CudaPolicy())
+    count = sum(LENGTHS)
+    assert shapes(trace, "_flash_attention_forward") == {((count, 4, 16), (count, 2, 16), (count, 2, 16))}
+    assert model.config._attn_implementation == (PADDING_FREE if live else "sdpa"), "as it was"
+
+
+def test_rows_that_a_collator_has_made_stay_as_they_are() -> None:
+    model: Any = build_model(a_job("llama"), wide(PADDING_FREE), CPU)
+    packed, _ = without_padding(uneven(), shifts=True)
+    losses = [model(**batch).loss.item() for batch in (uneven(), packed)]
+    assert losses[0] == losses[1]
+
+
 # ---- rehearsed for a GPU -----------------------------------------------------------------------------------
 
 
@@ -315,6 +337,7 @@ def test_backward_takes_what_flash_attention_takes_for_several_lengths() -> None
         (small_job("llama", 2), "padding_free", "computes in 16 bits.*Add 'bf16'"),
         (small_job("llama", 2), RECIPE + " + compiled", "compiled.*was not tried"),
         (small_job("llama", 2, {"head_dim": 12}), RECIPE, "heads of 12 numbers"),
+        (replace(small_job("llama", 2), phase=Phase.EVALUATE), RECIPE, "in training alone"),
         (small_job("gemma2", 2), RECIPE, "softcap|cap"),
     ],
 )

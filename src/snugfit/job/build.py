@@ -54,6 +54,8 @@ def instantiate(
     that transformers cannot use or weights that the folder lacks, `RecipeError` for an attention that the
     architecture does not have.
     """
+    import torch
+
     module = job.model.module
     if module is not None:
         clone = clone_to_device(module).train(job.trains)
@@ -68,7 +70,7 @@ def instantiate(
         return _from_facts(job, dtype, attention, weights, on_loaded, quantization).train(job.trains)
 
     try:
-        with _no_package_asked_for(attention):
+        with no_package_asked_for(attention, torch.get_default_device()):
             return build(attention)
     except Exception as error:
         if "attn_implementation" not in str(error):
@@ -82,11 +84,9 @@ def instantiate(
 
 
 @contextlib.contextmanager
-def _no_package_asked_for(attention: str) -> Iterator[None]:
+def no_package_asked_for(attention: str, device: torch.device) -> Iterator[None]:
     """On shapes no kernel runs, so that of a package need not be there, and none is fetched from the hub."""
-    import torch
-
-    if not attention.startswith("flash_attention") or torch.get_default_device().type != "meta":
+    if not attention.startswith("flash_attention") or device.type != "meta":
         yield
         return
     from transformers import modeling_utils as models

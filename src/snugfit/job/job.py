@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any, Self
 
 from snugfit.errors import JobError, did_you_mean
-from snugfit.job.architectures import tasks_of, transformers_version
+from snugfit.job.architectures import class_of, tasks_of, transformers_version
 from snugfit.job.dtype import DTYPES, dtype_name
 from snugfit.job.limits import NO_SEQUENCE, length_problem
 from snugfit.job.model import Model
@@ -201,6 +201,13 @@ class Job:
     def config_to_read(self) -> Any:
         """The same config, one object for all who ask and change nothing of it: a rehearsal asks often."""
         return _config_to_read(self.model, self.task, self.labels)
+
+    def model_class(self) -> Any:
+        """The class of its model, whatever adapters stand around one from Python."""
+        module: Any = self.model.module
+        if module is None:
+            return class_of(self.task, self.config_to_read())
+        return type(module.get_base_model() if hasattr(module, "get_base_model") else module)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `Job.from_json` reads it back."""

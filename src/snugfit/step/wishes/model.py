@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from snugfit.errors import RecipeError
 from snugfit.hub_kernels import import_peft
+from snugfit.job.build import no_package_asked_for
 from snugfit.job.dtype import cast_weights, dtype_name
 from snugfit.step.checkpointing import checkpoint_layers, stop_own_checkpointing
 from snugfit.step.compiling import compile_lines, compile_parts, run_as_written
@@ -45,7 +46,12 @@ class AttentionHandler(Handler):
         return {"attention": value}
 
     def wrap(self, value: str, model: Any) -> None:
-        """The model drops the padding of its batches."""
+        """A copy of a model from Python is switched like the model itself, and the padding of its batches is
+        dropped, where that is asked for."""
+        now = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        if value != "sdpa" and now not in (None, value) and hasattr(model, "set_attn_implementation"):
+            with no_package_asked_for(value, next(model.parameters()).device):
+                model.set_attn_implementation(value)
         if value == PADDING_FREE:
             from snugfit.step.wishes.padding_free import drop_padding
 

@@ -71,6 +71,11 @@ class _PaddingHooks:
         """The arguments of the forward pass: one row without padding."""
         import torch
 
+        self._spread = None
+        if (
+            given.get("cu_seq_lens_q") is not None
+        ):  # one row already: a collator of the user's, or a copy's hooks
+            return args, given
         if args or not torch.is_tensor(given.get("input_ids")):
             raise RecipeError(
                 f"{PADDING_FREE} takes batches of input_ids by name: model(input_ids=..., "

@@ -76,11 +76,7 @@ class Flash(Technique):
 
 def _why_not(job: Job) -> str:
     """Why this job's model does not call the package; empty where it does."""
-    from snugfit.job.architectures import class_of
-
-    if job.model.module is not None:
-        return f"{job.model.name} is a module from Python, which chooses its own attention"
-    model = class_of(job.task, job.config_to_read())
+    model = job.model_class()
     if not getattr(model, "_supports_flash_attn", False):
         return f"transformers has no FlashAttention for {model.__name__}"
     return ""

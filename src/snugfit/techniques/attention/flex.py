@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from snugfit.job.job import Job
 from snugfit.techniques.counterpart import Counterpart
@@ -68,14 +68,10 @@ class Flex(Technique):
 
 def _why_not(job: Job) -> str:
     """Why this job's model has no flex_attention; empty where it has."""
-    from snugfit.job.architectures import class_of
-
-    if job.model.module is not None:
-        return f"{job.model.name} is a module from Python, which chooses its own attention"
-    config = job.config_to_read()
-    model = class_of(job.task, config)
+    model, module = job.model_class(), job.model.module
     if not getattr(model, "_supports_flex_attn", False):
         return f"transformers has no flex_attention for {model.__name__}"
+    config: Any = job.config_to_read() if module is None else module.config
     if config.is_encoder_decoder:
         return f"{model.__name__} adds its positions to the scores, which was not tried with it"
     text = config.get_text_config()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from snugfit.job.job import Job, Task
 from snugfit.techniques.setup import PADDING_FREE, Setup
@@ -25,6 +25,9 @@ from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueByS
 
 TASKS = (Task.CAUSAL_LM, Task.MASKED_LM, Task.TOKEN_CLASSIFICATION)
 """Whose outputs belong to a token each."""
+
+OF_A_TOKEN_EACH = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")
+"""Ends of the names of such models."""
 
 HALVES = ("bfloat16", "float16")
 
@@ -50,7 +53,9 @@ class PaddingFree(Technique):
         setup = Setup()
         for slot in (Slot.PRECISION, Slot.ENGINE, Slot.SHARDING):
             setup = recipe[slot].install(setup)
-        if why := _why_not(job):
+        if not job.trains:
+            yield "it drops padding in training alone. Take 'sdpa'."
+        elif why := _why_not(job):
             yield f"{why} Try 'sdpa'."
         dtype = setup.autocast or setup.weights_dtype or job.dtype
         if dtype not in HALVES:
@@ -83,12 +88,13 @@ class PaddingFree(Technique):
 
 def _why_not(job: Job) -> str:
     """Why the padding of this job's batches cannot be dropped; empty where it can."""
-    if job.task not in TASKS:
+    module = job.model.module
+    if module is None and job.task not in TASKS:
         return f"the outputs of {job.task} belong to whole sequences; it knows {', '.join(TASKS)}."
-    from snugfit.job.architectures import class_of
-
-    config = job.config_to_read()
-    model = class_of(job.task, config)
-    if config.is_encoder_decoder or not getattr(model, "_supports_flash_attn", False):
+    model = job.model_class()
+    if module is not None and not model.__name__.endswith(OF_A_TOKEN_EACH):
+        return f"the outputs of {model.__name__} may belong to whole sequences."
+    config: Any = job.config_to_read() if module is None else getattr(module, "config", None)
+    if not getattr(model, "_supports_flash_attn", False) or config.is_encoder_decoder:
         return f"{model.__name__} does not support FlashAttention, whose kernels it needs."
     return ""
