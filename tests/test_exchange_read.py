@@ -422,7 +422,8 @@ def test_the_plain_defaults_ask_for_exactly_one_technique_a_slot() -> None:
 
 @pytest.mark.parametrize("name", DIALECTS)
 def test_tables_translate_into_words_that_exist(name: str) -> None:
-    """What a table's keys become is a field of TrainingArguments, of the job, or known to a technique."""
+    """What a table's keys become is a field of TrainingArguments, of the job, known to a technique, or refused
+    by name."""
     from dataclasses import fields
 
     from snugfit.job.job import Job
@@ -431,7 +432,7 @@ def test_tables_translate_into_words_that_exist(name: str) -> None:
     known |= {
         key for technique in roster.techniques() for one in technique.counterparts for key in one.arguments
     }
-    known |= {"lora.peft_type"}
+    known |= {"lora.peft_type", *(key for refusal in dialect("trainer").refused for key in refusal["keys"])}
     for meaning in dialect(name).becomes.values():
         words = [meaning] if isinstance(meaning, str) else [key for one in meaning.values() for key in
                  ([one] if isinstance(one, str) else one)]  # fmt: skip
