@@ -422,8 +422,8 @@ def test_the_plain_defaults_ask_for_exactly_one_technique_a_slot() -> None:
 
 @pytest.mark.parametrize("name", DIALECTS)
 def test_tables_translate_into_words_that_exist(name: str) -> None:
-    """What a table's keys become is a field of TrainingArguments, of the job, known to a technique, or refused
-    by name."""
+    """What a table's keys become is a field of TrainingArguments or of the job, known to a technique, or
+    refused by name."""
     from dataclasses import fields
 
     from snugfit.job.job import Job

@@ -11,7 +11,8 @@ fuse too. Transformers may then make an explicit mask of what would be none (ver
 where no mask is given), and attention with it falls to a kernel that stores every score: BERT-large with 4 x
 512 tokens took 8.3 GB on an H200, and 6.6 GB uncompiled.
 
-The first step compiles. It pays where a run has many steps.
+The first step compiles. It pays where a run has many steps. Plans look at layers; with `--keep
+'compiled(what=model)'` they look at the model, whose recipes take up to a minute each to simulate.
 """
 
 from __future__ import annotations
