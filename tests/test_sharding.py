@@ -33,6 +33,8 @@ from snugfit.exchange.export import export
 from snugfit.exchange.read import Reading, read_arguments
 from snugfit.exchange.trainer_arguments import training_arguments
 from snugfit.job.gpu import find_gpu
+from snugfit.job.job import Job
+from snugfit.job.model import Model
 from snugfit.planning.keep import Kept
 from snugfit.planning.search.reasons import cures
 from snugfit.planning.search.search import plan
@@ -40,14 +42,20 @@ from snugfit.prediction.device import context_of
 from snugfit.prediction.pinned import host_state_bytes, pinned_bytes
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
+from snugfit.prediction.seconds import DISK_BANDWIDTH, step_seconds
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.sharded.host_tensors import HostTensors
-from snugfit.rehearsal.trace.trace import STAGE_BACK, STAGE_OUT, UPDATE_ON_HOST, Block, Trace
+from snugfit.rehearsal.trace.trace import STAGE_BACK, STAGE_OUT, SWAPPED, UPDATE_ON_HOST, Block, Trace
 from snugfit.step.host_link import LinkObserver, MetaLink
 from snugfit.step.open_step import open_step
 from snugfit.step.step import LOOPS, Observer
-from snugfit.step.wishes.engine_config import PROCESS_GROUP, bucket_sizes, engine_config
+from snugfit.step.wishes.engine_config import (
+    PROCESS_GROUP,
+    bucket_sizes,
+    engine_config,
+    refuse_without_file_operator,
+)
 from snugfit.step.wishes.engine_loop import in_numbers
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.sharding.zero2 import Zero2
@@ -208,14 +216,17 @@ def test_a_loop_of_one_s_own_is_not_written_for_an_engine() -> None:
 
 
 @with_deepspeed
-def test_deepspeed_s_own_class_takes_what_is_exported() -> None:
+@pytest.mark.parametrize(("recipe", "device"), [("zero3", "cpu"), ("zero3(offload=nvme)", "nvme")])
+def test_deepspeed_s_own_class_takes_what_is_exported(recipe: str, device: str) -> None:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    section = exported("zero3 + bf16")["deepspeed"]["zero_optimization"]
+    section = exported(f"{recipe} + bf16")["deepspeed"]["zero_optimization"]
     sizes = {name: 1024 for name, value in section.items() if value == "auto"}
     config = DeepSpeedZeroConfig(**{**section, **sizes})
     assert config.stage == 3
-    assert config.offload_param.device == config.offload_optimizer.device == "cpu"
+    assert config.offload_param.device == config.offload_optimizer.device == device
+    folder = None if device == "cpu" else "/local_nvme"
+    assert section["offload_param"].get("nvme_path") == folder
 
 
 # ---- the host's memory -----------------------------------------------------------------------------------
@@ -433,6 +444,44 @@ def test_t5_3b_trains_in_a_batch_of_four_on_15_gb() -> None:
     assert roomy.fits
     assert roomy.needed_bytes > 15e9
     assert roomy.footprint.retries == 0
+
+
+@with_deepspeed
+@pytest.mark.whole
+def test_a_disk_takes_from_the_host_and_takes_seconds() -> None:
+    """DeepSpeed's swappers run as they are: through page-locked buffers of the host, whose sizes they
+    choose, go at least weights, moments and gradients. The GPU holds what it does with the host alone."""
+    this = job_with_large_layers()
+    host, disk = (
+        rehearse(this, Recipe.parse(f"zero3(offload={where}) + bf16").setup(), CudaPolicy())
+        for where in ("cpu", "nvme")
+    )
+    assert disk.peak().nbytes == pytest.approx(host.peak().nbytes, rel=0.01)
+    weights = copied(host, UPDATE_ON_HOST)
+    assert not copied(host, SWAPPED)
+    assert copied(disk, SWAPPED) >= 6 * weights  # weights and both moments, there and back
+    assert copied(disk, UPDATE_ON_HOST) == weights
+    seconds = [step_seconds(one, find_gpu("h200"), batch_size=2).step_seconds for one in (host, disk)]
+    assert seconds[1] > seconds[0] + 6 * weights / DISK_BANDWIDTH
+
+
+@with_deepspeed
+def test_a_disk_without_the_operator_for_files_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda self, verbose=False: False)
+    setup = Recipe.parse("zero3(offload=nvme)").setup()
+    assert setup.sharding is not None
+    with pytest.raises(UsageError, match=r"async_io.*libaio.*offload=cpu"):
+        refuse_without_file_operator(setup.sharding)
+    refuse_without_file_operator(replace(setup.sharding, states="cpu", weights="cpu"))
+
+
+def job_with_large_layers() -> Job:
+    """Of matrices of 4 MiB, since what is smaller than one stays on the host."""
+    small = small_job("bert", 2)
+    config = {**small.model.config, "hidden_size": 1024, "intermediate_size": 2048}
+    return replace(small, model=Model.from_config(config, name="large layers"))
 
 
 @with_deepspeed

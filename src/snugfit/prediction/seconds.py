@@ -27,6 +27,7 @@ from snugfit.rehearsal.trace.trace import (
     MATRIX_PRODUCTS,
     PREPARED,
     STAGED,
+    SWAPPED,
     UPDATE_ON_HOST,
     WORK_ON_HOST,
 )
@@ -48,6 +49,10 @@ which gradients are only read), and bytes per second that the CPU does so, by by
 threads on the host of one H200 (2026-11-24) 84 to 108e9 in fp32 and 64e9 in bfloat16, alone. With these,
 whole steps of three models on another's host are met within 1 %, 1 % and, where the host decides the rest of
 the step too, 12 % (`results/h200-2026-11-23/host-adamw`)."""
+
+DISK_BANDWIDTH = 3e9
+"""Bytes per second of a disk that weights and states wait on: a guess, between the data sheets of NVMe disks
+on PCIe 3 and on PCIe 4. None was measured."""
 
 CAST = "aten::_to_copy"
 
@@ -211,7 +216,8 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
     elif kernel.operator == UPDATE_ON_HOST:
         launch = UPDATE_PASSES * kernel.nbytes / 2 / HOST_BANDWIDTH[kernel.itemsize]
     elif kernel.operator in BY_HOST:
-        launch = kernel.nbytes / 2 / HOST_BANDWIDTH[4] if kernel.operator == WORK_ON_HOST else 0.0
+        rate = DISK_BANDWIDTH if kernel.operator == SWAPPED else HOST_BANDWIDTH[4]
+        launch = kernel.nbytes / 2 / rate if kernel.operator in (WORK_ON_HOST, SWAPPED) else 0.0
     elif kernel.operator in COPIES | STAGED:
         launch = host.backward
     elif kernel.operator == AWAIT_COPY or not kernel.operator.startswith("aten::"):

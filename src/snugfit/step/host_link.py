@@ -88,6 +88,9 @@ class LinkObserver(Protocol):
     def work_on_host(self, nbytes: int) -> None:
         """The host reads and writes so many bytes of weights, gradients or states."""
 
+    def swap(self, nbytes: int) -> None:
+        """The host waits for a disk that reads or writes so many bytes of them."""
+
     def hold_on_host(self, nbytes: int, pinned: int) -> None:
         """The host holds so many bytes of them, some of which are page-locked."""
 

@@ -27,6 +27,11 @@ UNCERTAIN = (
     "bounds took up to 60 % longer there."
 )
 
+OF_DISKS = (
+    "The disk is taken to read and write 3 GB/s, one file after the other while the host waits. No disk was "
+    "measured."
+)
+
 TREE = (
     "Where a step fits without DeepSpeed, leave it out: on one GPU it only makes steps slower. Where it does "
     "not, begin with zero2, which puts optimizer states, gradients and the update on the host; zero3 puts "
@@ -47,25 +52,32 @@ FROM_ARGUMENTS = (
 """What the Trainer puts in from its own arguments where it is `auto`."""
 
 
-def zero_section(wish: ShardingWish, sizes: dict[str, Any]) -> dict[str, Any]:
-    """The section `zero_optimization`, with these sizes of buckets or `auto` for each."""
+DISK = "/local_nvme"
+"""The folder of a disk, as DeepSpeed's documentation has it: whoever trains puts the right one there."""
+
+
+def zero_section(wish: ShardingWish, sizes: dict[str, Any], folder: str = DISK) -> dict[str, Any]:
+    """The section `zero_optimization`, with these sizes of buckets or `auto` for each; what goes to a disk
+    is in this folder."""
     section: dict[str, Any] = {
         "stage": wish.stage,
         "overlap_comm": False,
         "contiguous_gradients": True,
         **{name: size for name, size in sizes.items() if wish.stage == 3 or not name.startswith("stage3_")},
     }
-    if wish.states != "none":
-        section["offload_optimizer"] = {"device": wish.states, "pin_memory": True}
-    if wish.weights != "none":
-        section["offload_param"] = {"device": wish.weights, "pin_memory": True}
+    for name, where in (("offload_optimizer", wish.states), ("offload_param", wish.weights)):
+        if where != "none":
+            section[name] = {"device": where, "pin_memory": True}
+        if where == "nvme":
+            section[name]["nvme_path"] = folder
+            section["stage3_max_reuse_distance"] = 0  # weights that stay would keep their few buffers
     return section
 
 
 def counterparts(stage: int) -> tuple[Counterpart, ...]:
     """`TrainingArguments(deepspeed=...)` that mean this stage; and the words of what reads configurations."""
     named = []
-    for offload in ("cpu", "none"):
+    for offload in ("cpu", "nvme", "none") if stage == 3 else ("cpu", "none"):
         wish = ShardingWish(stage=stage, states=offload, weights=offload if stage == 3 else "none")
         written: dict[str, Any] = {
             "deepspeed.zero_optimization": zero_section(wish, dict.fromkeys(AUTO, "auto")),

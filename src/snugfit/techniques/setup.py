@@ -189,10 +189,10 @@ class ShardingWish:
 
     states: str = "none"
     """Where optimizer states, the weights that are updated and the update itself are: `none` leaves them on
-    the GPU, `cpu` is the host."""
+    the GPU, `cpu` is the host, `nvme` a disk (stage 3)."""
 
     weights: str = "none"
-    """Where weights wait until a module uses them (stage 3): `none` or `cpu`."""
+    """Where weights wait until a module uses them (stage 3): `none`, `cpu` or `nvme`."""
 
     dtype: str = "float32"
     """What modules hold and compute in, by torch's name. What is updated is always fp32."""

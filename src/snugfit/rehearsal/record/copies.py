@@ -17,6 +17,7 @@ from snugfit.rehearsal.trace.trace import (
     PREFETCH,
     STAGE_BACK,
     STAGE_OUT,
+    SWAPPED,
     UPDATE_ON_HOST,
     WORK_ON_HOST,
 )
@@ -68,6 +69,10 @@ class CopyRecorder:
     def work_on_host(self, nbytes: int) -> None:
         """The host reads and writes so many bytes itself."""
         self._write(WORK_ON_HOST, _moving(nbytes))
+
+    def swap(self, nbytes: int) -> None:
+        """A disk reads or writes so many bytes, and the host waits."""
+        self._write(SWAPPED, _moving(nbytes))
 
     def hold_on_host(self, nbytes: int, pinned: int) -> None:
         """The host holds so many bytes, some of which are page-locked."""

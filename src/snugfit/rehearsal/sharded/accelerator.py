@@ -61,6 +61,10 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
         """Where tensors of shapes are."""
         return "meta"
 
+    def device_count(self) -> int:
+        """One; DeepSpeed's CPU would start a program each time it is asked."""
+        return 1
+
     def current_device(self) -> str:
         """The name of the only device there is."""
         return "meta"

@@ -87,9 +87,11 @@ def engine_on_shapes(recorder: Recorder) -> Iterator[HostTensors]:
     import torch.distributed._meta_registrations as fake_work
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
     from deepspeed.ops.adam import cpu_adam
+    from deepspeed.runtime.swap_tensor import partitioned_optimizer_swapper, partitioned_param_swapper
     from deepspeed.runtime.zero import linear, stage3
 
     from snugfit.rehearsal.sharded.accelerator import ShapesAccelerator
+    from snugfit.rehearsal.sharded.disk import FileOperator
 
     host = HostTensors(
         lambda tensor, dtype: recorder.__torch_dispatch__(TO_COPY, (), (tensor,), {"dtype": dtype})
@@ -102,6 +104,8 @@ def engine_on_shapes(recorder: Recorder) -> Iterator[HostTensors]:
         stack.enter_context(patch.object(linear, "get_accelerator", CPU_Accelerator))  # of autocast
         stack.enter_context(patch.object(cpuinfo, "get_cpu_info", dict))  # it asks for a second
         stack.enter_context(patch.object(cpu_adam, "CPUAdamBuilder", lambda: CpuAdam(host)))
+        for swapper in (partitioned_param_swapper, partitioned_optimizer_swapper):
+            stack.enter_context(patch.object(swapper, "AsyncIOBuilder", lambda: FileOperator(host)))
         stack.enter_context(patch.object(torch.Tensor, "record_stream", lambda self, stream: None))
         stack.enter_context(patch.object(coordinator, "assert_ints_same_as_other_ranks", lambda *ints: None))
         for module in (stage2, stage3):

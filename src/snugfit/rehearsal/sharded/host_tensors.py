@@ -124,6 +124,10 @@ class HostTensors(TorchDispatchMode):
         self.pinned += taken
         self._grow(taken - nbytes)
 
+    def lock(self, tensor: torch.Tensor) -> None:
+        """The tensor's bytes are page-locked as they are (`posix_memalign` and `mlock`)."""
+        self.pinned += tensor.untyped_storage().nbytes()
+
     def _grow(self, nbytes: int) -> None:
         self.nbytes += nbytes
         self.most = max(self.most, self.nbytes)

@@ -51,13 +51,16 @@ STAGE_BACK = "Memcpy HtoD, update"
 WORK_ON_HOST = "pass of the host"
 """The host reads and writes weights, gradients or states itself."""
 
+SWAPPED = "swap with the disk"
+"""The host waits for a disk that reads or writes weights, gradients or states."""
+
 HELD_ON_HOST = "memory of the host"
 """No work: so many bytes of weights, gradients and states are on the host."""
 
 PINNED_ON_HOST = "page-locked on the host"
 """No work: so many of them are page-locked."""
 
-BY_HOST = frozenset({UPDATE_ON_HOST, WORK_ON_HOST, HELD_ON_HOST, PINNED_ON_HOST})
+BY_HOST = frozenset({UPDATE_ON_HOST, WORK_ON_HOST, SWAPPED, HELD_ON_HOST, PINNED_ON_HOST})
 """What the device has no part in."""
 
 STAGED = frozenset({STAGE_OUT, STAGE_BACK})

@@ -7,13 +7,18 @@ off, because one GPU has nobody to communicate with.
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from snugfit.errors import UsageError
 from snugfit.techniques.deepspeed_zero import zero_section
 from snugfit.units import MIB
 
 if TYPE_CHECKING:
-    from snugfit.techniques.setup import Setup
+    from snugfit.techniques.setup import Setup, ShardingWish
 
 PROCESS_GROUP = 950 * MIB
 """NVML bytes that NCCL and DeepSpeed's engine add with one process: 950 and 951 MiB in two models under zero3
@@ -32,8 +37,35 @@ def engine_config(setup: Setup, *, batch_size: int, clip: float | None, width: i
         "gradient_clipping": clip or 0.0,
         "bf16": {"enabled": wish.dtype == "bfloat16"},
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": zero_section(wish, bucket_sizes(width)),
+        "zero_optimization": zero_section(wish, bucket_sizes(width), swap_folder(wish)),
     }
+
+
+def swap_folder(wish: ShardingWish) -> str:
+    """Where this process swaps to: a folder of its own among temporary files (`TMPDIR`), until it ends. The
+    empty text where nothing goes to a disk."""
+    return _own_folder() if "nvme" in (wish.states, wish.weights) else ""
+
+
+@cache
+def _own_folder() -> str:
+    folder = tempfile.mkdtemp(prefix="snugfit-swap-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def refuse_without_file_operator(wish: ShardingWish) -> None:
+    """Raises `UsageError` where states go to a disk and DeepSpeed's operator for files does not build."""
+    if "nvme" not in (wish.states, wish.weights):
+        return
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible():
+        raise UsageError(
+            "offload=nvme needs DeepSpeed's operator for files (async_io), which does not build here: it "
+            "needs a compiler and libaio with its headers (libaio-dev). Install them, or use offload=cpu. "
+            "snugfit predict and snugfit export need neither."
+        )
 
 
 def bucket_sizes(width: int) -> dict[str, Any]:

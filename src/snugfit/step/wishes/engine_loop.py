@@ -20,7 +20,7 @@ from snugfit.step.applier import run_context
 from snugfit.step.batches import place
 from snugfit.step.build import build_model, build_optimizer
 from snugfit.step.plain_loop import PlainStep
-from snugfit.step.wishes.engine_config import engine_config, width_of
+from snugfit.step.wishes.engine_config import engine_config, refuse_without_file_operator, width_of
 
 if TYPE_CHECKING:
     import torch
@@ -101,9 +101,11 @@ class EngineStep(PlainStep):
 
 def built_for_engine(job: Job, setup: Setup, device: torch.device) -> torch.nn.Module:
     """The model, built on the host, in the dtype that the engine would make of it there before it moves
-    it."""
+    it. Raises `UsageError` where the engine cannot keep states where they are wished."""
     wish = setup.sharding
     assert wish is not None
+    if device.type != "meta":
+        refuse_without_file_operator(wish)
     dtype = None if wish.dtype == "float32" else wish.dtype
     return build_model(job, replace(setup, weights_dtype=dtype), device, on_host=True)
 

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from snugfit.step.wishes.engine_config import swap_folder
 from snugfit.step.wishes.handler import Handler, ScriptContext
 from snugfit.techniques.deepspeed_zero import AUTO, FROM_ARGUMENTS, zero_section
 from snugfit.techniques.setup import ShardingWish
@@ -44,7 +45,7 @@ class ShardingHandler(Handler):
             return {}
         bf16 = value.dtype == "bfloat16"
         config = {
-            "zero_optimization": zero_section(value, dict.fromkeys(AUTO, "auto")),
+            "zero_optimization": zero_section(value, dict.fromkeys(AUTO, "auto"), swap_folder(value)),
             "bf16": {"enabled": bf16},
             **dict.fromkeys(FROM_ARGUMENTS, "auto"),
         }

@@ -32,8 +32,9 @@ class Zero3(Technique):
     last_resort: ClassVar = "zero3"
     searched: ClassVar = False
 
-    offload: Literal["cpu", "none"] = "cpu"
-    """Where weights, optimizer states and the update are: `cpu` is the host, `none` the GPU."""
+    offload: Literal["cpu", "nvme", "none"] = "cpu"
+    """Where weights, optimizer states and the update are: `cpu` is the host, `nvme` a disk, whose files the
+    host reads part by part to update (the folder for temporary files), `none` the GPU."""
 
     def install(self, setup: Setup) -> Setup:
         """Has DeepSpeed's engine run the steps."""
@@ -43,11 +44,13 @@ class Zero3(Technique):
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """The engine trains AdamW in fp32 or bf16."""
-        yield from deepspeed_zero.objections(job, recipe, on_host=self.offload == "cpu")
+        yield from deepspeed_zero.objections(job, recipe, on_host=self.offload != "none")
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Nobody has measured it."""
         yield deepspeed_zero.UNCERTAIN
+        if self.offload == "nvme":
+            yield deepspeed_zero.OF_DISKS
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
