@@ -7,7 +7,6 @@ off, because one GPU has nobody to communicate with.
 
 from __future__ import annotations
 
-import atexit
 import shutil
 import tempfile
 from functools import cache
@@ -42,16 +41,21 @@ def engine_config(setup: Setup, *, batch_size: int, clip: float | None, width: i
 
 
 def swap_folder(wish: ShardingWish) -> str:
-    """Where this process swaps to: a folder of its own among temporary files (`TMPDIR`), until it ends. The
-    empty text where nothing goes to a disk."""
+    """Where this process swaps to: a folder of its own among temporary files (`TMPDIR`), until a run ends.
+    The empty text where nothing goes to a disk."""
     return _own_folder() if "nvme" in (wish.states, wish.weights) else ""
 
 
 @cache
 def _own_folder() -> str:
-    folder = tempfile.mkdtemp(prefix="snugfit-swap-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+    return tempfile.mkdtemp(prefix="snugfit-swap-")
+
+
+def remove_swap_folder() -> None:
+    """Removes this process's folder of swapped files, where it has one."""
+    if _own_folder.cache_info().currsize:
+        shutil.rmtree(_own_folder(), ignore_errors=True)
+        _own_folder.cache_clear()
 
 
 def refuse_without_file_operator(wish: ShardingWish) -> None:

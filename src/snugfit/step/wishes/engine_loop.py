@@ -20,7 +20,12 @@ from snugfit.step.applier import run_context
 from snugfit.step.batches import place
 from snugfit.step.build import build_model, build_optimizer
 from snugfit.step.plain_loop import PlainStep
-from snugfit.step.wishes.engine_config import engine_config, refuse_without_file_operator, width_of
+from snugfit.step.wishes.engine_config import (
+    engine_config,
+    refuse_without_file_operator,
+    remove_swap_folder,
+    width_of,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -150,6 +155,7 @@ def group_of_one(device: torch.device) -> Iterator[None]:
     if device.type == "cuda" and (visible := os.environ.get(VISIBLE_DEVICES)):
         environment[VISIBLE_DEVICES] = in_numbers(visible)
     with contextlib.ExitStack() as stack:
+        stack.callback(remove_swap_folder)
         stack.enter_context(patch.dict(os.environ, environment))
         stack.enter_context(patch.dict(vars(comm)))
         stack.enter_context(patch.dict(vars(groups)))
