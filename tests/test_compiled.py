@@ -24,8 +24,10 @@ from snugfit.errors import RecipeError, RehearsalError
 from snugfit.job.job import Job
 from snugfit.planning.cost.startup_share import PlannedRun, StartupShares
 from snugfit.planning.keep import kept_of
+from snugfit.planning.search.search import plan
 from snugfit.planning.search.space import space_of
 from snugfit.prediction.startup import STARTUP_RATES
+from snugfit.rehearsal.compiled.joint_passes import PADDED
 from snugfit.rehearsal.compiled.layers import Compiler
 from snugfit.rehearsal.compiled.lowering import relabel
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy, Policy
@@ -152,6 +154,30 @@ def test_masks_are_made_outside_so_attention_stays_fused(family: str) -> None:
     assert any("scaled_dot_product" in name for name in operators)
 
 
+def test_attention_that_is_written_out_is_replaced_as_on_a_gpu() -> None:
+    """By the kernel that torch chooses there; in fp32 only with tf32, which its kernels multiply in."""
+    pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
+    job = small_job("bert", 2, facts={"hidden_size": 128, "num_attention_heads": 2})
+    seen = {}
+    for recipe in ("eager + compiled", "tf32 + eager + compiled", "bf16_pure + eager + compiled"):
+        names = {kernel.operator for kernel in rehearsed(job, recipe, CudaPolicy()).kernels}
+        seen[recipe] = sorted(name for name in names if "scaled_dot" in name and "backward" not in name)
+    assert [bool(names) for names in seen.values()] == [False, True, True], seen
+    assert not any("for_cpu" in name for names in seen.values() for name in names), seen
+
+
+@pytest.mark.parametrize(("positions", "pads"), [(1536, False), (1500, True)])
+def test_products_of_odd_sizes_are_padded_and_that_is_said(positions: int, pads: bool) -> None:
+    """Where they are, attention is not replaced by a kernel: a Whisper's scores were stored on an H200."""
+    pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
+    facts = {"hidden_size": 128, "num_attention_heads": 2, "max_position_embeddings": positions}
+    job = small_job("bert", 2, facts=facts, sequence_length=positions)
+    trace = rehearsed(job, "bf16_pure + eager + compiled", CudaPolicy())
+    names = {kernel.operator for kernel in trace.kernels}
+    assert (PADDED in trace.doubts) == pads
+    assert any("scaled_dot" in name for name in names) != pads, names
+
+
 @pytest.mark.whole
 def test_a_graph_that_is_said_to_be_elsewhere_shares_the_same_storages() -> None:
     """Inductor keeps a copy of what is saved too, and drops any other: it compares storages. A LoRA beside
@@ -183,6 +209,15 @@ def test_the_first_step_holds_what_timing_a_kernels_settings_takes() -> None:
     assert {block.phase for block in timed[0]} == {"forward", "backward"}
     assert not timed[1]
     assert traces[0].kernels == traces[1].kernels
+
+
+@pytest.mark.whole
+def test_what_only_the_first_step_holds_is_in_no_lower_bound() -> None:
+    """Sixty MiB beside which no optimizer states stand yet: a plan took them for part of every step, and gave
+    up because the whole step took less than its bound."""
+    pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
+    found = plan(small_job("llama", 2), gpu="h200", keep="compiled", workers=1)
+    assert "compiled" in str(found.best.recipe)
 
 
 @pytest.mark.whole

@@ -2,11 +2,12 @@
 
 Measured with torch 2.11 and lowered here by the version that is installed. What Inductor's versions do
 otherwise (a sum of bias gradients is cast in the kernel that adds it up, a norm's backward pass is one kernel
-or two) moves no byte of a peak.
+or two) moves no byte of a peak. Where the cache on the disk was warm no kernel's settings were timed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from snugfit.prediction.predict import predict
+from snugfit.rehearsal.compiled.first_launches import settings_known
 from snugfit.results.measurement import Measurement
 from test_law_recorded_truth import Truth, drifted, figures
 from tiers import slow_but
@@ -22,7 +24,7 @@ from tiers import slow_but
 FOLDER = Path(__file__).parents[1] / "results" / "h200-2026-11-23" / "compiled"
 COMPILED = sorted(file.parent.name for file in FOLDER.rglob("measurement.json")
                   if "uncompiled" not in file.parent.name)  # fmt: skip
-BAND = {"requested_bytes": 1e-6, "allocated_bytes": 0.002, "reserved_bytes": 0.003}
+BAND = {"requested_bytes": 1e-6, "allocated_bytes": 0.002, "reserved_bytes": 0.0035}
 STEP_MEDIAN, STEP_WORST = 0.12, 0.25
 """Of the step's seconds in compared.json: so much longer they took than predicted, on a shared host on which
 uncompiled steps took 3 to 18 % longer."""
@@ -41,7 +43,8 @@ def test_a_compiled_step_takes_the_bytes_that_were_predicted(name: str) -> None:
     )  # fmt: skip
     if apart := drifted(truth):
         pytest.skip(apart)
-    truth.check()
+    with settings_known() if name.endswith("-warm") else contextlib.nullcontext():
+        truth.check()
 
 
 def test_the_committed_comparison_is_of_these_constants() -> None:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from snugfit.rehearsal.compiled.first_launches import settings_known
 from snugfit.rehearsal.rehearse import record_step
 from snugfit.rehearsal.splice import NOTHING, Part, kept_workspaces
 from snugfit.rehearsal.trace.profile import MicroBatchProfile, profile_micro_batches
@@ -100,7 +101,8 @@ def rehearse_sizes(
     step.sizes = [[job.batch_size]] if whole else []
     step.gradients_stand = whole and len(sizes) > 1
     step.sizes += [sizes if step.gradients_stand else [sizes[0], *sizes]] if sizes else []
-    recording = record_step(step, policy, 1)
+    with settings_known():
+        recording = record_step(step, policy, 1)
     optimizer: Any = step.optimizer
     profiles = list(profile_micro_batches(recording))
     baseline = profiles[-1].live_after

@@ -29,7 +29,9 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from snugfit.errors import RehearsalError
-from snugfit.rehearsal.compiled.lowering import computed_again, joint_passes_on_the_cpu, lower
+from snugfit.rehearsal.compiled.first_launches import time_settings
+from snugfit.rehearsal.compiled.joint_passes import joint_passes_for
+from snugfit.rehearsal.compiled.lowering import computed_again, lower
 from snugfit.rehearsal.compiled.program import load
 from snugfit.rehearsal.compiled.traced_kernels import composed_as_elsewhere, forget_traced_kernels
 from snugfit.rehearsal.device.autocast import SWITCH
@@ -88,6 +90,7 @@ class Compiler:
 
         self._policy, self._recorder, self._callback = policy, recorder, eager_callback
         self._run = 0
+        self._assumed: list[str] = []  # of the graph that is compiled now
         self._chosen: set[str] = set()  # sources of kernels whose settings were timed
         self._own = {name: getattr(torch.Tensor, name) for name in ("item", "tolist", "numpy", "__format__")}
         self._functions = {name: getattr(torch, name) for name in _ASKED_IN_PYTHON}
@@ -161,7 +164,8 @@ class Compiler:
         key = None if list(graph.children()) else asked
         if key is not None and key in _GRAPHS:
             return _GRAPHS[key]
-        with joint_passes_on_the_cpu(), within_budget(budget):
+        self._assumed = []
+        with joint_passes_for(self._policy, self._assumed.append), within_budget(budget):
             compiled = fx.compile_fx(graph, inputs, inner_compile=self._make)
         if key is not None:
             _GRAPHS[key] = compiled
@@ -178,10 +182,12 @@ class Compiler:
             text = lower(graph, inputs, self._policy, lambda outs: strides.extend(_strides(outs)), **options)
             program = _PROGRAMS[key] = _Program(load(text, _launch, _choose), strides, again)
         _tell_strides(program.strides)
-        call, again = program.call, program.again
+        call, again, assumed = program.call, program.again, tuple(dict.fromkeys(self._assumed))
 
         def run(arguments: list[Any]) -> Any:
             now = _NOW[-1]
+            for sentence in assumed:
+                now._recorder.doubt(sentence)
             now._run += bool(torch._C._len_torch_dispatch_stack())
             with now._recorder.program(again):
                 return call(arguments)
@@ -227,26 +233,20 @@ def _launch(name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Ten
 
 
 def _choose(source: str, changes: Sequence[torch.Tensor]) -> None:
-    """The first launch times a kernel's settings: it flushes the GPU's cache before each with a buffer of its
-    size (`InductorBenchmarker.benchmark_gpu`), and changes copies (`CachingAutotuner.bench`; where they would
-    not fit beside, they go to the host). A process whose cache on the disk knows the settings does not."""
-    import torch
-
+    """The first launch of a process times a kernel's settings."""
     now = _NOW[-1]
-    nbytes = getattr(now._policy, "cache_bytes", 0)
-    if not nbytes or source in now._chosen:
-        return
-    now._chosen.add(source)
-    beside = [torch.empty(nbytes, dtype=torch.uint8, device="meta")]
-    beside += [torch.empty_like(one) for one in changes if one.numel() * one.itemsize <= nbytes]
+    if source not in now._chosen:
+        now._chosen.add(source)
+        time_settings(now._policy, changes)
 
 
 def _surroundings() -> tuple[Any, ...]:
-    """What AOTAutograd asks of the process beside the graph."""
+    """What AOTAutograd and Inductor ask of the process beside the graph."""
     import torch
 
     switch = torch.is_autocast_enabled(SWITCH), torch.get_autocast_dtype(SWITCH)
-    return *switch, torch.is_autocast_cache_enabled(), torch.is_grad_enabled()
+    tf32 = torch.backends.cuda.matmul.fp32_precision
+    return *switch, torch.is_autocast_cache_enabled(), torch.is_grad_enabled(), tf32
 
 
 @contextlib.contextmanager

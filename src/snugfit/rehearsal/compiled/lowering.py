@@ -10,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 from snugfit.rehearsal.compiled.described_gpu import describe_gpu
 from snugfit.rehearsal.device.policy import CudaPolicy
@@ -151,24 +150,6 @@ def _on(value: Any, device: torch.device) -> Any:
         shapes = torch.empty(0, dtype=value.dtype, device="meta")
         shapes.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
         return FakeTensor(value.fake_mode, shapes.requires_grad_(value.requires_grad), device)
-
-
-@contextlib.contextmanager
-def joint_passes_on_the_cpu() -> Iterator[None]:
-    """Within it, Inductor's passes over the joint graph meet tensors of the CPU, not of `meta`."""
-    import torch
-    from torch._inductor import compile_fx as fx
-
-    passes = fx._recursive_joint_graph_passes
-    takes_device = "input_device" in inspect.signature(passes).parameters
-
-    def on_the_cpu(graph: Any, *arguments: Any, **keywords: Any) -> Any:
-        cpu = torch.device("cpu")
-        relabel(graph, cpu)
-        return passes(graph, *arguments, **{**keywords, "input_device": cpu} if takes_device else keywords)
-
-    with patch.object(fx, "_recursive_joint_graph_passes", on_the_cpu):
-        yield
 
 
 def _init_patterns() -> None:
