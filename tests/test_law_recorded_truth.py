@@ -38,6 +38,7 @@ from snugfit.prediction.profile import Software, installed_versions
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Block
 from snugfit.results.measurement import Measurement
+from snugfit.step.wishes.engine_config import group_bytes
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.units import MIB
@@ -120,7 +121,7 @@ def foreseen(key: str, loop: str, gpu: str, *, constant: bool = False) -> tuple[
         events = tuple(event + (1 if event > 0 else -1) for event in trace.events)
         trace = replace(trace, blocks=(Block(4, "", "", "build", -1, ""), *trace.blocks), events=(1, *events))
     after = replay(trace, expandable=wishes.expandable_segments)
-    context, _ = context_of(device, software, trace, grouped=wishes.sharding is not None)
+    context, _ = context_of(device, software, trace, group=group_bytes(wishes))
     return after.requested_peak, after.allocated_peak, after.reserved_peak, after.reserved_peak + context
 
 

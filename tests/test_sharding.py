@@ -54,6 +54,7 @@ from snugfit.step.wishes.engine_config import (
     PROCESS_GROUP,
     bucket_sizes,
     engine_config,
+    group_bytes,
     refuse_without_file_operator,
 )
 from snugfit.step.wishes.engine_loop import in_numbers
@@ -142,8 +143,9 @@ def test_gpus_are_named_to_deepspeed_by_numbers(monkeypatch: pytest.MonkeyPatch)
 def test_a_process_group_takes_memory_of_its_own() -> None:
     trace = rehearse(small_job("bert", 2), Recipe.parse("plain").setup(), CudaPolicy())
     h200 = find_gpu("h200")
-    alone, grouped = (context_of(h200, Software(), trace, grouped=one)[0] for one in (False, True))
-    assert grouped - alone == PROCESS_GROUP
+    setups = [Recipe.parse(recipe).setup() for recipe in ("plain", "zero2", "zero3")]
+    alone, *grouped = (context_of(h200, Software(), trace, group=group_bytes(setup))[0] for setup in setups)
+    assert [one - alone for one in grouped] == [PROCESS_GROUP[2], PROCESS_GROUP[3]]
 
 
 def test_buckets_are_those_of_auto() -> None:

@@ -43,7 +43,7 @@ from snugfit.measurement.target import Target, child_environment, open_target
 from snugfit.results.footprint import Footprint
 from snugfit.results.measurement import Measurement
 from snugfit.step.step import LOOPS
-from snugfit.step.wishes.engine_config import PROCESS_GROUP
+from snugfit.step.wishes.engine_config import group_bytes
 from snugfit.techniques.recipe import Recipe
 
 MAX_STEPS = 100_000
@@ -274,7 +274,6 @@ def _contamination(
 ) -> str | None:
     """Why the GPU was not this run's alone, or could not be proven so; None when it was. The memory of a
     process group is the run's own."""
-    grouped = request.recipe.setup().sharding is not None
     if target.card is None or baseline is None or sampler is None:
         return (
             f"it is not known whether other processes used the GPU: {target.doubt}" if target.doubt else None
@@ -285,7 +284,7 @@ def _contamination(
         sampler,
         reserved_bytes=result.reserved_bytes,
         context_bytes=result.first_context_bytes,
-        group_bytes=PROCESS_GROUP if grouped else 0,
+        group_bytes=group_bytes(request.recipe.setup()),
     )
 
 

@@ -81,10 +81,10 @@ def policy_for(gpu: Gpu | None, software: Software) -> CudaPolicy:
 
 
 def _free_bytes(gpu: Gpu) -> int | None:
-    """Bytes that an engine finds free on it, with its process group."""
+    """Bytes that an engine of the second stage, which asks, finds free on it beside its process group."""
     if gpu.memory_bytes is None:
         return None
-    return gpu.memory_bytes - (gpu.context_bytes or USUAL_CONTEXT) - PROCESS_GROUP
+    return gpu.memory_bytes - (gpu.context_bytes or USUAL_CONTEXT) - PROCESS_GROUP[2]
 
 
 _INSTEAD = "Try a current CUDA GPU. For a rough answer, try snugfit predict --memory with its size."
@@ -140,19 +140,16 @@ class ContextNeeds(NamedTuple):
         )
 
 
-def context_of(
-    gpu: Gpu | None, software: Software, trace: Trace, *, grouped: bool = False
-) -> tuple[int, list[str]]:
-    """NVML bytes of the context and its libraries, and sentences on what is uncertain about them; `grouped`
-    is a step of DeepSpeed's engine, in a process group."""
-    return context_for(gpu, software, ContextNeeds.of(trace), grouped=grouped)
+def context_of(gpu: Gpu | None, software: Software, trace: Trace, *, group: int = 0) -> tuple[int, list[str]]:
+    """NVML bytes of the context and its libraries, with the bytes of a process `group`, and sentences on what
+    is uncertain about them."""
+    return context_for(gpu, software, ContextNeeds.of(trace), group=group)
 
 
 def context_for(
-    gpu: Gpu | None, software: Software, needs: ContextNeeds, *, grouped: bool = False
+    gpu: Gpu | None, software: Software, needs: ContextNeeds, *, group: int = 0
 ) -> tuple[int, list[str]]:
     """The same for a step with these needs, which are found once for many GPUs."""
-    group = PROCESS_GROUP if grouped else 0
     if software.context_bytes is not None:
         return software.context_bytes + group, []
     context = gpu.context_bytes if gpu else None

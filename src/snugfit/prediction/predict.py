@@ -21,6 +21,7 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.results.footprint import Footprint, Kind, Moment, Startup
 from snugfit.results.prediction import Prediction
 from snugfit.results.step_seconds import PhaseSpan, StepSeconds
+from snugfit.step.wishes.engine_config import group_bytes
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import MIB
 
@@ -91,7 +92,7 @@ def predict(
     warnings = recipe.check(job, gpu.compute_capability if gpu else None)
     setup = profile.setup(recipe)
     trace = _rehearse(job, setup, gpu, profile, loop, trainer_class)
-    context, about_context = context_of(gpu, profile, trace, grouped=setup.sharding is not None)
+    context, about_context = context_of(gpu, profile, trace, group=group_bytes(setup))
     limit = gpu.memory_bytes - context if gpu and gpu.memory_bytes else None
     after = replay(trace, expandable=setup.expandable_segments, limit=limit)
     if limit is not None and after.retries and after.reserved_peak <= limit:

@@ -22,9 +22,9 @@ ADAMW = "torch.optim:AdamW"
 NEEDS = ("deepspeed>=0.18",)
 
 UNCERTAIN = (
-    "DeepSpeed's own code was simulated. Two small steps of zero3 were measured, on an H200 whose host "
-    "others shared: the bytes as predicted, the seconds 23 and 54 % more. Other steps that such a host "
-    "bounds took up to 60 % longer there."
+    "DeepSpeed's own code was simulated. Four steps of zero2 and two of zero3 were measured, on H200s whose "
+    "hosts others shared: the bytes as predicted, the seconds 21 to 81 % and 23 to 54 % more. Other steps "
+    "that such a host bounds took up to 60 % longer there."
 )
 
 OF_DISKS = (

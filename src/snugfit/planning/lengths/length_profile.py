@@ -28,6 +28,7 @@ from snugfit.prediction.seconds import step_seconds
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS, Trace
 from snugfit.results.step_seconds import StepSeconds
+from snugfit.step.wishes.engine_config import group_bytes
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -160,7 +161,7 @@ class LengthProfiler:
             software, setup = Software(), self.recipe.setup()
             trace = rehearse(self.at(*key), setup, policy_for(self.gpu, software), loop=self.loop)
             after = replay(trace, expandable=setup.expandable_segments)
-            context, about_context = context_of(self.gpu, software, trace, grouped=setup.sharding is not None)
+            context, about_context = context_of(self.gpu, software, trace, group=group_bytes(setup))
             self._samples[key] = LengthSample(length, trace.kernels, trace.waits)
             self._bytes[key] = Bytes(
                 requested_bytes=after.requested_peak,

@@ -19,9 +19,15 @@ from snugfit.units import MIB
 if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup, ShardingWish
 
-PROCESS_GROUP = 950 * MIB
-"""NVML bytes that NCCL and DeepSpeed's engine add with one process: 950 and 951 MiB in two models under zero3
-on one H200 (torch 2.11, DeepSpeed 0.19.8, 2026-11-24)."""
+PROCESS_GROUP = {2: 560 * MIB, 3: 950 * MIB}
+"""NVML bytes that NCCL and DeepSpeed's engine add with one process, by the stage: 558 to 563 MiB in four runs
+under zero2 and 950 and 951 MiB in two under zero3, each on one H200 (torch 2.11, DeepSpeed 0.19.8,
+2026-11-24)."""
+
+
+def group_bytes(setup: Setup) -> int:
+    """NVML bytes of a step's process group; 0 without one."""
+    return PROCESS_GROUP[setup.sharding.stage] if setup.sharding else 0
 
 
 def engine_config(setup: Setup, *, batch_size: int, clip: float | None, width: int) -> dict[str, Any]:

@@ -6,8 +6,9 @@ whole, and the backward pass needs no copy of the queries' gradient in 32 bits, 
 transformers compiles it by itself when it is first called; the rest of the model runs as it is written.
 
 It needs Triton and a GPU: torch's flex_attention has no backward pass on a CPU. Where nothing is masked or
-all is causal, `sdpa` has kernels that are written by hand. It was measured on no GPU; its seconds are those
-of flash attention over all positions, of which masked blocks are not taken off.
+all is causal, `sdpa` has kernels that are written by hand. Its seconds are those of flash attention over all
+positions, of which masked blocks are not taken off: a Llama-3.2-1B on an H200 took the bytes that were
+predicted and a tenth less time, and 19 s for its first step, of which compiling attention is not predicted.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class Flex(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Nobody has measured it."""
-        return "it was measured on no GPU, so no plan chooses it by itself"
+        """Its seconds are an upper bound, and one step was measured."""
+        return "one step of it was measured, so no plan chooses it by itself"
 
 
 def _why_not(job: Job) -> str:

