@@ -31,6 +31,9 @@ BALANCE = 54.4
 what Triton takes an H200 to do for each (`pad_mm.is_mm_compute_bound`, `triton.testing`). On one, products
 with 59 were padded and such with 49 were not."""
 
+HALF = 2
+"""Bytes of a number in 16 bits."""
+
 PADDED = (
     "Compiled products with sizes that are no multiple of 16 bytes: Inductor times on the GPU whether to pad "
     "them. Where one H200 padded them, they are predicted padded."
@@ -103,13 +106,14 @@ def _decisions_of(policy: CudaPolicy, doubt: Callable[[str], None]) -> Iterator[
 
 
 def pays_to_pad(match: Any, first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether this product, (m, k) by (k, n), is taken to be faster padded: as the six of one attention were
-    or were not, of operands that kernels write padded at once, or whose inner dimension needs no padding."""
+    """Whether this product, (m, k) by (k, n), is taken to be faster padded: in 16 bits, as the six of one
+    attention were or were not, of operands that kernels write padded at once, or whose inner dimension needs
+    no padding. Those of an attention in tf32, over 373 positions, were not."""
     from torch._inductor.fx_passes import pad_mm
 
     (rows, inner), columns = first.shape[-2:], second.shape[-1]
     moved = rows * inner + inner * columns + rows * columns
-    if rows * inner * columns <= BALANCE * moved:
+    if first.itemsize != HALF or rows * inner * columns <= BALANCE * moved:
         return False
     align = pad_mm.get_alignment_size(first)
     lengths = [max(one.stride()[-2:]) for one in (first, second)]
