@@ -250,7 +250,8 @@ def test_a_script_s_budget_is_read(tmp_path: Path, compiles: str) -> None:
     )
     reading = read_arguments(file)
     assert not reading.refused
-    assert reading.settings["recipe"] == "compiled + budget(0.5) + adamw_fused"
+    what = "compiled" if compiles else "compiled(what=model)"
+    assert reading.settings["recipe"] == f"{what} + budget(0.5) + adamw_fused"
 
 
 # ---- plans ------------------------------------------------------------------------------------------------
