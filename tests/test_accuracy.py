@@ -79,12 +79,13 @@ def test_sixteen_draws_meet_every_family() -> None:
 
 
 def test_draws_are_lawful_and_broad() -> None:
-    """Every technique is drawn, on lengths that are no powers of two too, and nothing unlawful is."""
+    """Every technique is drawn but two, which need a package that we cannot measure with or are slower than
+    another; on lengths that are no powers of two too, and nothing unlawful is."""
     everything = [one for seed in range(16) for one in drawn(seed)]
     for one in everything:
         one.recipe.check(one.job, (9, 0), installed=False)
     used = {technique.name for one in everything for technique in one.recipe}
-    assert used == {technique.name for technique in roster.techniques()}
+    assert {technique.name for technique in roster.techniques()} - used == {"flash", "flex"}
     lengths = {one.job.sequence_length for one in everything}
     assert any(length & (length - 1) for length in lengths)
     assert any(one.job.padding for one in everything)
