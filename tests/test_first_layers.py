@@ -14,6 +14,7 @@ from small_models import small_job
 from snugfit.errors import RecipeError
 from snugfit.exchange.export import export
 from snugfit.job.job import Job, Task
+from snugfit.planning.search.search import plan
 from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
@@ -21,6 +22,7 @@ from snugfit.rehearsal.trace.trace import Trace
 from snugfit.step.build import build_model
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import CheckpointWish
+from snugfit.techniques.technique import Slot
 from test_law_loops import hold
 from test_law_rehearsed_equals_real import hold_to_reports, job
 
@@ -125,3 +127,37 @@ def test_as_many_as_there_are_is_said() -> None:
 def test_an_export_refuses_it_by_name(target: str) -> None:
     with pytest.raises(RecipeError, match="first_layers"):
         export(small_job("gpt2", 2), Recipe.parse("first_layers(1)"), target)
+
+
+# ---- a plan finds k --------------------------------------------------------------------------------------
+
+
+@pytest.mark.whole
+def test_a_plan_recomputes_as_few_layers_as_fit() -> None:
+    """One sample, which cannot be cut, and memory for a third of what layers keep."""
+    this = small_job("llama", 12, batch_size=1, sequence_length=8192)
+    keep = "lora(r=4) + bf16 + sdpa + adamw_fused + uncompiled + torch_kernels + whole_logits"
+
+    def needed(recipe: str) -> int:
+        footprint = predict(this, f"lora(r=4) + bf16 + adamw_fused + {recipe}", gpu="h200").footprint
+        return footprint.reserved_bytes + footprint.context_bytes
+
+    memory = (needed("keep_all") + 2 * needed("every_layer")) // 3
+    found = plan(this, gpu="h200", memory_bytes=memory, keep=keep, workers=1)
+    assert found.best is not None
+    assert found.verified
+    recipe = Recipe.parse(found.best.recipe)
+    k = recipe[Slot.CHECKPOINTING].k  # type: ignore[attr-defined]
+    assert str(recipe[Slot.CHECKPOINTING]) == f"first_layers({k})"
+    assert found.best.reserved_bytes + found.best.context_bytes <= memory
+    reasons = {reason.slot: reason for reason in found.reasons}
+    assert reasons["checkpointing"].against == "keep_all"
+    assert (reasons["checkpointing"].needed_bytes or 0) > memory
+    assert not any(reason.why_not for reason in found.reasons)
+    fewer = str(recipe).replace(f"first_layers({k})", f"first_layers({k - 1})" if k > 1 else "keep_all")
+    footprint = predict(this, fewer, gpu="h200").footprint
+    assert footprint.reserved_bytes + footprint.context_bytes > memory
+    kept = plan(this, gpu="h200", memory_bytes=memory, keep=f"{keep} + every_layer", workers=1)
+    assert kept.best is not None
+    assert found.best.step_seconds < kept.best.step_seconds
+    assert "first_layers" not in kept.best.recipe

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar, Protocol, Self
@@ -154,6 +154,13 @@ class Technique(ABC):
     def settings(cls, job: Job) -> Iterator[Self]:
         """What a planner may try: by default the technique as it stands."""
         yield cls()
+
+    @classmethod
+    def grades(cls, job: Job) -> Sequence[Self]:
+        """Settings of which each saves more memory and takes longer than the one before, between the slot's
+        plain technique and another: too many to be searched one by one, so a plan looks for the least that
+        fits. Empty for a technique that is searched by its `settings`."""
+        return ()
 
     def is_never_better_than(self, other: Technique, compute_capability: tuple[int, int] | None) -> bool:
         """Whether no step with it is faster or smaller than the same step with `other` in its place, on GPUs

@@ -19,6 +19,7 @@ from snugfit.errors import RecipeError, SnugfitError
 from snugfit.job.gpu import all_gpus
 from snugfit.job.limits import NO_SEQUENCE
 from snugfit.planning.plan import Change, Reason, Start
+from snugfit.planning.search.grades import add_candidate, stand_in
 from snugfit.prediction.worker_pool import Question, WorkerPool
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Fidelity, Slot
@@ -48,10 +49,13 @@ class Explanation(NamedTuple):
 def explain(state: SearchState, pool: WorkerPool, answer: int) -> Explanation:
     """Simulates the answer in full, and judges what its slots are compared with. Raises `SnugfitError` when
     the answer cannot be simulated."""
-    candidates = state.space.candidates
-    recipe = candidates[answer].recipe
+    recipe = state.space.candidates[answer].recipe
     state.screen_these(_comparable(state, recipe), math.inf)
     alternatives = {slot: _alternative(state, recipe, slot) for slot in Slot}
+    for other in filter(None, alternatives.values()):
+        if state.space.number(other) is None and stand_in(state.space, other) is not None:
+            add_candidate(state, other)
+    candidates = state.space.candidates
     numbers = {slot: state.space.number(other) for slot, other in alternatives.items() if other is not None}
     unknown = {n for n in numbers.values() if n is not None and n in state.bounds and n not in state.judged}
     questions = [Question(answer, "verify", (recipe, state.judged[answer]))]
@@ -91,12 +95,13 @@ def _alternative(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | Non
     plain = roster.plain(slot)
     if recipe[slot] != plain and plain in state.space.offers(slot):
         return recipe.with_(plain)
+    alike = state.space.candidates[stand_in(state.space, recipe) or 0].recipe
     bounds = [
         (state.bounds[number].seconds, number)
-        for number in state.space.others(recipe, slot)
+        for number in state.space.others(alike, slot)
         if number in state.bounds
     ]
-    return state.space.candidates[min(bounds)[1]].recipe if bounds else None
+    return recipe.with_(state.space.candidates[min(bounds)[1]].recipe[slot]) if bounds else None
 
 
 def _reason(

@@ -30,6 +30,7 @@ from snugfit.planning.cost.startup_share import PlannedRun
 from snugfit.planning.keep import Free, Keep, kept_of
 from snugfit.planning.plan import SLOWEST, Pace, Plan, nearest_miss
 from snugfit.planning.request import fidelity_of, refuse_bad_request, start_of
+from snugfit.planning.search.grades import find_grades
 from snugfit.planning.search.progress import Tell, with_best
 from snugfit.planning.search.ranking import rank_best
 from snugfit.planning.search.recomputing import KINDS_AT_A_TIME, RecomputingKinds
@@ -141,6 +142,7 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     state = SearchState(space, memory_bytes=bound, slowest=asked.slowest * (1 + AS_FAST))
     tell = with_best(asked.tell, lambda: state.best_so_far(asked.objective, job.batch_size))
     search(state, pool, tell, smallest=smallest, every_bound=listed)
+    space = space if smallest else find_grades(state, pool, job, tell)
     front = state.front()
     if not front:
         why = next((f"'{one.what}': {one.why}" for one in state.excluded), "the space is empty.")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import ne
 from typing import TYPE_CHECKING, NamedTuple
@@ -72,13 +72,15 @@ class Space:
     """What no recipe of it changes."""
     numbers: Mapping[int, int]
     """Of each candidate its number, by its index among all combinations of the choices."""
+    graded: Mapping[Recipe, int] = field(default_factory=dict)
+    """Candidates that are no such combination (`grades.py`), with their numbers."""
 
     def number(self, recipe: Recipe) -> int | None:
         """The number of the candidate with this recipe; None when it is not in the space."""
         index = 0
         for technique, offered in zip(recipe, self.choices, strict=True):
             if technique not in offered:
-                return None
+                return self.graded.get(recipe)
             index = index * len(offered) + offered.index(technique)
         return self.numbers.get(index)
 
@@ -212,12 +214,13 @@ def _choices(
             continue
         if (why := _missing_on(technique, capability)) or (why := technique.planning_objection(job)):
             excluded.append(Exclusion(what=technique.name, why=why))
-        elif many_gpus and technique.lowered:
-            why = f"plans for many GPUs look at it when it is asked for (--keep {technique.name})"
+        elif many_gpus and (technique.lowered or technique.grades(job)):
+            word = next(iter(technique.grades(job)), technique.name)
+            why = f"plans for many GPUs look at it when it is asked for (--keep '{word}')"
             excluded.append(Exclusion(what=technique.name, why=why))
         elif degrees.index(technique.fidelity) > degrees.index(fidelity):
             excluded.append(Exclusion(what=technique.name, why=ALLOWED_BY[technique.fidelity]))
-        else:
+        elif not technique.grades(job):
             yield from dict.fromkeys(technique.settings(job))
 
 

@@ -259,9 +259,12 @@ class SearchState:
     @property
     def most_seconds(self) -> float:
         """Above this nothing is judged for the front; infinite while nothing fits."""
-        return self.slowest * next(
-            (seconds for seconds, needed, _ in self._best if self.fits(needed)), math.inf
-        )
+        return self.slowest * self.fastest_that_fits
+
+    @property
+    def fastest_that_fits(self) -> float:
+        """Seconds of the fastest that was judged and fits; infinite while nothing does."""
+        return next((seconds for seconds, needed, _ in self._best if self.fits(needed)), math.inf)
 
     @property
     def nothing_fits(self) -> bool:

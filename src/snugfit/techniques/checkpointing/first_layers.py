@@ -9,7 +9,7 @@ a layer that is there whole once more finds room. With the last ones it would be
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -50,8 +50,15 @@ class FirstLayers(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Each k is rehearsed in full, and there are as many as layers."""
-        return f"plans look at it where k is given (--keep '{cls.name}({max(1, layers_of(job) // 2)})')"
+        """Without the number of layers there is nothing to choose among."""
+        if layers_of(job) > 1:
+            return ""
+        return f"its config says of no layers (--keep '{cls.name}(2)' plans with two)"
+
+    @classmethod
+    def grades(cls, job: Job) -> Sequence[Self]:
+        """One layer and more, up to all but one."""
+        return [cls(k=k) for k in range(1, layers_of(job))]
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:

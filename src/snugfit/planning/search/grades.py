@@ -1,0 +1,187 @@
+"""Of a technique with many grades the one that is just enough, where a faster recipe lacks some bytes.
+
+Recomputing the first k layers has as many settings as a model has layers, each with passes of its own that
+are rehearsed at the whole depth. So they are no part of the space. They lie between keeping all and
+recomputing each layer, in bytes and in seconds. Once the fastest recipe of the space that fits is known, a
+few of those that keep all, do not fit, and may be faster on the line to each layer, get the least grade that
+fits: looked for on that line, from both sides, in some two to six rehearsals. Of those that may be as fast
+the simplest is taken, and the allocator's kinds of segments are both tried, since a grade's trace is the same
+for both. That is no exact search: what the line says of a recipe may be wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from snugfit.errors import SnugfitError
+from snugfit.planning.cost.figures import Bound, Figures
+from snugfit.planning.search.simpler import AS_FAST
+from snugfit.planning.search.space import Candidate, Space
+from snugfit.planning.step_key import step_key
+from snugfit.prediction.worker_pool import Question, WorkerPool
+from snugfit.techniques import roster
+from snugfit.techniques.setup import EVERY_LAYER, Setup
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+    from snugfit.planning.search.progress import Tell
+    from snugfit.planning.search.state import SearchState
+    from snugfit.techniques.recipe import Recipe
+    from snugfit.techniques.technique import Technique
+
+RECIPES = 3
+"""Recipes that get a grade, one after the other, the fastest on the line first."""
+
+ROUNDS = 4
+"""Times that grades of one recipe are rehearsed, two at a time."""
+
+NEVER_SEEN = 0.25
+"""Of a step's seconds, what recomputing each layer adds where nothing is known of it: a forward pass is a
+third of a step's products."""
+
+
+class _Between(NamedTuple):
+    """A recipe that keeps all and does not fit, and what is known of it with each layer recomputed."""
+
+    number: int
+    needed_bytes: int
+    seconds: float
+    least_bytes: int
+    most_seconds: float
+
+    def share(self, memory_bytes: int) -> float:
+        """How far on the line to each layer it fits."""
+        return (self.needed_bytes - memory_bytes) / max(1, self.needed_bytes - self.least_bytes)
+
+    def seconds_within(self, memory_bytes: int) -> float:
+        """What it takes there."""
+        return self.seconds + self.share(memory_bytes) * (self.most_seconds - self.seconds)
+
+
+def find_grades(state: SearchState, pool: WorkerPool, job: Job, tell: Tell) -> Space:
+    """Judges the least grades that fit and are faster than all that was judged and fits, and adds them to the
+    state's space, which it gives back. None where nothing fits, or the slot is kept."""
+    if state.memory_bytes is None or state.nothing_fits or not job.trains:
+        return state.space
+    for technique in roster.techniques():
+        grades = technique.grades(job)
+        if not grades or technique.slot in state.space.fixed.slots:
+            continue
+        tried = set[int]()
+        for _ in range(RECIPES):
+            between = _most_promising(state, technique.slot, tried)
+            if between is None:
+                break
+            tried.add(state.space.candidates[between.number].sized)
+            tell(f"looking for {technique.name} that fits")
+            if least_grade := _least_that_fits(state, pool, between, grades):
+                add_candidate(state, *least_grade)
+    return state.space
+
+
+def _most_promising(state: SearchState, slot: Slot, tried: set[int]) -> _Between | None:
+    """Of the recipes with other passes than those `tried`, the simplest that may be as fast as the fastest
+    on the line, if that is faster than all that fits."""
+    space, memory = state.space, state.memory_bytes or 0
+    most = state.fastest_that_fits * (1 - AS_FAST)
+    lines = [
+        line
+        for line in _lines(state, slot)
+        if line.seconds_within(memory) < most and space.candidates[line.number].sized not in tried
+    ]
+    least = min((line.seconds_within(memory) for line in lines), default=math.inf)
+    as_fast = [line for line in lines if line.seconds_within(memory) <= least * (1 + AS_FAST)]
+    return min(
+        as_fast,
+        key=lambda line: (space.changes(space.candidates[line.number].recipe), line.seconds_within(memory)),
+        default=None,
+    )
+
+
+def _lines(state: SearchState, slot: Slot) -> Iterator[_Between]:
+    """What keeps all and does not fit, but may with each layer recomputed."""
+    space, plain = state.space, roster.plain(slot)
+    every = next((one for one in space.offers(slot) if one.install(Setup()).checkpoint == EVERY_LAYER), None)
+    for number, bound in state.bounds.items():
+        recipe = space.candidates[number].recipe
+        known = state.judged.get(number) or bound
+        if recipe[slot] != plain or state.fits(known.needed_bytes) or every is None:
+            continue
+        other = space.number(recipe.with_(every))
+        if other is None:
+            continue
+        full = state.judged.get(other) or state.bounds.get(other)
+        least = full.needed_bytes if full else bound.resting_bytes
+        if state.fits(least):
+            most = max(full.seconds, known.seconds) if full else known.seconds * (1 + NEVER_SEEN)
+            yield _Between(number, known.needed_bytes, known.seconds, least, most)
+
+
+def _least_that_fits(
+    state: SearchState, pool: WorkerPool, between: _Between, grades: Sequence[Technique]
+) -> tuple[Recipe, Figures] | None:
+    """The first of these grades with which the recipe fits, and what it takes; None where that was not
+    found or is no faster than what fits anyway."""
+    low, high = 0, len(grades) + 1  # grades that do not fit, and that do; 0 keeps all, and the last is each
+    low_bytes, high_bytes = between.needed_bytes, between.least_bytes
+    least_grade: tuple[Recipe, Figures] | None = None
+    base, memory = state.space.candidates[between.number].recipe, state.memory_bytes or 0
+    for _ in range(ROUNDS):
+        if high - low <= 1:
+            break
+        share = (low_bytes - memory) / max(1, low_bytes - high_bytes)
+        guess = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
+        for grade in sorted({guess, max(guess - 1, low + 1)}):
+            judged = _judge(state, pool, base.with_(grades[grade - 1]))
+            if judged is None:
+                return least_grade
+            _, figures = judged
+            if state.fits(figures.needed_bytes):
+                high, high_bytes, least_grade = grade, figures.needed_bytes, judged
+                break
+            low, low_bytes = grade, figures.needed_bytes
+            if figures.seconds >= state.fastest_that_fits:
+                return None
+    return least_grade if least_grade and least_grade[1].seconds < state.fastest_that_fits else None
+
+
+def _judge(state: SearchState, pool: WorkerPool, recipe: Recipe) -> tuple[Recipe, Figures] | None:
+    """What a recipe takes by the simplest allocator with which it fits, or the one that needs the fewest
+    bytes; None where it cannot be rehearsed."""
+    space = state.space
+    allocators = sorted(space.offers(Slot.ALLOCATOR), key=lambda one: one != space.simplest[Slot.ALLOCATOR])
+    recipes = [recipe.with_(allocator) for allocator in allocators]
+    recipes = [one for one in recipes if stand_in(space, one) is not None]
+    setups = [one.setup() for one in recipes]
+    [(_, answer)] = pool.answers_to([Question(0, "judge", (setups,))])
+    if isinstance(answer, SnugfitError):
+        return None
+    judged = [(one, figures) for one, (figures,) in zip(recipes, answer, strict=True)]
+    fitting = [one for one in judged if state.fits(one[1].needed_bytes)]
+    return fitting[0] if fitting else min(judged, key=lambda one: one[1].needed_bytes)
+
+
+def add_candidate(state: SearchState, recipe: Recipe, figures: Figures | None = None) -> None:
+    """Makes this recipe one of the space's, with what it takes where that is known."""
+    space, setup, number = state.space, recipe.setup(), len(state.space.candidates)
+    update, own = step_key(setup).update, -number
+    new = Candidate(recipe=recipe, setup=setup, update=update, passes=own, sized=own, trace=own)
+    state.space = replace(space, candidates=(*space.candidates, new), graded={**space.graded, recipe: number})
+    if figures is None:
+        state.bounds[number] = Bound(0, 0.0)
+    else:
+        state.bounds[number] = Bound(figures.needed_bytes, figures.seconds)
+        state.learn(number, figures)
+
+
+def stand_in(space: Space, recipe: Recipe) -> int | None:
+    """Of a recipe with a grade, the same with the slot's plain technique; its own number for any other. None
+    where that is not in the space."""
+    for technique in recipe:
+        if technique not in space.offers(technique.slot):
+            recipe = recipe.with_(roster.plain(technique.slot))
+    return space.number(recipe)
