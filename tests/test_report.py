@@ -236,7 +236,7 @@ def test_what_the_guide_gives_no_figure_of_gets_none_here() -> None:
     rows = {row[0]: row for row in guide_chapters.without_figures_grid(result).rows}
     assert rows["torch.compile: inductor"][1] == "predicted"
     assert rows["DeepSpeed: ZeRO-2, CPU offload"][1] == "predicted"
-    assert rows["DeepSpeed: ZeRO-3, NVMe offload"][1] == "not predicted"
+    assert rows["DeepSpeed: ZeRO-3, NVMe offload"][1] == "predicted"
     for line in result.without_figures:
         for recipe in line.instead.split(", ") if "(" not in line.instead else techniques_in(line.instead):
             Recipe.parse(recipe)

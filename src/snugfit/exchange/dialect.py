@@ -91,7 +91,8 @@ class Dialect:
         if meaning is not None and (written := as_word(value)) in meaning:
             return dict(meaning[written])
         if meaning is not None and "*" in meaning:
-            return {meaning["*"]: value}
+            other = meaning["*"]
+            return dict(other) if isinstance(other, Mapping) else {other: value}
         is_grouped = value is not None and any(key in group for group in self.groups.values())
         return {key: value} if is_grouped else None
 
