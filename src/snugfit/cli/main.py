@@ -36,7 +36,7 @@ from snugfit.cli.lengths import lengths
 from snugfit.cli.measure import measure
 from snugfit.cli.plan import plan
 from snugfit.cli.predict import predict
-from snugfit.cli.streams import forget, open_all
+from snugfit.cli.streams import forget, keep_libraries_off_stdout, open_all
 from snugfit.cli.techniques import techniques
 from snugfit.cli.train import train
 from snugfit.errors import SnugfitError, escape_controls, nearest
@@ -118,6 +118,7 @@ def main() -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"
     gc.set_threshold(FEW_COLLECTIONS, 50, 50)
     open_all()
+    keep_libraries_off_stdout()
     code = run(sys.argv[1:])
     with suppress(BrokenPipeError, SnugfitError):  # whose exit code is another one already
         sys.stdout.flush()

@@ -6,11 +6,15 @@ command fails when it cannot be written, unless its reader went away by itself (
 
 A descriptor that was closed before we began (`2>&-`) is opened on /dev/null: the next file that the process
 opens would get its number, and messages would be written into it.
+
+DeepSpeed logs to stdout. accelerate and the HF Trainer import it where it is installed, so its messages would
+stand before an answer and break its JSON: they go to stderr.
 """
 
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 from typing import TextIO
@@ -55,6 +59,22 @@ def forget(stream: TextIO) -> None:
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, stream.fileno())
     os.close(nothing)
+
+
+class _ToStderr(logging.Filter):
+    """Writes a logger's messages to stderr, and keeps them from its own handlers."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Always False. What DeepSpeed says of the accelerator that it found is left out: snugfit tells it
+        which GPU a step is for."""
+        if record.filename != "real_accelerator.py":
+            print(escape_controls(f"{record.name}: {record.getMessage()}"), file=sys.stderr)
+        return False
+
+
+def keep_libraries_off_stdout() -> None:
+    """From here on, what DeepSpeed logs goes to stderr."""
+    logging.getLogger("DeepSpeed").addFilter(_ToStderr())
 
 
 def say_last(text: str) -> None:

@@ -1,0 +1,38 @@
+"""What libraries log does not stand in an answer: DeepSpeed has its messages printed on stdout."""
+
+import logging
+import sys
+
+import pytest
+
+from snugfit.cli.streams import keep_libraries_off_stdout
+
+
+@pytest.fixture
+def logger():
+    """DeepSpeed's logger as DeepSpeed makes it, for the time of a test."""
+    logger = logging.getLogger("DeepSpeed")
+    handlers, filters, level = logger.handlers[:], logger.filters[:], logger.level
+    yield logger
+    logger.handlers[:], logger.filters[:] = handlers, filters
+    logger.setLevel(level)
+
+
+def _log(logger, file, message):
+    logger.setLevel(logging.WARNING)
+    logger.addHandler(logging.StreamHandler(stream=sys.stdout))
+    logger.handle(logger.makeRecord(logger.name, logging.WARNING, file, 1, message, (), None))
+
+
+def test_stdout_holds_answers_only(logger, capsys):
+    keep_libraries_off_stdout()
+    _log(logger, "engine.py", "gradients are not reduced")
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == "DeepSpeed: gradients are not reduced\n"
+
+
+def test_the_accelerator_that_deepspeed_found_is_not_told(logger, capsys):
+    keep_libraries_off_stdout()
+    _log(logger, "real_accelerator.py", "Setting accelerator to CPU.")
+    assert capsys.readouterr() == ("", "")
