@@ -10,6 +10,10 @@ whatever the link does. The last one stays. When the backward pass comes to a re
 to come back. A tensor that several operators save travels once, and lives as long as the last of them needs
 it, as it would without all this.
 
+Where only the first few layers travel, the last region of these leaves the device when the next layer is
+done, and begins to come back when the backward pass comes to that layer, so that its copies stay beside the
+computation. Which layer a checkpoint's input belongs to shows when that layer is called, right after.
+
 A storage travels whole, and every tensor comes back with the strides it had, so that the backward pass runs
 the same kernels on the same numbers.
 """
@@ -118,24 +122,42 @@ class SavedTensor(NamedTuple):
     offset: int
 
 
-class ActivationOffload:
-    """The hooks on one model's saved tensors."""
+class Kept:
+    """What autograd keeps in the place of a tensor that stays on the device, or of which it is not yet known
+    whether it travels."""
 
-    def __init__(self, what: str) -> None:
+    __slots__ = ("before", "saved", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, before: Region | None = None) -> None:
+        self.tensor: torch.Tensor | None = tensor
+        self.before = before
+        """What begins to come back when this is used."""
+        self.saved: SavedTensor | None = None
+        """In its place, once it is known to travel."""
+
+
+class ActivationOffload:
+    """The hooks on one model's saved tensors; only the `first` layers of a stack travel, or all of them."""
+
+    def __init__(self, what: str, first: int | None = None) -> None:
         from torch.autograd.graph import saved_tensors_hooks
 
-        self.what = what
+        self.what, self.first = what, first
+        self._staying: frozenset[int] = frozenset()  # layers, by identity
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._handles: list[Any] = []
         self._links: dict[torch.device, Link] = {}
         self._begin_pass()
         self._in_forward = self._in_layer = False
+        self._layer: Any = None  # that runs, where not all travel
 
     def _begin_pass(self) -> None:
         self._region: Region | None = None  # being filled
         self._last: Region | None = None  # the last that was filled
         self._known: dict[tuple[int, torch.dtype], tuple[Any, Any]] = {}
         self._weights: frozenset[int] = frozenset()
+        self._undecided: list[Kept] = []
+        self._after: Region | None = None  # which was full before the layer that runs, and stays
 
     def attach(self, model: Any) -> None:
         """From now on the model's saved tensors travel. Raises `RecipeError` where it has no layers."""
@@ -148,7 +170,9 @@ class ActivationOffload:
         add = self._handles.append
         add(model.register_forward_pre_hook(self._enter, prepend=True))
         add(model.register_forward_hook(self._leave, always_call=True))
-        for layer in (layer for stack in stacks for layer in stack if self.what == "all"):
+        if self.first is not None:
+            self._staying = frozenset(id(layer) for stack in stacks for layer in stack[self.first :])
+        for layer in (layer for stack in stacks for layer in stack if self.what == "all" or self._staying):
             add(layer.register_forward_pre_hook(self._enter_layer))
             add(layer.register_forward_hook(self._leave_layer, always_call=True))
 
@@ -181,23 +205,40 @@ class ActivationOffload:
         if self._in_forward:
             self._hooks.__exit__(None, None, None)
             self._in_forward = self._in_layer = False
+            self._layer, self._after = None, None
+            self._undecided.clear()
             self._fill_up()
             self._known.clear()
 
     def _enter_layer(self, layer: Any, arguments: Any) -> None:
-        self._in_layer = self._in_forward
+        if self._in_forward:
+            travels = id(layer) not in self._staying
+            self._decide(travels=travels)
+            self._in_layer = travels and self.what == "all"
+            self._layer, self._after = layer, None if travels else self._last
 
     def _leave_layer(self, layer: Any, arguments: Any, out: Any) -> None:
         if self._in_forward:
-            self._in_layer = False
+            self._in_layer, self._layer = False, None
             self._fill_up()
+            if id(layer) in self._staying:
+                self._stop()
 
     # ---- autograd's side ---------------------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         checkpointed = _is_saved_by_a_checkpoint()
-        if not (checkpointed or self._in_layer) or not self._travels(tensor):
+        if not (checkpointed or self._in_layer or self._after) or not self._travels(tensor):
             return tensor
+        if checkpointed and self._staying and self._layer is None:
+            self._undecided.append(Kept(tensor))
+            return self._undecided[-1]
+        if self._layer is not None and id(self._layer) in self._staying:
+            return Kept(tensor, self._after)
+        return self._save(tensor, checkpointed=checkpointed)
+
+    def _save(self, tensor: torch.Tensor, *, checkpointed: bool) -> SavedTensor:
+        """What stands for a tensor that travels; a checkpoint's input does so alone."""
         if checkpointed:
             self._fill_up()
         if self._region is None:
@@ -214,6 +255,12 @@ class ActivationOffload:
         return saved
 
     def _unpack(self, saved: Any) -> torch.Tensor:
+        if isinstance(saved, Kept):
+            if saved.before is not None:
+                self._bring(saved.before)
+            if saved.tensor is not None:
+                return saved.tensor
+            saved = saved.saved
         if not isinstance(saved, SavedTensor):
             return saved  # type: ignore[no-any-return]
         self._bring(saved.region)
@@ -265,6 +312,21 @@ class ActivationOffload:
             self._last.leave_device()
         self._last = region
 
+    def _decide(self, *, travels: bool) -> None:
+        """The inputs that a checkpoint has just saved are this layer's, which travels or not."""
+        for kept in self._undecided:
+            if travels and kept.tensor is not None:
+                kept.saved, kept.tensor = self._save(kept.tensor, checkpointed=True), None
+            else:
+                kept.before = self._last
+        self._undecided.clear()
+
+    def _stop(self) -> None:
+        """No region follows the last one for now."""
+        if self._last is not None:
+            self._last.leave_device()
+        self._last = self._after = None
+
     def _bring(self, region: Region) -> None:
         """What of this region is not on the device comes back; where all of it is, nothing happens."""
         away = [one for one in region.alive() if one.base is None]
@@ -299,7 +361,7 @@ def offload_activations(model: Any, wish: OffloadWish | None) -> None:
     if before is not None:
         before.detach()
     if wish is not None:
-        _OFFLOADS[model] = offload = ActivationOffload(wish.what)
+        _OFFLOADS[model] = offload = ActivationOffload(wish.what, wish.first)
         offload.attach(model)
 
 
