@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import gc
 import importlib
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import test_accelerate
 import test_fit_law
@@ -22,6 +22,7 @@ from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.prediction.pinned import pinned_bytes
 from snugfit.prediction.predict import predict
+from snugfit.prediction.rates import rates_for
 from snugfit.prediction.seconds import step_seconds
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
@@ -31,7 +32,6 @@ from snugfit.step.activation_offload import Travelling, offload_activations
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import OffloadWish, Setup
 from test_activation_offload import INPUT, NBYTES, Stack, copies_of, gradients
-from test_activation_offload import sent as sent
 from test_law_loops import hold
 from test_law_rehearsed_equals_real import hold_to_reports, job
 
@@ -41,6 +41,21 @@ LAYERS = 6
 @pytest.fixture(autouse=True)
 def small_tensors_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation_offload, "LEAST_BYTES", 1024)
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Bytes of each storage that goes to the host, by what goes together."""
+    batches: list[list[int]] = []
+    link = activation_offload.link_to_host(torch.device("cpu")).__class__
+    send = link.send
+
+    def note(self: Any, tensors: Any) -> Any:
+        batches.append([tensor.untyped_storage().nbytes() for tensor in tensors])
+        return send(self, tensors)
+
+    monkeypatch.setattr(link, "send", note)
+    return batches
 
 
 @pytest.mark.parametrize(
@@ -103,28 +118,82 @@ def test_the_first_layers_send_what_they_save_and_all_of_it_leaves(sent: list[li
     loss.backward()
 
 
-def test_the_last_of_them_comes_back_beside_the_layer_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its copy begins when the backward pass enters the third layer; those before it begin one by one."""
-    model = Stack()
+@pytest.mark.parametrize(
+    ("depth", "expected"),
+    [
+        (4, ["3", "fetch", "2", "fetch", "1", "0"]),
+        (5, ["4", "fetch", "3", "fetch", "2", "1", "0"]),
+        (7, ["6", "fetch", "5", "fetch", "4", "3", "2", "1", "0"]),
+    ],
+)
+def test_they_come_back_as_early_as_there_is_room(
+    depth: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two layers: the second begins to come back when the last layer is done, whose memory it may have."""
+    model = Stack(depth)
     offload_activations(model, OffloadWish(what="all", first=2))
     events: list[str] = []
-    fetch = activation_offload.link_to_host(torch.device("cpu")).__class__.fetch
+    link = activation_offload.link_to_host(torch.device("cpu")).__class__
+    fetch = link.fetch
 
-    def note(link: Any, extents: Any, dtypes: Any) -> Any:
+    def note(self: Any, extents: Any, dtypes: Any) -> Any:
         events.append("fetch")
-        return fetch(link, extents, dtypes)
+        return fetch(self, extents, dtypes)
 
-    monkeypatch.setattr("snugfit.step.host_link.Link.fetch", note)
+    def told_by(number: int) -> Any:
+        return lambda gradient: events.append(str(number))
+
+    monkeypatch.setattr(link, "fetch", note)
     for number, layer in enumerate(model.layers):
-
-        def tell(gradient: Tensor, number: int = number) -> None:
-            events.append(f"leaves {number}")
-
-        weight: Any = layer.inner.weight
-        weight.register_hook(tell)
+        inner: Any = layer.inner
+        inner.weight.register_hook(told_by(number))
     loss = model(INPUT)
+    assert on_the_device() == 0
     loss.backward()
-    assert events == ["leaves 3", "fetch", "leaves 2", "fetch", "leaves 1", "leaves 0"]
+    assert events == expected
+
+
+def test_a_copy_has_as_long_as_there_is_room() -> None:
+    """With one layer of six on the host no more is live than if its copy were awaited at once, and a link at
+    which a copy takes as long as three layers does not make the step longer; computing it again does."""
+    this, gpu = small_job("llama", LAYERS, batch_size=16, sequence_length=8192), find_gpu("h200")
+    plain, early = on_a_gpu(this, "bf16"), on_a_gpu(this, "bf16 + host(all, layers=1)")
+    again = on_a_gpu(this, "bf16 + first_layers(1)")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activation_offload.Window, "leave", _leave_at_once)
+        at_once = on_a_gpu(this, "bf16 + host(all, layers=1)")
+    assert early.peak().nbytes == at_once.peak().nbytes < plain.peak().nbytes
+    computing = step_seconds(plain, gpu, batch_size=16).device_seconds
+    three_layers = 3 * computing / 3 / LAYERS  # a forward pass is a third of a step's products
+    rates = replace(rates_for(gpu), link=sum(copies_of(early, COPY_OUT)) / three_layers)
+    without, with_room, recomputed, without_room = (
+        step_seconds(trace, gpu, batch_size=16, rates=rates).step_seconds
+        for trace in (plain, early, again, at_once)
+    )
+    assert with_room == pytest.approx(without, rel=0.01)
+    assert recomputed > 1.03 * without
+    assert without_room > 1.03 * without
+
+
+def _leave_at_once(self: activation_offload.Window) -> None:
+    self.is_inside = False
+    self._leave_device(self._place - 1)
+
+
+def test_a_stack_may_run_several_times(sent: list[list[int]]) -> None:
+    """As in models whose layers go round."""
+    model, plain = Stack(5), Stack(5)
+    plain.load_state_dict(model.state_dict())
+    offload_activations(model, OffloadWish(what="all", first=2))
+    for one in (model, plain):
+        layers = one.layers
+        one.layers = torch.nn.Sequential()
+        one.add_module("again", layers)
+        one.layers.forward = lambda x, layers=layers: layers(layers(x))  # type: ignore[method-assign]
+        one(INPUT).backward()
+    assert len(sent) == 4
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(own.grad, other.grad) for own, other in pairs)  # type: ignore[arg-type]
 
 
 def test_the_wish_goes_through_json() -> None:

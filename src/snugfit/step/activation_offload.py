@@ -10,9 +10,10 @@ whatever the link does. The last one stays. When the backward pass comes to a re
 to come back. A tensor that several operators save travels once, and lives as long as the last of them needs
 it, as it would without all this.
 
-Where only the first few layers travel, the last region of these leaves the device when the next layer is
-done, and begins to come back when the backward pass comes to that layer, so that its copies stay beside the
-computation. Which layer a checkpoint's input belongs to shows when that layer is called, right after.
+Where only the first few layers travel, there is more time for each copy (`Window`): a region may stay until
+as many layers more have run as keep theirs on the device, for so much will be there at the end anyway. In the
+backward pass it begins to come back as early. So the link works beside all layers, and not only beside those
+that travel. Which layer a checkpoint's input belongs to shows when that layer is called, right after.
 
 A storage travels whole, and every tensor comes back with the strides it had, so that the backward pass runs
 the same kernels on the same numbers.
@@ -31,6 +32,7 @@ from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import FrameType
 
     import torch
@@ -93,8 +95,9 @@ class Travelling:
 class Region:
     """Storages that travel together; it does not keep them."""
 
-    def __init__(self, before: Region | None) -> None:
+    def __init__(self, before: tuple[Region, ...]) -> None:
         self.before = before
+        """What begins to come back when the backward pass comes to it."""
         self.members: dict[int, weakref.ref[Travelling]] = {}  # by identity
         self.sent: Any = None
         """What to await before its storages may leave the device."""
@@ -128,12 +131,72 @@ class Kept:
 
     __slots__ = ("before", "saved", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, before: Region | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, before: tuple[Region, ...] = ()) -> None:
         self.tensor: torch.Tensor | None = tensor
         self.before = before
         """What begins to come back when this is used."""
         self.saved: SavedTensor | None = None
         """In its place, once it is known to travel."""
+
+
+class Window:
+    """When the regions of each stack's first layers leave the device, and begin to come back.
+
+    What the other layers keep is all on the device when the backward pass begins. So a region may stay while
+    as many layers as these, less one, run after its own, and no more is live than then.
+    """
+
+    def __init__(self, stacks: Sequence[Sequence[Any]], first: int) -> None:
+        self.first = first
+        self._places = {
+            id(layer): (number, place)
+            for number, stack in enumerate(stacks)
+            for place, layer in enumerate(stack)
+        }
+        self._lengths = [max(1, len(stack) - first - 1) for stack in stacks]
+        self.begin_pass()
+
+    def begin_pass(self) -> None:
+        """No layer has run yet."""
+        self._stack = self._place = -1
+        self.is_inside = False
+        self._waiting: list[tuple[int, Region]] = []  # by the layer's place, for their copies
+        self._filled: dict[int, list[Region]] = {}  # by the place of their layer, in this stack
+
+    @property
+    def stays(self) -> bool:
+        """Whether the layer that runs, or ran last, keeps its activations on the device."""
+        return self._place >= self.first
+
+    def enter(self, layer: Any) -> None:
+        """This layer is called; a stack may run several times."""
+        stack, place = self._places[id(layer)]
+        if stack != self._stack or place <= self._place:
+            self.end()
+        self._stack, self._place, self.is_inside = stack, place, True
+
+    def leave(self) -> None:
+        """The layer is done."""
+        self.is_inside = False
+        self._leave_device(self._place - self._lengths[self._stack])
+
+    def end(self) -> None:
+        """The stack is done."""
+        self._leave_device(self._place)
+        self._filled = {}
+
+    def before(self) -> tuple[Region, ...]:
+        """What begins to come back when the backward pass comes to the layer that runs."""
+        return tuple(self._filled.get(self._place - self._lengths[self._stack], ()))
+
+    def append(self, region: Region) -> None:
+        """A region of the layer that runs is full."""
+        self._waiting.append((self._place, region))
+        self._filled.setdefault(self._place, []).append(region)
+
+    def _leave_device(self, last: int) -> None:
+        while self._waiting and self._waiting[0][0] <= last:
+            self._waiting.pop(0)[1].leave_device()
 
 
 class ActivationOffload:
@@ -143,13 +206,12 @@ class ActivationOffload:
         from torch.autograd.graph import saved_tensors_hooks
 
         self.what, self.first = what, first
-        self._staying: frozenset[int] = frozenset()  # layers, by identity
+        self._window: Window | None = None  # where some layers stay
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._handles: list[Any] = []
         self._links: dict[torch.device, Link] = {}
         self._begin_pass()
         self._in_forward = self._in_layer = False
-        self._layer: Any = None  # that runs, where not all travel
 
     def _begin_pass(self) -> None:
         self._region: Region | None = None  # being filled
@@ -157,7 +219,8 @@ class ActivationOffload:
         self._known: dict[tuple[int, torch.dtype], tuple[Any, Any]] = {}
         self._weights: frozenset[int] = frozenset()
         self._undecided: list[Kept] = []
-        self._after: Region | None = None  # which was full before the layer that runs, and stays
+        if self._window is not None:
+            self._window.begin_pass()
 
     def attach(self, model: Any) -> None:
         """From now on the model's saved tensors travel. Raises `RecipeError` where it has no layers."""
@@ -170,9 +233,9 @@ class ActivationOffload:
         add = self._handles.append
         add(model.register_forward_pre_hook(self._enter, prepend=True))
         add(model.register_forward_hook(self._leave, always_call=True))
-        if self.first is not None:
-            self._staying = frozenset(id(layer) for stack in stacks for layer in stack[self.first :])
-        for layer in (layer for stack in stacks for layer in stack if self.what == "all" or self._staying):
+        if self.first is not None and any(len(stack) > self.first for stack in stacks):
+            self._window = Window(stacks, self.first)
+        for layer in (layer for stack in stacks for layer in stack if self.what == "all" or self._window):
             add(layer.register_forward_pre_hook(self._enter_layer))
             add(layer.register_forward_hook(self._leave_layer, always_call=True))
 
@@ -205,44 +268,47 @@ class ActivationOffload:
         if self._in_forward:
             self._hooks.__exit__(None, None, None)
             self._in_forward = self._in_layer = False
-            self._layer, self._after = None, None
             self._undecided.clear()
             self._fill_up()
+            if self._window is not None:
+                self._window.end()
             self._known.clear()
 
     def _enter_layer(self, layer: Any, arguments: Any) -> None:
         if self._in_forward:
-            travels = id(layer) not in self._staying
-            self._decide(travels=travels)
-            self._in_layer = travels and self.what == "all"
-            self._layer, self._after = layer, None if travels else self._last
+            if self._window is not None:
+                self._window.enter(layer)
+                self._decide(self._window)
+            self._in_layer = self.what == "all" and not (self._window and self._window.stays)
 
     def _leave_layer(self, layer: Any, arguments: Any, out: Any) -> None:
         if self._in_forward:
-            self._in_layer, self._layer = False, None
+            self._in_layer = False
             self._fill_up()
-            if id(layer) in self._staying:
-                self._stop()
+            if self._window is not None:
+                self._window.leave()
 
     # ---- autograd's side ---------------------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        checkpointed = _is_saved_by_a_checkpoint()
-        if not (checkpointed or self._in_layer or self._after) or not self._travels(tensor):
+        checkpointed, window = _is_saved_by_a_checkpoint(), self._window
+        if not self._travels(tensor):
             return tensor
-        if checkpointed and self._staying and self._layer is None:
-            self._undecided.append(Kept(tensor))
-            return self._undecided[-1]
-        if self._layer is not None and id(self._layer) in self._staying:
-            return Kept(tensor, self._after)
-        return self._save(tensor, checkpointed=checkpointed)
+        if window is None or (window.is_inside and not window.stays):
+            return self._save(tensor, checkpointed=checkpointed) if checkpointed or self._in_layer else tensor
+        if not window.is_inside:
+            if checkpointed:
+                self._undecided.append(Kept(tensor))
+            return self._undecided[-1] if checkpointed else tensor
+        before = window.before()
+        return Kept(tensor, before) if before else tensor
 
     def _save(self, tensor: torch.Tensor, *, checkpointed: bool) -> SavedTensor:
         """What stands for a tensor that travels; a checkpoint's input does so alone."""
         if checkpointed:
             self._fill_up()
         if self._region is None:
-            self._region = Region(self._last)
+            self._region = Region(self._before())
         saved = SavedTensor(
             self._travelling(tensor, self._region),
             self._region,
@@ -256,16 +322,15 @@ class ActivationOffload:
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, Kept):
-            if saved.before is not None:
-                self._bring(saved.before)
+            for region in saved.before:
+                self._bring(region)
             if saved.tensor is not None:
                 return saved.tensor
             saved = saved.saved
         if not isinstance(saved, SavedTensor):
             return saved  # type: ignore[no-any-return]
-        self._bring(saved.region)
-        if saved.region.before is not None:
-            self._bring(saved.region.before)
+        for region in (saved.region, *saved.region.before):
+            self._bring(region)
         base = saved.travelling.tensor()
         return base.as_strided(saved.size, saved.stride, saved.offset)
 
@@ -308,24 +373,27 @@ class ActivationOffload:
             extents, region.sent = new[0].link.send([one.base for one in new if one.base is not None])
             for one, extent in zip(new, extents, strict=True):
                 one.extent = extent
+        if self._window is not None:
+            self._window.append(region)
+            return
         if self._last is not None:
             self._last.leave_device()
         self._last = region
 
-    def _decide(self, *, travels: bool) -> None:
-        """The inputs that a checkpoint has just saved are this layer's, which travels or not."""
-        for kept in self._undecided:
-            if travels and kept.tensor is not None:
-                kept.saved, kept.tensor = self._save(kept.tensor, checkpointed=True), None
-            else:
-                kept.before = self._last
-        self._undecided.clear()
+    def _before(self) -> tuple[Region, ...]:
+        """What begins to come back when the backward pass comes to the region that is begun."""
+        if self._window is not None:
+            return self._window.before()
+        return () if self._last is None else (self._last,)
 
-    def _stop(self) -> None:
-        """No region follows the last one for now."""
-        if self._last is not None:
-            self._last.leave_device()
-        self._last = self._after = None
+    def _decide(self, window: Window) -> None:
+        """The inputs that a checkpoint has just saved are those of the layer that is entered."""
+        for kept in self._undecided:
+            if window.stays or kept.tensor is None:
+                kept.before = window.before()
+            else:
+                kept.saved, kept.tensor = self._save(kept.tensor, checkpointed=True), None
+        self._undecided.clear()
 
     def _bring(self, region: Region) -> None:
         """What of this region is not on the device comes back; where all of it is, nothing happens."""
