@@ -13,7 +13,7 @@ its input, which then is all that waits there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
@@ -80,8 +80,19 @@ class Host(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """A step with it is never faster."""
-        return f"plans leave it out, because it makes no step faster (--keep '{cls.name}(all)' allows it)"
+        """Without the number of layers there is nothing to choose among."""
+        if job.model.layers > 1:
+            return ""
+        return f"its config says of no layers (--keep '{cls.last_resort}' plans with all of them)"
+
+    @classmethod
+    def grades(cls, job: Job) -> Sequence[Self]:
+        """One layer and more, up to all but one."""
+        return cls(what="all").lesser(job)
+
+    def lesser(self, job: Job) -> Sequence[Self]:
+        """Of all layers, one and more of them."""
+        return [replace(self, layers=k) for k in range(1, job.model.layers)] if self.layers is None else ()
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
