@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 TRAINER_ARGUMENT = "--trainer-argument"
 """Where `Command` puts transformers' own arguments, as `key=value`."""
+TAKE_AUTO = ("predict", "measure", "train")
+"""Commands that put a technique in the place of `auto`: those about one recipe on one GPU."""
 JOB, HOW, WHERE = "The job", "How it is done", "Where it has to fit"
 
 
@@ -110,7 +112,8 @@ RecipeText = Annotated[
     str | None,
     option(
         HOW,
-        'Techniques: "bf16 + every_layer + micro_batches(4)". \\[plain]',
+        'Techniques: "bf16 + every_layer + micro_batches(4)"; with "+ auto" the least recomputing that fits. '
+        "\\[plain]",
         "--recipe",
         autocompletion=_complete_recipe,
     ),
@@ -227,7 +230,8 @@ def about_a_job(command: Callable[..., int]) -> Callable[..., int]:
 
     def with_job(**given: Any) -> int:
         check_pictures(given.get("html"), given.get("plot"), given.get("trace"))
-        return command(read_request(given), **{parameter.name: given[parameter.name] for parameter in own})
+        request = read_request(given, takes_auto=command.__name__ in TAKE_AUTO)
+        return command(request, **{parameter.name: given[parameter.name] for parameter in own})
 
     with_job.__name__, with_job.__doc__ = command.__name__, command.__doc__
     with_job.__signature__ = inspect.Signature([*job_parameters(), *own])  # type: ignore[attr-defined]
@@ -266,11 +270,11 @@ def say_written(path: Path) -> None:
     typer.echo(f"Written: {path}", err=True)
 
 
-def read_request(given: Mapping[str, Any]) -> Request:
+def read_request(given: Mapping[str, Any], *, takes_auto: bool = False) -> Request:
     """The request that these arguments make; what became of the user's own configuration is told."""
     from snugfit.cli.request import Request
 
-    request = Request.read(given)
+    request = Request.read(given, takes_auto=takes_auto)
     if request.reading:
         _tell(request.reading)
     return request

@@ -74,6 +74,9 @@ def predict(
         raise UsageError("--operators shows one recipe. Leave --compare out.")
     if export and compare:
         raise UsageError("--export writes one recipe. Leave --compare out.")
+    if largest and request.has_auto:
+        raise UsageError("--largest asks about one recipe, so it takes none with 'auto'. Try 'every_layer'.")
+    request = request.with_least(None)
     check_export(export, request.job)
     if trace:
         _check_trace(trace, request, compare)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -35,7 +35,7 @@ class Request:
     """What must be trained."""
 
     recipe: Recipe
-    """How it is trained."""
+    """How it is trained; the rest of it where a search has to fill `auto` first."""
 
     gpu: Gpu | None
     """The GPU that was named."""
@@ -67,26 +67,33 @@ class Request:
     training: Mapping[str, Any] = field(default_factory=dict)
     """What `snugfit train` is asked beside the job: data, folders, and the options of the run."""
 
+    has_auto: bool = False
+    """Whether the recipe names `auto`, which is not resolved yet."""
+
     lengths: Lengths | None = None
     """A dataset's, when a file of them was given: the longest is then the job's length."""
 
     @classmethod
-    def read(cls, flags: Mapping[str, Any]) -> Self:
-        """The request in a command's parameters; raises `UsageError` for every mistake in it."""
+    def read(cls, flags: Mapping[str, Any], *, takes_auto: bool = False) -> Self:
+        """The request in a command's parameters; raises `UsageError` for every mistake in it, `auto` in the
+        recipe too unless the command takes that."""
         from snugfit.cli.jobfile import training_keys
         from snugfit.job.gpu import find_gpu
-        from snugfit.techniques.recipe import Recipe
+        from snugfit.techniques.recipe import Recipe, without_auto
         from snugfit.units import parse_bytes
 
         settings = _settings(flags)
         reading = _reading(flags, settings)
         settings = {**(reading.settings if reading else {}), **settings}
         lengths = _lengths(flags)
+        text = settings.get("recipe", "plain")
+        rest = without_auto(text) if takes_auto else None
         return cls(
             reading=reading,
             lengths=lengths,
             model_name=str(settings.get("model", "")),
-            recipe=Recipe.parse(settings.get("recipe", "plain")),
+            recipe=Recipe.parse(text if rest is None else rest),
+            has_auto=rest is not None,
             gpu=find_gpu(settings["gpu"]) if "gpu" in settings else None,
             memory_bytes=parse_bytes(settings["memory"], what="memory") if "memory" in settings else None,
             headroom=settings.get("headroom"),
@@ -97,6 +104,25 @@ class Request:
             training={key: value for key, value in settings.items() if key in training_keys()},
             job=_job(_with_lengths(settings, lengths), online=_may_ask_hub(flags)),
         )
+
+    def with_least(self, gpu: Gpu | str | None) -> Request:
+        """The same with what `auto` in its recipe stands for on its GPU, or else this one, which is told on
+        stderr. Raises `UsageError` where there is none, and `NothingFits` where nothing fits it."""
+        if not self.has_auto:
+            return self
+        from snugfit.planning.auto import resolve
+
+        recipe, why = resolve(
+            self.job,
+            self.recipe,
+            gpu=self.gpu or (None if self.memory_bytes else gpu),
+            memory_bytes=self.memory_bytes,
+            headroom=self.headroom,
+            loop=self.loop,
+            software=self.software,
+        )
+        typer.echo(why, err=True)
+        return replace(self, recipe=recipe, has_auto=False)
 
     @property
     def stands_for_another(self) -> bool:

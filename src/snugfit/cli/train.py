@@ -17,6 +17,7 @@ from snugfit.cli import arguments as given
 from snugfit.cli.request import Request
 from snugfit.cli.streams import say_last
 from snugfit.errors import NothingFits, UsageError
+from snugfit.measurement.target import gpu_here
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -105,6 +106,7 @@ def train(
 
     _refuse(request)
     asked = request.training
+    request = request.with_least(gpu_here(asked.get("device")))
     options = {field.name: asked[field.name] for field in fields(TrainOptions) if field.name in asked}
     logged = options_of(options).logging_steps
     how = options | {
@@ -150,8 +152,6 @@ def _start(folder: Path, resume_from: str | None, *, restart: bool) -> Path | No
 def _show_run(request: Request, run: Run, start: Path | None) -> int:
     """Says what would be run from which checkpoint, and what is predicted of it on the GPU that is named, or
     else the one here."""
-    from snugfit.measurement.target import gpu_here
-
     job, order = run.job, run.order(1)
     steps, weights = run.steps(order), f"the weights in {run.weights}" if run.weights else "random weights"
     gpu = request.gpu or gpu_here(str(run.device))

@@ -25,7 +25,7 @@ from snugfit.job.job import Job, refuse_what_is_no_job
 from snugfit.job.weights import find_weights, own_folder
 from snugfit.report.text.files import writable_folder
 from snugfit.step.applier import refuse_unsupported
-from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.recipe import Recipe, without_auto
 from snugfit.training.options import TrainOptions
 from snugfit.training.predicted import predict_nothing
 from snugfit.training.recovery import cut_warning
@@ -156,7 +156,8 @@ def _recipe_for(
     refuse_what_is_no_job(job)
     if not job.trains:
         raise JobError("The job's phase is 'evaluate', but this command trains. Leave the phase out.")
-    recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
+    if isinstance(recipe, str):
+        recipe = _without_auto(job, recipe, target, watch)
     recipe.check(job, capability_of(target))
     refuse_unsupported("plain", recipe.setup())
     for warning in cut_warning(job, recipe):
@@ -164,6 +165,21 @@ def _recipe_for(
     if target.type == "cpu":  # for a GPU the prediction says it
         for text in recipe.lost_updates(job):
             watch({"event": "warning", "text": text})
+    return recipe
+
+
+def _without_auto(job: Job, text: str, target: torch.device, watch: Callable[[Event], None]) -> Recipe:
+    """The recipe that this text writes; `watch` hears what `auto` stands for on the GPU that trains."""
+    rest = without_auto(text)
+    if rest is None:
+        return Recipe.parse(text)
+    import torch
+
+    from snugfit.planning.auto import resolve
+
+    gpu = torch.cuda.get_device_name(target) if target.type == "cuda" else None
+    recipe, why = resolve(job, rest, gpu=gpu)
+    watch({"event": "warning", "text": why})
     return recipe
 
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Self
 from snugfit.errors import JobError, ModelError, one_line
 from snugfit.job.architectures import task_of
 from snugfit.job.batch_layout import BatchDims, BatchLayout, leaves
-from snugfit.job.config import check_facts, ignored_keys, without_ignored
+from snugfit.job.config import LAYERS, check_facts, ignored_keys, without_ignored
 from snugfit.job.dtype import main_dtype
 from snugfit.job.find import find_facts
 from snugfit.job.media import hears_in_place_of_tokens
@@ -133,6 +133,12 @@ class Model:
     def layout(self, samples: int) -> BatchLayout:
         """Where the samples of batches like the example lie, for jobs of so many samples."""
         return BatchLayout.of(self.example or {}, self.batch_dims, samples=samples)
+
+    @property
+    def layers(self) -> int:
+        """Of the deepest stack, as the config says; 0 where that does not say."""
+        stated = {} if self.module is not None else self.config
+        return max((stated[key] for key in LAYERS if isinstance(stated.get(key), int)), default=0)
 
     @property
     def config(self) -> dict[str, Any]:

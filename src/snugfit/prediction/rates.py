@@ -337,6 +337,14 @@ def _peak(gpu: Gpu, precision: str) -> float:
     return float(gpu.peak_dense.get(precision) or gpu.peak_dense["fp32"])
 
 
+def link_of(gpu: Gpu | None) -> float | None:
+    """Bytes a second between this GPU and its host, in one direction; None where it has no rates."""
+    try:
+        return None if gpu is None else rates_for(gpu).link
+    except GpuError:
+        return None
+
+
 def _link(gpu: Gpu) -> float:
     """Bytes per second to the host, by data sheet; PCIe gen3 x16 where it is not known."""
     return float((gpu.host_link or {}).get("bytes_per_second") or 15_750_000_000)

@@ -10,6 +10,11 @@ whatever the link does. The last one stays. When the backward pass comes to a re
 to come back. A tensor that several operators save travels once, and lives as long as the last of them needs
 it, as it would without all this.
 
+Where only the first few layers travel, there is more time for each copy (`Window`): a region may stay until
+as many layers more have run as keep theirs on the device, for so much will be there at the end anyway. In the
+backward pass it begins to come back as early. So the link works beside all layers, and not only beside those
+that travel. Which layer a checkpoint's input belongs to shows when that layer is called, right after.
+
 A storage travels whole, and every tensor comes back with the strides it had, so that the backward pass runs
 the same kernels on the same numbers.
 """
@@ -27,6 +32,7 @@ from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import FrameType
 
     import torch
@@ -89,8 +95,9 @@ class Travelling:
 class Region:
     """Storages that travel together; it does not keep them."""
 
-    def __init__(self, before: Region | None) -> None:
+    def __init__(self, before: tuple[Region, ...]) -> None:
         self.before = before
+        """What begins to come back when the backward pass comes to it."""
         self.members: dict[int, weakref.ref[Travelling]] = {}  # by identity
         self.sent: Any = None
         """What to await before its storages may leave the device."""
@@ -118,13 +125,88 @@ class SavedTensor(NamedTuple):
     offset: int
 
 
-class ActivationOffload:
-    """The hooks on one model's saved tensors."""
+class Kept:
+    """What autograd keeps in the place of a tensor that stays on the device, or of which it is not yet known
+    whether it travels."""
 
-    def __init__(self, what: str) -> None:
+    __slots__ = ("before", "saved", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, before: tuple[Region, ...] = ()) -> None:
+        self.tensor: torch.Tensor | None = tensor
+        self.before = before
+        """What begins to come back when this is used."""
+        self.saved: SavedTensor | None = None
+        """In its place, once it is known to travel."""
+
+
+class Window:
+    """When the regions of each stack's first layers leave the device, and begin to come back.
+
+    What the other layers keep is all on the device when the backward pass begins. So a region may stay while
+    as many layers as these, less one, run after its own, and no more is live than then.
+    """
+
+    def __init__(self, stacks: Sequence[Sequence[Any]], first: int) -> None:
+        self.first = first
+        self._places = {
+            id(layer): (number, place)
+            for number, stack in enumerate(stacks)
+            for place, layer in enumerate(stack)
+        }
+        self._lengths = [max(1, len(stack) - first - 1) for stack in stacks]
+        self.begin_pass()
+
+    def begin_pass(self) -> None:
+        """No layer has run yet."""
+        self._stack = self._place = -1
+        self.is_inside = False
+        self._waiting: list[tuple[int, Region]] = []  # by the layer's place, for their copies
+        self._filled: dict[int, list[Region]] = {}  # by the place of their layer, in this stack
+
+    @property
+    def stays(self) -> bool:
+        """Whether the layer that runs, or ran last, keeps its activations on the device."""
+        return self._place >= self.first
+
+    def enter(self, layer: Any) -> None:
+        """This layer is called; a stack may run several times."""
+        stack, place = self._places[id(layer)]
+        if stack != self._stack or place <= self._place:
+            self.end()
+        self._stack, self._place, self.is_inside = stack, place, True
+
+    def leave(self) -> None:
+        """The layer is done."""
+        self.is_inside = False
+        self._leave_device(self._place - self._lengths[self._stack])
+
+    def end(self) -> None:
+        """The stack is done."""
+        self._leave_device(self._place)
+        self._filled = {}
+
+    def before(self) -> tuple[Region, ...]:
+        """What begins to come back when the backward pass comes to the layer that runs."""
+        return tuple(self._filled.get(self._place - self._lengths[self._stack], ()))
+
+    def append(self, region: Region) -> None:
+        """A region of the layer that runs is full."""
+        self._waiting.append((self._place, region))
+        self._filled.setdefault(self._place, []).append(region)
+
+    def _leave_device(self, last: int) -> None:
+        while self._waiting and self._waiting[0][0] <= last:
+            self._waiting.pop(0)[1].leave_device()
+
+
+class ActivationOffload:
+    """The hooks on one model's saved tensors; only the `first` layers of a stack travel, or all of them."""
+
+    def __init__(self, what: str, first: int | None = None) -> None:
         from torch.autograd.graph import saved_tensors_hooks
 
-        self.what = what
+        self.what, self.first = what, first
+        self._window: Window | None = None  # where some layers stay
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._handles: list[Any] = []
         self._links: dict[torch.device, Link] = {}
@@ -136,6 +218,9 @@ class ActivationOffload:
         self._last: Region | None = None  # the last that was filled
         self._known: dict[tuple[int, torch.dtype], tuple[Any, Any]] = {}
         self._weights: frozenset[int] = frozenset()
+        self._undecided: list[Kept] = []
+        if self._window is not None:
+            self._window.begin_pass()
 
     def attach(self, model: Any) -> None:
         """From now on the model's saved tensors travel. Raises `RecipeError` where it has no layers."""
@@ -148,7 +233,9 @@ class ActivationOffload:
         add = self._handles.append
         add(model.register_forward_pre_hook(self._enter, prepend=True))
         add(model.register_forward_hook(self._leave, always_call=True))
-        for layer in (layer for stack in stacks for layer in stack if self.what == "all"):
+        if self.first is not None and any(len(stack) > self.first for stack in stacks):
+            self._window = Window(stacks, self.first)
+        for layer in (layer for stack in stacks for layer in stack if self.what == "all" or self._window):
             add(layer.register_forward_pre_hook(self._enter_layer))
             add(layer.register_forward_hook(self._leave_layer, always_call=True))
 
@@ -181,27 +268,47 @@ class ActivationOffload:
         if self._in_forward:
             self._hooks.__exit__(None, None, None)
             self._in_forward = self._in_layer = False
+            self._undecided.clear()
             self._fill_up()
+            if self._window is not None:
+                self._window.end()
             self._known.clear()
 
     def _enter_layer(self, layer: Any, arguments: Any) -> None:
-        self._in_layer = self._in_forward
+        if self._in_forward:
+            if self._window is not None:
+                self._window.enter(layer)
+                self._decide(self._window)
+            self._in_layer = self.what == "all" and not (self._window and self._window.stays)
 
     def _leave_layer(self, layer: Any, arguments: Any, out: Any) -> None:
         if self._in_forward:
             self._in_layer = False
             self._fill_up()
+            if self._window is not None:
+                self._window.leave()
 
     # ---- autograd's side ---------------------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        checkpointed = _is_saved_by_a_checkpoint()
-        if not (checkpointed or self._in_layer) or not self._travels(tensor):
+        checkpointed, window = _is_saved_by_a_checkpoint(), self._window
+        if not self._travels(tensor):
             return tensor
+        if window is None or (window.is_inside and not window.stays):
+            return self._save(tensor, checkpointed=checkpointed) if checkpointed or self._in_layer else tensor
+        if not window.is_inside:
+            if checkpointed:
+                self._undecided.append(Kept(tensor))
+            return self._undecided[-1] if checkpointed else tensor
+        before = window.before()
+        return Kept(tensor, before) if before else tensor
+
+    def _save(self, tensor: torch.Tensor, *, checkpointed: bool) -> SavedTensor:
+        """What stands for a tensor that travels; a checkpoint's input does so alone."""
         if checkpointed:
             self._fill_up()
         if self._region is None:
-            self._region = Region(self._last)
+            self._region = Region(self._before())
         saved = SavedTensor(
             self._travelling(tensor, self._region),
             self._region,
@@ -214,11 +321,16 @@ class ActivationOffload:
         return saved
 
     def _unpack(self, saved: Any) -> torch.Tensor:
+        if isinstance(saved, Kept):
+            for region in saved.before:
+                self._bring(region)
+            if saved.tensor is not None:
+                return saved.tensor
+            saved = saved.saved
         if not isinstance(saved, SavedTensor):
             return saved  # type: ignore[no-any-return]
-        self._bring(saved.region)
-        if saved.region.before is not None:
-            self._bring(saved.region.before)
+        for region in (saved.region, *saved.region.before):
+            self._bring(region)
         base = saved.travelling.tensor()
         return base.as_strided(saved.size, saved.stride, saved.offset)
 
@@ -261,9 +373,27 @@ class ActivationOffload:
             extents, region.sent = new[0].link.send([one.base for one in new if one.base is not None])
             for one, extent in zip(new, extents, strict=True):
                 one.extent = extent
+        if self._window is not None:
+            self._window.append(region)
+            return
         if self._last is not None:
             self._last.leave_device()
         self._last = region
+
+    def _before(self) -> tuple[Region, ...]:
+        """What begins to come back when the backward pass comes to the region that is begun."""
+        if self._window is not None:
+            return self._window.before()
+        return () if self._last is None else (self._last,)
+
+    def _decide(self, window: Window) -> None:
+        """The inputs that a checkpoint has just saved are those of the layer that is entered."""
+        for kept in self._undecided:
+            if window.stays or kept.tensor is None:
+                kept.before = window.before()
+            else:
+                kept.saved, kept.tensor = self._save(kept.tensor, checkpointed=True), None
+        self._undecided.clear()
 
     def _bring(self, region: Region) -> None:
         """What of this region is not on the device comes back; where all of it is, nothing happens."""
@@ -299,7 +429,7 @@ def offload_activations(model: Any, wish: OffloadWish | None) -> None:
     if before is not None:
         before.detach()
     if wish is not None:
-        _OFFLOADS[model] = offload = ActivationOffload(wish.what)
+        _OFFLOADS[model] = offload = ActivationOffload(wish.what, wish.first)
         offload.attach(model)
 
 

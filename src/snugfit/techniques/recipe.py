@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 PLAIN = "plain"
 """The word for the recipe in which every slot is plain."""
 
+AUTO = "auto"
+"""The word for the least recomputing and offloading that fits, which a search puts a technique in the place
+of (`planning/auto.py`) before there is a recipe."""
+
+AUTO_SLOTS = (Slot.CHECKPOINTING, Slot.ACTIVATION_OFFLOAD)
+"""Slots that it fills."""
+
 _SLOTS = tuple(Slot)
 _INDICES = {slot: index for index, slot in enumerate(_SLOTS)}
 
@@ -155,11 +162,34 @@ def techniques_of(text: str) -> dict[Slot, Technique]:
     for word in parse(text):
         if word.name == PLAIN:
             word.refuse(f"{PLAIN!r} is the recipe that names nothing, so nothing can be added to it.")
+        if word.name == AUTO:
+            word.refuse(
+                f"{AUTO!r} stands for a search, but here a recipe is needed. snugfit predict, measure and "
+                "train take it, with a GPU, and say what it stands for: write that here. From Python: "
+                f"snugfit.predict(job, 'bf16 + {AUTO}', gpu='h200').recipe."
+            )
         technique = word.technique()
         if other := chosen.get(technique.slot):
             word.refuse(_clash(other, technique))
         chosen[technique.slot] = technique
     return chosen
+
+
+def without_auto(text: str) -> str | None:
+    """The rest of a text that names `auto`; None for one that does not. Raises `RecipeError` where it names
+    what `auto` stands for besides."""
+    words = parse(text) if isinstance(text, str) and AUTO in text else []
+    autos = [word for word in words if word.name == AUTO]
+    if not autos:
+        return None
+    if len(autos) > 1 or text[autos[0].start : autos[0].end] != AUTO:
+        autos[-1].refuse(f"{AUTO!r} is named once, and has no settings.")
+    rest = " + ".join(text[word.start : word.end] for word in words if word.name != AUTO)
+    named = techniques_of(rest)
+    for slot in AUTO_SLOTS:
+        if slot in named:
+            autos[0].refuse(f"{AUTO!r} chooses the {slot}. Leave '{named[slot]}' out, or {AUTO!r}.")
+    return rest or PLAIN
 
 
 def _clash(first: Technique, second: Technique) -> str:

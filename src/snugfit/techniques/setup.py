@@ -179,6 +179,10 @@ class OffloadWish:
     what: str = "all"
     """`all` that layers keep, or of `checkpoints` their inputs alone."""
 
+    first: int | None = None
+    """Of the layers of each stack, only so many, from the first; None takes them all. A span of layers that
+    is recomputed belongs to its last one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingWish:

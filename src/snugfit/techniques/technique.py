@@ -162,6 +162,11 @@ class Technique(ABC):
         fits. Empty for a technique that is searched by its `settings`."""
         return ()
 
+    def lesser(self, job: Job) -> Sequence[Self]:
+        """The same for fewer layers: settings of which each saves more memory than the one before, and less
+        than this. A plan that keeps this takes the least that fits; none of one that is kept as it is."""
+        return ()
+
     def is_never_better_than(self, other: Technique, compute_capability: tuple[int, int] | None) -> bool:
         """Whether no step with it is faster or smaller than the same step with `other` in its place, on GPUs
         of this compute capability, so that a plan that may choose `other` need not look at it."""

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from snugfit.rehearsal.trace.depth import Depth, depth_of, periodic_checkpoint
+from snugfit.rehearsal.trace.depth import Depth, depth_of, offload_period, periodic_checkpoint
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -48,7 +48,7 @@ class ShallowJobs:
         depth = self.depth(setup)
         if depth is not None and self.few:
             checkpoint, repeats = periodic_checkpoint(setup.checkpoint, depth.layers)
-            period = math.lcm(depth.period, repeats)
+            period = math.lcm(depth.period, repeats, offload_period(setup.activation_offload, depth.layers))
             alike = repeats if checkpoint and checkpoint.layers_per_span else 1  # of so many layers one
             whole_periods = math.ceil(FEWEST * alike / period) * period
             least = whole_periods + (depth.layers - whole_periods) % period

@@ -7,6 +7,13 @@ few of those that keep all, do not fit, and may be faster on the line to each la
 fits: looked for on that line, from both sides, in some two to six rehearsals. Of those that may be as fast
 the simplest is taken, and the allocator's kinds of segments are both tried, since a grade's trace is the same
 for both. That is no exact search: what the line says of a recipe may be wrong.
+
+Of the layers that have to go, some may wait on the host instead: those whose copies are done beside all that
+is computed anyway cost nothing. How many these are follows from the line as well, and from the link
+(`mixture.py`). Where that makes a step faster by more than would be called as fast, such a mixture is
+rehearsed.
+
+A technique that is kept for all layers, as `host(all)`, is looked for with fewer of them.
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.errors import SnugfitError
 from snugfit.planning.cost.figures import Bound, Figures
+from snugfit.planning.search.mixture import Line, Mixture, Tried, find_mixture, mixture_of
 from snugfit.planning.search.simpler import AS_FAST
 from snugfit.planning.search.space import Candidate, Space
 from snugfit.planning.step_key import step_key
@@ -57,19 +65,28 @@ class _Between(NamedTuple):
         """How far on the line to each layer it fits."""
         return (self.needed_bytes - memory_bytes) / max(1, self.needed_bytes - self.least_bytes)
 
+    def layers_within(self, memory_bytes: int, layers: int) -> int:
+        """How many of so many layers have to go."""
+        return min(max(1, math.ceil(self.share(memory_bytes) * layers)), layers)
+
     def seconds_within(self, memory_bytes: int) -> float:
         """What it takes there."""
         return self.seconds + self.share(memory_bytes) * (self.most_seconds - self.seconds)
 
 
-def find_grades(state: SearchState, pool: WorkerPool, job: Job, tell: Tell) -> Space:
+def find_grades(
+    state: SearchState, pool: WorkerPool, job: Job, tell: Tell, link: float | None = None
+) -> Space:
     """Judges the least grades that fit and are faster than all that was judged and fits, and adds them to the
-    state's space, which it gives back. None where nothing fits, or the slot is kept."""
+    state's space, which it gives back. None where nothing fits. `link` is how many bytes a second go to the
+    host; where that is not known, nothing is sent there unasked."""
     if state.memory_bytes is None or state.nothing_fits or not job.trains:
         return state.space
+    fixed = state.space.fixed.slots
+    mixture = None if Slot.ACTIVATION_OFFLOAD in fixed else mixture_of(job, link)
     for technique in roster.techniques():
         grades = technique.grades(job)
-        if not grades or technique.slot in state.space.fixed.slots:
+        if not grades or technique.slot is not Slot.CHECKPOINTING or technique.slot in fixed:
             continue
         tried = set[int]()
         for _ in range(RECIPES):
@@ -80,7 +97,53 @@ def find_grades(state: SearchState, pool: WorkerPool, job: Job, tell: Tell) -> S
             tell(f"looking for {technique.name} that fits")
             if least_grade := _least_that_fits(state, pool, between, grades):
                 add_candidate(state, *least_grade)
+            if mixture is not None:
+                _look_for_mixture(state, pool, between, mixture)
+    for slot, (kept, *_) in fixed.items():
+        if lesser := kept.lesser(job):
+            tell(f"looking for the fewest layers of {kept}")
+            _find_lesser(state, pool, slot, lesser)
     return state.space
+
+
+def _look_for_mixture(state: SearchState, pool: WorkerPool, between: _Between, mixture: Mixture) -> None:
+    """Judges recipes with some of their layers on the host that may be faster than all that fits, and adds
+    those that are."""
+
+    def look(recipe: Recipe) -> Tried | None:
+        judged = _judge(state, pool, recipe)
+        if judged is None:
+            return None
+        fits = state.fits(judged[1].needed_bytes)
+        if fits and judged[1].seconds < state.fastest_that_fits:
+            add_candidate(state, *judged)
+        return Tried(judged[0], fits, judged[1].seconds)
+
+    base = state.space.candidates[between.number].recipe
+    gone = between.layers_within(state.memory_bytes or 0, mixture.layers)
+    find_mixture(mixture, Line(*between[1:]), base, gone, state.fastest_that_fits, look)
+
+
+def _find_lesser(state: SearchState, pool: WorkerPool, slot: Slot, lesser: Sequence[Technique]) -> None:
+    """Judges the fastest recipes that fit with the least of these in place of what is kept, and adds those
+    that are faster."""
+    fitting = [number for number in state.front() if state.fits(state.judged[number].needed_bytes)]
+    for number in fitting[:RECIPES]:
+        base = state.space.candidates[number].recipe
+        low, high = 0, len(lesser) + 1  # the most that does not fit, and the least that does
+        for _ in range(2 * ROUNDS):
+            if high - low <= 1:
+                break
+            middle = (low + high) // 2
+            judged = _judge(state, pool, base.with_(lesser[middle - 1]))
+            if judged is None:
+                break
+            if state.fits(judged[1].needed_bytes):
+                high = middle
+                if judged[1].seconds < state.fastest_that_fits:
+                    add_candidate(state, *judged)
+            else:
+                low = middle
 
 
 def _most_promising(state: SearchState, slot: Slot, tried: set[int]) -> _Between | None:
@@ -179,9 +242,10 @@ def add_candidate(state: SearchState, recipe: Recipe, figures: Figures | None = 
 
 
 def stand_in(space: Space, recipe: Recipe) -> int | None:
-    """Of a recipe with a grade, the same with the slot's plain technique; its own number for any other. None
-    where that is not in the space."""
+    """Of a recipe with a grade, the same with the slot's plain technique, or with what is kept there; its own
+    number for any other. None where that is not in the space."""
     for technique in recipe:
         if technique not in space.offers(technique.slot):
-            recipe = recipe.with_(roster.plain(technique.slot))
+            plain, offered = roster.plain(technique.slot), space.offers(technique.slot)
+            recipe = recipe.with_(plain if plain in offered else offered[0])
     return space.number(recipe)

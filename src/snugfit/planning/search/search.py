@@ -40,6 +40,7 @@ from snugfit.planning.search.state import BEYOND_MEMORY, SearchState
 from snugfit.prediction.device import doubts_about, policy_for
 from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.profile import Software, installed_versions
+from snugfit.prediction.rates import link_of
 from snugfit.prediction.startup import STARTUP_RATES, StartupRates
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity
@@ -142,7 +143,7 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     state = SearchState(space, memory_bytes=bound, slowest=asked.slowest * (1 + AS_FAST))
     tell = with_best(asked.tell, lambda: state.best_so_far(asked.objective, job.batch_size))
     search(state, pool, tell, smallest=smallest, every_bound=listed)
-    space = space if smallest else find_grades(state, pool, job, tell)
+    space = space if smallest else find_grades(state, pool, job, tell, link_of(asked.gpu))
     front = state.front()
     if not front:
         why = next((f"'{one.what}': {one.why}" for one in state.excluded), "the space is empty.")

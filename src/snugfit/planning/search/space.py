@@ -215,7 +215,7 @@ def _choices(
         if (why := _missing_on(technique, capability)) or (why := technique.planning_objection(job)):
             excluded.append(Exclusion(what=technique.name, why=why))
         elif many_gpus and (technique.lowered or technique.grades(job)):
-            word = next(iter(technique.grades(job)), technique.name)
+            word = technique.last_resort or next(iter(technique.grades(job)), technique.name)
             why = f"plans for many GPUs look at it when it is asked for (--keep '{word}')"
             excluded.append(Exclusion(what=technique.name, why=why))
         elif degrees.index(technique.fidelity) > degrees.index(fidelity):

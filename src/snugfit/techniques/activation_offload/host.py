@@ -4,15 +4,21 @@ They travel beside the computation, in page-locked memory, by the GPU's copy eng
 as long as the link keeps up: a layer's activations must go out while the next layer is computed. Inputs of
 checkpointed layers do with a PCIe 5 link from a few hundred tokens on; all that layers keep is ten times as
 much, for less arithmetic, so such a step is mostly bound by the link.
+
+With `layers` only the first few of a stack send theirs: their memory is free when the backward pass begins,
+and the others' copies are never made. The first ones, since they wait longest: the copies of the last of them
+go while the other layers are computed, there and back. A layer that is recomputed as well keeps nothing but
+its input, which then is all that waits there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from snugfit.techniques.counterpart import Counterpart
+from snugfit.techniques.setting import between
 from snugfit.techniques.setup import OffloadWish, Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
@@ -50,9 +56,13 @@ class Host(Technique):
     """What waits there: `checkpoints` (inputs of recomputed layers) or `all` (whatever layers keep). Tensors
     of less than 1 MiB stay on the device."""
 
+    layers: int | None = between(1, 10_000, default=None)
+    """Layers whose activations wait there, from the first; of an encoder and a decoder so many each. None are
+    all of them."""
+
     def install(self, setup: Setup) -> Setup:
         """Has these activations copied to the host and back."""
-        return replace(setup, activation_offload=OffloadWish(what=self.what))
+        return replace(setup, activation_offload=OffloadWish(what=self.what, first=self.layers))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Where no layer is recomputed, none has an input that is kept for it; the compiler decides what its
@@ -62,10 +72,27 @@ class Host(Technique):
         if self.what == "checkpoints" and recipe[Slot.CHECKPOINTING].install(Setup()).checkpoint is None:
             yield "no layer is recomputed, so there are no inputs of such. Try 'host(all)', or 'every_layer'."
 
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """All layers send theirs where there are no more."""
+        most = job.model.layers
+        if self.layers and most and self.layers >= most:
+            yield f"{self}: {job.model.name} has {most} layers, so all of them send what they keep."
+
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """A step with it is never faster."""
-        return f"plans leave it out, because it makes no step faster (--keep '{cls.name}(all)' allows it)"
+        """Without the number of layers there is nothing to choose among."""
+        if job.model.layers > 1:
+            return ""
+        return f"its config says of no layers (--keep '{cls.last_resort}' plans with all of them)"
+
+    @classmethod
+    def grades(cls, job: Job) -> Sequence[Self]:
+        """One layer and more, up to all but one."""
+        return cls(what="all").lesser(job)
+
+    def lesser(self, job: Job) -> Sequence[Self]:
+        """Of all layers, one and more of them."""
+        return [replace(self, layers=k) for k in range(1, job.model.layers)] if self.layers is None else ()
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from snugfit.job.config import LAYERS
 from snugfit.job.kv_prefix import dropped_prefix
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import CheckpointWish, Setup
@@ -45,29 +44,22 @@ class FirstLayers(Technique):
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """All layers are recomputed where there are no more."""
-        if (layers := layers_of(job)) and self.k >= layers:
+        if (layers := job.model.layers) and self.k >= layers:
             yield f"{self}: {job.model.name} has {layers} layers, so every layer is recomputed."
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
         """Without the number of layers there is nothing to choose among."""
-        if layers_of(job) > 1:
+        if job.model.layers > 1:
             return ""
         return f"its config says of no layers (--keep '{cls.name}(2)' plans with two)"
 
     @classmethod
     def grades(cls, job: Job) -> Sequence[Self]:
         """One layer and more, up to all but one."""
-        return [cls(k=k) for k in range(1, layers_of(job))]
+        return [cls(k=k) for k in range(1, job.model.layers)]
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
         """Half of the layers."""
-        yield cls(k=max(1, layers_of(job) // 2))
-
-
-def layers_of(job: Job) -> int:
-    """Layers of the model's deepest stack by its config; 0 where that does not say."""
-    stated = {} if job.model.module is not None else job.model.config
-    counts = [stated[key] for key in LAYERS if isinstance(stated.get(key), int)]
-    return max(counts, default=0)
+        yield cls(k=max(1, job.model.layers // 2))

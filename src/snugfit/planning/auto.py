@@ -1,0 +1,240 @@
+"""`auto` in a recipe: the least recomputing and offloading with which the rest of it fits.
+
+    snugfit predict bert-large-uncased --batch-size 32 --gpu l4 --recipe "bf16 + auto"
+
+It is a question and no technique: the answer depends on the GPU. So it is answered before there is a recipe,
+and what is run, kept and written down is the concrete one. Tried in this order, each by a whole prediction
+for the loop that will run:
+
+1. all activations are kept;
+2. the fewest layers are recomputed, from the first, up to all of them; and where a part of these can wait on
+   the host while other layers are computed, and the step is shorter by that, such a mixture;
+3. all layers are recomputed, and the inputs of the fewest wait on the host, up to all of them.
+
+The first that leaves the headroom is taken; where none does, the last, if it fits at all. Bytes fall about
+evenly with each further layer, so the next number to ask about is where the line through the two nearest
+answers crosses the bound. A plan may find a faster recipe: it looks at other techniques as well.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from snugfit.errors import NothingFits, SnugfitError, UsageError
+from snugfit.job.gpu import find_gpu
+from snugfit.planning.search.mixture import Line, Tried, find_mixture, is_valid, mixture_of
+from snugfit.prediction.predict import predict as predict_recipe
+from snugfit.prediction.profile import INSTALLED
+from snugfit.prediction.rates import link_of
+from snugfit.techniques import roster
+from snugfit.techniques.recipe import AUTO, AUTO_SLOTS, Recipe, without_auto
+from snugfit.techniques.setup import EVERY_LAYER, Setup
+from snugfit.techniques.technique import Slot
+from snugfit.units import show_bytes
+
+if TYPE_CHECKING:
+    from snugfit.job.gpu import Gpu
+    from snugfit.job.job import Job
+    from snugfit.prediction.rates import Rates
+    from snugfit.results.prediction import Prediction
+    from snugfit.techniques.technique import Technique
+
+NO_LIMIT = (
+    f"{AUTO!r} in a recipe is the least recomputing that fits a GPU, and there is none here. Name one with "
+    "--gpu, or write what is to be recomputed in its place, such as 'every_layer'."
+)
+
+
+class Resolved(NamedTuple):
+    """What `auto` stands for."""
+
+    recipe: Recipe
+    why: str
+    """A sentence with the techniques, and why these."""
+
+
+def predict(
+    job: Job,
+    recipe: Recipe | str = "plain",
+    *,
+    gpu: Gpu | str | None = None,
+    memory_bytes: int | None = None,
+    headroom: int | str | None = None,
+    loop: str = "plain",
+    software: str = INSTALLED,
+    trainer_class: type[Any] | None = None,
+    rates: Rates | None = None,
+) -> Prediction:
+    """The prediction for `job` under `recipe` on `gpu`, made without a GPU. Both may be given as text, in
+    which `auto` stands for the least recomputing that fits; what it stands for is logged, and is in the
+    prediction's recipe.
+
+    `memory_bytes` is what may be used, when it is not all of the GPU's. What fits and leaves less of it than
+    `headroom` (bytes, or text such as `2%`) is marked as tight; by default 2 % of the GPU's, and more where
+    the bytes are in doubt. `loop` is `plain`, `accelerate` or `trainer`; `trainer_class` is a subclass of
+    `transformers.Trainer` to rehearse in its place; `rates` are by default this GPU's. Raises `UsageError`
+    for what cannot be, `RehearsalError` for a step without a trace, `NothingFits` where nothing that `auto`
+    may stand for fits.
+    """
+    how: dict[str, Any] = {
+        "gpu": gpu, "memory_bytes": memory_bytes, "headroom": headroom, "loop": loop, "software": software,
+        "trainer_class": trainer_class, "rates": rates,
+    }  # fmt: skip
+    rest = without_auto(recipe) if isinstance(recipe, str) else None
+    if rest is not None:
+        recipe, why = resolve(job, rest, **how)
+        logging.getLogger("snugfit").warning("%s", why)
+    return predict_recipe(job, recipe, **how)
+
+
+def resolve(
+    job: Job,
+    rest: Recipe | str,
+    *,
+    gpu: Gpu | str | None = None,
+    memory_bytes: int | None = None,
+    **how: Any,
+) -> Resolved:
+    """The `rest` of a recipe with the least recomputing and offloading that fits; `how` goes to `predict`.
+    Raises `UsageError` where nothing says what must fit, and `NothingFits` where nothing does."""
+    if gpu is None and memory_bytes is None:
+        raise UsageError(NO_LIMIT)
+    gpu = find_gpu(gpu) if gpu is not None else None
+    base = rest if isinstance(rest, Recipe) else Recipe.parse(rest)
+    asked = _Asked(job, {"gpu": gpu, "memory_bytes": memory_bytes, **how})
+    if asked.leaves_headroom(base):
+        return _resolved(base, "all activations fit", asked)
+    kinds = mixture_of(job, link_of(gpu) or math.inf)
+    recomputing = [*(kinds.recomputing if kinds else ()), *_each_layer(job)]
+    again = [recipe for one in recomputing if is_valid(recipe := base.with_(one), job)]
+    last = base
+    if again and asked.is_known(again[-1]):
+        last = again[-1]
+        if asked.leaves_headroom(last):
+            least = asked.least([base, *again])
+            mixed = _faster_mixture(asked, base, last, again.index(least) + 1, gpu)
+            needed = show_bytes(asked.needed(base))
+            because = f"it does not fit with fewer layers: {needed} are needed with none"
+            if mixed is not None:
+                because += ", and copies beside the computation take less time than computing again"
+            return _resolved(mixed or least, because, asked)
+    hosts = [*(kinds.on_host if kinds else ()), *_all_on_host()]
+    sent = [recipe for one in hosts if is_valid(recipe := last.with_(one), job)]
+    if sent and asked.is_known(sent[-1]):
+        if asked.leaves_headroom(sent[-1]):
+            least = asked.least([last, *sent])
+            needed = show_bytes(asked.needed(last))
+            because = f"recomputing every layer alone does not fit: {needed} are needed"
+            return _resolved(least, because, asked)
+        last = sent[-1]
+    if asked.needed(last) <= asked.memory:
+        return _resolved(last, "nothing less fits, and this leaves less than the headroom", asked)
+    lacking = show_bytes(asked.needed(last) - asked.memory)
+    raise NothingFits(
+        f"auto: even {last} needs {show_bytes(asked.needed(last))}, which is {lacking} more than there is. "
+        "snugfit plan looks at every other technique too; or try micro_batches, or a larger GPU."
+    )
+
+
+def _faster_mixture(asked: _Asked, base: Recipe, each: Recipe, gone: int, gpu: Gpu | None) -> Recipe | None:
+    """With so many layers gone, of which some wait on the host, where that is faster by more than would be
+    called as fast; None where it is not."""
+    mixture = mixture_of(asked.job, link_of(gpu))
+    if mixture is None or gone >= mixture.layers:
+        return None
+
+    def look(recipe: Recipe) -> Tried | None:
+        known = asked.is_known(recipe)
+        return Tried(recipe, asked.leaves_headroom(recipe), asked.seconds(recipe)) if known else None
+
+    line = Line(asked.needed(base), asked.seconds(base), asked.needed(each), asked.seconds(each))
+    most = asked.seconds(mixture.recomputed(base, gone))
+    return find_mixture(mixture, line, base, gone, most, look)
+
+
+@dataclass
+class _Asked:
+    """Whole predictions of recipes, each made once."""
+
+    job: Job
+    how: Mapping[str, Any]
+    known: dict[Recipe, Prediction | SnugfitError] = field(default_factory=dict)
+
+    def of(self, recipe: Recipe) -> Prediction:
+        """The prediction. Raises `SnugfitError` for one that cannot be made."""
+        if recipe not in self.known:
+            try:
+                self.known[recipe] = predict_recipe(self.job, recipe, **self.how)
+            except SnugfitError as refused:
+                self.known[recipe] = refused
+        answer = self.known[recipe]
+        if isinstance(answer, SnugfitError):
+            raise answer
+        return answer
+
+    def is_known(self, recipe: Recipe) -> bool:
+        """Whether it can be predicted at all: a model may have no layers to recompute."""
+        try:
+            self.of(recipe)
+        except SnugfitError:
+            return False
+        return True
+
+    @property
+    def memory(self) -> int:
+        """Bytes that may be used."""
+        first = next(one for one in self.known.values() if not isinstance(one, SnugfitError))
+        return first.memory_bytes or 0
+
+    def needed(self, recipe: Recipe) -> int:
+        """Bytes that must be free."""
+        return self.memory - (self.of(recipe).spare_bytes or 0)
+
+    def seconds(self, recipe: Recipe) -> float:
+        """Of a step; 0 where they are not known."""
+        timing = self.of(recipe).timing
+        return timing.step_seconds if timing else 0.0
+
+    def leaves_headroom(self, recipe: Recipe) -> bool:
+        """Whether it fits and leaves the headroom."""
+        return (self.of(recipe).spare_bytes or 0) >= self.of(recipe).headroom_bytes
+
+    def least(self, recipes: Sequence[Recipe]) -> Recipe:
+        """Of these, of which each needs less than the one before, the first that fits; the first of all does
+        not, and the last does."""
+        low, high, rounds = 0, len(recipes) - 1, 0
+        bound = self.memory - self.of(recipes[high]).headroom_bytes
+        while high - low > 1:
+            above, below = (self.needed(recipes[end]) - bound for end in (low, high))
+            share = above / max(1, above - below) if rounds % 3 < 2 else 0.5
+            middle = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
+            if self.leaves_headroom(recipes[middle]):
+                high = middle
+            else:
+                low = middle
+            rounds += 1
+        return recipes[high]
+
+
+def _resolved(recipe: Recipe, because: str, asked: _Asked) -> Resolved:
+    words = " + ".join(str(recipe[slot]) for slot in AUTO_SLOTS if not recipe[slot].plain)
+    words = words or str(recipe[Slot.CHECKPOINTING])
+    needs = f"it needs {show_bytes(asked.needed(recipe))} of {show_bytes(asked.memory)}"
+    return Resolved(recipe, f"auto: {words}, because {because}; {needs}")
+
+
+def _each_layer(job: Job) -> list[Technique]:
+    """What recomputes each layer."""
+    kinds = [kind for kind in roster.techniques() if kind.slot is Slot.CHECKPOINTING]
+    settings = [one for kind in kinds for one in kind.settings(job)]
+    return [one for one in settings if one.install(Setup()).checkpoint == EVERY_LAYER][:1]
+
+
+def _all_on_host() -> list[Technique]:
+    """What keeps on the host whatever may be kept there."""
+    kinds = [kind for kind in roster.techniques() if kind.slot is Slot.ACTIVATION_OFFLOAD]
+    return [Recipe.parse(kind.last_resort)[kind.slot] for kind in kinds if kind.last_resort]

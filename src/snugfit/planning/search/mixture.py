@@ -1,0 +1,136 @@
+"""Layers that are recomputed, and after them some whose activations wait on the host.
+
+Both free what a layer keeps. Recomputing costs the layer's forward pass again; a copy costs nothing as long
+as it is done beside what is computed anyway. So of the layers that have to go, as many wait on the host as
+the link can carry in that time, and the others are recomputed: the first ones, since the backward pass comes
+to them last (`checkpointing/first_layers.py`). Of a recomputed layer only the input waits there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from snugfit.planning.search.simpler import AS_FAST
+from snugfit.techniques import roster
+from snugfit.techniques.technique import Slot
+from snugfit.units import GIB
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+    from snugfit.techniques.recipe import Recipe
+    from snugfit.techniques.technique import Technique
+
+MOST_ON_HOST = 8 * GIB
+"""Of activations in the host's page-locked memory, where nobody asked for that (chosen): what a machine that
+trains on one GPU has beside all else."""
+
+
+ROUNDS = 4
+"""Mixtures that are looked at for one recipe."""
+
+
+class Line(NamedTuple):
+    """From a step that keeps all activations to one that recomputes each layer."""
+
+    needed_bytes: int
+    seconds: float
+    least_bytes: int
+    most_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """What may be done with the layers of a model."""
+
+    job: Job
+    recomputing: Sequence[Technique]
+    """The first layer, the first two, and so on up to all but one."""
+    on_host: Sequence[Technique]
+    """Likewise."""
+    link: float
+    """Bytes a second to the host, and as many back."""
+
+    @property
+    def layers(self) -> int:
+        """Of the model."""
+        return len(self.on_host) + 1
+
+    def recipe(self, base: Recipe, gone: int, sent: int) -> Recipe:
+        """With so many layers that have to go, of which so many are sent and the others recomputed."""
+        base = self.recomputed(base, gone - sent) if gone > sent else base
+        return base.with_(self.on_host[gone - 1])
+
+    def recomputed(self, base: Recipe, layers: int) -> Recipe:
+        """With so many layers recomputed."""
+        return base.with_(self.recomputing[layers - 1])
+
+    def free_copies(self, line: Line, gone: int) -> int:
+        """Of so many layers that have to go, how many can be sent while others are computed.
+
+        A layer takes as long as recomputing it does. The copies begin when the recomputed layers are done,
+        and the last of them has to be done before the last layer is: `sent * copy` is at most
+        `(layers - 1 - (gone - sent)) * layer`, in seconds. The backward pass has twice as long for them.
+        """
+        layer = (line.most_seconds - line.seconds) / self.layers
+        nbytes = (line.needed_bytes - line.least_bytes) / self.layers
+        copy = nbytes / self.link
+        most = min(gone, int(MOST_ON_HOST / max(1.0, nbytes)))
+        if copy > layer:
+            most = min(most, int((self.layers - 1 - gone) * layer / (copy - layer)))
+        return max(0, most)
+
+    def seconds(self, line: Line, gone: int, sent: int) -> float:
+        """What such a step takes on the line."""
+        return line.seconds + (gone - sent) * (line.most_seconds - line.seconds) / self.layers
+
+
+class Tried(NamedTuple):
+    """A recipe that was looked at."""
+
+    recipe: Recipe
+    fits: bool
+    seconds: float
+
+
+def find_mixture(
+    mixture: Mixture, line: Line, base: Recipe, gone: int, most: float, look: Callable[[Recipe], Tried | None]
+) -> Recipe | None:
+    """The recipe with as many layers on the host as cost nothing and the others of those that have to go
+    recomputed, where that takes less than `most` seconds by more than would be called as fast; None where
+    none was found. From so many `gone` layers on it is looked for those that fit, and for fewer; `look` gives
+    None for what cannot be."""
+    best, sent = None, mixture.free_copies(line, gone)
+    most *= 1 - AS_FAST
+    for _ in range(ROUNDS):
+        if sent < 1 or gone >= mixture.layers or mixture.seconds(line, gone, sent) >= most:
+            break
+        recipe = mixture.recipe(base, gone, sent)
+        tried = look(recipe) if is_valid(recipe, mixture.job) else None
+        if tried is None or (best and not (tried.fits and tried.seconds < most)):
+            break
+        if not tried.fits:
+            gone += 1
+        elif tried.seconds < most:
+            best, most = tried.recipe, tried.seconds
+            gone -= 1
+            sent = mixture.free_copies(line, gone)
+        else:
+            sent //= 2
+    return best
+
+
+def mixture_of(job: Job, link: float | None) -> Mixture | None:
+    """What may be done with the layers of this job's model; None where they are not known, or the link is
+    not."""
+    by_slot = {kind.slot: grades for kind in roster.techniques() if (grades := kind.grades(job))}
+    recomputing, on_host = by_slot.get(Slot.CHECKPOINTING), by_slot.get(Slot.ACTIVATION_OFFLOAD)
+    if not recomputing or not on_host:
+        return None
+    return Mixture(job=job, recomputing=recomputing, on_host=on_host, link=link) if link else None
+
+
+def is_valid(recipe: Recipe, job: Job) -> bool:
+    """Whether nothing in a recipe objects to the job or to the rest of it."""
+    return not any(True for technique in recipe for _ in technique.objections(job, recipe))

@@ -1,0 +1,178 @@
+"""`auto` in a recipe: what it stands for on a GPU is the least that fits, said, and concrete wherever a recipe
+is kept."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+import snugfit
+from small_models import small_job
+from snugfit.cli.main import run
+from snugfit.errors import NothingFits, RecipeError, UsageError
+from snugfit.job.job import Job
+from snugfit.planning.auto import predict, resolve
+from snugfit.prediction.predict import predict as predict_recipe
+from snugfit.techniques.recipe import Recipe, without_auto
+from snugfit.techniques.technique import Slot
+
+LAYERS = 8
+REST = "lora(r=4) + bf16"
+
+
+@pytest.fixture(scope="module")
+def this() -> Job:
+    """One sample, which cannot be cut, and whose activations are most of its bytes."""
+    return small_job("llama", LAYERS, batch_size=1, sequence_length=8192)
+
+
+def needed(this: Job, recipe: str) -> int:
+    footprint = predict_recipe(this, recipe, gpu="h200").footprint
+    return (footprint.reserved_bytes or 0) + footprint.context_bytes
+
+
+def at(this: Job, memory: int, **how: Any) -> Recipe:
+    return resolve(this, REST, gpu="h200", memory_bytes=memory, **how).recipe
+
+
+# ---- what it stands for ------------------------------------------------------------------------------------
+
+
+def test_nothing_is_recomputed_where_all_fits(this: Job) -> None:
+    recipe, why = resolve(this, REST, gpu="h200")
+    assert recipe == Recipe.parse(REST)
+    assert why.startswith("auto: keep_all, because all activations fit")
+
+
+@pytest.mark.parametrize("share", [0.2, 0.6])
+def test_it_is_the_fewest_layers_that_fit(this: Job, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("snugfit.planning.auto.link_of", lambda gpu: None)
+    most, least = needed(this, REST), needed(this, f"{REST} + every_layer")
+    memory = int(most - share * (most - least))
+    recipe, why = resolve(this, REST, gpu="h200", memory_bytes=memory)
+    k = recipe.setup().checkpoint.first  # type: ignore[union-attr]
+    assert recipe == Recipe.parse(f"{REST} + first_layers({k})")
+    assert f"auto: first_layers({k}), because it does not fit with fewer layers" in why
+    fewer = f"{REST} + first_layers({k - 1})" if k > 1 else REST  # type: ignore[operator]
+    assert needed(this, str(recipe)) <= memory < needed(this, fewer)
+
+
+def test_a_headroom_is_left(this: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("snugfit.planning.auto.link_of", lambda gpu: None)
+    most, least = needed(this, REST), needed(this, f"{REST} + every_layer")
+    half = (most - least) // 2
+    assert at(this, most) == Recipe.parse(REST)
+    recipe = at(this, most, headroom=half)
+    assert needed(this, str(recipe)) <= most - half
+    assert recipe[Slot.CHECKPOINTING].name == "first_layers"
+
+
+def test_layers_wait_on_the_host_where_that_costs_less(this: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a link that copies in no time, and by one that never ends."""
+    most, least = needed(this, REST), needed(this, f"{REST} + every_layer")
+    memory = (most + least) // 2
+    plain = predict_recipe(this, f"{REST} + first_layers(4)", gpu="h200").timing
+    monkeypatch.setattr("snugfit.planning.auto.link_of", lambda gpu: 1.0)
+    slow = at(this, memory)
+    assert slow[Slot.ACTIVATION_OFFLOAD].plain
+    monkeypatch.setattr("snugfit.planning.auto.link_of", lambda gpu: 1e15)
+    monkeypatch.setattr("snugfit.step.activation_offload.LEAST_BYTES", 1024)
+    fast = at(this, memory)
+    assert needed(this, str(fast)) <= memory
+    timing = predict_recipe(this, fast, gpu="h200").timing
+    assert plain is not None
+    assert timing is not None
+    if not fast[Slot.ACTIVATION_OFFLOAD].plain:
+        assert timing.step_seconds < plain.step_seconds
+
+
+def test_inputs_wait_on_the_host_where_recomputing_is_not_enough() -> None:
+    this = small_job("llama", LAYERS, batch_size=16, sequence_length=8192)
+    least = needed(this, f"{REST} + every_layer")
+    sent = needed(this, f"{REST} + every_layer + host(all)")
+    assert sent < least
+    recipe, why = resolve(this, REST, gpu="h200", memory_bytes=least - 1)
+    assert recipe[Slot.CHECKPOINTING].name == "every_layer"
+    assert recipe[Slot.ACTIVATION_OFFLOAD].name == "host"
+    assert "recomputing every layer alone does not fit" in why
+    assert needed(this, str(recipe)) < least
+    with pytest.raises(NothingFits, match=r"even .* more than there is.*snugfit plan"):
+        resolve(this, REST, gpu="h200", memory_bytes=sent // 2)
+
+
+# ---- from Python -------------------------------------------------------------------------------------------
+
+
+def test_a_prediction_has_the_concrete_recipe(this: Job, caplog: pytest.LogCaptureFixture) -> None:
+    memory = needed(this, f"{REST} + every_layer")
+    answer = snugfit.predict(this, f"{REST} + auto", gpu="h200", memory_bytes=memory)
+    assert snugfit.predict is predict
+    assert answer.fits
+    assert "auto" not in str(answer.recipe)
+    assert "auto" not in json.dumps(answer.to_json()["recipe"])
+    assert any(line.startswith("auto: ") for line in caplog.messages)
+    assert predict(this, REST, gpu="h200").recipe == Recipe.parse(REST)
+
+
+def test_without_a_gpu_it_is_refused_with_the_way_out(this: Job) -> None:
+    with pytest.raises(UsageError, match=r"Name one with --gpu, or write .*'every_layer'"):
+        predict(this, "bf16 + auto")
+
+
+def test_a_recipe_is_never_auto() -> None:
+    with pytest.raises(RecipeError, match="stands for a search") as refused:
+        Recipe.parse("bf16 + auto")
+    assert "       ^^^^" in str(refused.value)
+    assert without_auto("bf16 + every_layer") is None
+    assert without_auto("auto") == "plain"
+    assert without_auto("bf16 + auto + micro_batches(4)") == "bf16 + micro_batches(4)"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("auto + every_layer", "chooses the checkpointing. Leave 'every_layer' out"),
+        ("host(all) + auto", r"chooses the activation_offload. Leave 'host\(all\)' out"),
+        ("auto + bf16 + auto", "named once"),
+        ("auto(3)", "no settings"),
+    ],
+)
+def test_what_it_chooses_cannot_stand_beside_it(text: str, why: str) -> None:
+    with pytest.raises(RecipeError, match=why):
+        without_auto(text)
+
+
+# ---- on the command line -----------------------------------------------------------------------------------
+
+
+ASKED = ["bert-base-uncased", "--task", "sequence-classification", "--recipe"]
+
+
+def test_a_command_says_what_it_stands_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["predict", *ASKED, "bf16 + auto", "--gpu", "h200", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert "auto: keep_all, because all activations fit" in err
+    assert json.loads(out)["recipe"] == "bf16"
+    assert run(["predict", *ASKED, "bf16 + auto"]) == 2
+    assert "Name one with --gpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (("predict", "--gpu", "h200", "--largest", "batch"), "takes none with 'auto'"),
+        (("predict", "--gpu", "h200", "--compare", "auto"), "stands for a search"),
+        (("plan", "--gpu", "h200"), "stands for a search"),
+        (("measure", "--device", "cpu"), "Name one with --gpu"),
+        (("train", "--device", "cpu", "--output-dir", "out"), "Name one with --gpu"),
+    ],
+)
+def test_where_it_cannot_be_it_is_refused(
+    command: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *more = command
+    recipe = "bf16" if "--compare" in command else "bf16 + auto"
+    assert run([name, *ASKED, recipe, *more]) == 2
+    assert why in " ".join(capsys.readouterr().err.split())
