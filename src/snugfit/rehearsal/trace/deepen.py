@@ -1,15 +1,15 @@
 """Moves of a deep model, from those of two shallow ones that differ by one period of layers (law 5).
 
 Each phase of a run is grown by itself (`grow.py`). A move is what it is but for the numbers of layers in its
-module's name, and, of a free, but for how many younger and older blocks are on the stack. A few buffers have an entry
-for each layer, such as the seeds of all dropouts of a compiled model: a size that only one of the two models
-has, and the work of a kernel that reads it, count as numbers too.
+module's name, and, of a free, but for how many younger and older blocks of its kind there are. A few buffers
+have an entry for each layer, such as the seeds of all dropouts of a compiled model: a size that only one of
+the two models has, and the work of a kernel that reads it, count as numbers too.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -34,10 +34,10 @@ def deepen(shallow: RelativeTrace, deeper: RelativeTrace, periods: int) -> Relat
     few, more = _by_phase(shallow), _by_phase(deeper)
     if len(few) != len(more) or shallow.attention != deeper.attention:
         return None
-    grows = {_kind(move) for move in shallow.moves} ^ {_kind(move) for move in deeper.moves}
-    written = _Written(grows)
+    known = [{_kind(move) for part in parts for move in part} for parts in (few, more)]
+    written = _Written(known[0] ^ known[1])
     for before, after in zip(few, more, strict=True):
-        grown = grow(_entries(before, grows), _entries(after, grows), periods)
+        grown = grow(_entries(before, written.grows), _entries(after, written.grows), periods)
         if grown is None or not all(written.add(after[one.like], one) for one in grown):
             return None
     return replace(deeper, moves=tuple(written.moves))
@@ -49,56 +49,87 @@ def numbers_of(name: str) -> tuple[int, ...]:
 
 
 class _Placed(NamedTuple):
-    """A free, and how many blocks of its stack are older than the one that it frees."""
+    """A block is freed."""
 
-    free: Free
+    pile: Alloc
+    younger: int
+    """Blocks of its pile that live and are younger."""
     older: int
 
 
 _Step = Alloc | _Placed | PhaseStart | Kernel | MarkKind
 
 
+class _Piles:
+    """The live blocks: on their stacks, and on piles, on which temporary ones lie together whoever made
+    them. In a program one buffer takes the place of another, made elsewhere, before its layers repeat."""
+
+    def __init__(self) -> None:
+        self._made = itertools.count()
+        self._stacks: dict[Alloc, list[int]] = defaultdict(list)
+        self.piles: dict[Alloc, list[int]] = defaultdict(list)
+        self._allocs: dict[int, Alloc] = {}
+
+    def alloc(self, alloc: Alloc) -> None:
+        """Puts a block on its stack and its pile."""
+        number = next(self._made)
+        self._allocs[number] = alloc
+        self._stacks[alloc.stack].append(number)
+        self.piles[_pile_of(alloc)].append(number)
+
+    def blocks_of(self, frees: Sequence[Any]) -> list[int]:
+        """The blocks that are freed, by these moves that come one after the other. Which of them goes first
+        does not matter, and follows from their names in a compiled program (`buf9`, `buf10`): they are in
+        an order that does not, but for gradients, by whose order passes and update are joined."""
+        freed = [self._stacks[stack].pop(-1 - distance) for stack, distance in frees]
+        if any(stack.kind == Kind.GRADIENTS for stack, _ in frees):
+            return freed
+        return sorted(freed, key=lambda number: (*_pile_of(self._allocs[number])[1:], number))
+
+    def drop(self, number: int) -> _Placed:
+        """Takes a block, which is on no stack any more, from its pile."""
+        pile = _pile_of(self._allocs[number])
+        blocks = self.piles[pile]
+        older = blocks.index(number)
+        del blocks[older]
+        return _Placed(pile, len(blocks) - older, older)
+
+    def free(self, pile: Alloc, younger: int) -> Free:
+        """Frees the block at this place of a pile."""
+        number = self.piles[pile].pop(-1 - younger)
+        stack = self._allocs[number].stack
+        blocks = self._stacks[stack]
+        place = blocks.index(number)
+        del blocks[place]
+        return Free(stack, len(blocks) - place)
+
+
+def _pile_of(alloc: Alloc) -> Alloc:
+    stack = alloc.stack
+    return stack if stack.kind else stack._replace(operator="")
+
+
 def _by_phase(trace: RelativeTrace) -> list[Sequence[_Step]]:
-    """The moves, cut where phases begin. Which of several blocks that are freed at once goes first does
-    not matter, and follows from their names in a compiled program (`buf9`, `buf10`): they are sorted, but
-    for gradients, by whose order passes and update are joined."""
-    live: Counter[Alloc] = Counter()
+    """The moves, cut where phases begin."""
+    piles = _Piles()
     parts: list[list[_Step]] = [[]]
-    for sorts, moves in itertools.groupby(trace.moves, _may_be_sorted):
-        for move in _sorted_frees([*moves]) if sorts else moves:
+    for frees, moves in itertools.groupby(trace.moves, lambda move: type(move) is Free):
+        if frees:
+            parts[-1] += map(piles.drop, piles.blocks_of([*moves]))
+            continue
+        for move in moves:
             if type(move) is PhaseStart:
                 parts.append([])
             if type(move) is Alloc:
-                live[move.stack] += 1
-            if type(move) is Free:
-                live[move.stack] -= 1
-                parts[-1].append(_Placed(move, live[move.stack] - move.stack_distance))
-            else:
-                parts[-1].append(move)
-    return parts
+                piles.alloc(move)
+            parts[-1].append(move)  # type: ignore[arg-type]
+    return parts  # type: ignore[return-value]
 
 
-def _may_be_sorted(move: Move) -> bool:
-    return type(move) is Free and move.stack.kind != Kind.GRADIENTS
-
-
-def _sorted_frees(frees: Sequence[Any]) -> list[Free]:
-    """These frees, which come one after the other, by stack, and on each the oldest block first."""
-    places: dict[Alloc, list[int]] = defaultdict(list)  # counted from the top before any is freed
-    for stack, distance in frees:
-        for other in sorted(places[stack]):
-            distance += other <= distance
-        places[stack].append(distance)
-    by_name = sorted(places.items(), key=lambda item: (item[0][1:], item[0][0]))
-    return [Free(stack, distance) for stack, found in by_name for distance in sorted(found, reverse=True)]
-
-
-def _kind(move: Move | _Placed) -> Hashable:
-    """What a move is in any layer: of an allocation and a free the stack, so that they go together."""
-    if type(move) is _Placed:
-        return move.free.stack
-    if isinstance(move, (Alloc, Free)):
-        return move.stack
+def _kind(move: _Step) -> Hashable:
+    """What a move is in any layer: of an allocation and a free the pile, so that they go together."""
+    if isinstance(move, (Alloc, _Placed)):
+        return _pile_of(move) if type(move) is Alloc else move[0]
     return move._replace(module=without_layer_numbers(move.module)) if type(move) is Kernel else move
 
 
@@ -109,9 +140,9 @@ def _entries(moves: Sequence[_Step], grows: set[Hashable]) -> list[Entry]:
 
 def _entry(move: _Step, grows: bool) -> Entry:
     if type(move) is _Placed:
-        (stack, younger), older = move
-        size = (stack.nbytes,) if grows else ()
-        return Entry(("free", _sizeless(stack) if grows else stack), (younger, older, *size))
+        pile, younger, older = move
+        size = (pile.nbytes,) if grows else ()
+        return Entry(("free", _sizeless(pile) if grows else pile), (younger, older, *size))
     if isinstance(move, (Alloc, Kernel)):
         plain: Any = move._replace(module=without_layer_numbers(move.module))
         sizes = _sizes(move) if grows else ()
@@ -136,38 +167,37 @@ class _Written:
 
     def __init__(self, grows: set[Hashable]) -> None:
         self.moves: list[Move] = []
-        self._grows = grows
-        self._live: Counter[Alloc] = Counter()
+        self.grows = grows
+        self._piles = _Piles()
 
     def add(self, like: _Step, grown: Grown) -> bool:
         """Writes a move that is like this one and has its own numbers; False where there is none such."""
         if type(like) is _Placed:
             return self._free(like, grown)
         if isinstance(like, (Alloc, Kernel)):
-            like = _with_numbers(like, iter(grown.numbers), sized=_kind(like) in self._grows)
+            like = _with_numbers(like, iter(grown.numbers), sized=_kind(like) in self.grows)
         if type(like) is Alloc:
-            self._live[like.stack] += 1
-        self.moves.append(like)
+            self._piles.alloc(like)
+        self.moves.append(like)  # type: ignore[arg-type]
         return True
 
     def _free(self, like: _Placed, grown: Grown) -> bool:
-        """Blocks are counted from the end of their stack from which they have the same place at any depth.
-        Of a stack that never grows, which block goes may be chance in the shallow model: of a program's
+        """Blocks are counted from the end of their pile from which they have the same place at any depth.
+        Of a pile that never grows, which block goes may be chance in the shallow model: of a program's
         buffers each takes the place of one that was dropped last."""
         younger, older, *size = grown.numbers
-        stack = like.free.stack._replace(nbytes=size[0]) if size else like.free.stack
-        there = self._live[stack] - 1
-        if younger != like.free.stack_distance:
+        pile = like.pile._replace(nbytes=size[0]) if size else like.pile
+        there = len(self._piles.piles[pile]) - 1
+        if younger != like.younger:
             if older == like.older:
                 younger = there - older
-            elif like.free.stack_distance + like.older == there and not grown.repeats:
-                younger = like.free.stack_distance
+            elif like.younger + like.older == there and not grown.repeats:
+                younger = like.younger
             elif younger + older != there:
                 return False
         if not 0 <= younger <= there:
             return False
-        self._live[stack] = there
-        self.moves.append(Free(stack, younger))
+        self.moves.append(self._piles.free(pile, younger))
         return True
 
 
