@@ -25,7 +25,10 @@ from snugfit.rehearsal.trace.relative import (
     without_layer_numbers,
 )
 from snugfit.rehearsal.trace.trace import Kernel, MarkKind
-from snugfit.results.footprint import Kind
+
+
+PASSES = ("forward", "backward")
+"""Phases in which compiled programs run."""
 
 
 def deepen(shallow: RelativeTrace, deeper: RelativeTrace, periods: int) -> RelativeTrace | None:
@@ -77,12 +80,12 @@ class _Piles:
         self._stacks[alloc.stack].append(number)
         self.piles[_pile_of(alloc)].append(number)
 
-    def blocks_of(self, frees: Sequence[Any]) -> list[int]:
+    def blocks_of(self, frees: Sequence[Any], *, by_name: bool) -> list[int]:
         """The blocks that are freed, by these moves that come one after the other. Which of them goes first
-        does not matter, and follows from their names in a compiled program (`buf9`, `buf10`): they are in
-        an order that does not, but for gradients, by whose order passes and update are joined."""
+        does not matter, and follows from their names in a compiled program (`buf9`, `buf10`): where it is so
+        `by_name`, they are in an order that does not."""
         freed = [self._stacks[stack].pop(-1 - distance) for stack, distance in frees]
-        if any(stack.kind == Kind.GRADIENTS for stack, _ in frees):
+        if not by_name:
             return freed
         return sorted(freed, key=lambda number: (*_pile_of(self._allocs[number])[1:], number))
 
@@ -111,15 +114,16 @@ def _pile_of(alloc: Alloc) -> Alloc:
 
 def _by_phase(trace: RelativeTrace) -> list[Sequence[_Step]]:
     """The moves, cut where phases begin."""
-    piles = _Piles()
+    piles, phase = _Piles(), ""
     parts: list[list[_Step]] = [[]]
     for frees, moves in itertools.groupby(trace.moves, lambda move: type(move) is Free):
         if frees:
-            parts[-1] += map(piles.drop, piles.blocks_of([*moves]))
+            parts[-1] += map(piles.drop, piles.blocks_of([*moves], by_name=phase in PASSES))
             continue
         for move in moves:
             if type(move) is PhaseStart:
                 parts.append([])
+                phase = move.phase
             if type(move) is Alloc:
                 piles.alloc(move)
             parts[-1].append(move)  # type: ignore[arg-type]
@@ -152,13 +156,14 @@ def _entry(move: _Step, grows: bool) -> Entry:
 
 def _sizes(move: Alloc | Kernel) -> tuple[int, ...]:
     if type(move) is Kernel:
-        return move.nbytes, move.flops, *(size for shape in move.shapes for size in shape)
+        return move.nbytes, move.flops, move.tensors, *(size for shape in move.shapes for size in shape)
     return (move.nbytes,)
 
 
 def _sizeless(move: Any) -> Any:
     if type(move) is Kernel:
-        return move._replace(nbytes=0, flops=0, shapes=tuple((0,) * len(shape) for shape in move.shapes))
+        shapes = tuple((0,) * len(shape) for shape in move.shapes)
+        return move._replace(nbytes=0, flops=0, tensors=0, shapes=shapes)
     return move._replace(nbytes=0)
 
 
@@ -206,7 +211,7 @@ def _with_numbers(move: Alloc | Kernel, ahead: Iterator[int], *, sized: bool) ->
     if not sized:
         return move
     if type(move) is Kernel:
-        nbytes, flops = next(ahead), next(ahead)
+        nbytes, flops, tensors = next(ahead), next(ahead), next(ahead)
         shapes = tuple(tuple(next(ahead) for _ in shape) for shape in move.shapes)
-        return move._replace(nbytes=nbytes, flops=flops, shapes=shapes)
+        return move._replace(nbytes=nbytes, flops=flops, tensors=tensors, shapes=shapes)
     return move._replace(nbytes=next(ahead))
