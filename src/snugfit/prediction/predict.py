@@ -17,6 +17,7 @@ from snugfit.prediction.rates import Rates, rates_for
 from snugfit.prediction.seconds import step_seconds
 from snugfit.prediction.startup import count_in_programs, distinct_kernels, startup
 from snugfit.prediction.timeline import phase_spans, time_kernels
+from snugfit.rehearsal.few_layers import rehearse_from_few_layers
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.results.footprint import Footprint, Kind, Moment, Startup
 from snugfit.results.prediction import Prediction
@@ -127,10 +128,14 @@ def rehearse_again(prediction: Prediction) -> Trace:
 def _rehearse(
     job: Job, setup: Setup, gpu: Gpu | None, profile: Software, loop: str, trainer_class: type[Any] | None
 ) -> Trace:
+    policy = policy_for(gpu, profile)
+    as_ours = loop == "plain" and not (profile.keep_gradients or profile.always_mask)
+    if as_ours and (trace := rehearse_from_few_layers(job, setup, policy)) is not None:
+        return trace
     return rehearse(
         job,
         setup,
-        policy_for(gpu, profile),
+        policy,
         loop=loop,
         keep_gradients=profile.keep_gradients,
         always_mask=profile.always_mask,

@@ -54,6 +54,16 @@ class Part:
     """Which of the parameters that train have a gradient, by number."""
     varies: bool = False
     """Whether its micro-batches differ by what their values decide, so that none stands for the rest."""
+    trained: tuple[str, ...] = ()
+    """Names of the parameters that train, in order, where it was recorded from a model's passes."""
+
+    def has_gradient(self, number: int) -> bool:
+        """Whether the parameter of this number has a gradient."""
+        return number in self._with_gradient
+
+    @cached_property
+    def _with_gradient(self) -> frozenset[int]:
+        return frozenset(self.gradients)
 
     @cached_property
     def split(self) -> SplitSteps:
@@ -81,7 +91,9 @@ def record_passes(job: Job, setup: Setup, policy: Policy, *, steps: int, micro_b
     step = PlainStep(job, setup, _meta())
     trace, marks, varies = record_step(step, policy, steps)
     optimizer: Any = step.optimizer
-    return Part(RelativeTrace.of(trace, marks), optimizer.gradients, varies)
+    named = step.model.named_parameters() if step.model is not None else ()
+    trained = tuple(name for name, parameter in named if parameter.requires_grad)
+    return Part(RelativeTrace.of(trace, marks), optimizer.gradients, varies, trained)
 
 
 def rehearse_passes(job: Job, setup: Setup, policy: Policy) -> Part:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from snugfit.errors import RehearsalError
+from snugfit.rehearsal.compiled.decisions import Decisions, noted_decisions
 from snugfit.rehearsal.compiled.first_launches import time_settings
 from snugfit.rehearsal.compiled.joint_passes import joint_passes_for
 from snugfit.rehearsal.compiled.lowering import computed_again, lower
@@ -73,6 +74,7 @@ class _Program:
     strides: list[tuple[int, ...] | None]
     again: Counter[int] | None
     """The contractions that one of a backward pass computes again, by their FLOPs; None of a forward pass."""
+    decisions: Decisions
 
 
 _PROGRAMS: dict[Any, _Program] = {}
@@ -179,16 +181,20 @@ class Compiler:
         if program is None:
             strides: list[tuple[int, ...] | None] = []
             again = computed_again(graph) if options.get("is_backward") else None
-            text = lower(graph, inputs, self._policy, lambda outs: strides.extend(_strides(outs)), **options)
-            program = _PROGRAMS[key] = _Program(load(text, _launch, _choose), strides, again)
+            with noted_decisions() as decisions:
+                text = lower(graph, inputs, self._policy, lambda outs: strides.extend(_strides(outs)), **options)
+            program = _PROGRAMS[key] = _Program(load(text, _launch, _choose), strides, again, decisions)
         _tell_strides(program.strides)
         call, again, assumed = program.call, program.again, tuple(dict.fromkeys(self._assumed))
+        decisions = program.decisions
 
         def run(arguments: list[Any]) -> Any:
             now = _NOW[-1]
             for sentence in assumed:
                 now._recorder.doubt(sentence)
             now._run += bool(torch._C._len_torch_dispatch_stack())
+            for ran in _RAN:
+                ran.append(decisions)
             with now._recorder.program(again):
                 return call(arguments)
 
@@ -213,6 +219,9 @@ rehearsing it."""
 MANY = 4096
 """Traces of one layer's code that Dynamo may make, and does not give up."""
 
+_RAN: list[list[Decisions]] = []
+"""Who wants to know of the programs that run."""
+
 _NOW: list[Compiler] = []
 """Whose rehearsal runs: programs outlive the one that made them."""
 
@@ -226,6 +235,17 @@ def _backend_within(budget: float) -> Callable[[Any, Sequence[Any]], Any]:
         return _NOW[-1].compiled_graph(graph, inputs, budget)
 
     return backend
+
+
+@contextlib.contextmanager
+def decisions_of_programs() -> Iterator[list[Decisions]]:
+    """Within it, what was decided for each program that runs is listed, each time that it does."""
+    ran: list[Decisions] = []
+    _RAN.append(ran)
+    try:
+        yield ran
+    finally:
+        _RAN.pop()
 
 
 def _launch(name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], layout: str) -> None:

@@ -1,0 +1,165 @@
+"""What Inductor decides by the memory of a whole program, and whether it would decide alike for more layers.
+
+Two decisions look at all of a program. Of several orders of its kernels Inductor takes the one whose estimated
+peak is the lowest (`torch._inductor.memory.reorder_for_peak_memory`). And a buffer takes the place of one
+that was dropped long before only where the bytes that live between the two leave the estimated peak as it is
+(`AllocateLine.should_reuse_buffer`). Both are noted while a program is lowered. A deep model's estimates follow
+from two shallow models' (`trace/grow.py`), and with them what would be decided there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+from snugfit.rehearsal.trace.grow import Entry, grow
+
+CHOSEN_AMONG = 2
+"""Orders from which on there is a choice."""
+
+
+@dataclass
+class Reuse:
+    """A buffer that might take the place of an older one."""
+
+    nbytes: int
+    taken: bool
+    between: int | None
+    """Most estimated bytes that live between the two; None where there is nothing between them."""
+
+
+@dataclass
+class Decisions:
+    """What was decided while a program was lowered."""
+
+    orders: list[list[int]] = field(default_factory=list)
+    """Of each order of its kernels: estimated bytes after each of them."""
+    timeline: list[int] = field(default_factory=list)
+    """The same of the program as it is."""
+    reuses: list[Reuse] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def noted_decisions() -> Iterator[Decisions]:
+    """Within it, the decisions of one lowering are noted."""
+    from torch._inductor import memory
+    from torch._inductor.codegen import wrapper
+
+    decisions, ordering = Decisions(), [False]
+    estimate, reorder = memory.estimate_peak_memory, memory.reorder_for_peak_memory
+
+    def estimated(*arguments: Any, **keywords: Any) -> Any:
+        peak, timeline = estimate(*arguments, **keywords)
+        if ordering[-1]:
+            decisions.orders.append([*timeline])
+        else:
+            decisions.timeline = [*timeline]
+        return peak, timeline
+
+    def reordered(*arguments: Any, **keywords: Any) -> Any:
+        ordering.append(True)
+        try:
+            return reorder(*arguments, **keywords)
+        finally:
+            ordering.pop()
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(memory, "estimate_peak_memory", estimated))
+        stack.enter_context(patch.object(memory, "reorder_for_peak_memory", reordered))
+        if hasattr(wrapper.AllocateLine, "should_reuse_buffer"):  # torch 2.11 and later
+            decide = wrapper.AllocateLine.should_reuse_buffer
+            asked = _noting(decide, decisions)
+            stack.enter_context(patch.object(wrapper.AllocateLine, "should_reuse_buffer", asked))
+        yield decisions
+
+
+def _noting(decide: Any, decisions: Decisions) -> Any:
+    def should_reuse_buffer(line: Any, free_line: Any, size: int) -> bool:
+        taken = bool(decide(line, free_line, size))
+        adjacent = free_line.scheduler_node_index + 1 == line.scheduler_node_index
+        between = None if adjacent else int(line.wrapper.estimate_peak.peak_between(free_line, line))
+        decisions.reuses.append(Reuse(size, taken, between))
+        return taken
+
+    return should_reuse_buffer
+
+
+def decides_alike(shallow: Decisions, deeper: Decisions, periods: int) -> bool:
+    """Whether Inductor decides as for these two models in one that has so many `periods` of layers more than
+    the deeper one, which has one more than the shallow one."""
+    return _same_order(shallow, deeper, periods) and _same_reuses(shallow, deeper, periods)
+
+
+def _same_order(shallow: Decisions, deeper: Decisions, periods: int) -> bool:
+    few, more = shallow.orders, deeper.orders
+    if len(few) != len(more):
+        return False
+    if len(more) < CHOSEN_AMONG:
+        return True
+    chosen = _lowest([max(order, default=0) for order in more])
+    if chosen != _lowest([max(order, default=0) for order in few]):
+        return False
+    peak = _deep_peak(few[chosen], more[chosen], periods)
+    if peak is None:
+        return False
+    for number, (one, other) in enumerate(zip(few, more, strict=True)):
+        # of the others a peak that grows at least as from the one depth to the other
+        theirs = _deep_peak(one, other, periods)
+        if theirs is None:
+            theirs = max(other) + (max(other) - max(one)) * periods
+        if theirs < peak or (theirs == peak and number < chosen):
+            return False
+    return True
+
+
+def _lowest(peaks: Sequence[int]) -> int:
+    """Which of them Inductor takes: the first of the lowest."""
+    return peaks.index(min(peaks))
+
+
+def _deep_peak(shallow: Sequence[int], deeper: Sequence[int], periods: int) -> int | None:
+    """The highest of a deep model's estimates; None where they do not follow from these."""
+    few, more = _changes(shallow), _changes(deeper)
+    vary = {*few} ^ {*more}  # what is for each layer, such as the seeds of all dropouts
+    entries = (
+        [Entry("begins", tuple(timeline[:1])), *(_change(one, vary) for one in changes)]
+        for timeline, changes in ((shallow, few), (deeper, more))
+    )
+    grown = grow(*entries, periods)
+    if grown is None:
+        return None
+    changed = [*deeper[:1], *more]
+    return max(itertools.accumulate(one.numbers[0] if one.numbers else changed[one.like] for one in grown))
+
+
+def _changes(timeline: Sequence[int]) -> list[int]:
+    """What each kernel but the first adds."""
+    return [after - before for before, after in itertools.pairwise(timeline)]
+
+
+def _change(nbytes: int, vary: set[int]) -> Entry:
+    return Entry("varies", (nbytes,)) if nbytes in vary else Entry(nbytes)
+
+
+def _same_reuses(shallow: Decisions, deeper: Decisions, periods: int) -> bool:
+    if not deeper.reuses:
+        return not shallow.reuses
+    peak = _deep_peak(shallow.timeline, deeper.timeline, periods)
+    few, more = ([*map(_asked, one.reuses)] for one in (shallow, deeper))
+    grown = grow(few, more, periods)
+    if peak is None or grown is None:
+        return False
+    for one in grown:
+        reuse = deeper.reuses[one.like]
+        if one.numbers and reuse.taken != (one.numbers[0] + reuse.nbytes <= peak):
+            return False
+    return True
+
+
+def _asked(reuse: Reuse) -> Entry:
+    between = () if reuse.between is None else (reuse.between,)
+    return Entry((reuse.nbytes, reuse.taken, not between), between)

@@ -1,0 +1,119 @@
+"""A model that is compiled as one, rehearsed with few layers and deepened: law 5, for whole programs.
+
+Inductor takes a second or two for each layer of a program, so a deep model takes a minute. Two shallow ones
+take a fraction of that. They differ by one period of layers; what the deeper one has more of is repeated
+(`trace/deepen.py`), and the update, which compiles nothing, is rehearsed at the full depth and spliced.
+
+Three things are held against it, and the model is lowered in full where one of them fails: what is inserted
+must repeat what stands before it, at one place for each stack of layers; what Inductor decides by the memory
+of a whole program must come out alike at the full depth (`compiled/decisions.py`); and the gradients must be
+those that the update frees. Buffers of neighbouring layers may take each other's places in turns, so the
+deeper model is even or odd as the whole one is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from snugfit.rehearsal.splice import Part, record_passes, rehearse_update, splice
+from snugfit.rehearsal.trace.deepen import deepen, numbers_of
+from snugfit.rehearsal.trace.depth import Depth, depth_of, periodic_checkpoint
+from snugfit.rehearsal.trace.grow import Entry, grow
+from snugfit.rehearsal.trace.relative import without_layer_numbers
+from snugfit.rehearsal.trace.repeat import RECORDED_MICRO_BATCHES, RECORDED_STEPS
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+    from snugfit.rehearsal.compiled.decisions import Decisions
+    from snugfit.rehearsal.device.policy import Policy
+    from snugfit.rehearsal.trace.trace import Trace
+    from snugfit.techniques.setup import Setup
+
+FEWEST_PERIODS = 3
+"""Periods of layers of the shallow model: a first, a last, and one between."""
+
+IN_TURNS = 2
+"""Of so many neighbouring layers, buffers take each other's places."""
+
+
+class _Shallow(NamedTuple):
+    """The passes of a model of few layers."""
+
+    part: Part
+    decisions: list[Decisions]
+
+
+def rehearse_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Trace | None:
+    """The trace of this job's three steps, as `rehearse` gives it, from few layers; None where it is not
+    known to be the same, or no less work."""
+    passes = passes_from_few_layers(job, setup, policy)
+    if passes is None:
+        return None
+    update = rehearse_update(job, setup, policy, passes.gradients)
+    run = splice(passes, update, micro_batches=setup.micro_batches)
+    return None if run is None else run.relative().trace()
+
+
+def passes_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Part | None:
+    """The passes of this job, as `rehearse_passes` gives them, from few layers; None likewise."""
+    wish = setup.compile
+    if wish is None or wish.what != "model" or wish.budget < 1 or not job.trains:
+        return None
+    depth = depth_of(job, setup)
+    if depth is None:
+        return None
+    checkpoint, repeats = periodic_checkpoint(setup.checkpoint, depth.layers)
+    period = math.lcm(depth.period, repeats)
+    layers = _shallow_layers(depth.layers, period)
+    if 2 * layers + period >= depth.layers:
+        return None
+    asked = replace(setup, checkpoint=checkpoint)
+    shallow, deeper = (_rehearse(depth, job, asked, policy, few) for few in (layers, layers + period))
+    return _deepened(shallow, deeper, (depth.layers - layers) // period - 1)
+
+
+def _shallow_layers(layers: int, period: int) -> int:
+    """Layers of the shallow model: as many as the whole one has beyond whole pairs of periods, and a period
+    fewer."""
+    fewest = FEWEST_PERIODS * period
+    return fewest + (layers - fewest - period) % (IN_TURNS * period)
+
+
+def _rehearse(depth: Depth, job: Job, setup: Setup, policy: Policy, layers: int) -> _Shallow:
+    from snugfit.rehearsal.compiled.layers import decisions_of_programs
+
+    micro_batches = RECORDED_MICRO_BATCHES if setup.micro_batches > 1 else 1
+    with decisions_of_programs() as decisions:
+        part = record_passes(
+            depth.shallower(job, layers), setup, policy, steps=RECORDED_STEPS, micro_batches=micro_batches
+        )
+    return _Shallow(part, decisions)
+
+
+def _deepened(shallow: _Shallow, deeper: _Shallow, periods: int) -> Part | None:
+    from snugfit.rehearsal.compiled.decisions import decides_alike
+
+    if shallow.part.varies or deeper.part.varies or len(shallow.decisions) != len(deeper.decisions):
+        return None
+    pairs = {
+        (id(few), id(more)): (few, more)
+        for few, more in zip(shallow.decisions, deeper.decisions, strict=True)
+    }
+    if not all(decides_alike(few, more, periods) for few, more in pairs.values()):
+        return None
+    gradients = grow(_trained(shallow.part), _trained(deeper.part), periods)
+    trace = deepen(shallow.part.trace, deeper.part.trace, periods)
+    if gradients is None or trace is None:
+        return None
+    have = [deeper.part.has_gradient(one.like) for one in gradients]
+    return Part(trace, tuple(number for number, has in enumerate(have) if has))
+
+
+def _trained(part: Part) -> list[Entry]:
+    """The parameters that train, and whether they have gradients."""
+    return [
+        Entry((without_layer_numbers(name), part.has_gradient(number)), numbers_of(name))
+        for number, name in enumerate(part.trained)
+    ]

@@ -1,0 +1,217 @@
+"""Moves of a deep model, from those of two shallow ones that differ by one period of layers (law 5).
+
+Each phase of a run is grown by itself (`grow.py`). A move is what it is but for the numbers of layers in its
+module's name, and, of a free, but for how many younger and older blocks of its kind there are. A few buffers
+have an entry for each layer, such as the seeds of all dropouts of a compiled model: a size that only one of
+the two models has, and the work of a kernel that reads it, count as numbers too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from snugfit.rehearsal.trace.grow import Entry, Grown, grow
+from snugfit.rehearsal.trace.relative import (
+    NUMBER,
+    Alloc,
+    Free,
+    Move,
+    PhaseStart,
+    RelativeTrace,
+    without_layer_numbers,
+)
+from snugfit.rehearsal.trace.trace import Kernel, MarkKind
+
+
+PASSES = ("forward", "backward")
+"""Phases in which compiled programs run."""
+
+
+def deepen(shallow: RelativeTrace, deeper: RelativeTrace, periods: int) -> RelativeTrace | None:
+    """The trace of a model with so many `periods` of layers more than the deeper one of these, which has one
+    more than the shallow one; None where they do not differ by a period."""
+    few, more = _by_phase(shallow), _by_phase(deeper)
+    if len(few) != len(more) or shallow.attention != deeper.attention:
+        return None
+    known = [{_kind(move) for part in parts for move in part} for parts in (few, more)]
+    written = _Written(known[0] ^ known[1])
+    for before, after in zip(few, more, strict=True):
+        grown = grow(_entries(before, written.grows), _entries(after, written.grows), periods)
+        if grown is None or not all(written.add(after[one.like], one) for one in grown):
+            return None
+    return replace(deeper, moves=tuple(written.moves))
+
+
+def numbers_of(name: str) -> tuple[int, ...]:
+    """The layers' numbers in a dotted name."""
+    return tuple(map(int, NUMBER.findall(name)))
+
+
+class _Placed(NamedTuple):
+    """A block is freed."""
+
+    pile: Alloc
+    younger: int
+    """Blocks of its pile that live and are younger."""
+    older: int
+
+
+_Step = Alloc | _Placed | PhaseStart | Kernel | MarkKind
+
+
+class _Piles:
+    """The live blocks: on their stacks, and on piles, on which temporary ones lie together whoever made
+    them. In a program one buffer takes the place of another, made elsewhere, before its layers repeat."""
+
+    def __init__(self) -> None:
+        self._made = itertools.count()
+        self._stacks: dict[Alloc, list[int]] = defaultdict(list)
+        self.piles: dict[Alloc, list[int]] = defaultdict(list)
+        self._allocs: dict[int, Alloc] = {}
+
+    def alloc(self, alloc: Alloc) -> None:
+        """Puts a block on its stack and its pile."""
+        number = next(self._made)
+        self._allocs[number] = alloc
+        self._stacks[alloc.stack].append(number)
+        self.piles[_pile_of(alloc)].append(number)
+
+    def blocks_of(self, frees: Sequence[Any], *, by_name: bool) -> list[int]:
+        """The blocks that are freed, by these moves that come one after the other. Which of them goes first
+        does not matter, and follows from their names in a compiled program (`buf9`, `buf10`): where it is so
+        `by_name`, they are in an order that does not."""
+        freed = [self._stacks[stack].pop(-1 - distance) for stack, distance in frees]
+        if not by_name:
+            return freed
+        return sorted(freed, key=lambda number: (*_pile_of(self._allocs[number])[1:], number))
+
+    def drop(self, number: int) -> _Placed:
+        """Takes a block, which is on no stack any more, from its pile."""
+        pile = _pile_of(self._allocs[number])
+        blocks = self.piles[pile]
+        older = blocks.index(number)
+        del blocks[older]
+        return _Placed(pile, len(blocks) - older, older)
+
+    def free(self, pile: Alloc, younger: int) -> Free:
+        """Frees the block at this place of a pile."""
+        number = self.piles[pile].pop(-1 - younger)
+        stack = self._allocs[number].stack
+        blocks = self._stacks[stack]
+        place = blocks.index(number)
+        del blocks[place]
+        return Free(stack, len(blocks) - place)
+
+
+def _pile_of(alloc: Alloc) -> Alloc:
+    stack = alloc.stack
+    return stack if stack.kind else stack._replace(operator="")
+
+
+def _by_phase(trace: RelativeTrace) -> list[Sequence[_Step]]:
+    """The moves, cut where phases begin."""
+    piles, phase = _Piles(), ""
+    parts: list[list[_Step]] = [[]]
+    for frees, moves in itertools.groupby(trace.moves, lambda move: type(move) is Free):
+        if frees:
+            parts[-1] += map(piles.drop, piles.blocks_of([*moves], by_name=phase in PASSES))
+            continue
+        for move in moves:
+            if type(move) is PhaseStart:
+                parts.append([])
+                phase = move.phase
+            if type(move) is Alloc:
+                piles.alloc(move)
+            parts[-1].append(move)  # type: ignore[arg-type]
+    return parts  # type: ignore[return-value]
+
+
+def _kind(move: _Step) -> Hashable:
+    """What a move is in any layer: of an allocation and a free the pile, so that they go together."""
+    if isinstance(move, (Alloc, _Placed)):
+        return _pile_of(move) if type(move) is Alloc else move[0]
+    return move._replace(module=without_layer_numbers(move.module)) if type(move) is Kernel else move
+
+
+def _entries(moves: Sequence[_Step], grows: set[Hashable]) -> list[Entry]:
+    """These moves; `grows` are the kinds of which the sizes are numbers."""
+    return [_entry(move, _kind(move) in grows) for move in moves]
+
+
+def _entry(move: _Step, grows: bool) -> Entry:
+    if type(move) is _Placed:
+        pile, younger, older = move
+        size = (pile.nbytes,) if grows else ()
+        return Entry(("free", _sizeless(pile) if grows else pile), (younger, older, *size))
+    if isinstance(move, (Alloc, Kernel)):
+        plain: Any = move._replace(module=without_layer_numbers(move.module))
+        sizes = _sizes(move) if grows else ()
+        return Entry((type(move), _sizeless(plain) if grows else plain), (*numbers_of(move.module), *sizes))
+    return Entry(move)
+
+
+def _sizes(move: Alloc | Kernel) -> tuple[int, ...]:
+    if type(move) is Kernel:
+        return move.nbytes, move.flops, move.tensors, *(size for shape in move.shapes for size in shape)
+    return (move.nbytes,)
+
+
+def _sizeless(move: Any) -> Any:
+    if type(move) is Kernel:
+        shapes = tuple((0,) * len(shape) for shape in move.shapes)
+        return move._replace(nbytes=0, flops=0, tensors=0, shapes=shapes)
+    return move._replace(nbytes=0)
+
+
+class _Written:
+    """The deep model's moves, as far as they are written; `grows` are the kinds of which sizes are numbers."""
+
+    def __init__(self, grows: set[Hashable]) -> None:
+        self.moves: list[Move] = []
+        self.grows = grows
+        self._piles = _Piles()
+
+    def add(self, like: _Step, grown: Grown) -> bool:
+        """Writes a move that is like this one and has its own numbers; False where there is none such."""
+        if type(like) is _Placed:
+            return self._free(like, grown)
+        if isinstance(like, (Alloc, Kernel)):
+            like = _with_numbers(like, iter(grown.numbers), sized=_kind(like) in self.grows)
+        if type(like) is Alloc:
+            self._piles.alloc(like)
+        self.moves.append(like)  # type: ignore[arg-type]
+        return True
+
+    def _free(self, like: _Placed, grown: Grown) -> bool:
+        """Blocks are counted from the end of their pile from which they have the same place at any depth.
+        Of a pile that never grows, which block goes may be chance in the shallow model: of a program's
+        buffers each takes the place of one that was dropped last."""
+        younger, older, *size = grown.numbers
+        pile = like.pile._replace(nbytes=size[0]) if size else like.pile
+        there = len(self._piles.piles[pile]) - 1
+        if younger != like.younger:
+            if older == like.older:
+                younger = there - older
+            elif like.younger + like.older == there and not grown.repeats:
+                younger = like.younger
+            elif younger + older != there:
+                return False
+        if not 0 <= younger <= there:
+            return False
+        self.moves.append(self._piles.free(pile, younger))
+        return True
+
+
+def _with_numbers(move: Alloc | Kernel, ahead: Iterator[int], *, sized: bool) -> Alloc | Kernel:
+    move = move._replace(module=NUMBER.sub(lambda match: str(next(ahead)), move.module))
+    if not sized:
+        return move
+    if type(move) is Kernel:
+        nbytes, flops, tensors = next(ahead), next(ahead), next(ahead)
+        shapes = tuple(tuple(next(ahead) for _ in shape) for shape in move.shapes)
+        return move._replace(nbytes=nbytes, flops=flops, tensors=tensors, shapes=shapes)
+    return move._replace(nbytes=next(ahead))

@@ -1,0 +1,255 @@
+"""Law 5, for models that are compiled whole: what is written from few layers equals what is lowered in full.
+
+A program of few layers and one of a period more tell a deep model's moves. That is tried on steps as they are
+written, which take no compiler, and on compiled ones of one family after another; and what does not repeat, or
+would be decided otherwise at the full depth, must be refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from small_models import small_job
+from snugfit.job.job import Job
+from snugfit.prediction import predict as predictions
+from snugfit.prediction.allocator import replay
+from snugfit.prediction.predict import predict
+from snugfit.rehearsal import few_layers
+from snugfit.rehearsal.compiled.decisions import Decisions, Reuse, decides_alike
+from snugfit.rehearsal.device.policy import CudaPolicy
+from snugfit.rehearsal.few_layers import passes_from_few_layers, rehearse_from_few_layers
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.splice import Part, rehearse_passes
+from snugfit.rehearsal.trace.deepen import deepen
+from snugfit.rehearsal.trace.grow import Entry, grow
+from snugfit.rehearsal.trace.relative import Alloc, RelativeTrace
+from snugfit.rehearsal.trace.trace import Trace
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import Setup
+from tiers import slow_but
+
+CUDA = CudaPolicy()
+WHOLE = "compiled(what=model)"
+DEEP = 9
+
+FACTS: dict[str, dict[str, Any]] = {
+    "bert": {"hidden_size": 96, "intermediate_size": 544},
+    "llama": {"hidden_size": 96, "intermediate_size": 544},
+    "gpt2": {"n_embd": 96},
+    "t5": {"d_model": 96, "d_kv": 24, "d_ff": 544},
+    "vit": {"hidden_size": 96, "intermediate_size": 544},
+}
+"""Sizes of which no two buffers are alike by chance: one that takes another's place is then of its kind."""
+
+
+def setup_of(recipe: str) -> Setup:
+    return Recipe.parse(recipe).setup()
+
+
+def job_of(family: str, layers: int, **more: Any) -> Job:
+    if family != "vit":
+        more = {"sequence_length": 24, **more}
+    return small_job(family, layers, FACTS[family], **{"batch_size": 3, **more})
+
+
+def figures(trace: Trace) -> tuple[int, int, int]:
+    after = replay(trace, expandable=False)
+    return after.requested_peak, after.allocated_peak, after.reserved_peak
+
+
+# ---- lists ---------------------------------------------------------------------------------------------
+
+
+def listed(layers: int) -> list[Entry]:
+    """What comes before, twice through the layers, and what comes after; each layer ends with what the end
+    begins with."""
+    there = [entry for n in range(layers) for entry in (Entry("in", (n,)), Entry("norm", (0,)))]
+    back = [
+        entry for n in reversed(range(layers)) for entry in (Entry("out", (n, 7)), Entry("free", (n, layers)))
+    ]
+    return [Entry("begin"), Entry("norm", (0,)), *there, Entry("norm", (1,)), Entry("loss"), *back]
+
+
+def test_a_list_grows_at_each_stack_of_layers_and_counts_on() -> None:
+    few, more, many = listed(3), listed(4), listed(11)
+    grown = grow(few, more, 7)
+    assert grown is not None
+    assert [Entry(more[one.like].key, one.numbers) for one in grown] == many
+
+
+@pytest.mark.parametrize(
+    ("few", "more"),
+    [
+        ("a b b c", "a b b d c"),  # what is inserted stands nowhere else
+        ("a b x b c", "a x b b x b c"),
+        ("a b b c", "a b c"),
+        ("a b b c", "a b b b d"),
+    ],
+)
+def test_what_does_not_repeat_does_not_grow(few: str, more: str) -> None:
+    assert grow([*map(Entry, few.split())], [*map(Entry, more.split())], 2) is None
+
+
+# ---- moves ---------------------------------------------------------------------------------------------
+
+AS_WRITTEN = [
+    ("bert", "bf16", {"padding": 0.3}),
+    ("llama", "bf16 + every_layer", {}),
+    ("gpt2", "fp16 + lora", {}),
+    ("t5", "plain", {}),
+    ("llama", "micro_batches(2)", {"batch_size": 4}),
+]
+
+
+def part_of(family: str, layers: int, recipe: str, **more: Any) -> Part:
+    return rehearse_passes(job_of(family, layers, **more), setup_of(recipe), CUDA)
+
+
+@pytest.mark.parametrize(("family", "recipe", "more"), AS_WRITTEN)
+def test_moves_of_few_layers_tell_those_of_many(family: str, recipe: str, more: dict[str, Any]) -> None:
+    few, deeper, many = (part_of(family, layers, recipe, **more).trace for layers in (3, 4, DEEP - 1))
+    written = deepen(few, deeper, DEEP - 5)
+    assert written is not None
+    found, asked = written.trace(), many.trace()
+    assert found.blocks == asked.blocks
+    assert found.kernels == asked.kernels
+    assert found.waits == asked.waits
+    assert figures(found) == figures(asked)
+
+
+def test_a_stranger_among_the_layers_is_refused() -> None:
+    """One block more in the third of four layers."""
+    few, deeper = (part_of("llama", layers, "bf16").trace for layers in (3, 4))
+    moves = [*deeper.moves]
+    at = next(
+        number for number, move in enumerate(moves)
+        if isinstance(move, Alloc) and move.phase == "forward" and ".2." in move.module
+    )  # fmt: skip
+    moves.insert(at, Alloc(12_345, "aten::empty", moves[at].module, "forward", "activations"))  # type: ignore[union-attr]
+    planted = RelativeTrace((*moves,), deeper.attention, deeper.doubts)
+    assert deepen(few, deeper, 3) is not None
+    assert deepen(few, planted, 3) is None
+
+
+# ---- what Inductor decides by a whole program ----------------------------------------------------------
+
+
+def decisions(layers: int, *, other: int, between: int, taken: bool = True) -> Decisions:
+    """A program that keeps 10 bytes in each layer, and would keep `other` of them in another order."""
+    timeline = [5, *(5 + 10 * n for n in range(1, layers + 1))]
+    reuse = [Reuse(4, taken, 5 + between * n) for n in range(1, layers + 1)]
+    return Decisions([timeline, [25, *(25 + other * n for n in range(1, layers + 1))]], timeline, reuse)
+
+
+def test_a_deep_model_decides_as_shallow_ones_where_the_estimates_say_so() -> None:
+    few, more = (decisions(layers, other=10, between=9) for layers in (3, 4))
+    assert decides_alike(few, more, 20)
+
+
+def test_an_order_that_is_better_only_in_a_deep_model_is_noticed() -> None:
+    """The other order holds 20 bytes more, and 1 less in each layer."""
+    few, more = (decisions(layers, other=9, between=9) for layers in (3, 4))
+    assert decides_alike(few, more, 5)
+    assert not decides_alike(few, more, 40)
+
+
+def test_a_buffer_that_would_be_taken_only_in_a_shallow_model_is_noticed() -> None:
+    few, more = (decisions(layers, other=10, between=11) for layers in (3, 4))
+    few.reuses[-1:], more.reuses[-1:] = [], []
+    assert decides_alike(few, more, 0)
+    assert not decides_alike(few, more, 20)
+
+
+# ---- compiled models -----------------------------------------------------------------------------------
+
+COMPILED = [
+    ("llama", f"bf16 + {WHOLE}", {}),
+    ("bert", f"bf16 + {WHOLE}", {}),
+    ("gpt2", WHOLE, {}),
+    ("t5", f"bf16 + {WHOLE}", {}),
+    ("vit", f"bf16 + lora + {WHOLE}", {}),
+    ("llama", f"bf16 + {WHOLE} + every_layer + micro_batches(2)", {"batch_size": 4}),
+]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("family", "recipe", "more"), slow_but(COMPILED, lambda case: case[0] == "llama"))
+def test_a_compiled_model_of_few_layers_tells_of_a_deep_one(
+    family: str, recipe: str, more: dict[str, Any]
+) -> None:
+    """Written from few layers or, where that was refused, lowered in full: what a prediction says is what
+    the whole program takes."""
+    pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
+    job, setup = job_of(family, DEEP - 1, **more), setup_of(recipe)
+    found = rehearse_from_few_layers(job, setup, CUDA)
+    if (family, recipe) in WRITTEN:
+        assert found is not None, "refused"
+    if found is None:
+        return
+    asked = rehearse(job, setup, CUDA)
+    assert figures(found) == figures(asked)
+    assert found.kernels == asked.kernels
+    assert found.doubts == asked.doubts
+
+
+WRITTEN = {("llama", f"bf16 + {WHOLE}"), ("bert", f"bf16 + {WHOLE}")}
+"""Those that must not be refused."""
+
+
+class Asked:
+    """Records passes as they are written in the place of compiled ones, and what was asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, of: list[Decisions] | None = None) -> None:
+        self.layers: list[int] = []
+        self._decisions = of or []
+        monkeypatch.setattr(few_layers, "_rehearse", self._rehearse)
+
+    def _rehearse(self, depth: Any, job: Job, setup: Setup, policy: Any, layers: int) -> Any:
+        self.layers.append(layers)
+        part = rehearse_passes(depth.shallower(job, layers), replace(setup, compile=None), policy)
+        return few_layers._Shallow(part, self._decisions[len(self.layers) - 1 :][:1])
+
+
+@pytest.mark.parametrize(("deep", "asked"), [(8, [3, 4]), (24, [3, 4]), (11, [4, 5])])
+def test_few_layers_are_even_or_odd_as_the_whole_model_is(
+    deep: int, asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = Asked(monkeypatch)
+    job, setup = job_of("llama", deep), setup_of(f"bf16 + {WHOLE}")
+    found = rehearse_from_few_layers(job, setup, CUDA)
+    assert recorded.layers == asked
+    assert found is not None
+    assert figures(found) == figures(rehearse(job, replace(setup, compile=None), CUDA))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "deep"), [("bf16 + compiled", 12), ("bf16", 12), (f"bf16 + {WHOLE}", 7), ("budget(0.5)", 12)]
+)
+def test_what_is_no_less_work_or_looks_at_all_layers_is_not_written_from_few(
+    recipe: str, deep: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = Asked(monkeypatch)
+    setup = setup_of(recipe if "budget" not in recipe else f"bf16 + {WHOLE} + {recipe}")
+    assert passes_from_few_layers(job_of("llama", deep), setup, CUDA) is None
+    assert recorded.layers == []
+
+
+def test_a_model_whose_programs_would_be_decided_otherwise_is_lowered_in_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planted = [decisions(layers, other=9, between=9) for layers in (3, 4)]
+    Asked(monkeypatch, planted)
+    in_full: list[Job] = []
+
+    def counted(job: Job, setup: Setup, policy: Any, **_: Any) -> Trace:
+        in_full.append(job)
+        return rehearse(job, replace(setup, compile=None), policy)
+
+    monkeypatch.setattr(predictions, "rehearse", counted)
+    predict(job_of("llama", 8), f"bf16 + {WHOLE}", gpu="h200")
+    assert not in_full
+    predict(job_of("llama", 48), f"bf16 + {WHOLE}", gpu="h200")
+    assert [job.model.config["num_hidden_layers"] for job in in_full] == [48]
