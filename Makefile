@@ -5,23 +5,33 @@
 #
 # Installing goes into a .venv of its own, with the versions of constraints.txt. torch comes first, so that a
 # machine with another build of it (CUDA, ROCm) can put its own there before: see README, "Another torch".
+# Nothing that follows exchanges it: constraints.txt holds its version, and Triton is the one that it asks for.
+# `make demo` needs neither the developer's tools nor Triton, Liger, torchao and DeepSpeed, and installs none;
+# `make install` adds them, the latter on Linux alone, for which they are built. Elsewhere their tests are skipped.
 
 PYTHON ?= python3
 BIN := .venv/bin
+comma := ,
+CORE := .venv/.core
 STAMP := .venv/.installed
 GUIDE := snugfit-guide
+COMPILED := $(if $(filter Linux,$(shell uname)),$(comma)compile$(comma)liger$(comma)fp8$(comma)deepspeed)
 
 .PHONY: install demo test test-all unit lint types clean
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(CORE): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev,bnb,peft]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[bnb,peft]'
 	touch $@
 
-demo: install
+$(STAMP): $(CORE)
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,bnb,peft$(COMPILED)]'
+	touch $@
+
+demo: $(CORE)
 	$(BIN)/snugfit predict bert-large-uncased --task sequence-classification --gpu v100-16gb \
 	  --recipe 'fp16 + every_layer + micro_batches(4)'
 	$(BIN)/snugfit guide --gpu v100-16gb --output $(GUIDE)

@@ -78,13 +78,23 @@ def main_dtype(module: nn.Module) -> str | None:
 
 def cast_weights(module: nn.Module, dtype: str) -> nn.Module:
     """The module itself, its floating-point weights in `dtype`. Of a model that peft has adapted, what trains
-    stays as it is: peft makes adapters fp32 beside weights of 16 bits too (`autocast_adapter_dtype`)."""
+    stays as it is: peft makes adapters fp32 beside weights of 16 bits too (`autocast_adapter_dtype`). So do
+    the frequencies of transformers' rotary embeddings, which are fp32 in a model that is built in 16 bits:
+    8 bits of them would turn queries and keys by other angles."""
     import torch
 
     adapted = hasattr(module, "peft_config")
+    frequencies = {
+        id(buffer)
+        for part in module.modules()
+        if type(part).__module__.startswith("transformers.")
+        for name, buffer in part.named_buffers(recurse=False)
+        if name.endswith("inv_freq")
+    }
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
-        stays = not tensor.is_floating_point() or (adapted and tensor.requires_grad)
+        trains = adapted and tensor.requires_grad
+        stays = trains or not tensor.is_floating_point() or id(tensor) in frequencies
         return tensor if stays else tensor.to(getattr(torch, dtype))
 
     return module._apply(cast)  # type: ignore[no-any-return]  # as `module.to` does, tensor by tensor

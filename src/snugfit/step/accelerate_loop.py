@@ -42,23 +42,17 @@ class AccelerateStep(Step):
     def _train(self, accelerator: Any, steps: int, observer: Observer) -> list[float]:
         observer.phase("build")
         model = build_model(self.job, self.setup, self.device)
-        optimizer = build_optimizer(self.job, self.setup, model)
-        host_batches = loader(self.job, self.setup, self.device, always_mask=self.always_mask)
-        model, optimizer, batches = accelerator.prepare(model, optimizer, host_batches)
+        model, optimizer, batches = self._prepare(model, accelerator)
         observer.build_ends(model, optimizer)
         pieces = self.setup.micro_batches
         losses: list[torch.Tensor] = []
-        following = without_end(batches)
         for index in range(steps):
             observer.step_begins(index)
             total: Any = 0.0
             for _ in range(pieces):
                 observer.phase("load")
-                batch = next(following)
-                observer.phase("forward")
-                with forward_context(self.setup, self.device, in_accelerate=True):
-                    loss = loss_of(model(**batch))
-                loss = loss / pieces
+                batch = next(batches)
+                loss = self._forward(model, batch, observer) / pieces
                 if self.keep_losses:
                     total = total + loss.detach()
                 observer.phase("backward")
@@ -75,8 +69,21 @@ class AccelerateStep(Step):
         self.model, self.optimizer = accelerator.unwrap_model(model), optimizer.optimizer
         return [float(loss) for loss in losses]
 
+    def _prepare(self, model: torch.nn.Module, accelerator: Any) -> tuple[Any, Any, Iterator[Any]]:
+        """What accelerate makes of the model, its optimizer and its batches, which do not end."""
+        optimizer = build_optimizer(self.job, self.setup, model)
+        host_batches = loader(self.job, self.setup, self.device, always_mask=self.always_mask)
+        model, optimizer, batches = accelerator.prepare(model, optimizer, host_batches)
+        return model, optimizer, _without_end(batches)
 
-def without_end(batches: Any) -> Iterator[Any]:
+    def _forward(self, model: Any, batch: Any, observer: Observer) -> Any:
+        """The loss of a micro-batch."""
+        observer.phase("forward")
+        with forward_context(self.setup, self.device, in_accelerate=True):
+            return loss_of(model(**batch))
+
+
+def _without_end(batches: Any) -> Iterator[Any]:
     """The batches of a loader, from the beginning again after each epoch."""
     while True:
         yield from batches

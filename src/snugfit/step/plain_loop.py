@@ -136,8 +136,8 @@ class PlainStep(OptimizerLoop):
                 loss = self.loss_of(model, batch)
             if len(pieces) > 1:
                 loss = loss * (share / sum(items))
-            if self.keep_losses:
-                total = loss.detach() if total is None else total + loss.detach()
+            if self.keep_losses:  # added up in fp32, as the Trainer does, whatever a model's loss is in
+                total = loss.detach().float() if total is None else total + loss.detach()
                 self.computed(total)
             observer.phase("backward")
             (loss if scaler is None else scaler.scale(loss)).backward()

@@ -23,7 +23,7 @@ NEEDS = ("deepspeed>=0.18",)
 
 UNCERTAIN = (
     "DeepSpeed's own code was simulated. Four steps of zero2 and two of zero3 were measured, on H200s whose "
-    "hosts others shared: the bytes as predicted, the seconds 21 to 81 % and 23 to 54 % more. Other steps "
+    "hosts others shared: the bytes as predicted, the seconds 27 to 81 % and 23 to 54 % more. Other steps "
     "that such a host bounds took up to 60 % longer there."
 )
 

@@ -95,6 +95,9 @@ class Technique(ABC):
     keeps_small_updates: ClassVar[bool] = False
     """Whether updates that rounding to the nearest would lose move weights of 16 bits all the same."""
 
+    drops_padding: ClassVar[bool] = False
+    """Whether a step computes nothing for the padding of its batches, so that no way of padding is better."""
+
     last_resort: ClassVar[str] = ""
     """As a recipe says it, where no plan looks for it unless it is named, and a step that does not fit
     otherwise may fit with it; empty elsewhere."""

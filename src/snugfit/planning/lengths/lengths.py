@@ -28,7 +28,6 @@ from snugfit.prediction.device import doubts_about
 from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.profile import installed_versions
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import PADDING_FREE
 
 
 def job_of(job: Job, lengths: Lengths) -> Job:
@@ -70,7 +69,7 @@ def plan_lengths(
             "Lengths.of({128: 5000}), or Lengths.read(path)."
         )
     recipe, gpu = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe), find_gpu(gpu)
-    _refuse_padding_free(recipe, lengths)
+    _refuse_without_padding(recipe, lengths)
     shorter = _shorter(lengths, cut)
     longest = job_of(job, lengths if shorter is None or _takes(job, lengths.longest) else shorter)
     warnings = recipe.check(longest, gpu.compute_capability)
@@ -100,12 +99,12 @@ def plan_lengths(
     )
 
 
-def _refuse_padding_free(recipe: Recipe, lengths: Lengths) -> None:
-    if recipe.setup().attention == PADDING_FREE:
+def _refuse_without_padding(recipe: Recipe, lengths: Lengths) -> None:
+    if dropping := [technique for technique in recipe if technique.drops_padding]:
         share = 1 - lengths.mean / lengths.longest
         raise UsageError(
-            f"{recipe} drops all padding, so no way of padding is better than another. Predict it with the "
-            f"padding that these lengths have on average: sequence_length {lengths.longest}, padding "
+            f"{dropping[0]} drops all padding, so no way of padding is better than another. Predict it with "
+            f"the padding that these lengths have on average: sequence_length {lengths.longest}, padding "
             f"{share:.3f}; or with padding 0, for the longest batch that can occur."
         )
 

@@ -40,7 +40,7 @@ def lower(
         stack.enter_context(_disable_current_modes())
         stack.enter_context(config.patch(compile_threads=1, max_autotune=False, fx_graph_cache=False))
         stack.enter_context(torch.no_grad())
-        _lay_as_given(graph, inputs)
+        _describe_again(graph, inputs)
         fake = relabel(graph, torch.device("cpu"))
         _init_patterns()
         if isinstance(policy, CudaPolicy):
@@ -69,27 +69,25 @@ def lower(
     return str(getattr(code, "value", code))
 
 
-def _lay_as_given(graph: Any, inputs: Sequence[Any]) -> None:
-    """What a backward program is given lies as its forward program made it: a convolution's, channels last,
-    though the graph was traced otherwise."""
+def _describe_again(graph: Any, inputs: Sequence[Any]) -> None:
+    """What each tensor of a graph is like follows from the graph and its inputs, anew, as Inductor has it
+    before it lowers one. A backward program is given tensors that lie as its forward program made them: a
+    convolution's, channels last, though the graph was traced otherwise. And gradients of attention that took
+    the place of what was written out lie as its kernel writes them: copies that brought those into order are
+    none any more."""
     import torch
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-    nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    tensors = [
-        (node, one.stride())
-        for node, one in zip(nodes, inputs, strict=True)
-        if isinstance(one, torch.Tensor) and isinstance(node.meta.get("val"), torch.Tensor)
-    ]
-    if all(node.meta["val"].stride() == stride for node, stride in tensors):
-        return
     mode = relabel(graph, torch.device("meta"))
+    nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
     with mode:
-        for node, stride in tensors:
-            value = node.meta["val"]
-            if value.stride() != stride:
+        for node, one in zip(nodes, inputs, strict=True):
+            value = node.meta.get("val")
+            if not isinstance(one, torch.Tensor) or not isinstance(value, torch.Tensor):
+                continue
+            if value.stride() != one.stride():
                 node.meta["val"] = torch.empty_strided(
-                    value.shape, stride, dtype=value.dtype, device="meta"
+                    value.shape, one.stride(), dtype=value.dtype, device="meta"
                 ).requires_grad_(value.requires_grad)
         FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*(node.meta["val"] for node in nodes))
 

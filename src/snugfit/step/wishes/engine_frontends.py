@@ -14,11 +14,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
-from snugfit.step.accelerate_loop import AccelerateStep, without_end
-from snugfit.step.applier import forward_context, run_context
-from snugfit.step.batches import loader
-from snugfit.step.build import build_optimizer
-from snugfit.step.loss import loss_of
+from snugfit.step.accelerate_loop import AccelerateStep
+from snugfit.step.applier import run_context
 from snugfit.step.trainer_loop import TrainerStep
 from snugfit.step.transformers_internals import place_state, placed_on
 from snugfit.step.wishes.engine_config import engine_config, width_of
@@ -57,24 +54,19 @@ class EngineAccelerateStep(AccelerateStep):
             return self._steps(model, accelerator, steps, observer)
 
     def _steps(self, model: Any, accelerator: Any, steps: int, observer: Observer) -> list[float]:
-        optimizer = build_optimizer(self.job, self.setup, model)
-        host_batches = loader(self.job, self.setup, self.device, always_mask=self.always_mask)
-        engine, optimizer, batches = accelerator.prepare(model, optimizer, host_batches)
+        engine, optimizer, batches = self._prepare(model, accelerator)
         tell_of_updates(engine, observer)
         observer.build_ends(engine.module, engine.optimizer.optimizer)
         pieces = self.setup.micro_batches
         losses: list[torch.Tensor] = []
-        following = without_end(batches)
         for index in range(steps):
             observer.step_begins(index)
             total: Any = 0.0
             for _ in range(pieces):
                 observer.phase("load")
-                batch = next(following)
+                batch = next(batches)
                 with accelerator.accumulate(engine):
-                    observer.phase("forward")
-                    with forward_context(self.setup, self.device, in_accelerate=True):
-                        loss = loss_of(engine(**batch))
+                    loss = self._forward(engine, batch, observer)
                     if self.keep_losses:
                         total = total + loss.detach() / pieces
                     observer.phase("backward")

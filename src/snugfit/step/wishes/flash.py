@@ -85,12 +85,11 @@ def attend(
     """`flash_attn_func` on shapes: `q` (B, S, H, D), `k` and `v` (B, K, G, D); the result is as `q`."""
     import torch
 
-    _refuse_others(q, softcap, deterministic)
-    width = q.size(-1)
-    operands = [_fill_heads(operand).transpose(1, 2) for operand in (q, k, v)]
+    operands, scale = _operands_of(q, k, v, softmax_scale, softcap, deterministic)
     operator = torch.ops.aten._scaled_dot_product_flash_attention
-    out: torch.Tensor = operator(*operands, dropout_p, causal, False, scale=_scale(softmax_scale, width))[0]
-    return out.transpose(1, 2)[..., :width]
+    by_head = [operand.transpose(1, 2) for operand in operands]
+    out: torch.Tensor = operator(*by_head, dropout_p, causal, False, scale=scale)[0]
+    return out.transpose(1, 2)[..., : q.size(-1)]
 
 
 def attend_within(
@@ -111,18 +110,25 @@ def attend_within(
     """`flash_attn_varlen_func` on shapes: `q` (N, H, D), `k` and `v` (M, G, D); the result is as `q`."""
     import torch
 
-    _refuse_others(q, softcap, deterministic)
-    width = q.size(-1)
-    operands = [_fill_heads(operand) for operand in (q, k, v)]
+    operands, scale = _operands_of(q, k, v, softmax_scale, softcap, deterministic)
     lengths = (cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
     operator = torch.ops.aten._flash_attention_forward
-    scale = _scale(softmax_scale, width)
     out: torch.Tensor = operator(*operands, *lengths, dropout_p, causal, False, scale=scale)[0]
-    return out[..., :width]
+    return out[..., : q.size(-1)]
 
 
-def _scale(asked: float | None, width: int) -> float:
-    return asked if asked is not None else float(width) ** -0.5
+def _operands_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | None,
+    softcap: float,
+    deterministic: bool,
+) -> tuple[list[torch.Tensor], float]:
+    """What either function hands to its kernel, and the scale of the scores: 1/sqrt(D) where none is asked
+    for. Raises `RecipeError` for what is not simulated."""
+    _refuse_others(q, softcap, deterministic)
+    return [_fill_heads(operand) for operand in (q, k, v)], q.size(-1) ** -0.5 if scale is None else scale
 
 
 def _fill_heads(operand: torch.Tensor) -> torch.Tensor:

@@ -38,6 +38,7 @@ class PaddingFree(Technique):
 
     fidelity: ClassVar = Fidelity.SAME
     least_capability: ClassVar = (8, 0)
+    drops_padding: ClassVar = True
     source: ClassVar = (
         "Dao, arXiv 2307.08691; torch.nn.attention.varlen's operator; transformers' "
         "DataCollatorWithFlattening, trl's padding_free"

@@ -1,0 +1,89 @@
+"""What a technique's warning says was measured of it is what the committed files say.
+
+`fp8`, `budget`, `zero2`, `zero3` and `padding_free` tell by how much measured steps took longer than they
+were predicted. The numbers stand in the text; here they are computed again: measured seconds over predicted
+ones, of each step under `results/` that has the technique. When rates are fitted anew or steps are added,
+this test says what to write.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from small_models import small_job
+from snugfit.prediction.predict import predict
+from snugfit.results.measurement import Measurement
+from snugfit.techniques import roster
+from snugfit.techniques.recipe import Recipe
+
+RESULTS = Path(__file__).parents[1] / "results"
+STEPS = sorted((RESULTS / "h200-2026-11-24" / "techniques").glob("*.json"))
+STEPS.append(RESULTS / "h200-2026-11-24" / "zero3-bert-large" / "measurement.json")
+DRAWN = RESULTS / "accuracy-seed2411.json"
+PADDING_FREE = RESULTS / "h200-2026-11-24" / "padding-free.json"
+
+WORDS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+ROUNDING = 1
+"""Percentage points: kernels, and so seconds, differ a little between versions of torch."""
+
+
+@functools.cache
+def document(path: Path) -> dict[str, Any]:
+    """A committed file."""
+    read: dict[str, Any] = json.loads(path.read_text())
+    return read
+
+
+def ratios(name: str) -> Iterator[float]:
+    """Measured seconds over predicted ones, of each step with this technique."""
+    for path in STEPS:
+        if _has(document(path)["recipe"], name):
+            seen = Measurement.from_json(document(path))
+            found = predict(seen.job, seen.recipe, gpu="h200", loop=seen.loop)
+            assert seen.timing is not None
+            assert found.timing is not None
+            yield seen.timing.step_seconds / found.timing.step_seconds
+    for run in document(DRAWN)["runs"]:
+        if run["step_seconds"] and _has(run["recipe"], name):
+            yield run["step_seconds"] / run["predicted_step_seconds"]
+    for run in document(PADDING_FREE)["runs"]:
+        if _has(run["recipe"], name):
+            yield run["measured"]["step_seconds"] / run["predicted"]["step_seconds"]
+
+
+def _has(recipe: str, name: str) -> bool:
+    return name in {technique.name for technique in Recipe.parse(recipe)}
+
+
+def stated(name: str) -> tuple[int, int, int]:
+    """How many steps the technique's warnings count, and by how many percent these took longer, at least and
+    at most. Where one sentence is about two techniques, zero2 and zero3, both are in this order."""
+    technique = next(one for one in roster.techniques() if one.name == name)
+    one = technique(share=0.5) if name == "budget" else technique()
+    text = " ".join(one.warnings(small_job("llama", 2, padding=0.25), (9, 0))).lower()
+    counted = re.findall(rf"\b({'|'.join(WORDS)})\b(?: steps?| of zero)", text)
+    ranges = re.findall(r"(\d+) to (\d+) %", text)
+    assert len(counted) == len(ranges) > 0, text
+    index = 1 if name == "zero3" else 0
+    least, most = ranges[index]
+    return WORDS.index(counted[index]), int(least), int(most)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", ["fp8", "budget", "zero2", "zero3", "padding_free"])
+def test_a_warning_s_numbers_are_the_files(name: str) -> None:
+    if lacking := next(one for one in roster.techniques() if one.name == name).missing_package():
+        pytest.skip(lacking)
+    more = [100 * (ratio - 1) for ratio in ratios(name)]
+    found = len(more), round(min(more)), round(max(more))
+    told = stated(name)
+    both = f"{name}: the text says {told} (steps, least %, most %), the files {found}"
+    assert told[0] == found[0], both
+    assert max(abs(one - other) for one, other in zip(told, found, strict=True)) <= ROUNDING, both
