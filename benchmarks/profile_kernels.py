@@ -78,8 +78,8 @@ NEWER_RECIPES = (
     "plain", "bf16", "lora(r=16) + bf16", "qlora(r=16)", "qlora(r=16) + bf16",
     "qlora(r=16, targets=all-linear) + bf16 + every_layer", "liger(fused_linear_cross_entropy=false)",
     "liger(fused_linear_cross_entropy=false) + bf16", "host(all)", "host(all) + every_layer",
-    "host(all) + lora(r=16) + bf16", "apollo(rank=8)", "adamw_4bit", "chunked_loss", "compiled + bf16",
-    "compiled + lora(r=16)",
+    "host(all) + lora(r=16) + bf16", "apollo(rank=8)", "galore(rank=8)", "adamw_4bit", "chunked_loss",
+    "compiled + bf16", "compiled + lora(r=16)",
 )  # fmt: skip
 NEWER_FAMILIES = ("llama", "qwen2", "gpt2", "mistral")
 

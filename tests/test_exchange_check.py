@@ -278,6 +278,7 @@ def test_what_transformers_itself_writes_has_no_findings(tmp_path: Path) -> None
         ("a.json", {"output_dir": "x", "eval_steps": 10}, "no effect", "eval_steps"),
         ("a.json", {"optim": "galore_adamw_layerwise", "gradient_accumulation_steps": 2}, "conflict",
          "optim"),
+        ("a.json", {"output_dir": "x", "optim": "galore_adamw"}, "conflict", "optim"),
         ("a.json", {"output_dir": "x", "auto_find_batch_size": True}, "trap", "auto_find_batch_size"),
         ("a.json", {"per_device_train_batch_size": "eight"}, "conflict", "per_device_train_batch_size"),
         ("a.json", {"per_device_train_batch_size": 8.5}, "conflict", "per_device_train_batch_size"),

@@ -257,6 +257,8 @@ def test_adapters_are_written_without_snugfit(tmp_path: Path, recipe: str) -> No
         ("host_adamw", "hf", "host_adamw"),
         ("muon", "torch", "muon"),
         ("apollo", "hf", "apollo"),
+        ("galore", "hf", "galore: .*galore-torch"),
+        ("galore", "torch", "galore"),
         ("adamw_4bit", "hf", "adamw_4bit"),
         ("bf16_pure + adamw_stochastic", "hf", "adamw_stochastic"),
         ("bf16_pure + adamw_stochastic", "torch", "adamw_stochastic"),

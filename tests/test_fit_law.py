@@ -25,6 +25,7 @@ LINES += [("llama", (2, 2), "every_layer"), ("bert", (2, 2), "selective(products
 LINES += [("bert", (2, 2), "muon"), ("bert", (2, 2), "lion_8bit"), ("bert", (2, 2), "host_adamw")]
 LINES += [("bert", (2, 2), "adamw_4bit"), ("bert", (2, 2), "apollo(rank=4, renew=3)")]
 LINES += [("llama", (2, 2), "bf16_pure"), ("bert", (2, 2), "bf16_pure")]
+LINES += [("bert", (2, 2), "galore(rank=4, update_proj_gap=3)")]
 LINES += [("llama", (2, 2), "bf16 + padding_free"), ("llama", (4, 1), "bf16 + every_layer + padding_free")]
 
 

@@ -51,6 +51,7 @@ HEAVY_THEMSELVES = {
     "step/wishes/host_adamw.py",
     "step/wishes/adamw_in_pieces.py",
     "step/wishes/apollo.py",
+    "step/wishes/galore.py",
     "step/wishes/four_bit_adamw.py",
     "step/wishes/stochastic_adamw.py",
     "rehearsal/sharded/accelerator.py",

@@ -71,7 +71,7 @@ def test_listing_imports_neither_torch_nor_a_technique_s_package() -> None:
         ("gradient_checkpoint", "'gradient_checkpointing'"),
         ("ligre", "'liger'"),
         ("apollo_adamw", "CC BY-NC"),
-        ("galore_adamw", "singular value"),
+        ("galore_adamw_8bit", "'galore'"),
         ("adamw_torch_4bit", "torchao"),
         ("paged_lion_8bit", "bits=8"),
         ("evaluation_strategy", "eval_strategy"),

@@ -45,6 +45,8 @@ from snugfit.prediction.profile import Software
 from snugfit.prediction.seconds import DISK_BANDWIDTH, step_seconds
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.sharded import engine
+from snugfit.rehearsal.sharded.engine import HOOKS
 from snugfit.rehearsal.sharded.host_tensors import HostTensors
 from snugfit.rehearsal.trace.trace import STAGE_BACK, STAGE_OUT, SWAPPED, UPDATE_ON_HOST, Block, Trace
 from snugfit.step.host_link import LinkObserver, MetaLink
@@ -339,6 +341,48 @@ def hold(recipe: str, family: str, loop: str) -> None:
 
 def copied(trace: Trace, operator: str) -> int:
     return sum(kernel.nbytes // 2 for kernel in trace.kernels if kernel.operator == operator)
+
+
+class HookCounter(Observer):
+    """Hears of a real run's steps, and counts calls of DeepSpeed's hooks in the last of three."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+        from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+        self.calls = 0
+        for kind in (DeepSpeedZeRoOffload, DeepSpeedZeroOptimizer_Stage3):
+            for name in HOOKS[kind.__name__]:
+                monkeypatch.setattr(kind, name, self.counted(getattr(kind, name)))
+
+    def counted(self, hook: Any) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            self.calls += 1
+            return hook(*arguments, **keywords)
+
+        return call
+
+    def step_begins(self, index: int) -> None:
+        self.calls = 0
+
+
+@with_deepspeed
+@pytest.mark.whole
+@pytest.mark.parametrize("recipe", ["zero3(offload=none)", "zero3(offload=none) + micro_batches(2)"])
+def test_the_host_pays_for_each_hook_that_a_real_step_calls(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    this, setup = small_job("bert", 2), Recipe.parse(recipe).setup()
+    paid = sum(kernel.functions for kernel in rehearse(this, setup, CpuPolicy()).kernels)
+    with monkeypatch.context() as without:
+        without.setattr(engine, "HOOKS", dict.fromkeys(HOOKS, ()))
+        paid -= sum(kernel.functions for kernel in rehearse(this, setup, CpuPolicy()).kernels)
+    counter = HookCounter(monkeypatch)
+    with group_that_sends_nothing():
+        open_step(this, setup, "plain", torch.device("cpu")).run(3, counter)
+    after_the_last_kernel = 2
+    assert counter.calls - after_the_last_kernel <= paid <= counter.calls
+    assert paid > 4 * 2 * 18  # four around each module of both layers
 
 
 @with_deepspeed

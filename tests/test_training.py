@@ -48,6 +48,7 @@ RECIPES = (
     "bf16_pure + adamw_stochastic",
     "adamw_4bit + micro_batches(2)",
     "apollo(rank=4, renew=3)",
+    "galore(rank=4, update_proj_gap=3)",
     "fp8 + micro_batches(2)",
 )
 

@@ -141,10 +141,9 @@ class _Reader:
             if any(key.startswith(f"{prefix}.") for key in self.arguments):
                 whole |= group
         whole |= {key: value for key, value in self.arguments.items() if not _unset(key, value, whole)}
-        targets = whole.get("lora.target_modules")
-        if isinstance(targets, list | str):
-            names = targets.split(",") if isinstance(targets, str) else targets
-            whole["lora.target_modules"] = tuple(map(str, names))
+        for key in ("lora.target_modules", "optim_target_modules"):
+            if key in whole:
+                whole[key] = _names(whole[key], is_pattern=key == "optim_target_modules")
         self.arguments = whole
 
     def _recipe(self) -> set[str]:
@@ -271,13 +270,27 @@ class _Reader:
 _COMPUTED = "it is computed while the script runs. Set it with a flag, or write the value"
 
 
+def _names(value: Any, *, is_pattern: bool) -> Any:
+    """Names of modules, one by one. A text that `is_pattern` to transformers stays one, but for its word for
+    all linear layers."""
+    if isinstance(value, str) and is_pattern:
+        word = value.replace("_", "-")
+        return (word,) if word == "all-linear" else value
+    if isinstance(value, list | str):
+        return tuple(map(str, value.split(",") if isinstance(value, str) else value))
+    return value
+
+
 def _with_parts(values: Mapping[str, Any]) -> dict[str, Any]:
     """`optim_args` as its parts: transformers keeps `momentum=0.9,nesterov=true` in one text."""
     parts = values.get("optim_args")
     if not isinstance(parts, str) or "=" not in parts:
         return dict(values)
     pairs = (part.partition("=")[::2] for part in parts.replace(" ", "").split(","))
-    return {**values, "optim_args": {name: _number(value) for name, value in pairs}}
+    return {
+        **values,
+        "optim_args": {name: int(value) if value.isdecimal() else _number(value) for name, value in pairs},
+    }
 
 
 def _number(value: Any) -> Any:

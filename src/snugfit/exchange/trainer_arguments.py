@@ -11,6 +11,7 @@ from snugfit.techniques.translate import write_arguments
 if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.techniques.recipe import Recipe
+    from snugfit.techniques.technique import Technique
 
 _ELSEWHERE = ("model", "layers", "functorch", "lora", "environment")
 """Where dotted arguments are set that are no field of `TrainingArguments`."""
@@ -21,7 +22,7 @@ def training_arguments(job: Job, recipe: Recipe, to: str = "hf") -> dict[str, An
     what it cannot say."""
     dotted, unsaid = write_arguments(recipe)
     if unsaid:
-        lines = [f"{technique}: TrainingArguments have no setting for it." for technique in unsaid]
+        lines = [f"{technique}: {_why_unsaid(technique)}." for technique in unsaid]
         raise RecipeError(
             "\n".join(
                 [
@@ -51,6 +52,12 @@ def training_arguments(job: Job, recipe: Recipe, to: str = "hf") -> dict[str, An
         else:
             arguments[head] = value
     return _as_installed(arguments)
+
+
+def _why_unsaid(technique: Technique) -> str:
+    """Why no arguments mean this technique: there are none, or what they mean differs."""
+    notes = [counterpart.note for counterpart in technique.counterparts]
+    return notes[0] if notes and all(notes) else "TrainingArguments have no setting for it"
 
 
 def _as_installed(arguments: dict[str, Any]) -> dict[str, Any]:

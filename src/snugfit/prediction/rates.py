@@ -144,9 +144,12 @@ class HostLaunchCosts:
     calibrations of before have none."""
 
     function: float = 7e-05
-    """An autograd Function that a library writes in Python, forward or backward, beside what it launches.
-    Calibrations of before have none. On two H200s' hosts (2026-11-23 and 24) eight steps with Liger beside
-    five without wanted 80 microseconds, four with bitsandbytes' 4-bit weights 60 to 75."""
+    """An autograd Function that a library writes in Python, forward or backward, or one of DeepSpeed's hooks
+    around a module, beside what it launches. Calibrations of before have none. On two H200s' hosts
+    (2026-11-23 and 24) eight steps with Liger beside five without wanted 80 microseconds, four with
+    bitsandbytes' 4-bit weights 60 to 75, and two of ZeRO-3 65 and 90 for each of its hooks
+    (`rehearsal/sharded/engine.py`); by itself, on a CPU, such a hook took 28 to 50 and an autograd Function
+    of DeepSpeed's 25 to 75, without CUDA's streams, events and ranges."""
 
     generated: float = 9e-6
     """A kernel that a compiler generated, launched by its program. This and the next two are fitted to the

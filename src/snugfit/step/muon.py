@@ -1,20 +1,22 @@
 """An optimizer for the matrices between embeddings and head, AdamW for all else, as one optimizer.
 
 torch's Muon takes matrices alone, and its authors leave embedding tables, the output head, biases and
-normalisations to AdamW; so do APOLLO's. Two optimizers beside each other would need loops, schedules and
-checkpoints that know of two; so this one keeps the groups that it is given, and lets two step on their shares
-of them. Which parameter is whose stands in its group, as positions, so that a checkpoint keeps it.
+normalisations to AdamW; so do APOLLO's and GaLore's. Two optimizers beside each other would need loops,
+schedules and checkpoints that know of two; so this one keeps the groups that it is given, and lets two step
+on their shares of them. Which parameter is whose stands in its group, as positions, so that a checkpoint
+keeps it.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 
-_BY_ADAMW = "is_left_to_adamw"
+BY_ADAMW = "is_left_to_adamw"
 """The attribute by which `leave_to_adamw` marks a parameter."""
 
 MATRICES = "matrices"
@@ -33,7 +35,7 @@ class MatricesAndAdamW(torch.optim.Optimizer, ABC):
 
     def takes(self, weight: torch.Tensor, group: dict[str, Any]) -> bool:
         """Whether a parameter of this group is the other one's."""
-        return weight.dim() == 2 and not getattr(weight, _BY_ADAMW, False)
+        return weight.dim() == 2 and not getattr(weight, BY_ADAMW, False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As every optimizer does, and notes which of its parameters are the other one's."""
@@ -60,6 +62,19 @@ class MatricesAndAdamW(torch.optim.Optimizer, ABC):
             yield self.matrix_optimizer(matrices)
         if adamws := [group for group in adamws if group["params"]]:
             yield torch.optim.AdamW(adamws, foreach=True)
+
+
+def adamw_direction(gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
+    """What AdamW would take from a matrix of this gradient, in learning rates; its moments, in the state,
+    have the gradient's shape and dtype. `state["step"]` counts this step already."""
+    beta1, beta2 = group["betas"]
+    if "exp_avg" not in state:
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
+    state["exp_avg"].lerp_(gradient, 1 - beta1)
+    state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    spread = state["exp_avg_sq"].sqrt().div_(math.sqrt(1 - beta2 ** state["step"])).add_(group["eps"])
+    direction: torch.Tensor = state["exp_avg"].div(spread).div_(1 - beta1 ** state["step"])
+    return direction
 
 
 class MuonWithAdamW(MatricesAndAdamW):
@@ -109,7 +124,7 @@ def leave_to_adamw(model: torch.nn.Module) -> None:
     for name, weight in model.named_parameters():
         if weight.dim() == 2:
             named = name.rpartition(".")[2] == "weight"
-            setattr(weight, _BY_ADAMW, not named or id(weight) in tables or id(weight) not in inside)
+            setattr(weight, BY_ADAMW, not named or id(weight) in tables or id(weight) not in inside)
 
 
 def _body(model: torch.nn.Module) -> torch.nn.Module:

@@ -27,6 +27,9 @@ On CUDA besides:
 - Flash attention of sequences in one row, backward: the same, by its source alone.
 - Efficient attention backward: a product and a row sum for delta, then its workspace. Exact at S = 512.
 - The norms of a list of tensors hold partial norms: `native/cuda/ForeachReduceOp.cu`.
+- A singular value decomposition works on a copy of the matrix by columns (`linalg_svd`,
+  `native/BatchLinearAlgebra.cpp`; `svd_cusolver`, `native/cuda/linalg/BatchLinearAlgebraLib.cpp`), and in a
+  workspace of cuSOLVER's, of a size that it does not say beforehand and that is left out.
 - Indexing and embedding backward: `indexing.py`. Sorts and scans: `sorting.py`. Convolutions:
   `convolution.py`. Recurrent layers: `recurrent_scratch.py`.
 """
@@ -184,6 +187,10 @@ def _norm(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     return reductions.partial(arguments[0], reductions.dimensions(arguments[2:]), out, gpu)
 
 
+def _svd(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
+    return (OUTPUTS, *nest(Buffer("info", 4), Buffer("copy by columns", _nbytes(arguments[0]))))
+
+
 def _softmax_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     gradient = arguments[0]
     return _within("grad * output", _nbytes(gradient))
@@ -263,6 +270,7 @@ _CUDA: dict[str, Callable[[Sequence[Any], Any, GpuSize], Scratch]] = {
     "aten::linalg_vector_norm": _norm,
     "aten::max": _max,
     "aten::amax": _amax,
+    "aten::_linalg_svd": _svd,
     "aten::_softmax_backward_data": _softmax_backward,
     "aten::_scaled_dot_product_cudnn_attention": _cudnn_forward,
     "aten::_scaled_dot_product_cudnn_attention_backward": _fused_attention_backward,

@@ -452,6 +452,10 @@ class Recorder(TorchDispatchMode, Observer):
             self._waits.append(len(self._kernels))
             self._mark(MarkKind.WAIT)
 
+    def count_function(self) -> None:
+        """A library runs a Python function of its own before the kernel that comes next."""
+        self._modules.functions += 1
+
     def empty_cache(self) -> None:
         """The allocator gives back what it keeps for later."""
         self._mark(MarkKind.CACHE_EMPTIED)

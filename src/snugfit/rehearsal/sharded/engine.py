@@ -8,8 +8,9 @@ DeepSpeed has its own accelerator again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -77,6 +78,40 @@ class _Number:
         return float(value)
 
 
+HOOKS = {
+    "DeepSpeedZeRoOffload": (
+        "pre_sub_module_forward_function",
+        "post_sub_module_forward_function",
+        "pre_sub_module_backward_function",
+        "post_sub_module_backward_function",
+    ),
+    "DeepSpeedZeroOptimizer_Stage3": ("reduce_ready_partitions_and_remove_grads",),
+}
+"""What the third stage runs in Python at each module, before and after it, forward and backward (it looks up
+which weights to fetch and to release), and at each weight's gradient, by the classes that have it."""
+
+
+@contextlib.contextmanager
+def _hooks_counted(recorder: Recorder) -> Iterator[None]:
+    """Within it, each call of `HOOKS` is one more function of a library's that the host runs."""
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    def counted(run: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(run)
+        def count_and_run(*arguments: Any, **keywords: Any) -> Any:
+            recorder.count_function()
+            return run(*arguments, **keywords)
+
+        return count_and_run
+
+    with contextlib.ExitStack() as patches:
+        for kind in (DeepSpeedZeRoOffload, DeepSpeedZeroOptimizer_Stage3):
+            for name in HOOKS[kind.__name__]:
+                patches.enter_context(patch.object(kind, name, counted(getattr(kind, name))))
+        yield
+
+
 @contextlib.contextmanager
 def engine_on_shapes(recorder: Recorder) -> Iterator[HostTensors]:
     """Within it, DeepSpeed's engine trains on `meta`; gives the host's memory."""
@@ -114,6 +149,7 @@ def engine_on_shapes(recorder: Recorder) -> Iterator[HostTensors]:
         stack.enter_context(patch.object(stage2, "torch", TorchForShapes()))
         stack.enter_context(patch.object(fake_work, "generate_unique_id", itertools.count().__next__))
         stack.enter_context(patch.object(attention, "RECORDING_MODES", 2))
+        stack.enter_context(_hooks_counted(recorder))
         yield host
 
 

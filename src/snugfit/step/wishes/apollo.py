@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from snugfit.step.muon import MatricesAndAdamW
+from snugfit.step.muon import MatricesAndAdamW, adamw_direction
 
 GROWTH = 1.01
 """How many times as long as the last one an update may be."""
@@ -63,13 +63,7 @@ def _column_factors(
     small: torch.Tensor, state: dict[str, Any], group: dict[str, Any], short: int
 ) -> torch.Tensor:
     """How much longer AdamW's update of a projection is than itself, column by column."""
-    beta1, beta2 = group["betas"]
-    if "exp_avg" not in state:
-        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(small), torch.zeros_like(small)
-    state["exp_avg"].lerp_(small, 1 - beta1)
-    state["exp_avg_sq"].mul_(beta2).addcmul_(small, small, value=1 - beta2)
-    update = state["exp_avg_sq"].sqrt().div_(math.sqrt(1 - beta2 ** state["step"])).add_(group["eps"])
-    update = state["exp_avg"].div(update).div_(1 - beta1 ** state["step"])
+    update = adamw_direction(small, state, group)
     lengths = [torch.linalg.vector_norm(one, dim=short, keepdim=True) for one in (update, small)]
     factors: torch.Tensor = lengths[0].div_(lengths[1].add_(SMALLEST))
     return factors
