@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -115,7 +115,15 @@ def run(this: Job, setup: Setup, *, steps: int = STEPS) -> Run:
     step: Step = open_step(this, setup, "plain", torch.device("cpu"), keep_losses=True)
     losses = step.run(steps, Silent())
     assert step.model is not None
-    return Run(losses, {name: value.detach() for name, value in step.model.named_parameters()})
+    return Run(losses, {name: whole(value) for name, value in step.model.named_parameters()})
+
+
+def whole(parameter: Any) -> torch.Tensor:
+    """Its numbers. ZeRO's third stage leaves a parameter empty and keeps them in parts, of which a single
+    process has the only one."""
+    part = getattr(parameter, "ds_tensor", None)
+    numbers = parameter if part is None else part[: parameter.ds_numel].view(parameter.ds_shape)
+    return cast(torch.Tensor, numbers.detach())
 
 
 def installed(technique: Technique) -> Recipe:

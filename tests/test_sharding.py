@@ -60,6 +60,7 @@ from snugfit.step.wishes.engine_config import (
     refuse_without_file_operator,
 )
 from snugfit.step.wishes.engine_loop import in_numbers
+from snugfit.techniques import technique
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.sharding.zero2 import Zero2
 from snugfit.techniques.technique import Fidelity
@@ -77,8 +78,8 @@ compiles = pytest.mark.skipif(
 # ---- without DeepSpeed -----------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(HAS_DEEPSPEED, reason="deepspeed is installed")
-def test_without_the_package_it_is_refused_in_one_sentence() -> None:
+def test_without_the_package_it_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(technique, "version_of", lambda package: None)
     with pytest.raises(RecipeError, match=r'zero2 needs deepspeed.*pip install "snugfit\[deepspeed\]"'):
         predict(small_job("bert", 2), "zero2", gpu="h200")
 
