@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import initialization
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from aligned import compare, peak
@@ -32,6 +33,7 @@ from snugfit.evaluation.guide_suite import job_of, large_models
 from snugfit.exchange.export import export
 from snugfit.exchange.read import Reading, read_arguments
 from snugfit.exchange.trainer_arguments import training_arguments
+from snugfit.job.build import instantiate
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.job.model import Model
@@ -343,6 +345,52 @@ def copied(trace: Trace, operator: str) -> int:
     return sum(kernel.nbytes // 2 for kernel in trace.kernels if kernel.operator == operator)
 
 
+def most_while_built(trace: Trace) -> int:
+    """Bytes that live on the GPU at the most before the first step."""
+    live = most = 0
+    for event in trace.events:
+        block = trace.blocks[abs(event) - 1]
+        if block.step >= 0:
+            return most
+        live += block.nbytes if event > 0 else -block.nbytes
+        most = max(most, live)
+    return most
+
+
+@with_deepspeed
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("recipe", "loop", "holds_all"),
+    [
+        ("zero3 + bf16", "plain", True),
+        ("zero3 + bf16", "accelerate", False),
+        ("zero3 + bf16", "trainer", False),
+        ("zero2 + bf16", "accelerate", True),
+    ],
+)
+def test_weights_wait_elsewhere_as_they_are_built(recipe: str, loop: str, holds_all: bool) -> None:
+    """Where transformers knows of the third stage when it builds a model, the GPU never holds all of it."""
+    this = small_job("bert", 4)
+    model = instantiate(this, dtype="bfloat16", attention="sdpa")
+    weights = sum(weight.nbytes for weight in model.parameters())
+    most = most_while_built(rehearse(this, Recipe.parse(recipe).setup(), CudaPolicy(), loop=loop))
+    assert (most >= weights) == holds_all
+    assert most > 0
+
+
+@with_deepspeed
+@pytest.mark.whole
+def test_a_head_of_its_own_is_built_so_too() -> None:
+    this = small_job("t5", 2, {"tie_word_embeddings": False})
+    trace = rehearse(this, Recipe.parse("zero3(offload=none)").setup(), CpuPolicy(), loop="accelerate")
+    with group_that_sends_nothing():
+        step = open_step(this, Recipe.parse("zero3(offload=none)").setup(), "accelerate", torch.device("cpu"))
+        step.run(1, Observer())
+    assert step.model is not None
+    assert step.model.lm_head.weight.ds_shape == step.model.shared.weight.ds_shape
+    assert trace.kernels
+
+
 class HookCounter(Observer):
     """Hears of a real run's steps, and counts calls of DeepSpeed's hooks in the last of three."""
 
@@ -408,6 +456,20 @@ def test_states_and_weights_wait_on_the_host(stage: int) -> None:
     assert held[1] == 0
 
 
+class SeedAfterBuilding(Observer):
+    """Batches are the same, whatever was drawn while the model was built."""
+
+    def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        torch.manual_seed(5)
+
+
+def by_shape(weight: torch.Tensor, *numbers: Any, **named: Any) -> torch.Tensor:
+    """Numbers that nobody draws."""
+    values = 0.03 * torch.sin(12.9898 * torch.arange(weight.numel(), dtype=torch.float32))
+    with torch.no_grad():
+        return weight.copy_(values.view(weight.shape))
+
+
 @with_deepspeed
 @pytest.mark.whole
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
@@ -422,18 +484,19 @@ def test_states_and_weights_wait_on_the_host(stage: int) -> None:
     ],
 )
 def test_it_trains_as_the_same_loop_does_without(recipe: str, loop: str) -> None:
-    """The engine that accelerate or the Trainer makes clips, accumulates and updates as they do."""
+    """The engine that accelerate or the Trainer makes clips, accumulates and updates as they do. Weights that
+    are partitioned as they are built are drawn in another order, so these begin with what a shape gives."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     losses, engines = [], []
     stepped = DeepSpeedEngine.step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeepSpeedEngine, "step", lambda self: (engines.append(self), stepped(self))[1])
+        patch.setattr(initialization, "normal_", by_shape)
         for text in (recipe, recipe.split(" + ")[1] if " + " in recipe else "plain"):
             this = replace(small_job("bert", 2, batch_size=4), learning_rate=1e-3, clip=0.5)
-            torch.manual_seed(5)
             step = open_step(this, Recipe.parse(text).setup(), loop, torch.device("cpu"), keep_losses=True)
-            losses.append(step.run(3, Observer()))
+            losses.append(step.run(3, SeedAfterBuilding()))
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     assert len(engines) == 3
     section = engines[0].config["zero_optimization"]
