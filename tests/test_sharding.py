@@ -364,7 +364,7 @@ def most_while_built(trace: Trace) -> int:
     [
         ("zero3 + bf16", "plain", True),
         ("zero3 + bf16", "accelerate", False),
-        ("zero3 + bf16", "trainer", False),
+        ("zero3 + bf16 + every_layer", "trainer", False),
         ("zero2 + bf16", "accelerate", True),
     ],
 )
@@ -376,6 +376,19 @@ def test_weights_wait_elsewhere_as_they_are_built(recipe: str, loop: str, holds_
     most = most_while_built(rehearse(this, Recipe.parse(recipe).setup(), CudaPolicy(), loop=loop))
     assert (most >= weights) == holds_all
     assert most > 0
+
+
+@with_deepspeed
+@pytest.mark.whole
+def test_no_second_copy_of_the_weights_is_on_the_host() -> None:
+    """The Trainer's model is built there otherwise."""
+    this = job_with_large_layers()
+    accelerate, trainer = (
+        predict(this, "zero3 + bf16", gpu="h200", loop=loop).footprint.host_bytes
+        for loop in ("accelerate", "trainer")
+    )
+    assert accelerate is not None
+    assert trainer == pytest.approx(accelerate, rel=1e-3)
 
 
 @with_deepspeed
