@@ -47,7 +47,9 @@ class TrainerStep(Step):
 
         observer.phase("build")
         arguments = self._training_arguments(folder, steps)
-        made = arguments_class(self.device)(**arguments)  # first: a model may be built by what they say
+        trainer_arguments = arguments_class(self.device)(
+            **arguments
+        )  # first: a model may be built by what they say
         model = self._model()
         if self.keep_gradients:  # the Trainer calls it after each step, and leaves the habit to torch
             model.zero_grad = functools.partial(model.zero_grad, set_to_none=False)  # type: ignore[method-assign]
@@ -55,7 +57,7 @@ class TrainerStep(Step):
         trainer_class = observe(self.trainer_class or transformers.Trainer)
         trainer = trainer_class(
             model=model,
-            args=made,
+            args=trainer_arguments,
             train_dataset=dataset(self.job, self.setup, self.device, steps),
             optimizers=(optimizer, None),
             data_collator=collator(self.job, self.device, always_mask=self.always_mask),
