@@ -47,9 +47,8 @@ class TrainerStep(Step):
 
         observer.phase("build")
         arguments = self._training_arguments(folder, steps)
-        trainer_arguments = arguments_class(self.device)(
-            **arguments
-        )  # first: a model may be built by what they say
+        # They come first, since transformers may build the model by what they say.
+        trainer_arguments = arguments_class(self.device)(**arguments)
         model = self._model()
         if self.keep_gradients:  # the Trainer calls it after each step, and leaves the habit to torch
             model.zero_grad = functools.partial(model.zero_grad, set_to_none=False)  # type: ignore[method-assign]
