@@ -170,9 +170,19 @@ def _from_config(job: Job, auto_class: Any, config: Any, asked: Mapping[str, Any
     head = getattr(model, "lm_head", None)
     untied = config.is_encoder_decoder and job.model.config.get("tie_word_embeddings") is False
     if untied and isinstance(head, torch.nn.Linear):
-        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+        head.weight = torch.nn.Parameter(_copy_of(head.weight))
         getattr(model, "all_tied_weights_keys", {}).pop("lm_head.weight", None)
     return model
+
+
+def _copy_of(weight: torch.Tensor) -> torch.Tensor:
+    """A weight's copy; of one that DeepSpeed keeps elsewhere (`zero.Init`), with its numbers fetched."""
+    if not hasattr(weight, "ds_id"):
+        return weight.detach().clone()
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(weight):
+        return weight.detach().clone()
 
 
 def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:

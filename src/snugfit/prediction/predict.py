@@ -160,7 +160,10 @@ def _host_bytes(job: Job, setup: Setup, trace: Trace, loop: str) -> int:
         + pinned_bytes(trace.kernels)
         + host_state_bytes(trace.kernels)
     )
-    return max(training, IMPORTED_BYTES + weights * (job.build_on == "host" or loop == "trainer"))
+    on_host = job.build_on == "host" or loop == "trainer"
+    if setup.sharding is not None and setup.sharding.stage == 3 and loop != "plain":
+        on_host = False  # `built_by_transformers`: they are made on the device, part by part
+    return max(training, IMPORTED_BYTES + weights * on_host)
 
 
 def _footprint(trace: Trace, peak: int, after: Replay, context: int, host: int) -> Footprint:

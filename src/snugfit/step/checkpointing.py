@@ -89,9 +89,14 @@ def layer_stacks(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
         if len(layers) < 2 or not _are_alike(layers):
             continue
         inside.update(id(child) for layer in layers for child in layer.modules())
-        stacks.append((sum(parameter.numel() for parameter in module.parameters()), layers))
+        stacks.append((sum(map(_elements, module.parameters())), layers))
     largest = max((size for size, _ in stacks), default=0)
     return [layers for size, layers in stacks if size and size * 10 >= largest]
+
+
+def _elements(parameter: torch.nn.Parameter) -> int:
+    """Of a weight, wherever DeepSpeed keeps it (`zero.Init`)."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _are_alike(layers: Sequence[torch.nn.Module]) -> bool:

@@ -46,15 +46,17 @@ class TrainerStep(Step):
         import transformers
 
         observer.phase("build")
+        arguments = self._training_arguments(folder, steps)
+        # They come first, since transformers may build the model by what they say.
+        trainer_arguments = arguments_class(self.device)(**arguments)
         model = self._model()
         if self.keep_gradients:  # the Trainer calls it after each step, and leaves the habit to torch
             model.zero_grad = functools.partial(model.zero_grad, set_to_none=False)  # type: ignore[method-assign]
-        arguments = self._training_arguments(folder, steps)
         optimizer = None if "optim" in arguments else build_optimizer(self.job, self.setup, model)
         trainer_class = observe(self.trainer_class or transformers.Trainer)
         trainer = trainer_class(
             model=model,
-            args=arguments_class(self.device)(**arguments),
+            args=trainer_arguments,
             train_dataset=dataset(self.job, self.setup, self.device, steps),
             optimizers=(optimizer, None),
             data_collator=collator(self.job, self.device, always_mask=self.always_mask),

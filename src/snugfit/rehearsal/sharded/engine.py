@@ -97,7 +97,7 @@ def _hooks_counted(recorder: Recorder) -> Iterator[None]:
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-    def counted(run: Callable[..., Any]) -> Callable[..., Any]:
+    def with_count(run: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(run)
         def count_and_run(*arguments: Any, **keywords: Any) -> Any:
             recorder.count_function()
@@ -108,7 +108,7 @@ def _hooks_counted(recorder: Recorder) -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         for kind in (DeepSpeedZeRoOffload, DeepSpeedZeroOptimizer_Stage3):
             for name in HOOKS[kind.__name__]:
-                patches.enter_context(patch.object(kind, name, counted(getattr(kind, name))))
+                patches.enter_context(patch.object(kind, name, with_count(getattr(kind, name))))
         yield
 
 

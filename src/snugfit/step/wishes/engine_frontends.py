@@ -3,8 +3,10 @@ plain loop gives it (`engine_config.py`).
 
 accelerate takes it as a `DeepSpeedPlugin`, the Trainer as `TrainingArguments(deepspeed=...)`. Both exchange
 the optimizer for DeepSpeed's where states are on the host, and both have `backward` clip, update and drop the
-gradients, so what follows it in their loops does nothing. The model is built whole before either is told of
-the engine; where a user's is built after, its weights are on the host from the beginning (`zero.Init`).
+gradients, so what follows it in their loops does nothing. Both are told of the engine before the model is
+built, as their documentation asks, and with the third stage transformers then builds it within
+`deepspeed.zero.Init`. Its random weights are others than without, for the same seed: transformers draws them
+module by module, with each module's weights fetched.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from snugfit.step.applier import run_context
 from snugfit.step.trainer_loop import TrainerStep
 from snugfit.step.transformers_internals import place_state, placed_on
 from snugfit.step.wishes.engine_config import engine_config, width_of
-from snugfit.step.wishes.engine_loop import built_for_engine, group_of_one
+from snugfit.step.wishes.engine_loop import built_by_transformers, group_of_one
 
 if TYPE_CHECKING:
     import torch
@@ -39,18 +41,18 @@ class EngineAccelerateStep(AccelerateStep):
             from accelerate.utils import DeepSpeedPlugin
 
             observer.phase("build")
-            model = built_for_engine(self.job, self.setup, self.device)
             config = engine_config(
                 self.setup,
                 batch_size=self.job.batch_size,
                 clip=self.job.clip,
-                width=width_of(model.config),
+                width=width_of(self.job.transformers_config()),
             )
             accelerator = Accelerator(
                 deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
                 gradient_accumulation_steps=self.setup.micro_batches,
             )
             place_state(accelerator, self.device)
+            model = built_by_transformers(self.job, self.setup, self.device)
             return self._steps(model, accelerator, steps, observer)
 
     def _steps(self, model: Any, accelerator: Any, steps: int, observer: Observer) -> list[float]:
@@ -92,7 +94,7 @@ class EngineTrainerStep(TrainerStep):
             return super().run(steps, observer)
 
     def _model(self) -> torch.nn.Module:
-        return built_for_engine(self.job, self.setup, self.device)
+        return built_by_transformers(self.job, self.setup, self.device)
 
     def _training_arguments(self, folder: str, steps: int) -> dict[str, Any]:
         """Never `use_cpu`, with which accelerate has no engine: the device is told it by the environment."""

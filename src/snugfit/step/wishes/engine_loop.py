@@ -115,6 +115,21 @@ def built_for_engine(job: Job, setup: Setup, device: torch.device) -> torch.nn.M
     return build_model(job, replace(setup, weights_dtype=dtype), device, on_host=True)
 
 
+def built_by_transformers(job: Job, setup: Setup, device: torch.device) -> torch.nn.Module:
+    """The model, built when transformers knows of the engine's configuration: accelerate and the Trainer have
+    told it. For the third stage it then builds within `deepspeed.zero.Init`: each module's weights are made
+    on the device, and wait elsewhere before the next module's are made, so that never all of them are on the
+    device, nor on the host in a second copy."""
+    wish = setup.sharding
+    assert wish is not None
+    if wish.stage != 3:
+        return built_for_engine(job, setup, device)
+    if device.type != "meta":
+        refuse_without_file_operator(wish)
+    dtype = None if wish.dtype == "float32" else wish.dtype
+    return build_model(replace(job, build_on="device"), replace(setup, weights_dtype=dtype), device)
+
+
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 

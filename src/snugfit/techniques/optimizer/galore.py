@@ -91,7 +91,7 @@ class Galore(Technique):
         rank = getattr(recipe[Slot.ADAPTERS], "r", None)
         if rank is not None and rank <= self.rank:
             yield (
-                f"beside {recipe[Slot.ADAPTERS]} only matrices of rank {rank} train, and a projection of "
+                f"with {recipe[Slot.ADAPTERS]} only matrices of rank {rank} train, and a projection of "
                 f"rank {self.rank} makes none of them smaller: all would be AdamW's. Leave one of them out."
             )
 

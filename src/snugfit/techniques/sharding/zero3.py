@@ -2,7 +2,8 @@
 
 On one GPU elsewhere is the host: weights come over the link for the forward pass and again for the backward
 pass, module by module, so the GPU holds those of a few modules and their activations. It is what trains the
-largest model on a GPU, and the slowest.
+largest model on a GPU, and the slowest. accelerate and the Trainer have the model built so too
+(`deepspeed.zero.Init`); the plain loop moves it to the GPU whole, and its weights go to the host from there.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Zero3(Technique):
         yield from deepspeed_zero.objections(job, recipe, on_host=self.offload != "none")
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Nobody has measured it."""
+        """How well it was met where it was measured."""
         yield deepspeed_zero.UNCERTAIN
         if self.offload == "nvme":
             yield deepspeed_zero.OF_DISKS

@@ -1,0 +1,122 @@
+"""ZeRO-3 by DeepSpeed: weights that wait elsewhere as they are built, and hooks that the host pays for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from small_models import small_job
+from snugfit.job.build import instantiate
+from snugfit.prediction.predict import predict
+from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.sharded import engine
+from snugfit.rehearsal.sharded.engine import HOOKS
+from snugfit.rehearsal.trace.trace import Trace
+from snugfit.step.open_step import open_step
+from snugfit.step.step import Observer
+from snugfit.techniques.recipe import Recipe
+from test_sharding import group_that_sends_nothing, job_with_large_layers, with_deepspeed
+
+
+def most_while_built(trace: Trace) -> int:
+    """Bytes that live on the GPU at the most before the first step."""
+    live = most = 0
+    for event in trace.events:
+        block = trace.blocks[abs(event) - 1]
+        if block.step >= 0:
+            return most
+        live += block.nbytes if event > 0 else -block.nbytes
+        most = max(most, live)
+    return most
+
+
+@with_deepspeed
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("recipe", "loop", "holds_all"),
+    [
+        ("zero3 + bf16", "plain", True),
+        ("zero3 + bf16", "accelerate", False),
+        ("zero3 + bf16 + every_layer", "trainer", False),
+        ("zero2 + bf16", "accelerate", True),
+    ],
+)
+def test_weights_wait_elsewhere_as_they_are_built(recipe: str, loop: str, holds_all: bool) -> None:
+    """Where transformers knows of the third stage when it builds a model, the GPU never holds all of it."""
+    this = small_job("bert", 4)
+    model = instantiate(this, dtype="bfloat16", attention="sdpa")
+    weights = sum(weight.nbytes for weight in model.parameters())
+    most = most_while_built(rehearse(this, Recipe.parse(recipe).setup(), CudaPolicy(), loop=loop))
+    assert (most >= weights) == holds_all
+    assert most > 0
+
+
+@with_deepspeed
+@pytest.mark.whole
+def test_no_second_copy_of_the_weights_is_on_the_host() -> None:
+    """The Trainer's model is built there otherwise."""
+    this = job_with_large_layers()
+    accelerate, trainer = (
+        predict(this, "zero3 + bf16", gpu="h200", loop=loop).footprint.host_bytes
+        for loop in ("accelerate", "trainer")
+    )
+    assert accelerate is not None
+    assert trainer == pytest.approx(accelerate, rel=1e-3)
+
+
+@with_deepspeed
+@pytest.mark.whole
+def test_a_head_of_its_own_is_built_so_too() -> None:
+    this = small_job("t5", 2, {"tie_word_embeddings": False})
+    trace = rehearse(this, Recipe.parse("zero3(offload=none)").setup(), CpuPolicy(), loop="accelerate")
+    with group_that_sends_nothing():
+        step = open_step(this, Recipe.parse("zero3(offload=none)").setup(), "accelerate", torch.device("cpu"))
+        step.run(1, Observer())
+    assert step.model is not None
+    assert step.model.lm_head.weight.ds_shape == step.model.shared.weight.ds_shape
+    assert trace.kernels
+
+
+class HookCounter(Observer):
+    """Hears of a real run's steps, and counts calls of DeepSpeed's hooks in the last of three."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+        from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+        self.calls = 0
+        for kind in (DeepSpeedZeRoOffload, DeepSpeedZeroOptimizer_Stage3):
+            for name in HOOKS[kind.__name__]:
+                monkeypatch.setattr(kind, name, self.counted(getattr(kind, name)))
+
+    def counted(self, hook: Any) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            self.calls += 1
+            return hook(*arguments, **keywords)
+
+        return call
+
+    def step_begins(self, index: int) -> None:
+        self.calls = 0
+
+
+@with_deepspeed
+@pytest.mark.whole
+@pytest.mark.parametrize("recipe", ["zero3(offload=none)", "zero3(offload=none) + micro_batches(2)"])
+def test_the_host_pays_for_each_hook_that_a_real_step_calls(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    this, setup = small_job("bert", 2), Recipe.parse(recipe).setup()
+    paid = sum(kernel.functions for kernel in rehearse(this, setup, CpuPolicy()).kernels)
+    with monkeypatch.context() as without:
+        without.setattr(engine, "HOOKS", dict.fromkeys(HOOKS, ()))
+        paid -= sum(kernel.functions for kernel in rehearse(this, setup, CpuPolicy()).kernels)
+    counter = HookCounter(monkeypatch)
+    with group_that_sends_nothing():
+        open_step(this, setup, "plain", torch.device("cpu")).run(3, counter)
+    after_the_last_kernel = 2
+    assert counter.calls - after_the_last_kernel <= paid <= counter.calls
+    assert paid > 4 * 2 * 18  # four around each module of both layers
