@@ -36,13 +36,18 @@ WHOLE = "compiled(what=model)"
 DEEP = 9
 
 FACTS: dict[str, dict[str, Any]] = {
-    "bert": {"hidden_size": 96, "intermediate_size": 544},
-    "llama": {"hidden_size": 96, "intermediate_size": 544},
-    "gpt2": {"n_embd": 96},
-    "t5": {"d_model": 96, "d_kv": 24, "d_ff": 544},
-    "vit": {"hidden_size": 96, "intermediate_size": 544},
-}
-"""Sizes of which no two buffers are alike by chance: one that takes another's place is then of its kind."""
+    "bert": {
+        "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096, "vocab_size": 30522,
+        "max_position_embeddings": 512,
+    },
+    "llama": {
+        "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 8192,
+        "vocab_size": 128256,
+    },
+    "gpt2": {"n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 50257},
+    "t5": {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_heads": 12, "vocab_size": 32128},
+}  # fmt: skip
+"""The sizes of real models: lowering takes as long for small ones, whose buffers are alike by chance."""
 
 
 def setup_of(recipe: str) -> Setup:
@@ -50,9 +55,7 @@ def setup_of(recipe: str) -> Setup:
 
 
 def job_of(family: str, layers: int, **more: Any) -> Job:
-    if family != "vit":
-        more = {"sequence_length": 24, **more}
-    return small_job(family, layers, FACTS[family], **{"batch_size": 3, **more})
+    return small_job(family, layers, FACTS[family], **{"batch_size": 4, "sequence_length": 512, **more})
 
 
 def figures(trace: Trace) -> tuple[int, int, int]:
@@ -100,7 +103,7 @@ AS_WRITTEN = [
     ("llama", "bf16 + every_layer", {}),
     ("gpt2", "fp16 + lora", {}),
     ("t5", "plain", {}),
-    ("llama", "micro_batches(2)", {"batch_size": 4}),
+    ("llama", "micro_batches(2)", {}),
 ]
 
 
@@ -165,29 +168,29 @@ def test_a_buffer_that_would_be_taken_only_in_a_shallow_model_is_noticed() -> No
 
 # ---- compiled models -----------------------------------------------------------------------------------
 
+LONG = {"batch_size": 2, "sequence_length": 2048}
+
 COMPILED = [
-    ("llama", f"bf16 + {WHOLE}", {}),
+    ("llama", f"bf16 + {WHOLE}", LONG),
     ("bert", f"bf16 + {WHOLE}", {}),
-    ("gpt2", WHOLE, {}),
+    ("gpt2", f"bf16 + {WHOLE}", {}),
     ("t5", f"bf16 + {WHOLE}", {}),
-    ("vit", f"bf16 + lora + {WHOLE}", {}),
-    ("llama", f"bf16 + {WHOLE} + every_layer + micro_batches(2)", {"batch_size": 4}),
+    ("llama", f"bf16 + {WHOLE}", {}),
 ]
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("family", "recipe", "more"), slow_but(COMPILED, lambda case: case[0] == "llama"))
+@pytest.mark.parametrize(("family", "recipe", "more"), slow_but(COMPILED, 1))
 def test_a_compiled_model_of_few_layers_tells_of_a_deep_one(
     family: str, recipe: str, more: dict[str, Any]
 ) -> None:
-    """Written from few layers or, where that was refused, lowered in full: what a prediction says is what
-    the whole program takes."""
+    """Or is refused: in a GPT-2 and a T5 buffers take each other's places otherwise for a few layers more,
+    and whether they do depends on the sizes."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     job, setup = job_of(family, DEEP - 1, **more), setup_of(recipe)
     found = rehearse_from_few_layers(job, setup, CUDA)
-    if (family, recipe) in WRITTEN:
-        assert found is not None, "refused"
     if found is None:
+        assert (family, more) not in WRITTEN
         return
     asked = rehearse(job, setup, CUDA)
     assert figures(found) == figures(asked)
@@ -195,7 +198,7 @@ def test_a_compiled_model_of_few_layers_tells_of_a_deep_one(
     assert found.doubts == asked.doubts
 
 
-WRITTEN = {("llama", f"bf16 + {WHOLE}"), ("bert", f"bf16 + {WHOLE}")}
+WRITTEN = [("llama", LONG), ("bert", {})]
 """Those that must not be refused."""
 
 
@@ -210,7 +213,8 @@ class Asked:
     def _rehearse(self, depth: Any, job: Job, setup: Setup, policy: Any, layers: int) -> Any:
         self.layers.append(layers)
         part = rehearse_passes(depth.shallower(job, layers), replace(setup, compile=None), policy)
-        return few_layers._Shallow(part, self._decisions[len(self.layers) - 1 :][:1])
+        number = (len(self.layers) - 1) % 2  # the shallow model, or the deeper one
+        return few_layers._Shallow(part, self._decisions[number : number + 1])
 
 
 @pytest.mark.parametrize(("deep", "asked"), [(8, [3, 4]), (24, [3, 4]), (11, [4, 5])])
