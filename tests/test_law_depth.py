@@ -1,8 +1,8 @@
 """Law 5, for models that are compiled whole: what is written from few layers equals what is lowered in full.
 
-A program of few layers and one of a period more tell a deep model's moves. That is tried on steps as they are
-written, which take no compiler, and on compiled ones of one family after another; and what does not repeat, or
-would be decided otherwise at the full depth, must be refused.
+A program of few layers and one of a period more tell a deep model's moves. That is tried on steps as they
+are written, which take no compiler, and on compiled ones of one family after another; and what does not
+repeat, or would be decided otherwise at the full depth, must be refused.
 """
 
 from __future__ import annotations

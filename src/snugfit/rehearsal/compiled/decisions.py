@@ -1,10 +1,10 @@
 """What Inductor decides by the memory of a whole program, and whether it would decide alike for more layers.
 
-Two decisions look at all of a program. Of several orders of its kernels Inductor takes the one whose estimated
-peak is the lowest (`torch._inductor.memory.reorder_for_peak_memory`). And a buffer takes the place of one
-that was dropped long before only where the bytes that live between the two leave the estimated peak as it is
-(`AllocateLine.should_reuse_buffer`). Both are noted while a program is lowered. A deep model's estimates follow
-from two shallow models' (`trace/grow.py`), and with them what would be decided there.
+Two decisions look at all of a program. Of several orders of its kernels Inductor takes the one whose
+estimated peak is the lowest (`torch._inductor.memory.reorder_for_peak_memory`). And a buffer takes the place
+of one that was dropped long before only where the bytes that live between the two leave the estimated peak as
+it is (`AllocateLine.should_reuse_buffer`). Both are noted while a program is lowered. A deep model's
+estimates follow from two shallow models' (`trace/grow.py`), and with them what would be decided there.
 """
 
 from __future__ import annotations
@@ -125,11 +125,11 @@ def _deep_peak(shallow: Sequence[int], deeper: Sequence[int], periods: int) -> i
     """The highest of a deep model's estimates; None where they do not follow from these."""
     few, more = _changes(shallow), _changes(deeper)
     vary = {*few} ^ {*more}  # what is for each layer, such as the seeds of all dropouts
-    entries = (
+    before, after = (
         [Entry("begins", tuple(timeline[:1])), *(_change(one, vary) for one in changes)]
         for timeline, changes in ((shallow, few), (deeper, more))
     )
-    grown = grow(*entries, periods)
+    grown = grow(before, after, periods)
     if grown is None:
         return None
     changed = [*deeper[:1], *more]

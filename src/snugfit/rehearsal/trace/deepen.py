@@ -28,7 +28,6 @@ from snugfit.rehearsal.trace.relative import (
 from snugfit.rehearsal.trace.trace import Kernel, MarkKind
 from snugfit.results.footprint import Kind
 
-
 PASSES = ("forward", "backward")
 """Phases in which compiled programs run."""
 
@@ -168,7 +167,7 @@ def _sizeless(move: Any) -> Any:
 
 
 class _Written:
-    """The deep model's moves, as far as they are written; `grows` are the kinds of which sizes are numbers."""
+    """The deep model's moves, as far as written; `grows` are the kinds of which sizes are numbers."""
 
     def __init__(self, grows: set[Hashable]) -> None:
         self.grows = grows
