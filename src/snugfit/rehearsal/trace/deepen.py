@@ -208,15 +208,15 @@ class _Written:
         buffers each takes the place of one that was dropped last."""
         younger, older, *size = grown.numbers
         blocks = self._piles[like.pile._replace(nbytes=size[0]) if size else like.pile]
-        there = len(blocks) - 1
+        last = len(blocks) - 1
         if younger != like.younger:
             if older == like.older:
-                younger = there - older
-            elif like.younger + like.older == there and not grown.repeats:
+                younger = last - older
+            elif like.younger + like.older == last and not grown.repeats:
                 younger = like.younger
-            elif younger + older != there:
+            elif younger + older != last:
                 return False
-        if not 0 <= younger <= there:
+        if not 0 <= younger <= last:
             return False
         number = blocks.pop(-1 - younger)
         if number in self._made_forward:
