@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from small_models import small_job
-from snugfit.job.job import Job
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
 from snugfit.prediction import predict as predictions
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.predict import predict
@@ -24,6 +25,7 @@ from snugfit.rehearsal.few_layers import passes_from_few_layers, rehearse_from_f
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.splice import Part, rehearse_passes
 from snugfit.rehearsal.trace.deepen import deepen
+from snugfit.rehearsal.trace.depth import depth_of
 from snugfit.rehearsal.trace.grow import Entry, grow
 from snugfit.rehearsal.trace.relative import Alloc, RelativeTrace
 from snugfit.rehearsal.trace.trace import Trace
@@ -55,6 +57,11 @@ def setup_of(recipe: str) -> Setup:
 
 
 def job_of(family: str, layers: int, **more: Any) -> Job:
+    if family not in FACTS:
+        job = Job(model=Model.find(family), task=Task.CAUSAL_LM, **more)
+        depth = depth_of(job, setup_of("plain"))
+        assert depth is not None
+        return depth.shallower(job, layers)
     return small_job(family, layers, FACTS[family], **{"batch_size": 4, "sequence_length": 512, **more})
 
 
@@ -171,7 +178,7 @@ def test_a_buffer_that_would_be_taken_only_in_a_shallow_model_is_noticed() -> No
 LONG = {"batch_size": 2, "sequence_length": 2048}
 
 COMPILED = [
-    ("llama", f"bf16 + {WHOLE}", LONG),
+    ("Llama-3.2-1B", f"bf16 + {WHOLE}", LONG),
     ("bert", f"bf16 + {WHOLE}", {}),
     ("gpt2", f"bf16 + {WHOLE}", {}),
     ("t5", f"bf16 + {WHOLE}", {}),
@@ -184,8 +191,8 @@ COMPILED = [
 def test_a_compiled_model_of_few_layers_tells_of_a_deep_one(
     family: str, recipe: str, more: dict[str, Any]
 ) -> None:
-    """Or is refused: in a GPT-2 and a T5 buffers take each other's places otherwise for a few layers more,
-    and whether they do depends on the sizes."""
+    """Or is refused: in a GPT-2, a T5 and a Llama with weights in fp32 buffers take each other's places
+    otherwise for a few layers more, and whether they do depends on the sizes and dtypes."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     job, setup = job_of(family, DEEP - 1, **more), setup_of(recipe)
     found = rehearse_from_few_layers(job, setup, CUDA)
@@ -198,7 +205,7 @@ def test_a_compiled_model_of_few_layers_tells_of_a_deep_one(
     assert found.doubts == asked.doubts
 
 
-WRITTEN = [("llama", LONG), ("bert", {})]
+WRITTEN = [("Llama-3.2-1B", LONG), ("bert", {})]
 """Those that must not be refused."""
 
 
