@@ -39,7 +39,16 @@ from snugfit.techniques.recipe import Recipe
 
 GPU = "h200"
 NAMES = tuple(field.name for field in fields(HostLaunchCosts))
-KEPT = ("wait", "intercepted", "product", "function", "generated", "in_program", "program")
+KEPT = (
+    "wait",
+    "intercepted",
+    "product",
+    "function",
+    "generated",
+    "in_program",
+    "program",
+    "backward_program",
+)
 FREE = tuple(name for name in NAMES if name not in KEPT)
 ROUNDS, MIN_ERROR = 60, 0.01
 """Of reweighting, and the relative error below which an equation gains no more weight."""

@@ -180,7 +180,7 @@ def test_the_bytes_of_a_bare_compiled_step_are_met(name: str) -> None:
     assert found.footprint.allocated_bytes == pytest.approx(most["allocated"], rel=0.025)
     assert found.footprint.reserved_bytes == pytest.approx(most["reserved"], rel=0.03)
     assert found.startup.first_step_seconds == pytest.approx(RUNS[name]["steps"][0]["seconds"], rel=0.3)
-    assert any("three runs" in doubt for doubt in found.doubts)
+    assert any("four runs" in doubt for doubt in found.doubts)
 
 
 def test_attention_is_what_the_traced_model_asks_for() -> None:

@@ -1,8 +1,8 @@
 """Law 5, for models that are compiled whole: what is written from few layers equals what is lowered in full.
 
-A program of few layers and one of a period more tell a deep model's moves. That is tried on steps as they are
-written, which take no compiler, and on compiled ones of one family after another; and what does not repeat, or
-would be decided otherwise at the full depth, must be refused.
+A program of few layers and one of a period more tell a deep model's moves. That is tried on steps as they
+are written, which take no compiler, and on compiled ones of one family after another; and what does not
+repeat, or would be decided otherwise at the full depth, must be refused.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from small_models import small_job
-from snugfit.job.job import Job
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
 from snugfit.prediction import predict as predictions
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.predict import predict
@@ -24,6 +25,7 @@ from snugfit.rehearsal.few_layers import passes_from_few_layers, rehearse_from_f
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.splice import Part, rehearse_passes
 from snugfit.rehearsal.trace.deepen import deepen
+from snugfit.rehearsal.trace.depth import depth_of
 from snugfit.rehearsal.trace.grow import Entry, grow
 from snugfit.rehearsal.trace.relative import Alloc, RelativeTrace
 from snugfit.rehearsal.trace.trace import Trace
@@ -36,13 +38,18 @@ WHOLE = "compiled(what=model)"
 DEEP = 9
 
 FACTS: dict[str, dict[str, Any]] = {
-    "bert": {"hidden_size": 96, "intermediate_size": 544},
-    "llama": {"hidden_size": 96, "intermediate_size": 544},
-    "gpt2": {"n_embd": 96},
-    "t5": {"d_model": 96, "d_kv": 24, "d_ff": 544},
-    "vit": {"hidden_size": 96, "intermediate_size": 544},
-}
-"""Sizes of which no two buffers are alike by chance: one that takes another's place is then of its kind."""
+    "bert": {
+        "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096, "vocab_size": 30522,
+        "max_position_embeddings": 512,
+    },
+    "llama": {
+        "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 8192,
+        "vocab_size": 128256,
+    },
+    "gpt2": {"n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 50257},
+    "t5": {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_heads": 12, "vocab_size": 32128},
+}  # fmt: skip
+"""The sizes of real models: lowering takes as long for small ones, whose buffers are alike by chance."""
 
 
 def setup_of(recipe: str) -> Setup:
@@ -50,9 +57,12 @@ def setup_of(recipe: str) -> Setup:
 
 
 def job_of(family: str, layers: int, **more: Any) -> Job:
-    if family != "vit":
-        more = {"sequence_length": 24, **more}
-    return small_job(family, layers, FACTS[family], **{"batch_size": 3, **more})
+    if family not in FACTS:
+        job = Job(model=Model.find(family), task=Task.CAUSAL_LM, **more)
+        depth = depth_of(job, setup_of("plain"))
+        assert depth is not None
+        return depth.shallower(job, layers)
+    return small_job(family, layers, FACTS[family], **{"batch_size": 4, "sequence_length": 512, **more})
 
 
 def figures(trace: Trace) -> tuple[int, int, int]:
@@ -100,7 +110,7 @@ AS_WRITTEN = [
     ("llama", "bf16 + every_layer", {}),
     ("gpt2", "fp16 + lora", {}),
     ("t5", "plain", {}),
-    ("llama", "micro_batches(2)", {"batch_size": 4}),
+    ("llama", "micro_batches(2)", {}),
 ]
 
 
@@ -165,29 +175,29 @@ def test_a_buffer_that_would_be_taken_only_in_a_shallow_model_is_noticed() -> No
 
 # ---- compiled models -----------------------------------------------------------------------------------
 
+LONG = {"batch_size": 2, "sequence_length": 2048}
+
 COMPILED = [
-    ("llama", f"bf16 + {WHOLE}", {}),
+    ("Llama-3.2-1B", f"bf16 + {WHOLE}", LONG),
     ("bert", f"bf16 + {WHOLE}", {}),
-    ("gpt2", WHOLE, {}),
+    ("gpt2", f"bf16 + {WHOLE}", {}),
     ("t5", f"bf16 + {WHOLE}", {}),
-    ("vit", f"bf16 + lora + {WHOLE}", {}),
-    ("llama", f"bf16 + {WHOLE} + every_layer + micro_batches(2)", {"batch_size": 4}),
+    ("llama", f"bf16 + {WHOLE}", {}),
 ]
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("family", "recipe", "more"), slow_but(COMPILED, lambda case: case[0] == "llama"))
+@pytest.mark.parametrize(("family", "recipe", "more"), slow_but(COMPILED, 1))
 def test_a_compiled_model_of_few_layers_tells_of_a_deep_one(
     family: str, recipe: str, more: dict[str, Any]
 ) -> None:
-    """Written from few layers or, where that was refused, lowered in full: what a prediction says is what
-    the whole program takes."""
+    """Or is refused: in a GPT-2, a T5 and a Llama with weights in fp32 buffers take each other's places
+    otherwise for a few layers more, and whether they do depends on the sizes and dtypes."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     job, setup = job_of(family, DEEP - 1, **more), setup_of(recipe)
     found = rehearse_from_few_layers(job, setup, CUDA)
-    if (family, recipe) in WRITTEN:
-        assert found is not None, "refused"
     if found is None:
+        assert (family, more) not in WRITTEN
         return
     asked = rehearse(job, setup, CUDA)
     assert figures(found) == figures(asked)
@@ -195,7 +205,7 @@ def test_a_compiled_model_of_few_layers_tells_of_a_deep_one(
     assert found.doubts == asked.doubts
 
 
-WRITTEN = {("llama", f"bf16 + {WHOLE}"), ("bert", f"bf16 + {WHOLE}")}
+WRITTEN = [("Llama-3.2-1B", LONG), ("bert", {})]
 """Those that must not be refused."""
 
 
@@ -210,7 +220,8 @@ class Asked:
     def _rehearse(self, depth: Any, job: Job, setup: Setup, policy: Any, layers: int) -> Any:
         self.layers.append(layers)
         part = rehearse_passes(depth.shallower(job, layers), replace(setup, compile=None), policy)
-        return few_layers._Shallow(part, self._decisions[len(self.layers) - 1 :][:1])
+        number = (len(self.layers) - 1) % 2  # the shallow model, or the deeper one
+        return few_layers._Shallow(part, self._decisions[number : number + 1])
 
 
 @pytest.mark.parametrize(("deep", "asked"), [(8, [3, 4]), (24, [3, 4]), (11, [4, 5])])

@@ -231,7 +231,9 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
         optimizers = host.product if kernel.operator in MATRIX_PRODUCTS else host.update
         launch = phases.get(kernel.phase, optimizers)
     before = host.module * kernel.modules + host.view * kernel.views + host.checkpoint * kernel.checkpoints
-    before += host.intercepted * kernel.intercepted + host.program * kernel.programs
+    in_backward = kernel.phase == "backward" and not kernel.recomputed
+    program = host.backward_program if in_backward else host.program
+    before += host.intercepted * kernel.intercepted + program * kernel.programs
     before += host.function * kernel.functions
     return launch + before + host.tensor * max(0, kernel.tensors - FEW_TENSORS)
 

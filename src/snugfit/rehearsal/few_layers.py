@@ -71,7 +71,7 @@ def passes_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Part | Non
         return None
     asked = replace(setup, checkpoint=checkpoint)
     shallow, deeper = (_rehearse(depth, job, asked, policy, few) for few in (layers, layers + period))
-    return _deepened(shallow, deeper, (depth.layers - layers) // period - 1)
+    return _deepen_passes(shallow, deeper, (depth.layers - layers) // period - 1)
 
 
 def _shallow_layers(layers: int, period: int) -> int:
@@ -92,7 +92,7 @@ def _rehearse(depth: Depth, job: Job, setup: Setup, policy: Policy, layers: int)
     return _Shallow(part, decisions)
 
 
-def _deepened(shallow: _Shallow, deeper: _Shallow, periods: int) -> Part | None:
+def _deepen_passes(shallow: _Shallow, deeper: _Shallow, periods: int) -> Part | None:
     from snugfit.rehearsal.compiled.decisions import decides_alike
 
     if shallow.part.varies or deeper.part.varies or len(shallow.decisions) != len(deeper.decisions):
@@ -103,7 +103,7 @@ def _deepened(shallow: _Shallow, deeper: _Shallow, periods: int) -> Part | None:
     }
     if not all(decides_alike(few, more, periods) for few, more in pairs.values()):
         return None
-    gradients = grow(_trained(shallow.part), _trained(deeper.part), periods)
+    gradients = grow(_trained_parameters(shallow.part), _trained_parameters(deeper.part), periods)
     trace = deepen(shallow.part.trace, deeper.part.trace, periods)
     if gradients is None or trace is None:
         return None
@@ -111,7 +111,7 @@ def _deepened(shallow: _Shallow, deeper: _Shallow, periods: int) -> Part | None:
     return Part(trace, tuple(number for number, has in enumerate(have) if has))
 
 
-def _trained(part: Part) -> list[Entry]:
+def _trained_parameters(part: Part) -> list[Entry]:
     """The parameters that train, and whether they have gradients."""
     return [
         Entry((without_layer_numbers(name), part.has_gradient(number)), numbers_of(name))

@@ -40,6 +40,7 @@ from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
 from snugfit.prediction.seconds import model_peak_seconds
 from snugfit.rehearsal.device.policy import ComparedPolicy
+from snugfit.rehearsal.few_layers import passes_from_few_layers
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.splice import Part, rehearse_passes, rehearse_update, splice
 from snugfit.rehearsal.trace.trace import Mark, Trace
@@ -256,6 +257,10 @@ class Parts:
 
     def _whole_passes(self, setup: Setup) -> Part:
         def make() -> Part:
+            if self.shallow_jobs.few:
+                deepened = passes_from_few_layers(self.job, setup, self.policy)
+                if deepened is not None:
+                    return deepened
             rehearse = short_passes if self._second_step_is_redundant(setup) else rehearse_passes
             return rehearse(self.job, setup, self.policy)
 

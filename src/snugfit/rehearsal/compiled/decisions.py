@@ -1,10 +1,10 @@
 """What Inductor decides by the memory of a whole program, and whether it would decide alike for more layers.
 
-Two decisions look at all of a program. Of several orders of its kernels Inductor takes the one whose estimated
-peak is the lowest (`torch._inductor.memory.reorder_for_peak_memory`). And a buffer takes the place of one
-that was dropped long before only where the bytes that live between the two leave the estimated peak as it is
-(`AllocateLine.should_reuse_buffer`). Both are noted while a program is lowered. A deep model's estimates follow
-from two shallow models' (`trace/grow.py`), and with them what would be decided there.
+Two decisions look at all of a program. Of several orders of its kernels Inductor takes the one whose
+estimated peak is the lowest (`torch._inductor.memory.reorder_for_peak_memory`). And a buffer takes the place
+of one that was dropped long before only where the bytes that live between the two leave the estimated peak as
+it is (`AllocateLine.should_reuse_buffer`). Both are noted while a program is lowered. A deep model's
+estimates follow from two shallow models' (`trace/grow.py`), and with them what would be decided there.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def noted_decisions() -> Iterator[Decisions]:
     decisions, ordering = Decisions(), [False]
     estimate, reorder = memory.estimate_peak_memory, memory.reorder_for_peak_memory
 
-    def estimated(*arguments: Any, **keywords: Any) -> Any:
+    def note_estimate(*arguments: Any, **keywords: Any) -> Any:
         peak, timeline = estimate(*arguments, **keywords)
         if ordering[-1]:
             decisions.orders.append([*timeline])
@@ -60,7 +60,7 @@ def noted_decisions() -> Iterator[Decisions]:
             decisions.timeline = [*timeline]
         return peak, timeline
 
-    def reordered(*arguments: Any, **keywords: Any) -> Any:
+    def note_orders(*arguments: Any, **keywords: Any) -> Any:
         ordering.append(True)
         try:
             return reorder(*arguments, **keywords)
@@ -68,8 +68,8 @@ def noted_decisions() -> Iterator[Decisions]:
             ordering.pop()
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(memory, "estimate_peak_memory", estimated))
-        stack.enter_context(patch.object(memory, "reorder_for_peak_memory", reordered))
+        stack.enter_context(patch.object(memory, "estimate_peak_memory", note_estimate))
+        stack.enter_context(patch.object(memory, "reorder_for_peak_memory", note_orders))
         if hasattr(wrapper.AllocateLine, "should_reuse_buffer"):  # torch 2.11 and later
             decide = wrapper.AllocateLine.should_reuse_buffer
             asked = _noting(decide, decisions)
@@ -108,10 +108,10 @@ def _same_order(shallow: Decisions, deeper: Decisions, periods: int) -> bool:
         return False
     for number, (one, other) in enumerate(zip(few, more, strict=True)):
         # of the others a peak that grows at least as from the one depth to the other
-        theirs = _deep_peak(one, other, periods)
-        if theirs is None:
-            theirs = max(other) + (max(other) - max(one)) * periods
-        if theirs < peak or (theirs == peak and number < chosen):
+        deep_peak = _deep_peak(one, other, periods)
+        if deep_peak is None:
+            deep_peak = max(other) + (max(other) - max(one)) * periods
+        if deep_peak < peak or (deep_peak == peak and number < chosen):
             return False
     return True
 
@@ -125,11 +125,11 @@ def _deep_peak(shallow: Sequence[int], deeper: Sequence[int], periods: int) -> i
     """The highest of a deep model's estimates; None where they do not follow from these."""
     few, more = _changes(shallow), _changes(deeper)
     vary = {*few} ^ {*more}  # what is for each layer, such as the seeds of all dropouts
-    entries = (
+    before, after = (
         [Entry("begins", tuple(timeline[:1])), *(_change(one, vary) for one in changes)]
         for timeline, changes in ((shallow, few), (deeper, more))
     )
-    grown = grow(*entries, periods)
+    grown = grow(before, after, periods)
     if grown is None:
         return None
     changed = [*deeper[:1], *more]
@@ -149,7 +149,7 @@ def _same_reuses(shallow: Decisions, deeper: Decisions, periods: int) -> bool:
     if not deeper.reuses:
         return not shallow.reuses
     peak = _deep_peak(shallow.timeline, deeper.timeline, periods)
-    few, more = ([*map(_asked, one.reuses)] for one in (shallow, deeper))
+    few, more = ([*map(_reuse_entry, one.reuses)] for one in (shallow, deeper))
     grown = grow(few, more, periods)
     if peak is None or grown is None:
         return False
@@ -160,6 +160,6 @@ def _same_reuses(shallow: Decisions, deeper: Decisions, periods: int) -> bool:
     return True
 
 
-def _asked(reuse: Reuse) -> Entry:
+def _reuse_entry(reuse: Reuse) -> Entry:
     between = () if reuse.between is None else (reuse.between,)
     return Entry((reuse.nbytes, reuse.taken, not between), between)

@@ -182,7 +182,9 @@ class Compiler:
             strides: list[tuple[int, ...] | None] = []
             again = computed_again(graph) if options.get("is_backward") else None
             with noted_decisions() as decisions:
-                text = lower(graph, inputs, self._policy, lambda outs: strides.extend(_strides(outs)), **options)
+                text = lower(
+                    graph, inputs, self._policy, lambda outs: strides.extend(_strides(outs)), **options
+                )
             program = _PROGRAMS[key] = _Program(load(text, _launch, _choose), strides, again, decisions)
         _tell_strides(program.strides)
         call, again, assumed = program.call, program.again, tuple(dict.fromkeys(self._assumed))

@@ -19,13 +19,14 @@ from snugfit.rehearsal.trace.relative import (
     NUMBER,
     Alloc,
     Free,
+    LiveSet,
     Move,
     PhaseStart,
     RelativeTrace,
     without_layer_numbers,
 )
 from snugfit.rehearsal.trace.trace import Kernel, MarkKind
-
+from snugfit.results.footprint import Kind
 
 PASSES = ("forward", "backward")
 """Phases in which compiled programs run."""
@@ -43,7 +44,7 @@ def deepen(shallow: RelativeTrace, deeper: RelativeTrace, periods: int) -> Relat
         grown = grow(_entries(before, written.grows), _entries(after, written.grows), periods)
         if grown is None or not all(written.add(after[one.like], one) for one in grown):
             return None
-    return replace(deeper, moves=tuple(written.moves))
+    return replace(deeper, moves=tuple(written.moves()))
 
 
 def numbers_of(name: str) -> tuple[int, ...]:
@@ -97,19 +98,15 @@ class _Piles:
         del blocks[older]
         return _Placed(pile, len(blocks) - older, older)
 
-    def free(self, pile: Alloc, younger: int) -> Free:
-        """Frees the block at this place of a pile."""
-        number = self.piles[pile].pop(-1 - younger)
-        stack = self._allocs[number].stack
-        blocks = self._stacks[stack]
-        place = blocks.index(number)
-        del blocks[place]
-        return Free(stack, len(blocks) - place)
+
+def _is_open(alloc: Alloc) -> bool:
+    """Whether the block is an activation or temporary by when it is freed."""
+    return alloc.phase == "forward" and alloc.kind in (Kind.ACTIVATIONS, Kind.TEMPORARIES)
 
 
 def _pile_of(alloc: Alloc) -> Alloc:
     stack = alloc.stack
-    return stack if stack.kind else stack._replace(operator="")
+    return stack._replace(operator="", kind="") if _is_open(alloc) or not stack.kind else stack
 
 
 def _by_phase(trace: RelativeTrace) -> list[Sequence[_Step]]:
@@ -149,6 +146,8 @@ def _entry(move: _Step, grows: bool) -> Entry:
         return Entry(("free", _sizeless(pile) if grows else pile), (younger, older, *size))
     if isinstance(move, (Alloc, Kernel)):
         plain: Any = move._replace(module=without_layer_numbers(move.module))
+        if type(move) is Alloc and _is_open(move):
+            plain = plain._replace(kind="")
         sizes = _sizes(move) if grows else ()
         return Entry((type(move), _sizeless(plain) if grows else plain), (*numbers_of(move.module), *sizes))
     return Entry(move)
@@ -168,12 +167,17 @@ def _sizeless(move: Any) -> Any:
 
 
 class _Written:
-    """The deep model's moves, as far as they are written; `grows` are the kinds of which sizes are numbers."""
+    """The deep model's moves, as far as written; `grows` are the kinds of which sizes are numbers."""
 
     def __init__(self, grows: set[Hashable]) -> None:
-        self.moves: list[Move] = []
         self.grows = grows
-        self._piles = _Piles()
+        self._written: list[int | Move] = []
+        """Blocks that are freed by their numbers."""
+        self._allocs: list[int] = []
+        """Where in it each block is allocated."""
+        self._piles: dict[Alloc, list[int]] = defaultdict(list)
+        self._made_forward: set[int] = set()
+        """Blocks that the forward pass made which runs."""
 
     def add(self, like: _Step, grown: Grown) -> bool:
         """Writes a move that is like this one and has its own numbers; False where there is none such."""
@@ -181,29 +185,56 @@ class _Written:
             return self._free(like, grown)
         if isinstance(like, (Alloc, Kernel)):
             like = _with_numbers(like, iter(grown.numbers), sized=_kind(like) in self.grows)
+        if type(like) is PhaseStart:
+            for number in self._made_forward:
+                self._is(number, Kind.ACTIVATIONS)
+            self._made_forward.clear()
         if type(like) is Alloc:
-            self._piles.alloc(like)
-        self.moves.append(like)  # type: ignore[arg-type]
+            number = len(self._allocs)
+            self._allocs.append(len(self._written))
+            self._piles[_pile_of(like)].append(number)
+            if _is_open(like):
+                self._made_forward.add(number)
+        self._written.append(like)  # type: ignore[arg-type]
         return True
+
+    def _is(self, number: int, kind: Kind) -> None:
+        alloc: Any = self._written[self._allocs[number]]
+        self._written[self._allocs[number]] = alloc._replace(kind=kind)
 
     def _free(self, like: _Placed, grown: Grown) -> bool:
         """Blocks are counted from the end of their pile from which they have the same place at any depth.
         Of a pile that never grows, which block goes may be chance in the shallow model: of a program's
         buffers each takes the place of one that was dropped last."""
         younger, older, *size = grown.numbers
-        pile = like.pile._replace(nbytes=size[0]) if size else like.pile
-        there = len(self._piles.piles[pile]) - 1
+        blocks = self._piles[like.pile._replace(nbytes=size[0]) if size else like.pile]
+        last = len(blocks) - 1
         if younger != like.younger:
             if older == like.older:
-                younger = there - older
-            elif like.younger + like.older == there and not grown.repeats:
+                younger = last - older
+            elif like.younger + like.older == last and not grown.repeats:
                 younger = like.younger
-            elif younger + older != there:
+            elif younger + older != last:
                 return False
-        if not 0 <= younger <= there:
+        if not 0 <= younger <= last:
             return False
-        self.moves.append(self._piles.free(pile, younger))
+        number = blocks.pop(-1 - younger)
+        if number in self._made_forward:
+            self._made_forward.remove(number)
+            self._is(number, Kind.TEMPORARIES)
+        self._written.append(number)
         return True
+
+    def moves(self) -> Iterator[Move]:
+        """All that was written, each free by the place of its block."""
+        live = LiveSet()
+        for move in self._written:
+            if isinstance(move, int):
+                yield live.free_of(move)
+                continue
+            if type(move) is Alloc:
+                live.alloc(move)
+            yield move
 
 
 def _with_numbers(move: Alloc | Kernel, ahead: Iterator[int], *, sized: bool) -> Alloc | Kernel:

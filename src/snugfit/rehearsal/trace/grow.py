@@ -59,7 +59,7 @@ def grow(shallow: Sequence[Entry], deeper: Sequence[Entry], periods: int) -> lis
         return None
     grown: list[Grown] = []
     at, behind = 0, 0  # how far into the deeper list, and how many fewer entries the shallow one has there
-    for place, end, length in [*insertions, _Insertion(len(left), len(right), 0)]:
+    for ahead, end, length in [*insertions, _Insertion(len(left), len(right), 0)]:
         for index in range(at, end):
             few, more = shallow[index - behind].numbers, deeper[index].numbers
             grown.append(Grown(index, tuple(m + (m - f) * periods for f, m in zip(few, more, strict=True))))
@@ -68,38 +68,38 @@ def grow(shallow: Sequence[Entry], deeper: Sequence[Entry], periods: int) -> lis
             before = grown[-length].numbers
             moved = tuple(b + now - then for b, (now, then) in zip(before, step, strict=True))
             grown.append(Grown(index, moved, repeats=True))
-        at, behind = end + length, end + length - place
+        at, behind = end + length, end + length - ahead
     return grown
 
 
 def _insertions(left: Sequence[int], right: Sequence[int]) -> list[_Insertion] | None:
     """Where `right` has more than `left`: as often as what is there repeats what stands before it."""
-    found: list[_Insertion] = []
+    insertions: list[_Insertion] = []
     at, start = 0, 0  # of `right`, and where the last insertion ends
     behind = 0
     while True:
         at += _common(left, at - behind, right, at)
         more = len(right) - len(left) - behind
         if more == 0:
-            return found if at == len(right) else None
+            return insertions if at == len(right) else None
         length = _length_at(left, at - behind, right, at, more)
         if not length:
             return None
-        place = _middle(right, start, at, length)
-        found.append(_Insertion(place - behind, place, length))
+        index = _middle(right, start, at, length)
+        insertions.append(_Insertion(index - behind, index, length))
         behind += length
         at += length
-        start = place + length
+        start = index + length
 
 
-def _length_at(left: Sequence[int], place: int, right: Sequence[int], at: int, most: int) -> int:
+def _length_at(left: Sequence[int], start: int, right: Sequence[int], at: int, most: int) -> int:
     """How many entries of `right` are inserted here: those that repeat the ones before and behind which the
     lists agree the longest. 0 where none do."""
     best = longest = 0
     for length in range(1, min(most, at) + 1):
         if right[at] == right[at - length] and right[at - length : at] == right[at : at + length]:
-            agree = _common(left, place, right, at + length)
-            if agree > longest or (agree == 0 and place == len(left) and not best):
+            agree = _common(left, start, right, at + length)
+            if agree > longest or (agree == 0 and start == len(left) and not best):
                 best, longest = length, agree
     return best
 

@@ -12,7 +12,8 @@ where no mask is given), and attention with it falls to a kernel that stores eve
 512 tokens took 8.3 GB on an H200, and 6.6 GB uncompiled.
 
 The first step compiles. It pays where a run has many steps. Plans look at layers; with `--keep
-'compiled(what=model)'` they look at the model, whose recipes take up to a minute each to simulate.
+'compiled(what=model)'` they look at the model. Such recipes are simulated from models of few layers where
+that is exact (`rehearsal/few_layers.py`), and from the whole one else, which takes up to a minute.
 """
 
 from __future__ import annotations
