@@ -70,10 +70,10 @@ class Kept:
         a GPU of another compute capability."""
         for slot in self.asked:
             technique = self.slots[slot][0]
-            if not technique.searched:
+            if not technique.is_searched():
                 raise UsageError(
-                    f"keep: plans do not search with {technique}, since each of its recipes takes up to "
-                    f"minutes to simulate. Predict one that has it: '{technique.name} + bf16 + every_layer'."
+                    f"keep: plans do not search with {technique}, since each of its recipes is simulated in "
+                    f"full, which takes up to minutes. Predict one that has it: 'bf16 + {technique}'."
                 )
             if why := self.slots[slot][0].missing_package() or self.too_new(capability):
                 raise UsageError(f"keep: {why}")
