@@ -167,6 +167,8 @@ class Kernel(NamedTuple):
     """Compiled programs that began since then."""
     functions: int = 0
     """Autograd Functions of libraries, in Python, that began since then."""
+    played: bool = False
+    """Whether a CUDA graph runs it, which the host launches as one."""
 
     @property
     def itemsize(self) -> int:
@@ -209,6 +211,8 @@ class Trace:
     """Which attention kernels were chosen."""
     doubts: tuple[str, ...] = ()
     """Sentences on what the rehearsal had to assume, each once."""
+    of_graphs: frozenset[int] = frozenset()
+    """Indices of the blocks that the allocator takes from the pool of CUDA graphs."""
 
     @property
     def phases(self) -> tuple[Mark, ...]:
@@ -256,3 +260,5 @@ class Recording(NamedTuple):
     varies: bool = False
     """Whether values of one micro-batch decided otherwise than those of another, so that none stands for the
     rest."""
+    settled: bool = True
+    """Whether the last step played back every CUDA graph that it has."""
