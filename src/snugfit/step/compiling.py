@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -54,10 +54,24 @@ def _compile_model(model: torch.nn.Module, wish: CompileWish) -> None:
     def run(*arguments: Any, **keywords: Any) -> Any:
         if not model.training or model not in _BEFORE:
             return forward(*arguments, **keywords)
-        return compiled(*arguments, **{**without, **keywords})
+        out = compiled(*arguments, **{**without, **keywords})
+        return _with_own_numbers(out) if wish.records_graphs else out
 
     _BEFORE[model] = vars(model).get("forward"), run
     model.forward = run
+
+
+def _with_own_numbers(out: Any) -> Any:
+    """What a CUDA graph gave, its single numbers (a loss) copied: the next step writes over the graph's."""
+    import torch
+
+    if isinstance(out, torch.Tensor):
+        return out.clone() if out.numel() == 1 else out
+    if isinstance(out, MutableMapping):
+        for name, value in out.items():
+            out[name] = _with_own_numbers(value)
+        return out
+    return tuple(map(_with_own_numbers, out)) if type(out) is tuple else out
 
 
 def _takes_cache(model: Any) -> bool:

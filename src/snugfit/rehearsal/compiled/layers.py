@@ -36,7 +36,7 @@ from snugfit.rehearsal.compiled.backends import (
     cut_in_two,
     made_to_be_recorded,
 )
-from snugfit.rehearsal.compiled.first_launches import time_settings
+from snugfit.rehearsal.compiled.first_launches import Product, products_of, time_products, time_settings
 from snugfit.rehearsal.compiled.graph_trees import GraphFunction, GraphTrees
 from snugfit.rehearsal.compiled.joint_passes import joint_passes_for
 from snugfit.rehearsal.compiled.lowering import computed_again, lower
@@ -46,7 +46,7 @@ from snugfit.rehearsal.device.autocast import SWITCH
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.step import compiling
 from snugfit.step.wishes.compile_budget import plain_refusals, within_budget
-from snugfit.techniques.setup import WITH_GRAPHS
+from snugfit.techniques.setup import WITH_GRAPHS, WITH_TRIALS
 
 if TYPE_CHECKING:
     import torch
@@ -85,6 +85,8 @@ class _Program:
     """The contractions that one of a backward pass computes again, by their FLOPs; None of a forward pass."""
     attention: tuple[str, ...]
     """The attention kernels that it runs."""
+    products: tuple[Product, ...]
+    """Its products of matrices."""
 
 
 _PROGRAMS: dict[Any, _Program] = {}
@@ -109,6 +111,7 @@ class Compiler:
         self._trees = GraphTrees(recorder)
         self._assumed: list[str] = []  # of the graph that is compiled now
         self._chosen: set[str] = set()  # sources of kernels whose settings were timed
+        self._tried: set[int] = set()  # programs for whose products kernels were tried, by their ids
         self._own = {name: getattr(torch.Tensor, name) for name in ("item", "tolist", "numpy", "__format__")}
         self._functions = {name: getattr(torch, name) for name in _ASKED_IN_PYTHON}
 
@@ -238,11 +241,12 @@ class Compiler:
         if program is None:
             strides: list[tuple[int, ...] | None] = []
             again = computed_again(graph) if options.get("is_backward") else None
+            products = products_of(graph)
             text = lower(graph, inputs, self._policy, lambda outs: strides.extend(_strides(outs)), **options)
-            program = _Program(load(text, _launch, _choose), strides, again, attention_in(text))
+            program = _Program(load(text, _launch, _choose), strides, again, attention_in(text), products)
             _PROGRAMS[key] = program
         _tell_strides(program.strides)
-        run = _runs_program(program, tuple(dict.fromkeys(self._assumed)))
+        run = _runs_program(program, tuple(dict.fromkeys(self._assumed)), tries=mode in WITH_TRIALS)
         if mode in WITH_GRAPHS and isinstance(self._policy, CudaPolicy):
             static = frozenset(options.get("static_input_idxs") or ())
             function = GraphFunction(run, static, bool(options.get("is_backward")), _returned(graph))
@@ -258,14 +262,17 @@ def _returned(graph: Any) -> frozenset[int]:
     return frozenset(number for number, node in enumerate(inputs) if any(node is one for one in given_back))
 
 
-def _runs_program(program: _Program, assumed: Sequence[str]) -> Run:
-    """What runs a program of Inductor."""
+def _runs_program(program: _Program, assumed: Sequence[str], *, tries: bool) -> Run:
+    """What runs a program of Inductor, before whose first run it `tries` kernels for its products."""
     call, again, attention = program.call, program.again, program.attention
 
     def run(arguments: list[Any]) -> Any:
         now = _NOW[-1]
         for sentence in assumed:
             now._recorder.doubt(sentence)
+        if tries and id(program) not in now._tried:
+            now._tried.add(id(program))
+            time_products(now._policy, program.products)
         with now._program(attention, again=again):
             return call(arguments)
 

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from snugfit.errors import RecipeError
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import WITH_GRAPHS, CompileWish, Setup
+from snugfit.techniques.setup import WITH_GRAPHS, WITH_TRIALS, CompileWish, Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class Compiled(Technique):
                 f"the backend {self.backend} is for finding faults: it traces, and compiles nothing. Leave it "
                 "out where none is looked for."
             )
-        if self.mode in ("max-autotune", "max-autotune-no-cudagraphs"):
+        if self.mode in WITH_TRIALS:
             yield (
                 "which kernel is the fastest for a product of matrices, Inductor tries on the GPU: predicted "
                 "are the library's, as without the mode, for bytes and seconds alike."
