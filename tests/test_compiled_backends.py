@@ -1,6 +1,7 @@
-"""Backends and modes of `compiled`, rehearsed: those that compile nothing by law 1 on the CPU, event by event,
-as compiled layers are (`test_compiled.py`); CUDA graphs by seven runs on an H100 (`data/compile-modes-h100.json`,
-torch 2.11 and transformers 5.17, a bare loop over a model that is compiled whole).
+"""Backends and modes of `compiled`, rehearsed: those that compile nothing by law 1 on the CPU, event by
+event, as compiled layers are (`test_compiled.py`); CUDA graphs by seven runs on an H100
+(`data/compile-modes-h100.json`, torch 2.11 and transformers 5.17, a bare loop over a model that is
+compiled whole).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from snugfit.errors import RecipeError, RehearsalError, UsageError
 from snugfit.planning.keep import kept_of
 from snugfit.prediction.allocator import Allocator, replay
 from snugfit.prediction.predict import predict, rehearse_again
-from snugfit.rehearsal.compiled import backends
+from snugfit.rehearsal.compiled import layers
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy, Policy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.splice import rehearse_passes
@@ -46,7 +47,10 @@ LAW = [
     for dtype in ("", "bf16 + ")
     for what in ("", "what=model, ")
     for backend in ("eager", "aot_eager", "cudagraphs")
-] + [("llama", "compiled(backend=aot_eager) + every_layer"), ("bert", "compiled(backend=eager) + every_layer")]
+] + [
+    ("llama", "compiled(backend=aot_eager) + every_layer"),
+    ("bert", "compiled(backend=eager) + every_layer"),
+]
 
 OFTEN = [
     ("llama", "compiled(what=model, backend=aot_eager)"),
@@ -69,21 +73,22 @@ def test_a_step_of_a_backend_allocates_what_its_trace_says(family: str, recipe: 
 
 
 @pytest.mark.whole
-def test_another_cut_of_the_passes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted fault: `aot_eager` keeps what the backend `cudagraphs` keeps."""
+def test_a_graph_that_is_not_cut_in_two_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: the backend `aot_eager` runs what Dynamo traced, under autograd."""
     recipe = "compiled(what=model, backend=aot_eager)"
-    job = small_job("bert", 2)
-    monkeypatch.setattr("snugfit.rehearsal.compiled.layers.cut_in_two", backends.made_to_be_recorded)
-    trace = foreseen(rehearsed("bert", recipe))
+    monkeypatch.setattr(layers, "cut_in_two", lambda graph, inputs, wrap: layers._as_traced(graph))
+    trace = foreseen(rehearsed("llama", recipe))
     torch._dynamo.reset()
-    real = reports(job, Recipe.parse(recipe).setup())
+    real = reports(small_job("llama", 2), Recipe.parse(recipe).setup())
     third = [compared([event for event in events if event.step == 2]) for events in (real, trace)]
     assert compare(*third).similarity < 1.0
 
 
 @pytest.mark.whole
 def test_on_a_cpu_a_mode_with_graphs_records_none() -> None:
-    graphs, plain = (rehearsed("llama", f"compiled(what=model{mode})") for mode in (", mode=reduce-overhead", ""))
+    graphs, plain = (
+        rehearsed("llama", f"compiled(what=model{mode})") for mode in (", mode=reduce-overhead", "")
+    )
     assert not graphs.of_graphs
     assert peak(foreseen(graphs)) - peak(foreseen(plain)) <= LOSS_OUTSIDE
 

@@ -12,7 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from fitted import assert_same_run, classified, copy_of, fitted, losses_of, model_of, quiet, trained, trainer_of
+from fitted import (
+    assert_same_run,
+    classified,
+    copy_of,
+    fitted,
+    losses_of,
+    model_of,
+    quiet,
+    trained,
+    trainer_of,
+)
 from small_models import small_job
 from snugfit import accelerate
 from snugfit.errors import UsageError
@@ -87,7 +97,11 @@ def test_a_trainer_that_compiles_the_whole_model_is_told_of_the_recipe(tmp_path:
         fitted(trainer, "plain")
 
 
-BACKENDS = ["compiled(backend=eager)", "compiled(backend=aot_eager)", "compiled(what=model, backend=aot_eager)"]
+BACKENDS = [
+    "compiled(backend=eager)",
+    "compiled(backend=aot_eager)",
+    "compiled(what=model, backend=aot_eager)",
+]
 
 
 @pytest.mark.parametrize("recipe", BACKENDS)
@@ -127,7 +141,10 @@ def test_backends_that_compile_nothing_train_in_other_loops(recipe: str) -> None
 def test_a_loss_is_copied_out_of_a_graph_that_the_next_step_writes_over(traced_only: list[str]) -> None:
     """Its memory is another step's then; of what is not recorded nothing is copied."""
     batch = {"input_ids": torch.zeros(1, 4, dtype=torch.int64), "labels": torch.zeros(1, dtype=torch.int64)}
-    for recipe, copies in (("compiled(what=model, mode=reduce-overhead)", True), ("compiled(what=model)", False)):
+    for recipe, copies in (
+        ("compiled(what=model, mode=reduce-overhead)", True),
+        ("compiled(what=model)", False),
+    ):
         model = build_model(small_job("bert", 2), Recipe.parse(recipe).setup(), torch.device("cpu")).train()
         loss = model(**batch).loss
         assert ("Clone" in type(loss.grad_fn).__name__) is copies

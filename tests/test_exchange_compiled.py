@@ -167,7 +167,9 @@ def test_what_is_not_rehearsed_of_it_is_refused(tmp_path: Path, content: str, to
         read_arguments(file).refuse()
 
 
-@pytest.mark.parametrize("words", ["mode=reduce-overhead, backend=eager", "mode=max-autotune, backend=aot_eager"])
+@pytest.mark.parametrize(
+    "words", ["mode=reduce-overhead, backend=eager", "mode=max-autotune, backend=aot_eager"]
+)
 def test_a_mode_without_inductor_is_one_clear_error(words: str) -> None:
     with pytest.raises(RecipeError, match="has no modes; leave one of them out"):
         Recipe.parse(f"compiled({words})")

@@ -83,7 +83,7 @@ def rehearse(
     if trainer_class is not None:
         _refuse_no_trainer(trainer_class, loop)
     if loop == "plain" and (short := short_run(job, setup, steps, steady=steady)) is not None:
-        trace, marks, varies = record_step(open_it(short.job, short.setup), policy, short.steps)
+        trace, marks, varies, _ = record_step(open_it(short.job, short.setup), policy, short.steps)
         relative = RelativeTrace.of(trace, marks)
         whole = repeat(relative, steps=steps, micro_batches=setup.micro_batches) if not varies else None
         if whole is not None:

@@ -87,7 +87,7 @@ def record_passes(job: Job, setup: Setup, policy: Policy, *, steps: int, micro_b
     )
     setup = replace(setup, micro_batches=micro_batches, optimizer=NOTHING)
     step = PlainStep(job, setup, _meta())
-    trace, marks, varies = record_step(step, policy, steps)
+    trace, marks, varies, _ = record_step(step, policy, steps)
     optimizer: Any = step.optimizer
     return Part(RelativeTrace.of(trace, marks), optimizer.gradients, varies)
 

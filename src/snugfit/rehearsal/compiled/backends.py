@@ -1,10 +1,10 @@
 """Backends of `torch.compile` that run what was traced with torch's own kernels.
 
-`eager` runs Dynamo's graph as it stands, under autograd. `aot_eager` has AOTAutograd trace both passes and cut
-them in two where Inductor would (`min_cut_rematerialization_partition`); each graph then runs operator by
-operator and drops what it needs no more. `cudagraphs` keeps for the backward pass whatever that uses (AOT's
-default cut), and records both graphs. Sources: `torch/_dynamo/backends/debugging.py` and `cudagraphs.py`, torch
-2.11 to 2.13.
+`eager` runs Dynamo's graph as it stands, under autograd. `aot_eager` has AOTAutograd trace both passes and
+cut them in two where Inductor would (`min_cut_rematerialization_partition`); each graph then runs operator
+by operator and drops what it needs no more. `cudagraphs` keeps for the backward pass whatever that uses
+(AOT's default cut), and records both graphs. Sources: `torch/_dynamo/backends/debugging.py` and
+`cudagraphs.py`, torch 2.13.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def products_of(graph: Any) -> tuple[Product, ...]:
         operands = [one.meta["val"] for one in node.args if isinstance(one, torch.fx.Node)]
         out = node.meta["val"]
         sizes = [one.numel() * one.itemsize for one in operands]
-        if len(operands) > 2:  # noqa: PLR2004 - what is added comes first
+        if len(operands) > 2:
             sizes[0] = out.numel() * out.itemsize
         key = tuple((str(one.shape), one.stride(), one.dtype) for one in operands)
         found.setdefault(key, Product((*sizes, out.numel() * out.itemsize)))

@@ -1,16 +1,18 @@
-"""CUDA graphs of compiled programs, as torch's trees of them run (`torch/_inductor/cudagraph_trees.py`, 2.11).
+"""CUDA graphs of compiled programs, as torch's trees of them run (torch 2.13,
+`torch/_inductor/cudagraph_trees.py`).
 
 A program runs three times in other ways. The *first* time it runs as it is, but allocates from a pool that
-belongs to graphs alone. When it is called again after that step, it is *recorded*: what it is given is copied
-to the pool, unless it lies where it always does (weights, and what another graph gave), then its kernels are
-recorded and what it allocates is the pool's. From then on the graph is *played*: its inputs are copied to where
-they were, the host launches it as one, and its results are where they were. Nothing is allocated: what lived
-in the pool is free to the allocator once the next step begins, and is reserved for ever.
+belongs to graphs alone. When it is called again after that step, it is *recorded*: what it is given is
+copied to the pool, unless it lies where it always does (weights, and what another graph gave), then its
+kernels are recorded and what it allocates is the pool's. From then on the graph is *played*: its inputs are
+copied to where they were, the host launches it as one, and its results are where they were. Nothing is
+allocated: what lived in the pool is free to the allocator once the next step begins, and is reserved for
+ever.
 
-Graphs that run one after the other in a step share the pool, each recorded where the one before it left off; a
-new step begins with the first program that is called after a backward pass. cuBLAS's workspaces are given back
-before and after each first run and each recording, and before a recording the allocator gives back what it
-keeps for later.
+Graphs that run one after the other in a step share the pool, each recorded where the one before it left
+off; a new step begins with the first program that is called after a backward pass. cuBLAS's workspaces are
+given back before and after each first run and each recording, and before a recording the allocator gives
+back what it keeps for later.
 
 What torch would do beyond this order (a program that is met first while others are played, or whose inputs
 lie elsewhere than before) is refused: it records again and again, and its pool grows.
@@ -34,8 +36,8 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.record.recorder import Recorder
 
 IRREGULAR = (
-    "A program of this step would be recorded as a CUDA graph again and again: what it is given lies elsewhere "
-    "each time, or is new while others are played back. Leave the mode or backend out of 'compiled'."
+    "A program of this step would be recorded as a CUDA graph again and again: what it is given lies "
+    "elsewhere each time, or is new while others are played back. Leave the mode or backend out of 'compiled'."
 )
 
 GENERATOR_BYTES = 8
@@ -208,10 +210,10 @@ class GraphTrees:
         known = {storage._cdata for _, storage in self._live()}
         node.outputs = []
         for one in out:
-            storage = one.untyped_storage() if _is_tensor(one) else None
-            of_graphs = storage is not None and self._recorder.memory.is_of_graphs(storage)
-            new = of_graphs and storage._cdata not in known
-            node.outputs.append(weakref.ref(storage) if new else None)
+            reference = None
+            if _is_tensor(one) and self._recorder.memory.is_of_graphs(storage := one.untyped_storage()):
+                reference = None if storage._cdata in known else weakref.ref(storage)
+            node.outputs.append(reference)
         self._path.append(node)
         self._state = state
         return out

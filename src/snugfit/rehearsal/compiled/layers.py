@@ -201,7 +201,9 @@ class Compiler:
             torch.set_autocast_enabled("cuda", on)
             torch.set_autocast_dtype("cuda", dtype)
 
-    def compiled_graph(self, graph: Any, inputs: Sequence[Any], backend: str, mode: str, budget: float) -> Any:
+    def compiled_graph(
+        self, graph: Any, inputs: Sequence[Any], backend: str, mode: str, budget: float
+    ) -> Any:
         """What runs a graph that Dynamo traced, from memory where this process has made it before."""
         if backend == "eager":
             return _as_traced(graph)
@@ -255,8 +257,8 @@ class Compiler:
 
 
 def _returned(graph: Any) -> frozenset[int]:
-    """The inputs of a graph that it gives back as they are, by number. Inductor gives them back beside what is
-    recorded (`config.graph_partition`)."""
+    """The inputs of a graph that it gives back as they are, by number. Inductor gives them back beside what
+    is recorded (`config.graph_partition`)."""
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     given_back = next(iter(reversed(graph.graph.nodes))).args[0]
     return frozenset(number for number, node in enumerate(inputs) if any(node is one for one in given_back))

@@ -43,16 +43,16 @@ if TYPE_CHECKING:
 Backend = Literal["inductor", "cudagraphs", "aot_eager", "eager"]
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 OTHERS = tuple(
-    (name, value)
-    for name, kind in (("mode", Mode), ("backend", Backend))
-    for value in get_args(kind)[1:]
+    (name, value) for name, kind in (("mode", Mode), ("backend", Backend)) for value in get_args(kind)[1:]
 )
 """Settings that are not the default, by name."""
 
 
-GRAPHS_UNMEASURED = (
-    "steps that play CUDA graphs back are predicted from torch's source (a first step, one that records, one "
-    "that plays), and were not measured yet."
+GRAPHS_MEASURED = (
+    "of steps that play CUDA graphs back one model was measured, a Llama of 4 layers compiled whole, "
+    "on an H100 with torch 2.11: reserved bytes were within 0.1 % of what is predicted. Layers that are "
+    "compiled one by one were not measured with graphs, and batches of other lengths record graphs of their "
+    "own, whose memory adds up."
 )
 
 
@@ -112,9 +112,7 @@ class Compiled(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Compiles layers when the modules in them are final."""
-        return replace(
-            setup, compile=CompileWish(what=self.what, backend=self.backend, mode=self.mode)
-        )
+        return replace(setup, compile=CompileWish(what=self.what, backend=self.backend, mode=self.mode))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Kernels of other libraries, dispatch modes and layers that are joined do not compile."""
@@ -172,8 +170,8 @@ class Compiled(Technique):
 
         if self.backend in ("aot_eager", "eager"):
             yield (
-                f"the backend {self.backend} is for finding faults: it traces, and compiles nothing. Leave it "
-                "out where none is looked for."
+                f"the backend {self.backend} is for finding faults: it traces, and compiles nothing. Leave "
+                "it out where none is looked for."
             )
         if self.mode in WITH_TRIALS:
             yield (
@@ -181,7 +179,7 @@ class Compiled(Technique):
                 "are the library's, as without the mode, for bytes and seconds alike."
             )
         if self._graphs:
-            yield GRAPHS_UNMEASURED
+            yield GRAPHS_MEASURED
 
     def is_searched(self) -> bool:
         """Steps that record CUDA graphs are not alike from the second on, as a search takes steps to be."""
