@@ -228,8 +228,8 @@ def _compiles(tree: ast.Module, calls: list[ast.Call]) -> dict[str, Any]:
     loops = {getattr(node.target, "id", "") for node in ast.walk(tree) if isinstance(node, ast.For)}
     by_owner = {_owner(call): call for call in calls if _name(call) == "compile"}
     for owners, key in ((loops - {""}, "layers.compile"), ({"torch", "model"}, "torch_compile")):
-        if found := [call for owner, call in by_owner.items() if owner in owners]:
-            return {key: True, **_how(found[0], key)}
+        if calls_of_it := [call for owner, call in by_owner.items() if owner in owners]:
+            return {key: True, **_how(calls_of_it[0], key)}
     return {}
 
 

@@ -102,7 +102,7 @@ def _record_until_played(open_it: Callable[[], Step], policy: Policy, steps: int
         if recording.settled:
             return recording.trace
     raise RehearsalError(
-        f"After {steps + STEPS_TO_SETTLE - 1} steps a CUDA graph is still recorded anew. Leave the mode or "
+        f"After {steps + STEPS_TO_SETTLE - 1} steps a CUDA graph is still recorded again. Leave the mode or "
         "backend out of 'compiled'."
     )
 

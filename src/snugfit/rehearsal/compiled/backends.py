@@ -37,8 +37,8 @@ class TracedPass:
 
 def attention_in(text: str) -> tuple[str, ...]:
     """The attention kernels that a program names, as the trace calls them."""
-    found = dict.fromkeys(_ATTENTION.findall(text))
-    return tuple(_CHOICES.get(name, name) for name in found)
+    names = dict.fromkeys(_ATTENTION.findall(text))
+    return tuple(_CHOICES.get(name, name) for name in names)
 
 
 def cut_in_two(graph: Any, inputs: Sequence[Any], wrap: Callable[[TracedPass], Run]) -> Any:
@@ -46,10 +46,10 @@ def cut_in_two(graph: Any, inputs: Sequence[Any], wrap: Callable[[TracedPass], R
     from torch._dynamo.backends.debugging import aot_eager
 
     def forward(traced: Any, given: Sequence[Any]) -> Run:
-        return _boxed(wrap(_pass_of(traced, given, is_backward=False)))
+        return as_boxed(wrap(_pass_of(traced, given, is_backward=False)))
 
     def backward(traced: Any, given: Sequence[Any]) -> Run:
-        return _boxed(wrap(_pass_of(traced, given, is_backward=True)))
+        return as_boxed(wrap(_pass_of(traced, given, is_backward=True)))
 
     return aot_eager(graph, list(inputs), fw_compiler=forward, bw_compiler=backward)
 
@@ -66,14 +66,14 @@ def made_to_be_recorded(graph: Any, inputs: Sequence[Any], wrap: Callable[[Trace
         nonlocal forward_recordable
         fixed = num_fw_fixed_arguments(len(inputs), len(given))
         forward_recordable = _recordable(traced, fixed)
-        return _boxed(
+        return as_boxed(
             wrap(_pass_of(traced, given, is_backward=False, fixed=fixed, recordable=forward_recordable))
         )
 
     def backward(traced: Any, given: Sequence[Any]) -> Run:
         fixed = count_tangents(traced)
         recordable = forward_recordable and _recordable(traced, fixed)
-        return _boxed(wrap(_pass_of(traced, given, is_backward=True, fixed=fixed, recordable=recordable)))
+        return as_boxed(wrap(_pass_of(traced, given, is_backward=True, fixed=fixed, recordable=recordable)))
 
     keeps = torch._dynamo.config.cudagraph_backend_keep_input_mutation
     compiler = aot_autograd(
@@ -99,7 +99,8 @@ def _pass_of(
     )
 
 
-def _boxed(run: Run) -> Run:
+def as_boxed(run: Run) -> Run:
+    """The program, known to AOTAutograd as one that empties its list."""
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 

@@ -42,7 +42,7 @@ def products_of(graph: Any) -> tuple[Product, ...]:
     """The different products of a graph, in order."""
     import torch
 
-    found: dict[Any, Product] = {}
+    products: dict[Any, Product] = {}
     for node in graph.graph.nodes:
         if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.name not in PRODUCTS:
             continue
@@ -52,8 +52,8 @@ def products_of(graph: Any) -> tuple[Product, ...]:
         if len(operands) > 2:
             sizes[0] = out.numel() * out.itemsize
         key = tuple((str(one.shape), one.stride(), one.dtype) for one in operands)
-        found.setdefault(key, Product((*sizes, out.numel() * out.itemsize)))
-    return tuple(found.values())
+        products.setdefault(key, Product((*sizes, out.numel() * out.itemsize)))
+    return tuple(products.values())
 
 
 def time_products(policy: Policy, products: Sequence[Product]) -> None:

@@ -28,7 +28,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RehearsalError
-from snugfit.rehearsal.record.allocations import Memory
+from snugfit.rehearsal.trace.trace import Memory
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 IRREGULAR = (
     "A program of this step would be recorded as a CUDA graph again and again: what it is given lies "
-    "elsewhere each time, or is new while others are played back. Leave the mode or backend out of 'compiled'."
+    "elsewhere each time, or is new while others are played back. Leave the mode or backend out of "
+    "'compiled'."
 )
 
 GENERATOR_BYTES = 8
@@ -74,7 +75,7 @@ class _Node:
 
 
 class _State(Enum):
-    """What ran last."""
+    """How the last program of the step ran."""
 
     NOTHING = auto()
     FIRST_RUN = auto()
@@ -161,14 +162,14 @@ class GraphTrees:
     def _places(self, function: GraphFunction, arguments: Sequence[Any]) -> tuple[Any, ...]:
         """Where each of these inputs lies. Of what is static but no weight the address is taken for the same
         in each step."""
-        managed = {storage._cdata: place for place, storage in self._live()}
+        managed = {storage._cdata: output for output, storage in self._live()}
         places: list[Any] = []
         for number, one in enumerate(arguments):
             storage = one.untyped_storage() if _is_tensor(one) else None
-            place: Any = managed.get(storage._cdata) if storage is not None else None
-            if place is None and storage is not None and number in function.static:
-                place = self._recorder.memory.built_block(storage)
-            places.append(place)
+            lies_at: Any = managed.get(storage._cdata) if storage is not None else None
+            if lies_at is None and storage is not None and number in function.static:
+                lies_at = self._recorder.memory.built_block(storage)
+            places.append(lies_at)
         return tuple(places)
 
     def _first_run(self, function: GraphFunction, arguments: list[Any]) -> Any:
@@ -186,23 +187,23 @@ class GraphTrees:
         self._recorder.records_graph()
         memory = self._recorder.memory
         node = _Node(function, self._places(function, arguments))
-        kept = {number: arguments[number] for number in function.returned}
+        originals = {number: arguments[number] for number in function.returned}
         with memory.allocating(Memory.GRAPHS):
-            given = self._copied(node, arguments)
+            given = self._copy_inputs(node, arguments)
         memory.give_workspaces_back()
         self._recorder.empty_cache()
         with memory.allocating(Memory.GRAPHS):
-            out = _run_on(function, given, kept)
+            out = _run_on(function, given, originals)
         memory.give_workspaces_back()
         self._last.children[function].append(node)
         return self._after(node, out, _State.RECORDING)
 
     def _play(self, node: _Node, arguments: list[Any]) -> Any:
-        kept = {number: arguments[number] for number in node.function.returned}
+        originals = {number: arguments[number] for number in node.function.returned}
         with self._recorder.memory.allocating(Memory.NOWHERE):
-            given = self._copied(node, arguments)
+            given = self._copy_inputs(node, arguments)
             with self._recorder.played_back():
-                out = _run_on(node.function, given, kept)
+                out = _run_on(node.function, given, originals)
         return self._after(node, out, _State.PLAYING)
 
     def _after(self, node: _Node, out: Any, state: _State) -> Any:
@@ -218,7 +219,7 @@ class GraphTrees:
         self._state = state
         return out
 
-    def _copied(self, node: _Node, arguments: list[Any]) -> list[Any]:
+    def _copy_inputs(self, node: _Node, arguments: list[Any]) -> list[Any]:
         """The program's inputs, those that lie elsewhere each time copied to where they were recorded; the
         list that was given is emptied."""
         import torch
@@ -227,8 +228,8 @@ class GraphTrees:
         arguments.clear()
         moves = [
             number
-            for number, (one, place) in enumerate(zip(given, node.inputs, strict=True))
-            if _is_tensor(one) and place is None and number not in node.function.static
+            for number, (one, lies_at) in enumerate(zip(given, node.inputs, strict=True))
+            if _is_tensor(one) and lies_at is None and number not in node.function.static
         ]
         with torch.no_grad():
             copies = [
@@ -242,13 +243,13 @@ class GraphTrees:
         return given
 
 
-def _run_on(function: GraphFunction, given: list[Any], kept: dict[int, Any]) -> Any:
+def _run_on(function: GraphFunction, given: list[Any], originals: dict[int, Any]) -> Any:
     """What a program gives; inputs that it gives back are those that were not copied."""
-    if not kept:
+    if not originals:
         return function.run(given)
-    numbers = {id(given[number]): number for number in kept}
-    same = [given[number] for number in kept]  # so that no other object has their ids
-    out = [kept[numbers[id(one)]] if id(one) in numbers else one for one in function.run(given)]
+    numbers = {id(given[number]): number for number in originals}
+    same = [given[number] for number in originals]  # so that no other object has their ids
+    out = [originals[numbers[id(one)]] if id(one) in numbers else one for one in function.run(given)]
     del same
     return out
 

@@ -32,6 +32,7 @@ from snugfit.errors import RehearsalError
 from snugfit.rehearsal.compiled.backends import (
     Run,
     TracedPass,
+    as_boxed,
     attention_in,
     cut_in_two,
     made_to_be_recorded,
@@ -213,15 +214,15 @@ class Compiler:
         if key is not None and key in _GRAPHS:
             return _GRAPHS[key]
         if backend == "inductor":
-            compiled = self._lowered(graph, inputs, mode, budget)
+            compiled = self._lower(graph, inputs, mode, budget)
         else:
             make = cut_in_two if backend == "aot_eager" else made_to_be_recorded
-            compiled = make(graph, inputs, _runs_traced if backend == "aot_eager" else self._recorded)
+            compiled = make(graph, inputs, _runs_traced if backend == "aot_eager" else self._to_record)
         if key is not None:
             _GRAPHS[key] = compiled
         return compiled
 
-    def _lowered(self, graph: Any, inputs: Sequence[Any], mode: str, budget: float) -> Any:
+    def _lower(self, graph: Any, inputs: Sequence[Any], mode: str, budget: float) -> Any:
         """What runs the programs that Inductor makes of a graph, in this mode."""
         from torch._inductor import compile_fx as fx
 
@@ -230,7 +231,7 @@ class Compiler:
         with joint_passes_for(self._policy, self._assumed.append), within_budget(budget):
             return fx.compile_fx(graph, inputs, inner_compile=make)
 
-    def _recorded(self, one: TracedPass) -> Run:
+    def _to_record(self, one: TracedPass) -> Run:
         """What runs a traced pass that is recorded as a CUDA graph, where the device has such."""
         if not (one.recordable and isinstance(self._policy, CudaPolicy)):
             return _runs_traced(one)
@@ -251,12 +252,12 @@ class Compiler:
         run = _runs_program(program, tuple(dict.fromkeys(self._assumed)), tries=mode in WITH_TRIALS)
         if mode in WITH_GRAPHS and isinstance(self._policy, CudaPolicy):
             static = frozenset(options.get("static_input_idxs") or ())
-            function = GraphFunction(run, static, bool(options.get("is_backward")), _returned(graph))
-            run = _boxed(lambda arguments: _NOW[-1].play(function, arguments))
+            function = GraphFunction(run, static, bool(options.get("is_backward")), _inputs_given_back(graph))
+            run = as_boxed(lambda arguments: _NOW[-1].play(function, arguments))
         return run
 
 
-def _returned(graph: Any) -> frozenset[int]:
+def _inputs_given_back(graph: Any) -> frozenset[int]:
     """The inputs of a graph that it gives back as they are, by number. Inductor gives them back beside what
     is recorded (`config.graph_partition`)."""
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
@@ -278,7 +279,7 @@ def _runs_program(program: _Program, assumed: Sequence[str], *, tries: bool) -> 
         with now._program(attention, again=again):
             return call(arguments)
 
-    return _boxed(run)
+    return as_boxed(run)
 
 
 def _runs_traced(one: TracedPass) -> Run:
@@ -299,11 +300,6 @@ def _as_traced(graph: Any) -> Callable[..., Any]:
         with _NOW[-1]._program(lowered=False):
             return forward(*arguments)
 
-    return run
-
-
-def _boxed(run: Run) -> Run:
-    run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 

@@ -15,14 +15,13 @@ import bisect
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from enum import Enum, auto
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from snugfit.rehearsal.device.buffers import ONE_OUTPUT, OUTPUTS, Buffer, Scratch
-from snugfit.rehearsal.trace.trace import Block
+from snugfit.rehearsal.trace.trace import Block, Memory
 from snugfit.results.footprint import Kind
 
 if TYPE_CHECKING:
@@ -35,17 +34,6 @@ NO_BLOCK = -1
 
 _ZEROS = "aten::_efficientzerotensor"
 """Makes the zeros of forward-mode autograd, which no memory is requested for (`ZeroTensorAllocator`)."""
-
-
-class Memory(Enum):
-    """Where a run allocates."""
-
-    OWN = auto()
-    """In the allocator's own pools."""
-    GRAPHS = auto()
-    """In the pool that belongs to CUDA graphs."""
-    NOWHERE = auto()
-    """What a graph that is played back gives lies where it did when it was recorded."""
 
 
 class Allocations:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from typing import NamedTuple
 
 COPY_IN = "Memcpy HtoD"
@@ -98,6 +98,17 @@ class Block(NamedTuple):
     """Optimizer step; -1 before the first."""
     kind: str
     """A `Kind`, decided when the run was over."""
+
+
+class Memory(Enum):
+    """Where a run allocates."""
+
+    OWN = auto()
+    """In the allocator's own pools."""
+    GRAPHS = auto()
+    """In the pool that belongs to CUDA graphs."""
+    NOWHERE = auto()
+    """What a graph that is played back gives lies where it did when it was recorded."""
 
 
 class MarkKind(StrEnum):
