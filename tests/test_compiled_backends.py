@@ -18,8 +18,10 @@ from aligned import compare, peak
 from cpu_scratch import compared
 from reported import foreseen, reports
 from small_models import small_job
+from snugfit.data.lengths import Lengths
 from snugfit.errors import RecipeError, RehearsalError, UsageError
 from snugfit.planning.keep import kept_of
+from snugfit.planning.lengths.lengths import plan_lengths
 from snugfit.prediction.allocator import Allocator, replay
 from snugfit.prediction.predict import predict, rehearse_again
 from snugfit.rehearsal.compiled import layers
@@ -50,6 +52,8 @@ LAW = [
 ] + [
     ("llama", "compiled(backend=aot_eager) + every_layer"),
     ("bert", "compiled(backend=eager) + every_layer"),
+    ("llama", "compiled(what=model, backend=aot_eager) + every_layer"),
+    ("llama", "compiled(what=model, backend=eager) + every_layer"),
 ]
 
 OFTEN = [
@@ -76,6 +80,7 @@ def test_a_step_of_a_backend_allocates_what_its_trace_says(family: str, recipe: 
 def test_a_graph_that_is_not_cut_in_two_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: the backend `aot_eager` runs what Dynamo traced, under autograd."""
     recipe = "compiled(what=model, backend=aot_eager)"
+    monkeypatch.setattr(layers, "_GRAPHS", {})
     monkeypatch.setattr(layers, "cut_in_two", lambda graph, inputs, wrap: layers._as_traced(graph))
     trace = foreseen(rehearsed("llama", recipe))
     torch._dynamo.reset()
@@ -164,11 +169,17 @@ def test_what_a_mode_or_backend_does_not_go_with_is_said(words: str, told: str) 
         Recipe.parse(words).check(small_job("llama"), installed=False)
 
 
-def test_plans_do_not_search_steps_that_play_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_do_not_search_steps_that_play_graphs() -> None:
     """Nor are they put together from parts; other modes may be kept."""
     kept_of(small_job("llama"), "compiled(backend=aot_eager)").refuse()
     with pytest.raises(UsageError, match=r"do not search with compiled\(mode=reduce-overhead\).*Predict one"):
         kept_of(small_job("llama"), "compiled(mode=reduce-overhead)").refuse()
+    with pytest.raises(UsageError, match=r"start: plans do not look at.*Start from 'compiled'"):
+        kept_of(small_job("llama"), start=Recipe.parse("bf16 + compiled(backend=cudagraphs)")).refuse()
+    with pytest.raises(UsageError, match=r"for each length of a batch.*Pad all batches alike"):
+        plan_lengths(
+            small_job("llama"), "compiled(mode=reduce-overhead)", lengths=Lengths.of([8, 12]), gpu="h200"
+        )
     with pytest.raises(RehearsalError, match="not put together from parts"):
         rehearse_passes(
             small_job("llama"), Recipe.parse("compiled(mode=reduce-overhead)").setup(), CudaPolicy()

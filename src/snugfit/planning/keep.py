@@ -67,7 +67,13 @@ class Kept:
 
     def refuse(self, capability: tuple[int, int] | None = None) -> None:
         """Raises `UsageError` where a technique that was asked for needs a package that is not installed, or
-        a GPU of another compute capability."""
+        a GPU of another compute capability, or where no plan searches with it."""
+        for technique in self.start or ():
+            if technique.searched and not technique.is_searched():
+                raise UsageError(
+                    f"start: plans do not look at recipes with {technique}, whose steps are simulated in "
+                    f"full. Start from {technique.name!r}, and predict the recipe with {technique}."
+                )
         for slot in self.asked:
             technique = self.slots[slot][0]
             if not technique.is_searched():

@@ -41,7 +41,7 @@ from snugfit.rehearsal.compiled.first_launches import Product, products_of, time
 from snugfit.rehearsal.compiled.graph_trees import GraphFunction, GraphTrees
 from snugfit.rehearsal.compiled.joint_passes import joint_passes_for
 from snugfit.rehearsal.compiled.lowering import computed_again, lower
-from snugfit.rehearsal.compiled.program import load
+from snugfit.rehearsal.compiled.program import load, random_state_on_the_host
 from snugfit.rehearsal.compiled.traced_kernels import composed_as_elsewhere, forget_traced_kernels
 from snugfit.rehearsal.device.autocast import SWITCH
 from snugfit.rehearsal.device.policy import CudaPolicy
@@ -286,7 +286,7 @@ def _runs_traced(one: TracedPass) -> Run:
     """What runs a traced pass, operator by operator."""
 
     def run(arguments: list[Any]) -> Any:
-        with _NOW[-1]._program(one.attention, lowered=False):
+        with _NOW[-1]._program(one.attention, lowered=False), random_state_on_the_host():
             return one.run(arguments)
 
     return run
