@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import types
 import typing
 from dataclasses import MISSING, fields
 from typing import Any, Literal
 
+from snugfit.errors import RecipeError
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setting import setting_types
@@ -17,14 +19,17 @@ WORDS = ("q_proj", "all-linear", "attention.self.query", "v", "w_1", "layer.*.fc
 
 
 def any_technique(technique: type[Technique], rng: random.Random) -> Technique:
-    """This technique with random lawful settings; each default is kept half of the time."""
+    """This technique with random lawful settings; each default is kept half of the time. Settings that do
+    not go together are drawn again."""
     kinds = setting_types(technique)
-    given = {
-        declared.name: any_value(kinds[declared.name], declared.metadata, rng)
-        for declared in fields(technique)
-        if declared.default is MISSING or rng.random() < 0.5
-    }
-    return technique(**given)
+    while True:
+        given = {
+            declared.name: any_value(kinds[declared.name], declared.metadata, rng)
+            for declared in fields(technique)
+            if declared.default is MISSING or rng.random() < 0.5
+        }
+        with contextlib.suppress(RecipeError):
+            return technique(**given)
 
 
 def any_recipe(rng: random.Random) -> Recipe:

@@ -137,6 +137,7 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     compile = torch.compile
 
     def with_backend(model: Any = None, **keywords: Any) -> Any:
+        keywords.pop("mode", None)  # of Inductor alone
         return compile(model, **{**keywords, "backend": backend})
 
     monkeypatch.setattr(torch, "compile", with_backend)

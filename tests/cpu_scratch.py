@@ -65,6 +65,7 @@ SCRATCH = {
     ("aten::_scaled_mm", ""): "the CPU multiplies 8-bit floats in fp32, and scales afterwards",
     ("aten::mul_", ""): CAST,
     ("aten::copy_", "aten::empty"): "the CPU transposes in tiles of 60 x 60",
+    ("aten::native_dropout_backward", ""): "the CPU composes it of two products",
     ("aten::sort", "aten::arange"): "the CPU sorts positions beside values; CUDA's sort writes them itself",
 }
 """Scratch of CPU kernels that a trace does not hold: born and dead inside one call of the first operator, and
@@ -76,6 +77,7 @@ an optimizer of one moment has use for one of them."""
 
 IN_ANOTHER_ORDER = {
     "aten::convolution_backward": "oneDNN makes the gradients of weight and bias in another order than meta",
+    "aten::native_dropout": "what AOTAutograd makes of dropout the CPU composes of a mask and two products",
 }
 """Operators whose results are left out of both accounts."""
 

@@ -12,12 +12,26 @@ from typing import Any
 import pytest
 import torch
 
-from fitted import classified, copy_of, fitted, losses_of, model_of, quiet, trainer_of
+from fitted import (
+    assert_same_run,
+    classified,
+    copy_of,
+    fitted,
+    losses_of,
+    model_of,
+    quiet,
+    trained,
+    trainer_of,
+)
+from small_models import small_job
 from snugfit import accelerate
 from snugfit.errors import UsageError
 from snugfit.frontends.trainer.job import job_of
 from snugfit.frontends.trainer.setup import apply
+from snugfit.step.build import build_model
 from snugfit.step.compiling import run_as_written
+from snugfit.step.plain_loop import PlainStep
+from snugfit.step.step import Observer
 from snugfit.techniques.recipe import Recipe
 from test_accelerate import go, loader_of
 
@@ -35,8 +49,12 @@ def _without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe", ["compiled", "compiled + every_layer", "compiled + budget(0.5)", "compiled(what=model)"]
-)
+    "recipe",
+    [
+        "compiled", "compiled + every_layer", "compiled + budget(0.5)", "compiled(what=model)",
+        "compiled(mode=max-autotune-no-cudagraphs)", "compiled(what=model, mode=reduce-overhead)",
+    ],
+)  # fmt: skip
 def test_a_trainer_trains_with_them(recipe: str, tmp_path: Path, traced_only: list[str]) -> None:
     model = model_of("bert")
     plain = trainer_of(tmp_path / "plain", copy_of(model), classified(12))
@@ -77,3 +95,57 @@ def test_a_trainer_that_compiles_the_whole_model_is_told_of_the_recipe(tmp_path:
     trainer.args.torch_compile = True
     with pytest.raises(UsageError, match=r"torch_compile.*compiled\(what=model\)"):
         fitted(trainer, "plain")
+
+
+BACKENDS = [
+    "compiled(backend=eager)",
+    "compiled(backend=aot_eager)",
+    "compiled(what=model, backend=aot_eager)",
+]
+
+
+@pytest.mark.parametrize("recipe", BACKENDS)
+def test_backends_that_compile_nothing_train_in_the_trainer_and_go_on(recipe: str, tmp_path: Path) -> None:
+    """With torch's own backends: from a checkpoint in the middle, to the same weights bit for bit."""
+
+    def run_of(folder: str) -> Any:
+        keeps = {"save_strategy": "steps", "save_steps": 2}
+        return fitted(trainer_of(tmp_path / folder, copy_of(model), classified(16), **keeps), recipe)
+
+    model = model_of("bert")
+    plain = trainer_of(tmp_path / "plain", copy_of(model), classified(16))
+    fitted(plain, "plain").train()
+    whole = trained(run_of("whole"))
+    assert losses_of(whole) == pytest.approx(losses_of(plain), rel=1e-5)
+    again = trained(run_of("whole"), str(tmp_path / "whole" / "checkpoint-2"))
+    assert_same_run(again, whole)
+
+
+@pytest.mark.parametrize("recipe", BACKENDS)
+def test_backends_that_compile_nothing_train_in_other_loops(recipe: str) -> None:
+    model, seen = model_of("bert"), []
+    for one in ("plain", recipe):
+        copy = copy_of(model).train()
+        optimizer = torch.optim.AdamW(copy.parameters(), lr=1e-3)
+        run = accelerate(copy, optimizer, loader_of(classified(12), shuffle=False), one, watch=quiet)
+        seen.append([loss for loss, _ in go(run, epochs=1).values()])
+    assert seen[1] == pytest.approx(seen[0], rel=1e-5)
+    job, losses = small_job("bert", 2), []
+    for one in ("plain", recipe):
+        torch.manual_seed(0)
+        step = PlainStep(job, Recipe.parse(one).setup(), torch.device("cpu"), keep_losses=True)
+        losses.append(step.run(3, Observer()))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_loss_is_copied_out_of_a_graph_that_the_next_step_writes_over(traced_only: list[str]) -> None:
+    """Its memory is another step's then; of what is not recorded nothing is copied."""
+    batch = {"input_ids": torch.zeros(1, 4, dtype=torch.int64), "labels": torch.zeros(1, dtype=torch.int64)}
+    for recipe, copies in (
+        ("compiled(what=model, mode=reduce-overhead)", True),
+        ("compiled(what=model)", False),
+    ):
+        model = build_model(small_job("bert", 2), Recipe.parse(recipe).setup(), torch.device("cpu")).train()
+        loss = model(**batch).loss
+        assert ("Clone" in type(loss.grad_fn).__name__) is copies
+    assert traced_only

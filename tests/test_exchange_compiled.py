@@ -95,15 +95,69 @@ def test_accelerate_s_regions_are_layers_and_what_stands_beside_them(tmp_path: P
     assert any("beside the layers" in line.says for line in reading.differs)
 
 
+OTHERS = ["mode=reduce-overhead", "mode=max-autotune", "mode=max-autotune-no-cudagraphs",
+          "backend=cudagraphs", "backend=aot_eager", "backend=eager"]  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", OTHERS)
+def test_modes_and_backends_are_read_where_they_are_written(tmp_path: Path, setting: str) -> None:
+    """Of a whole model in the Trainer's arguments; of layers where a script calls `compile`."""
+    job = job_in(tmp_path / "model", "llama")
+    name, _, value = setting.partition("=")
+    made = export(job, Recipe.parse(f"compiled(what=model, {setting})"), "hf")
+    (tmp_path / "a.json").write_text(made.files["training_arguments.json"])
+    assert json.loads(made.files["training_arguments.json"])[f"torch_compile_{name}"] == value
+    for file in (tmp_path / "a.json", script_in(tmp_path, made.files["training_arguments.py"])):
+        reading = read_arguments(file)
+        assert not reading.refused
+        assert f"compiled(what=model, {setting})" in reading.settings["recipe"]
+    made = export(job, Recipe.parse(f"compiled({setting})"), "hf")
+    assert f'layer.compile({name}="{value}")' in made.files["training_arguments.py"]
+    reading = read_arguments(script_in(tmp_path, made.files["training_arguments.py"]))
+    assert not reading.refused
+    assert f"compiled({setting})" in reading.settings["recipe"]
+
+
+def script_in(folder: Path, text: str) -> Path:
+    """A file with this script."""
+    file = folder / "a.py"
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize("setting", OTHERS)
+def test_a_launch_file_of_accelerate_says_the_same(tmp_path: Path, setting: str) -> None:
+    name, _, value = setting.partition("=")
+    said = {"dynamo_backend": "INDUCTOR", f"dynamo_{name}": value.upper() if name == "backend" else value}
+    for regional, recipe in ((False, f"compiled(what=model, {setting})"), (True, f"compiled({setting})")):
+        file = tmp_path / "a.yaml"
+        config = {**said, **({"dynamo_use_regional_compilation": True} if regional else {})}
+        file.write_text(f"distributed_type: 'NO'\ndynamo_config: {json.dumps(config)}")
+        reading = read_arguments(file)
+        assert not reading.refused
+        assert recipe in reading.settings["recipe"]
+
+
+def test_the_trap_of_a_mode_that_switches_compiling_on_is_one_recipe(tmp_path: Path) -> None:
+    """The mode goes with the backend that has it, said or not."""
+    file = tmp_path / "a.json"
+    file.write_text(
+        '{"output_dir": "x", "torch_compile_mode": "max-autotune", "torch_compile_backend": "inductor"}'
+    )
+    assert "compiled(what=model, mode=max-autotune)" in read_arguments(file).settings["recipe"]
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ('{"output_dir": "x", "torch_compile_backend": "cudagraphs"}', "graphs of CUDA.*inductor"),
-        ('{"output_dir": "x", "torch_compile_backend": "aot_eager"}', "debugging.*inductor"),
         ('{"output_dir": "x", "torch_compile_backend": "nvfuser"}', "no longer has.*inductor"),
         ('{"output_dir": "x", "torch_compile_backend": "ofi"}', "no longer has.*inductor"),
-        ('{"output_dir": "x", "torch_compile_backend": "tvm"}', "only inductor"),
-        ('{"output_dir": "x", "torch_compile_mode": "reduce-overhead"}', "graphs of CUDA"),
+        ('{"output_dir": "x", "torch_compile_backend": "tvm"}', "known are inductor"),
+        ('{"output_dir": "x", "torch_compile_mode": "lite"}', "known are default"),
+        (
+            '{"output_dir": "x", "torch_compile_mode": "reduce-overhead", "torch_compile_backend": "eager"}',
+            "only inductor has modes",
+        ),
     ],
 )
 def test_what_is_not_rehearsed_of_it_is_refused(tmp_path: Path, content: str, told: str) -> None:
@@ -111,3 +165,11 @@ def test_what_is_not_rehearsed_of_it_is_refused(tmp_path: Path, content: str, to
     file.write_text(content)
     with pytest.raises(UsageError, match=told):
         read_arguments(file).refuse()
+
+
+@pytest.mark.parametrize(
+    "words", ["mode=reduce-overhead, backend=eager", "mode=max-autotune, backend=aot_eager"]
+)
+def test_a_mode_without_inductor_is_one_clear_error(words: str) -> None:
+    with pytest.raises(RecipeError, match="has no modes; leave one of them out"):
+        Recipe.parse(f"compiled({words})")

@@ -133,17 +133,17 @@ def rehearsed_events(draw: dict[str, Any]) -> dict[str, list[list[int]]]:
             )
         if draw["dropout"]:
             module(operand)  # dropout's state stays
-        start = len(recorder._memory.events)
+        start = len(recorder.memory.events)
         with torch.autocast("cuda", getattr(torch, low)) if low else contextlib.nullcontext():
             out = module(operand)[0]
             out = out.data if draw["packed"] else out
-            middle = len(recorder._memory.events)
+            middle = len(recorder.memory.events)
             gradient = torch.ones_like(out)
-        begins = len(recorder._memory.events)
+        begins = len(recorder.memory.events)
         if draw["train"]:
             recorder.phase("backward")
             out.backward(gradient)
-        events, blocks = list(recorder._memory.events), recorder._memory._blocks
+        events, blocks = list(recorder.memory.events), recorder.memory._blocks
         del out, gradient
 
     def numbered(part: list[int]) -> list[list[int]]:

@@ -224,12 +224,24 @@ def _casts_to_float32(node: ast.AST) -> bool:
 
 
 def _compiles(tree: ast.Module, calls: list[ast.Call]) -> dict[str, Any]:
-    """What the script has torch compile: layers, in a loop over them, or a model."""
+    """What the script has torch compile: layers, in a loop over them, or a model; and how, where it says."""
     loops = {getattr(node.target, "id", "") for node in ast.walk(tree) if isinstance(node, ast.For)}
-    owners = {_owner(call) for call in calls if _name(call) == "compile"}
-    if owners & (loops - {""}):
-        return {"layers.compile": True}
-    return {"torch_compile": True} if owners & {"torch", "model"} else {}
+    by_owner = {_owner(call): call for call in calls if _name(call) == "compile"}
+    for owners, key in ((loops - {""}, "layers.compile"), ({"torch", "model"}, "torch_compile")):
+        if calls_of_it := [call for owner, call in by_owner.items() if owner in owners]:
+            return {key: True, **_how(calls_of_it[0], key)}
+    return {}
+
+
+def _how(compiles: ast.Call, key: str) -> dict[str, Any]:
+    """The mode and the backend that this call of `compile` names, where they are not torch's defaults."""
+    values = {keyword.arg: keyword.value for keyword in compiles.keywords}
+    said = {
+        f"{key}_{name}": value.value if isinstance(value, ast.Constant) else Unknown(ast.unparse(value))
+        for name in ("mode", "backend")
+        if (value := values.get(name)) is not None
+    }
+    return {name: value for name, value in said.items() if value not in (None, "default", "inductor")}
 
 
 def _converts(calls: list[ast.Call]) -> dict[str, Any]:

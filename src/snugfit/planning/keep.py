@@ -67,13 +67,19 @@ class Kept:
 
     def refuse(self, capability: tuple[int, int] | None = None) -> None:
         """Raises `UsageError` where a technique that was asked for needs a package that is not installed, or
-        a GPU of another compute capability."""
+        a GPU of another compute capability, or where no plan searches with it."""
+        for technique in self.start or ():
+            if technique.searched and not technique.is_searched():
+                raise UsageError(
+                    f"start: plans do not look at recipes with {technique}, whose steps are simulated in "
+                    f"full. Start from {technique.name!r}, and predict the recipe with {technique}."
+                )
         for slot in self.asked:
             technique = self.slots[slot][0]
-            if not technique.searched:
+            if not technique.is_searched():
                 raise UsageError(
-                    f"keep: plans do not search with {technique}, since each of its recipes takes up to "
-                    f"minutes to simulate. Predict one that has it: '{technique.name} + bf16 + every_layer'."
+                    f"keep: plans do not search with {technique}, since each of its recipes is simulated in "
+                    f"full, which takes up to minutes. Predict one that has it: 'bf16 + {technique}'."
                 )
             if why := self.slots[slot][0].missing_package() or self.too_new(capability):
                 raise UsageError(f"keep: {why}")

@@ -15,6 +15,7 @@ A port of the decisions (not the code) of `c10/cuda/CUDACachingAllocator.cpp` an
 6. With expandable segments a pool is one address range that grows by whole pages (2 MiB, 20 MiB) at its
    end, and every block splits at 512 B. The block at the end of the range, which could still grow, is handed
    out only when no other fits.
+7. CUDA graphs allocate from pools of their own, a small and a large one, whose segments never go back.
 
 Addresses matter only as an order; `addresses.py` says in which order the driver hands out segments.
 """
@@ -35,6 +36,9 @@ LARGE_SEGMENT = 20 << 20
 LARGE_FROM = 10 << 20
 LARGE_ROUND = 2 << 20
 
+POOLS, SMALL_POOLS = (1, 0, 3, 2), (1, 3)
+"""The pools by number: 1 and 0 are the small and the large one, 3 and 2 those of CUDA graphs."""
+
 CUBLAS_WORKSPACE = "cuBLAS workspace"
 """The trace's name of the block that shows that cuBLAS has started."""
 
@@ -42,10 +46,10 @@ CUBLAS_WORKSPACE = "cuBLAS workspace"
 class _PoolBlock:
     """A block of a segment, free or handed out: `Block` of the C++ allocator."""
 
-    __slots__ = ("address", "after", "before", "free", "requested", "size", "small")
+    __slots__ = ("address", "after", "before", "free", "pool", "requested", "size")
 
-    def __init__(self, size: int, address: int, small: bool) -> None:
-        self.size, self.address, self.small = size, address, small
+    def __init__(self, size: int, address: int, pool: int) -> None:
+        self.size, self.address, self.pool = size, address, pool
         self.before: _PoolBlock | None = None
         self.after: _PoolBlock | None = None
         self.free = True
@@ -63,16 +67,17 @@ class Allocator:
         """How often it has done so to go on."""
         self.allocated = self.reserved = self.requested = 0
         self.allocated_peak = self.reserved_peak = self.requested_peak = 0
-        self._free: dict[bool, list[tuple[int, int, _PoolBlock]]] = {True: [], False: []}
+        self._free: dict[int, list[tuple[int, int, _PoolBlock]]] = {pool: [] for pool in POOLS}
         self.addresses = DeviceAddresses()
-        self._range_end: dict[bool, _PoolBlock | None] = {True: None, False: None}
-        self._range_next: dict[bool, int] = {True: 1 << 41, False: 1 << 45}
+        self._range_end: dict[int, _PoolBlock | None] = dict.fromkeys(POOLS)
+        self._range_next: dict[int, int] = {1: 1 << 41, 0: 1 << 45, 3: 1 << 46, 2: 1 << 47}
 
-    def allocate(self, nbytes: int) -> _PoolBlock:
-        """A block of at least `nbytes` bytes."""
+    def allocate(self, nbytes: int, *, of_graphs: bool = False) -> _PoolBlock:
+        """A block of at least `nbytes` bytes, from the pool of CUDA graphs where it is theirs."""
         size = -(-nbytes // MINIMUM) * MINIMUM or MINIMUM
         small = size <= SMALL
-        block = self._best_fit(size, small) or self._allocate_segment(size, small)
+        pool = small + 2 if of_graphs else small
+        block = self._best_fit(size, pool) or self._allocate_segment(size, pool)
         remaining = block.size - size
         if remaining >= MINIMUM if small or self.expandable else remaining > SMALL:
             self._split(block, size)
@@ -100,8 +105,8 @@ class Allocator:
             block.size, block.after = block.size + after.size, after.after
             if block.after is not None:
                 block.after.before = block
-            if self._range_end[block.small] is after:
-                self._range_end[block.small] = block
+            if self._range_end[block.pool] is after:
+                self._range_end[block.pool] = block
         self._insert_free(block)
 
     def state(self) -> Hashable:
@@ -112,52 +117,52 @@ class Allocator:
         """The blocks that it keeps for later, of both pools."""
         return [block for pool in self._free.values() for _, _, block in pool]
 
-    def _best_fit(self, size: int, small: bool) -> _PoolBlock | None:
-        pool = self._free[small]
+    def _best_fit(self, size: int, number: int) -> _PoolBlock | None:
+        pool = self._free[number]
         index = bisect.bisect_left(pool, (size,))
         if index == len(pool):
             return None
-        end = self._range_end[small]
+        end = self._range_end[number]
         if self.expandable and pool[index][2] is end and index + 1 < len(pool):
             index += 1
         return pool.pop(index)[2]
 
-    def _allocate_segment(self, size: int, small: bool) -> _PoolBlock:
+    def _allocate_segment(self, size: int, pool: int) -> _PoolBlock:
         if self.expandable:
-            return self._grow(size, small)
-        if small:
+            return self._grow(size, pool)
+        if pool in SMALL_POOLS:
             segment = SMALL_SEGMENT
         elif size < LARGE_FROM:
             segment = LARGE_SEGMENT
         else:
             segment = -(-size // LARGE_ROUND) * LARGE_ROUND
         self._reserve(segment)
-        return _PoolBlock(segment, self.addresses.map_segment(segment), small)
+        return _PoolBlock(segment, self.addresses.map_segment(segment), pool)
 
-    def _grow(self, size: int, small: bool) -> _PoolBlock:
+    def _grow(self, size: int, pool: int) -> _PoolBlock:
         """Maps whole pages behind the pool's last block, which becomes part of the new block when it is
         free."""
-        last = self._range_end[small]
+        last = self._range_end[pool]
         have = last.size if last is not None and last.free else 0
-        page = SMALL_SEGMENT if small else LARGE_SEGMENT
+        page = SMALL_SEGMENT if pool in SMALL_POOLS else LARGE_SEGMENT
         mapped = -(-(size - have) // page) * page
         self._reserve(mapped)
         if last is not None and last.free:
             self._remove_free(last)
             last.size += mapped
-            self._range_next[small] += mapped
+            self._range_next[pool] += mapped
             return last
-        block = _PoolBlock(mapped, self._range_next[small], small)
-        self._range_next[small] += mapped
+        block = _PoolBlock(mapped, self._range_next[pool], pool)
+        self._range_next[pool] += mapped
         block.before = last
         if last is not None:
             last.after = block
-        self._range_end[small] = block
+        self._range_end[pool] = block
         return block
 
     def empty_cache(self) -> None:
         """Gives whole free segments back to the device. Those that grow in place are kept."""
-        for pool in self._free.values() if not self.expandable else ():
+        for pool in (self._free[0], self._free[1]) if not self.expandable else ():
             whole = [block for _, _, block in pool if block.before is None and block.after is None]
             for block in whole:
                 self._remove_free(block)
@@ -171,20 +176,20 @@ class Allocator:
         self.reserved_peak = max(self.reserved_peak, self.reserved)
 
     def _split(self, block: _PoolBlock, size: int) -> None:
-        rest = _PoolBlock(block.size - size, block.address + size, block.small)
+        rest = _PoolBlock(block.size - size, block.address + size, block.pool)
         rest.before, rest.after = block, block.after
         if rest.after is not None:
             rest.after.before = rest
         block.after, block.size = rest, size
-        if self._range_end[block.small] is block:
-            self._range_end[block.small] = rest
+        if self._range_end[block.pool] is block:
+            self._range_end[block.pool] = rest
         self._insert_free(rest)
 
     def _insert_free(self, block: _PoolBlock) -> None:
-        bisect.insort(self._free[block.small], (block.size, block.address, block))
+        bisect.insort(self._free[block.pool], (block.size, block.address, block))
 
     def _remove_free(self, block: _PoolBlock) -> None:
-        pool = self._free[block.small]
+        pool = self._free[block.pool]
         pool.pop(bisect.bisect_left(pool, (block.size, block.address)))
 
 
@@ -219,7 +224,7 @@ def replay(trace: Trace, *, expandable: bool = False, limit: int | None = None) 
                 act()
             if blocks[event - 1].step >= 0:
                 allocator.limit = None
-            live[event] = allocator.allocate(blocks[event - 1].nbytes)
+            live[event] = allocator.allocate(blocks[event - 1].nbytes, of_graphs=event - 1 in trace.of_graphs)
         else:
             allocator.release(live.pop(-event))
         reserved.append(allocator.reserved)

@@ -211,7 +211,9 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
         return host.prepared
     if kernel.operator == COPY_IN and kernel.phase == "load":
         return host.copy + _batch_seconds(kernel, host)
-    if kernel.compiled:
+    if kernel.played:  # the first kernel of a graph stands for its launch
+        launch = host.python_launched if kernel.programs else 0.0
+    elif kernel.compiled:
         launch = host.generated if kernel.operator.startswith(GENERATED) else host.in_program
     elif kernel.operator == UPDATE_ON_HOST:
         launch = UPDATE_PASSES * kernel.nbytes / 2 / HOST_BANDWIDTH[kernel.itemsize]

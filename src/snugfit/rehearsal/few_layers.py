@@ -23,13 +23,13 @@ from snugfit.rehearsal.trace.depth import Depth, depth_of, periodic_checkpoint
 from snugfit.rehearsal.trace.grow import Entry, grow
 from snugfit.rehearsal.trace.relative import without_layer_numbers
 from snugfit.rehearsal.trace.repeat import RECORDED_MICRO_BATCHES, RECORDED_STEPS
+from snugfit.techniques.setup import CompileWish, Setup
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.rehearsal.compiled.decisions import Decisions
     from snugfit.rehearsal.device.policy import Policy
     from snugfit.rehearsal.trace.trace import Trace
-    from snugfit.techniques.setup import Setup
 
 FEWEST_PERIODS = 3
 """Periods of layers of the shallow model: a first, a last, and one between."""
@@ -60,6 +60,8 @@ def passes_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Part | Non
     """The passes of this job, as `rehearse_passes` gives them, from few layers; None likewise."""
     wish = setup.compile
     if wish is None or wish.what != "model" or wish.budget < 1 or not job.trains:
+        return None
+    if wish.backend != CompileWish.backend or wish.mode != CompileWish.mode:
         return None
     depth = depth_of(job, setup)
     if depth is None:

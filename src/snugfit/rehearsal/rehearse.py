@@ -14,11 +14,11 @@ import contextlib
 import gc
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from snugfit.errors import SnugfitError, UsageError
+from snugfit.errors import RehearsalError, SnugfitError, UsageError
 from snugfit.hub_kernels import import_peft, no_hub_kernels
 from snugfit.job.architectures import class_of
 from snugfit.rehearsal.missing_gradients import MissingGradients
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 STEPS = 3
 """Optimizer steps of a rehearsal. States are made at the end of the first, so the second is the first with
 all of them; the third is the steady state that every figure of ours means."""
+
+STEPS_TO_SETTLE = 3
+"""How many lengths of a run are tried until its last step plays every CUDA graph back."""
 
 LEAST_LEFT = 1 << 16
 """Bytes of buffers on the host below which nothing is said of them."""
@@ -80,12 +83,28 @@ def rehearse(
     if trainer_class is not None:
         _refuse_no_trainer(trainer_class, loop)
     if loop == "plain" and (short := short_run(job, setup, steps, steady=steady)) is not None:
-        trace, marks, varies = record_step(open_it(short.job, short.setup), policy, short.steps)
+        trace, marks, varies, _ = record_step(open_it(short.job, short.setup), policy, short.steps)
         relative = RelativeTrace.of(trace, marks)
         whole = repeat(relative, steps=steps, micro_batches=setup.micro_batches) if not varies else None
         if whole is not None:
             return whole.relative().trace()
+    if setup.compile is not None and setup.compile.records_graphs:
+        return _record_until_played(lambda: open_it(job, setup), policy, steps)
     return record_step(open_it(job, setup), policy, steps).trace
+
+
+def _record_until_played(open_it: Callable[[], Step], policy: Policy, steps: int) -> Trace:
+    """The trace of the first so many steps, or of a few more, of which the last plays every CUDA graph back.
+    A model whose code changes in its first step (transformers' classifiers write their `problem_type`) is
+    compiled once more in the second, and so plays them a step later."""
+    for more in range(STEPS_TO_SETTLE):
+        recording = record_step(open_it(), policy, steps + more)
+        if recording.settled:
+            return recording.trace
+    raise RehearsalError(
+        f"After {steps + STEPS_TO_SETTLE - 1} steps a CUDA graph is still recorded again. Leave the mode or "
+        "backend out of 'compiled'."
+    )
 
 
 def record_step(step: Step, policy: Policy, steps: int) -> Recording:
@@ -115,7 +134,7 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
             rehearsal_context(step.setup, on_gpu=isinstance(policy, CudaPolicy))
         )  # which may import what compiles itself
         if step.setup.compile is not None:
-            stack.enter_context(compiled_layers(policy, recorder))
+            stack.enter_context(compiled_layers(policy, recorder, notes))
         stack.enter_context(in_force(policy, notes))
         stack.enter_context(four_bit_products(policy))
         stack.enter_context(triton_launches(policy, recorder))

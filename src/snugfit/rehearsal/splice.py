@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from snugfit.errors import RehearsalError
 from snugfit.rehearsal.rehearse import STEPS, record_step
 from snugfit.rehearsal.trace.relative import Alloc, Free, LiveSet, Move, PhaseStart, RelativeTrace
 from snugfit.rehearsal.trace.repeat import (
@@ -41,6 +42,11 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.rehearsal.device.policy import Policy
     from snugfit.step.step import Observer
+
+PLAYED = (
+    "Steps that play CUDA graphs back are not put together from parts, as a plan does. Predict the recipe "
+    "(snugfit predict)."
+)
 
 NOTHING = OptimizerWish(factory=Call(path="snugfit.rehearsal.splice:optimizer_that_does_nothing"))
 
@@ -84,12 +90,14 @@ class Part:
 def record_passes(job: Job, setup: Setup, policy: Policy, *, steps: int, micro_batches: int) -> Part:
     """Forward and backward of a job under everything in this Setup but its optimizer, with so many
     micro-batches of the Setup's size."""
+    if setup.compile is not None and setup.compile.records_graphs:
+        raise RehearsalError(PLAYED)
     job = replace(
         job, clip=None, decay_groups=False, batch_size=job.batch_size // setup.micro_batches * micro_batches
     )
     setup = replace(setup, micro_batches=micro_batches, optimizer=NOTHING)
     step = PlainStep(job, setup, _meta())
-    trace, marks, varies = record_step(step, policy, steps)
+    trace, marks, varies, _ = record_step(step, policy, steps)
     optimizer: Any = step.optimizer
     named = step.model.named_parameters() if step.model is not None else ()
     trained = tuple(name for name, parameter in named if parameter.requires_grad)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -54,10 +54,24 @@ def _compile_model(model: torch.nn.Module, wish: CompileWish) -> None:
     def run(*arguments: Any, **keywords: Any) -> Any:
         if not model.training or model not in _BEFORE:
             return forward(*arguments, **keywords)
-        return compiled(*arguments, **{**without, **keywords})
+        out = compiled(*arguments, **{**without, **keywords})
+        return _with_own_numbers(out) if wish.records_graphs else out
 
     _BEFORE[model] = vars(model).get("forward"), run
     model.forward = run
+
+
+def _with_own_numbers(out: Any) -> Any:
+    """What a CUDA graph gave, its single numbers (a loss) copied: the next step writes over the graph's."""
+    import torch
+
+    if isinstance(out, torch.Tensor):
+        return out.clone() if out.numel() == 1 else out
+    if isinstance(out, MutableMapping):
+        for name, value in out.items():
+            out[name] = _with_own_numbers(value)
+        return out
+    return tuple(map(_with_own_numbers, out)) if type(out) is tuple else out
 
 
 def _takes_cache(model: Any) -> bool:
@@ -94,15 +108,22 @@ def compile_lines(job: Job, wish: CompileWish, *, trainer: bool) -> tuple[str, .
         f"functorch.activation_memory_budget = {wish.budget}  # of what a layer would keep",
     )
     before = bounded if wish.budget < 1 else ()
+    how = ", ".join(f'{name}="{value}"' for name, value in compile_arguments(wish).items())
     if wish.what == "model":
-        return before if trainer else (*before, "model.config.use_cache = False", "model.compile()")
+        return before if trainer else (*before, "model.config.use_cache = False", f"model.compile({how})")
     return (
         *before,
         "model.config.use_cache = False  # layers that fill a cache would each get a program of its own",
         "for layer in model.modules():",
         f"    if type(layer).__name__ in {layer_names(job)!r}:",
-        "        layer.compile()",
+        f"        layer.compile({how})",
     )
+
+
+def compile_arguments(wish: CompileWish) -> dict[str, Any]:
+    """What `torch.compile` is told of this wish, but for a budget: what is not its default."""
+    said = {"backend": (wish.backend, "inductor"), "mode": (wish.mode, "default")}
+    return {name: value for name, (value, default) in said.items() if value != default}
 
 
 def layer_names(job: Job) -> tuple[str, ...]:
@@ -132,9 +153,9 @@ def compiled_function(forward: Callable[..., Any], wish: CompileWish) -> Callabl
     import torch
 
     if wish.budget == 1:
-        compiled: Callable[..., Any] = torch.compile(forward)
+        compiled: Callable[..., Any] = torch.compile(forward, **compile_arguments(wish))
         return compiled
-    within = torch.compile(forward, backend=InductorWithin(wish.budget))
+    within = torch.compile(forward, backend=InductorWithin(wish.budget, wish.mode))
 
     def run(*arguments: Any, **keywords: Any) -> Any:
         with plain_refusals():

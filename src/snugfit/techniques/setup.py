@@ -160,16 +160,34 @@ class LogitsWish:
         return self.tokens or 1 << max(0, (LOGITS_BYTES // (4 * vocabulary)).bit_length() - 1)
 
 
+WITH_GRAPHS = ("reduce-overhead", "max-autotune")
+"""Modes of Inductor that record CUDA graphs (`torch._inductor.list_mode_options`)."""
+
+WITH_TRIALS = ("max-autotune", "max-autotune-no-cudagraphs")
+"""Modes that try kernels for products of matrices."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompileWish:
-    """Which parts of the model `torch.compile` compiles."""
+    """Which parts of the model `torch.compile` compiles, and how."""
 
     what: str = "layers"
     """`layers`: each of the repeated layers, by itself; `model`: its forward pass, as one."""
 
+    backend: str = "inductor"
+    """What makes a program of a traced graph, by torch's name."""
+
+    mode: str = "default"
+    """Of `inductor`: a set of its options, by torch's name."""
+
     budget: float = 1.0
     """Of what a compiled program would keep for its backward pass beyond its inputs, the share that it may
     keep; the rest is computed again."""
+
+    @property
+    def records_graphs(self) -> bool:
+        """Whether its programs are recorded as CUDA graphs, and played back."""
+        return self.backend == "cudagraphs" or self.mode in WITH_GRAPHS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -133,6 +133,10 @@ class Technique(ABC):
         empty where any may stand there."""
         return ""
 
+    def is_searched(self) -> bool:
+        """Whether a plan can look for recipes around it with these settings."""
+        return self.searched
+
     def code(self, job: Job) -> tuple[str, ...]:
         """Lines of Python that do to `model` what `install` has snugfit's own functions do to it, for scripts
         that run without snugfit; nothing when `install` names other libraries' functions only."""

@@ -70,6 +70,7 @@ def plan_lengths(
         )
     recipe, gpu = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe), find_gpu(gpu)
     _refuse_without_padding(recipe, lengths)
+    _refuse_graphs(recipe)
     shorter = _shorter(lengths, cut)
     longest = job_of(job, lengths if shorter is None or _takes(job, lengths.longest) else shorter)
     warnings = recipe.check(longest, gpu.compute_capability)
@@ -106,6 +107,17 @@ def _refuse_without_padding(recipe: Recipe, lengths: Lengths) -> None:
             f"{dropping[0]} drops all padding, so no way of padding is better than another. Predict it with "
             f"the padding that these lengths have on average: sequence_length {lengths.longest}, padding "
             f"{share:.3f}; or with padding 0, for the longest batch that can occur."
+        )
+
+
+def _refuse_graphs(recipe: Recipe) -> None:
+    """Each shape of a batch records CUDA graphs of its own, and their memory adds up."""
+    wish = recipe.setup().compile
+    if wish is not None and wish.records_graphs:
+        raise UsageError(
+            f"{recipe} records CUDA graphs for each length of a batch, whose memory adds up, and that is not "
+            "predicted. Pad all batches alike and predict that, or leave the mode or backend out of "
+            "'compiled'."
         )
 
 

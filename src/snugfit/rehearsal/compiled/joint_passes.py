@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from snugfit.rehearsal.compiled.lowering import relabel
-from snugfit.rehearsal.device.attention import run_kernel
-from snugfit.rehearsal.device.attention_choice import Operands
+from snugfit.rehearsal.device.attention import attention_by
 from snugfit.rehearsal.device.policy import CudaPolicy
 
 if TYPE_CHECKING:
@@ -75,18 +74,6 @@ def _decisions_of(policy: CudaPolicy, doubt: Callable[[str], None]) -> Iterator[
         tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
         return (tf32 or not in_fp32) and may_replace(match)
 
-    def attend(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-    ) -> torch.Tensor:
-        operands = Operands(query, key, value, attn_mask, dropout_p, is_causal, scale, needs_grad=True)
-        return run_kernel(policy.choose_attention(operands), operands)
-
     def should_pad(match: Any, first: torch.Tensor, second: torch.Tensor, *_: Any) -> bool:
         pads = pays_to_pad(match, first, second)
         if pads:
@@ -94,7 +81,7 @@ def _decisions_of(policy: CudaPolicy, doubt: Callable[[str], None]) -> Iterator[
         return pads
 
     with (
-        patch.object(fuse_attention, "_scaled_dot_product_attention", attend),
+        patch.object(fuse_attention, "_scaled_dot_product_attention", attention_by(policy, trains=True)),
         patch.object(fuse_attention, "_sfdp_params_check", may_replace_on_cuda),
         # what is left to the CPU looks for "cuda" in the text of a tensor's device
         patch.object(fuse_attention, "str", lambda device: "cuda", create=True),

@@ -29,20 +29,31 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from snugfit.errors import RehearsalError
+from snugfit.rehearsal.compiled.backends import (
+    Run,
+    TracedPass,
+    as_boxed,
+    attention_in,
+    cut_in_two,
+    made_to_be_recorded,
+)
 from snugfit.rehearsal.compiled.decisions import Decisions, noted_decisions
-from snugfit.rehearsal.compiled.first_launches import time_settings
+from snugfit.rehearsal.compiled.first_launches import Product, products_of, time_products, time_settings
+from snugfit.rehearsal.compiled.graph_trees import GraphFunction, GraphTrees
 from snugfit.rehearsal.compiled.joint_passes import joint_passes_for
 from snugfit.rehearsal.compiled.lowering import computed_again, lower
-from snugfit.rehearsal.compiled.program import load
+from snugfit.rehearsal.compiled.program import load, random_state_on_the_host
 from snugfit.rehearsal.compiled.traced_kernels import composed_as_elsewhere, forget_traced_kernels
 from snugfit.rehearsal.device.autocast import SWITCH
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.step import compiling
 from snugfit.step.wishes.compile_budget import plain_refusals, within_budget
+from snugfit.techniques.setup import WITH_GRAPHS, WITH_TRIALS
 
 if TYPE_CHECKING:
     import torch
 
+    from snugfit.rehearsal.device.notes import PolicyNotes
     from snugfit.rehearsal.device.policy import Policy
     from snugfit.rehearsal.record.recorder import Recorder
     from snugfit.rehearsal.trace.trace import Kernel
@@ -75,6 +86,10 @@ class _Program:
     again: Counter[int] | None
     """The contractions that one of a backward pass computes again, by their FLOPs; None of a forward pass."""
     decisions: Decisions
+    attention: tuple[str, ...]
+    """The attention kernels that it runs."""
+    products: tuple[Product, ...]
+    """Its products of matrices."""
 
 
 _PROGRAMS: dict[Any, _Program] = {}
@@ -87,13 +102,19 @@ _GRAPHS: dict[Any, Any] = {}
 class Compiler:
     """Compiles layers for one rehearsal."""
 
-    def __init__(self, policy: Policy, recorder: Recorder, eager_callback: Callable[..., Any]) -> None:
+    def __init__(
+        self, policy: Policy, recorder: Recorder, notes: PolicyNotes, eager_callback: Callable[..., Any]
+    ) -> None:
         import torch
 
         self._policy, self._recorder, self._callback = policy, recorder, eager_callback
+        self._notes = notes
         self._run = 0
+        self._within: list[range] = []  # kernels of the last step that programs ran
+        self._trees = GraphTrees(recorder)
         self._assumed: list[str] = []  # of the graph that is compiled now
         self._chosen: set[str] = set()  # sources of kernels whose settings were timed
+        self._tried: set[int] = set()  # programs for whose products kernels were tried, by their ids
         self._own = {name: getattr(torch.Tensor, name) for name in ("item", "tolist", "numpy", "__format__")}
         self._functions = {name: getattr(torch, name) for name in _ASKED_IN_PYTHON}
 
@@ -101,22 +122,47 @@ class Compiler:
         """This layer's forward pass, compiled."""
         import torch._dynamo
 
-        compiled = torch._dynamo.optimize(_backend_within(wish.budget))(forward)
+        compiled = torch._dynamo.optimize(_backend_of(wish.backend, wish.mode, wish.budget))(forward)
 
         name = getattr(forward, "__qualname__", "a layer")
 
         def run(*arguments: Any, **keywords: Any) -> Any:
             before, kernels = self._run, len(self._recorder.kernels)
+            self._trees.begin_call()
             with self._real_surroundings(), plain_refusals():
                 out = compiled(*arguments, **keywords)
             if self._run == before:
                 raise RehearsalError(NOT_COMPILED.format(name=name))
-            beside = [kernel for kernel in self._recorder.kernels[kernels:] if not kernel.compiled]
-            if beside and wish.what == "model":
-                raise RehearsalError(_about_breaks(name, beside[0]))
+            if wish.what == "model" and (beside := self._first_beside(kernels)):
+                raise RehearsalError(_about_breaks(name, beside))
             return out
 
         return run
+
+    def _first_beside(self, start: int) -> Kernel | None:
+        """The first kernel from this one on that no program ran."""
+        spans = [span for span in self._within if span.stop > start]
+        kernels = enumerate(self._recorder.kernels[start:], start)
+        return next((kernel for at, kernel in kernels if not any(at in span for span in spans)), None)
+
+    def play(self, function: GraphFunction, arguments: list[Any]) -> Any:
+        """Runs a program that is recorded as a CUDA graph, with the copies of its inputs."""
+        start = len(self._recorder.kernels)
+        out = self._trees.call(function, arguments)
+        self._within.append(range(start, len(self._recorder.kernels)))
+        return out
+
+    @contextlib.contextmanager
+    def _program(self, attention: tuple[str, ...] = (), **how: Any) -> Iterator[None]:
+        """Within it, a program of this rehearsal runs."""
+        import torch
+
+        self._run += bool(torch._C._len_torch_dispatch_stack())
+        self._notes.attention.extend(attention)
+        start = len(self._recorder.kernels)
+        with self._recorder.program(**how):
+            yield
+        self._within.append(range(start, len(self._recorder.kernels)))
 
     @contextlib.contextmanager
     def _real_surroundings(self) -> Iterator[None]:
@@ -158,50 +204,112 @@ class Compiler:
             torch.set_autocast_enabled("cuda", on)
             torch.set_autocast_dtype("cuda", dtype)
 
-    def compiled_graph(self, graph: Any, inputs: Sequence[Any], budget: float) -> Any:
+    def compiled_graph(
+        self, graph: Any, inputs: Sequence[Any], backend: str, mode: str, budget: float
+    ) -> Any:
         """What runs a graph that Dynamo traced, from memory where this process has made it before."""
-        from torch._inductor import compile_fx as fx
-
-        asked = self._policy, budget, graph.code, _surroundings(), _shape_of(inputs)
-        key = None if list(graph.children()) else asked
+        if backend == "eager":
+            return _as_traced(graph)
+        asked = self._policy, backend, mode, budget, graph.code, _surroundings(), _shape_of(inputs)
+        records = backend == "cudagraphs" or mode in WITH_GRAPHS  # each compilation anew
+        key = None if records or list(graph.children()) else asked
         if key is not None and key in _GRAPHS:
             return _GRAPHS[key]
-        self._assumed = []
-        with joint_passes_for(self._policy, self._assumed.append), within_budget(budget):
-            compiled = fx.compile_fx(graph, inputs, inner_compile=self._make)
+        if backend == "inductor":
+            compiled = self._lower(graph, inputs, mode, budget)
+        else:
+            make = cut_in_two if backend == "aot_eager" else made_to_be_recorded
+            compiled = make(graph, inputs, _runs_traced if backend == "aot_eager" else self._to_record)
         if key is not None:
             _GRAPHS[key] = compiled
         return compiled
 
-    def _make(self, graph: Any, inputs: Sequence[Any], **options: Any) -> Any:
-        import torch
+    def _lower(self, graph: Any, inputs: Sequence[Any], mode: str, budget: float) -> Any:
+        """What runs the programs that Inductor makes of a graph, in this mode."""
+        from torch._inductor import compile_fx as fx
 
+        self._assumed = []
+        make = functools.partial(self._make, mode=mode)
+        with joint_passes_for(self._policy, self._assumed.append), within_budget(budget):
+            return fx.compile_fx(graph, inputs, inner_compile=make)
+
+    def _to_record(self, one: TracedPass) -> Run:
+        """What runs a traced pass that is recorded as a CUDA graph, where the device has such."""
+        if not (one.recordable and isinstance(self._policy, CudaPolicy)):
+            return _runs_traced(one)
+        function = GraphFunction(_runs_traced(one), one.static, one.is_backward)
+        return lambda arguments: _NOW[-1].play(function, arguments)
+
+    def _make(self, graph: Any, inputs: Sequence[Any], *, mode: str = "default", **options: Any) -> Any:
         key = (self._policy, str(_shape_of(inputs)), *_key_of(graph, options))
         program = _PROGRAMS.get(key)
         if program is None:
             strides: list[tuple[int, ...] | None] = []
             again = computed_again(graph) if options.get("is_backward") else None
+            products = products_of(graph)
             with noted_decisions() as decisions:
                 text = lower(
                     graph, inputs, self._policy, lambda outs: strides.extend(_strides(outs)), **options
                 )
-            program = _PROGRAMS[key] = _Program(load(text, _launch, _choose), strides, again, decisions)
+            program = _Program(
+                load(text, _launch, _choose), strides, again, decisions, attention_in(text), products
+            )
+            _PROGRAMS[key] = program
         _tell_strides(program.strides)
-        call, again, assumed = program.call, program.again, tuple(dict.fromkeys(self._assumed))
-        decisions = program.decisions
-
-        def run(arguments: list[Any]) -> Any:
-            now = _NOW[-1]
-            for sentence in assumed:
-                now._recorder.doubt(sentence)
-            now._run += bool(torch._C._len_torch_dispatch_stack())
-            for ran in _RAN:
-                ran.append(decisions)
-            with now._recorder.program(again):
-                return call(arguments)
-
-        run._boxed_call = True  # type: ignore[attr-defined]
+        run = _runs_program(program, tuple(dict.fromkeys(self._assumed)), tries=mode in WITH_TRIALS)
+        if mode in WITH_GRAPHS and isinstance(self._policy, CudaPolicy):
+            static = frozenset(options.get("static_input_idxs") or ())
+            function = GraphFunction(run, static, bool(options.get("is_backward")), _inputs_given_back(graph))
+            run = as_boxed(lambda arguments: _NOW[-1].play(function, arguments))
         return run
+
+
+def _inputs_given_back(graph: Any) -> frozenset[int]:
+    """The inputs of a graph that it gives back as they are, by number. Inductor gives them back beside what
+    is recorded (`config.graph_partition`)."""
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    given_back = next(iter(reversed(graph.graph.nodes))).args[0]
+    return frozenset(number for number, node in enumerate(inputs) if any(node is one for one in given_back))
+
+
+def _runs_program(program: _Program, assumed: Sequence[str], *, tries: bool) -> Run:
+    """What runs a program of Inductor, before whose first run it `tries` kernels for its products."""
+    call, again, attention = program.call, program.again, program.attention
+
+    def run(arguments: list[Any]) -> Any:
+        now = _NOW[-1]
+        for sentence in assumed:
+            now._recorder.doubt(sentence)
+        if tries and id(program) not in now._tried:
+            now._tried.add(id(program))
+            time_products(now._policy, program.products)
+        for ran in _RAN:
+            ran.append(program.decisions)
+        with now._program(attention, again=again):
+            return call(arguments)
+
+    return as_boxed(run)
+
+
+def _runs_traced(one: TracedPass) -> Run:
+    """What runs a traced pass, operator by operator."""
+
+    def run(arguments: list[Any]) -> Any:
+        with _NOW[-1]._program(one.attention, lowered=False), random_state_on_the_host():
+            return one.run(arguments)
+
+    return run
+
+
+def _as_traced(graph: Any) -> Callable[..., Any]:
+    """What runs a graph of Dynamo as it is written."""
+    forward = graph.forward
+
+    def run(*arguments: Any) -> Any:
+        with _NOW[-1]._program(lowered=False):
+            return forward(*arguments)
+
+    return run
 
 
 def _about_breaks(name: str, kernel: Kernel) -> str:
@@ -229,14 +337,14 @@ _NOW: list[Compiler] = []
 
 
 @functools.cache
-def _backend_within(budget: float) -> Callable[[Any, Sequence[Any]], Any]:
-    """One function for all rehearsals with this budget: Dynamo finds what it traced before by the backend,
+def _backend_of(backend: str, mode: str, budget: float) -> Callable[[Any, Sequence[Any]], Any]:
+    """One function for all rehearsals with these settings: Dynamo finds what it traced before by the backend,
     too."""
 
-    def backend(graph: Any, inputs: Sequence[Any]) -> Any:
-        return _NOW[-1].compiled_graph(graph, inputs, budget)
+    def compile_graph(graph: Any, inputs: Sequence[Any]) -> Any:
+        return _NOW[-1].compiled_graph(graph, inputs, backend, mode, budget)
 
-    return backend
+    return compile_graph
 
 
 @contextlib.contextmanager
@@ -272,7 +380,7 @@ def _surroundings() -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
-def compiled_layers(policy: Policy, recorder: Recorder) -> Iterator[None]:
+def compiled_layers(policy: Policy, recorder: Recorder, notes: PolicyNotes) -> Iterator[None]:
     """Within it, layers that a Setup wants compiled are, for the policy's device. The recorder hears of
     their programs and kernels."""
     import torch
@@ -280,7 +388,7 @@ def compiled_layers(policy: Policy, recorder: Recorder) -> Iterator[None]:
     from torch._dynamo import eval_frame
     from torch._functorch import config as functorch
 
-    compiler = Compiler(policy, recorder, eval_frame._callback_from_stance)
+    compiler = Compiler(policy, recorder, notes, eval_frame._callback_from_stance)
     nothing_else_compiles = os.environ.get("TORCHDYNAMO_DISABLE") == "1"  # as in a planner's workers
     if not (nothing_else_compiles and [policy] == _TRACED_FOR):
         torch._dynamo.reset()

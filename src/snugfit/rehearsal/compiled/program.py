@@ -7,8 +7,9 @@ else (allocations, views, products and attention of torch) runs on `meta` under 
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -203,6 +204,16 @@ class _WithRandomState:
     def run_with_rng_state(state: Any, operator: Any, *arguments: Any, **keywords: Any) -> Any:
         """What the operator gives again."""
         return operator(*arguments, **keywords)
+
+
+@contextlib.contextmanager
+def random_state_on_the_host() -> Iterator[None]:
+    """Within it, graphs that keep the state of random numbers for a recomputation run under the recorder."""
+    import torch
+
+    names = ("run_and_save_rng_state", "run_with_rng_state")
+    with patch.multiple(torch.ops.higher_order, **{name: getattr(_WithRandomState, name) for name in names}):
+        yield
 
 
 class _Cuda:

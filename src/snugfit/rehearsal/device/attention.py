@@ -13,6 +13,8 @@ from snugfit.rehearsal.device.attention_choice import HALVES, Operands
 if TYPE_CHECKING:
     import torch
 
+    from snugfit.rehearsal.device.policy import Policy
+
 MASK_IN = 8
 """Elements of which a row of efficient attention's mask, and every other stride of it, is a multiple."""
 
@@ -21,6 +23,36 @@ def run_kernel(choice: str, of: Operands) -> torch.Tensor:
     """The concrete operator that torch calls for this choice, with the tensors it saves for backward."""
     out: torch.Tensor = _RUNNERS[choice](of)
     return out
+
+
+def attention_by(
+    policy: Policy, note: Callable[[str], object] = str, *, trains: bool = False
+) -> Callable[..., torch.Tensor]:
+    """`scaled_dot_product_attention` as this policy's device runs it; `note` hears which kernel was chosen.
+    Where it `trains`, a backward pass follows whatever its operands say."""
+    import torch
+
+    def scaled_dot_product_attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        asked = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
+        grouped = enable_gqa and {query.size(-3)} != {key.size(-3), value.size(-3)}
+        operands = Operands(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, grouped, needs_grad=trains or asked
+        )
+        choice = policy.choose_attention(operands)
+        note(choice)
+        return run_kernel(choice, operands)
+
+    return scaled_dot_product_attention
 
 
 def _flash(of: Operands) -> Any:

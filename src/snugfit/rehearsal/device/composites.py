@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snugfit.rehearsal.device import attention
-from snugfit.rehearsal.device.attention_choice import Operands
 from snugfit.rehearsal.device.autocast import KEY
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.device.recurrent import recurrent_kernels
@@ -36,26 +35,6 @@ def composites(policy: Policy, notes: PolicyNotes) -> dict[str, Callable[..., An
     import torch
 
     aten = torch.ops.aten
-
-    def scaled_dot_product_attention(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        grad = torch.is_grad_enabled() and any(operand.requires_grad for operand in (query, key, value))
-        grouped = enable_gqa and {query.size(-3)} != {key.size(-3), value.size(-3)}
-        operands = Operands(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, grouped, needs_grad=grad
-        )
-        choice = policy.choose_attention(operands)
-        notes.attention.append(choice)
-        return attention.run_kernel(choice, operands)
 
     def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         if train and 0 < p < 1 and input.numel():
@@ -77,7 +56,7 @@ def composites(policy: Policy, notes: PolicyNotes) -> dict[str, Callable[..., An
         return out
 
     table: dict[str, Callable[..., Any]] = {
-        "scaled_dot_product_attention": scaled_dot_product_attention,
+        "scaled_dot_product_attention": attention.attention_by(policy, notes.attention.append),
         "softmax.int": softmax,
         "log_softmax.int": log_softmax,
         "one_hot": _one_hot,

@@ -12,15 +12,16 @@ temporary.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from snugfit.rehearsal.device.buffers import ONE_OUTPUT, OUTPUTS, Buffer, Scratch
-from snugfit.rehearsal.trace.trace import Block
+from snugfit.rehearsal.trace.trace import Block, Memory
 from snugfit.results.footprint import Kind
 
 if TYPE_CHECKING:
@@ -46,7 +47,11 @@ class Allocations:
         """Allocations and frees, as `Trace.events` has them."""
         self._blocks: list[list[Any]] = []  # the fields of `Block`, whose kind is "" until it is claimed
         self._live: dict[int, tuple[int, Any]] = {}  # storage's address -> block, weak reference
-        self._workspaces: set[tuple[str, str]] = set()
+        self._workspaces: dict[tuple[str, str], int] = {}
+        self._from = Memory.OWN
+        self._of_graphs: set[int] = set()  # blocks
+        self._played: dict[int, Any] = {}  # storage's address -> weak reference
+        self._released: set[int] = set()  # blocks that were freed before their storages
         self._recomputed: set[int] = set()
 
     def add_outputs(self, operator: str, out: Any) -> None:
@@ -67,15 +72,14 @@ class Allocations:
         thread = "backward" if self.phase == "backward" else "main"
         for name, nbytes in workspaces:
             if (name, thread) not in self._workspaces:
-                self._workspaces.add((name, thread))
-                self._add_block(name, nbytes, Kind.WORKSPACES)
+                self._workspaces[name, thread] = self._add_block(name, nbytes, Kind.WORKSPACES)
         buffers: dict[str, int] = {}
         for buffer in scratch:
             name, nbytes = buffer
             if nbytes > 0:
                 buffers[name] = self._add_block(f"{operator}: {name}", nbytes, Kind.WORKSPACES)
             elif nbytes < 0:
-                self.events.append(-(buffers.pop(name) + 1))
+                self._add_free(buffers.pop(name))
             elif buffer == OUTPUTS:
                 self.add_outputs(operator, out)
             elif buffer in ONE_OUTPUT:
@@ -89,10 +93,16 @@ class Allocations:
         if address not in self._live:
             nbytes = 0 if operator == _ZEROS else storage.nbytes()
             index = self._add_block(operator, nbytes) if nbytes else NO_BLOCK
+            if self._from is Memory.NOWHERE:
+                self._played[address] = weakref.ref(storage)
             self._live[address] = (index, weakref.ref(storage, self._on_free(address, index)))
 
     def _add_block(self, operator: str, nbytes: int, kind: str = "") -> int:
+        if self._from is Memory.NOWHERE:
+            return NO_BLOCK
         index = len(self._blocks)
+        if self._from is Memory.GRAPHS:
+            self._of_graphs.add(index)
         self._blocks.append([nbytes, operator, self.modules.path(self.phase), self.phase, self.step, kind])
         if self.phase == "backward" and torch.is_grad_enabled():
             self._recomputed.add(index)
@@ -103,10 +113,57 @@ class Allocations:
         def free(reference: Any) -> None:
             if self._live.get(address, (None, None))[1] is reference:
                 del self._live[address]
-            if index != NO_BLOCK:
-                self.events.append(-(index + 1))
+            if index not in self._released:
+                self._add_free(index)
 
         return free
+
+    def _add_free(self, index: int) -> None:
+        if index != NO_BLOCK:
+            self.events.append(-(index + 1))
+
+    # ---- CUDA graphs -------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def allocating(self, where: Memory) -> Iterator[None]:
+        """Within it, what is allocated is allocated there."""
+        before, self._from = self._from, where
+        try:
+            yield
+        finally:
+            self._from = before
+
+    @property
+    def of_graphs(self) -> frozenset[int]:
+        """The blocks that are in the pool of CUDA graphs."""
+        return frozenset(self._of_graphs)
+
+    def is_of_graphs(self, storage: Any) -> bool:
+        """Whether a storage is in the memory of CUDA graphs, recorded or played back."""
+        address = storage._cdata
+        if self._live.get(address, (NO_BLOCK, None))[0] in self._of_graphs:
+            return True
+        played = self._played.get(address)
+        return played is not None and played() is storage
+
+    def built_block(self, storage: Any) -> int | None:
+        """The block of a storage that was made before the first step; None of any other."""
+        index, _ = self._live.get(storage._cdata, (NO_BLOCK, None))
+        return index if index != NO_BLOCK and self._blocks[index][4] < 0 else None
+
+    def release_graphs(self) -> None:
+        """Frees what lives in the pool of CUDA graphs, though tensors may still refer to it."""
+        for address, (index, reference) in [*self._live.items()]:
+            if index in self._of_graphs:
+                self._released.add(index)
+                self._live[address] = (NO_BLOCK, reference)
+                self._add_free(index)
+
+    def give_workspaces_back(self) -> None:
+        """Frees the workspaces that threads keep: whoever next needs one takes one anew."""
+        for index in self._workspaces.values():
+            self._add_free(index)
+        self._workspaces.clear()
 
     def live_bytes(self) -> int:
         """Requested bytes of what was allocated and not freed."""
@@ -117,6 +174,7 @@ class Allocations:
         """Lets go of what was written down."""
         self.events.clear()
         self._blocks.clear()
+        self._played.clear()
 
     # ---- what for ----------------------------------------------------------------------------------------
 

@@ -100,7 +100,8 @@ class Recorder(TorchDispatchMode, Observer):
             call=lambda: self._modules.call,
             hides_masks=hides_masks,
         )
-        self._memory = Allocations(policy, self._modules)
+        self.memory = Allocations(policy, self._modules)
+        """What the run allocates and frees."""
         self._scratch = ScratchCache(policy)
         self._marks: list[Mark] = [Mark(0, -1, "build")]
         self._kernels: list[Kernel] = []
@@ -110,6 +111,8 @@ class Recorder(TorchDispatchMode, Observer):
         self._released = False  # whether the context is
         self._compiled = False  # whether a compiled program runs
         self._programs = 0  # that began since the last kernel
+        self._played = False  # whether a CUDA graph is played back
+        self._recorded_in = -1  # the last step in which a CUDA graph was recorded, or was about to be
         self._again: Counter[int] | None = None
         """By its FLOPs, how often a compiled program of a backward pass has yet to compute a contraction
         again; None where one of a forward pass runs, or none."""
@@ -147,27 +150,29 @@ class Recorder(TorchDispatchMode, Observer):
         """What was written, with the kinds of bytes that only the end of a run shows."""
         self._claim_states()
         phases = [mark for mark in self._marks if mark.kind is MarkKind.PHASE]
-        blocks = self._memory.blocks(phases)
+        blocks = self.memory.blocks(phases)
         if self._questions.vary and _last_steps_differ(blocks, self.steps):
             self.doubt(STEPS_DIFFER)
         lasting = (MarkKind.PHASE, MarkKind.CONTEXT_RELEASED, MarkKind.CACHE_EMPTIED)
         trace = Trace(
             blocks,
-            tuple(self._memory.events),
+            tuple(self.memory.events),
             tuple(mark for mark in self._marks if mark.kind in lasting),
             tuple(self._kernels),
             tuple(self._waits),
             tuple(sorted(set(attention))),
             tuple(self._doubts),
+            self.memory.of_graphs,
         )
-        return Recording(trace, tuple(self._marks), self._questions.vary)
+        settled = self._recorded_in < self.steps - 1
+        return Recording(trace, tuple(self._marks), self._questions.vary, settled)
 
     def forget(self) -> None:
         """Lets go of what was written, of which the recording is a copy. A model and its recorder hold each
         other, so all of this would wait for the garbage collector, which would have to look through it."""
         for written in (self._marks, self._kernels, self._waits):
             written.clear()
-        self._memory.forget()
+        self.memory.forget()
 
     # ---- the observer's side -------------------------------------------------------------------------
 
@@ -187,7 +192,7 @@ class Recorder(TorchDispatchMode, Observer):
         if name == "load":
             self._questions.next_batch()
         self._phase = name
-        self._memory.phase, self._memory.step = name, self._step
+        self.memory.phase, self.memory.step = name, self._step
         self._views = self._programs = 0
         self._modules.forget_counts()
         self._mark(MarkKind.PHASE)
@@ -210,7 +215,7 @@ class Recorder(TorchDispatchMode, Observer):
 
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
         """This tensor's bytes are of this kind, and of this module where one is named."""
-        self._memory.claim(tensor, kind, module)
+        self.memory.claim(tensor, kind, module)
 
     def current_phase(self) -> str:
         """The phase of the step that is on."""
@@ -248,7 +253,7 @@ class Recorder(TorchDispatchMode, Observer):
             return self._hand_on(func, types, args, kwargs)
         if operator.is_view:  # every second operator: no kernel, and an allocation at most
             out = func(*args, **kwargs)
-            self._memory.add_outputs(operator.name, out)
+            self.memory.add_outputs(operator.name, out)
             self._views += (not isinstance(out, torch.Tensor) or out.is_meta) and not self._compiled
             return out
         if (
@@ -311,7 +316,7 @@ class Recorder(TorchDispatchMode, Observer):
         """What an operator has allocated, and the kernel that it ran."""
         scratch = self._scratch.of(operator, None if in_place else call, args, out)
         name = name_of_call(operator.name, args, kwargs)
-        self._memory.add_kernel(name, out, scratch, self.policy.workspaces(name, args))
+        self.memory.add_kernel(name, out, scratch, self.policy.workspaces(name, args))
         last_step = self._step == self.steps - 1
         if not last_step and self._released:
             return
@@ -350,7 +355,7 @@ class Recorder(TorchDispatchMode, Observer):
         values = [torch.tensor(numbers, device="cpu") for numbers in lists_in_index()] if unknown else []
         if [(one.shape, one.dtype) for one in unknown] == [(value.shape, value.dtype) for value in values]:
             for one, value in zip(unknown, values, strict=True):
-                self._memory.add_outputs("aten::index", one)
+                self.memory.add_outputs("aten::index", one)
                 self._shadows.set(one, value)
 
     def _run(
@@ -398,6 +403,7 @@ class Recorder(TorchDispatchMode, Observer):
             compiled=self._compiled,
             programs=self._programs,
             functions=modules.functions,
+            played=self._played,
         )
         self._kernels.append(kernel)
         self._views = self._programs = 0
@@ -409,15 +415,29 @@ class Recorder(TorchDispatchMode, Observer):
         return self._kernels
 
     @contextlib.contextmanager
-    def program(self, again: Counter[int] | None) -> Iterator[None]:
+    def program(self, again: Counter[int] | None = None, *, lowered: bool = True) -> Iterator[None]:
         """Within it, a compiled program runs: one of a forward pass (None), or one of a backward pass that
-        computes so many contractions again, by their FLOPs."""
+        computes so many contractions again, by their FLOPs. One that was not `lowered` runs torch's operators
+        as code that is written does."""
         self._programs += 1
-        self._compiled, self._again = True, None if again is None else again.copy()
+        self._compiled, self._again = lowered, None if again is None else again.copy()
         try:
             yield
         finally:
             self._compiled = False
+
+    def records_graph(self) -> None:
+        """A program is recorded as a CUDA graph, or will be in a later step."""
+        self._recorded_in = self._step
+
+    @contextlib.contextmanager
+    def played_back(self) -> Iterator[None]:
+        """Within it, kernels are those of a CUDA graph, which the host launches as one."""
+        self._played = True
+        try:
+            yield
+        finally:
+            self._played = False
 
     def _is_again(self, operator: str, flops: int) -> bool:
         """Whether this kernel computes something of the forward pass again."""
@@ -462,10 +482,10 @@ class Recorder(TorchDispatchMode, Observer):
 
     def live_bytes(self) -> int:
         """Requested bytes that live now."""
-        return self._memory.live_bytes()
+        return self.memory.live_bytes()
 
     def _mark(self, kind: MarkKind) -> None:
-        self._marks.append(Mark(len(self._memory.events), self._step, self._phase, kind))
+        self._marks.append(Mark(len(self.memory.events), self._step, self._phase, kind))
 
 
 @functools.cache

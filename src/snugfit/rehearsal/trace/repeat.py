@@ -46,6 +46,8 @@ def short_run(job: Job, setup: Setup, steps: int, *, steady: bool = False) -> Sh
     there are few of them, unless the steps are known to be `steady`: a run that turns out not to be is
     recorded once more, in full."""
     many = setup.micro_batches > RECORDED_MICRO_BATCHES
+    if setup.compile is not None and setup.compile.records_graphs:
+        return None  # each of the first steps is another
     if job.model.module is not None or not (many or (steady and steps > RECORDED_STEPS)):
         return None
     count = min(setup.micro_batches, RECORDED_MICRO_BATCHES)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from typing import NamedTuple
 
 COPY_IN = "Memcpy HtoD"
@@ -100,6 +100,17 @@ class Block(NamedTuple):
     """A `Kind`, decided when the run was over."""
 
 
+class Memory(Enum):
+    """Where a run allocates."""
+
+    OWN = auto()
+    """In the allocator's own pools."""
+    GRAPHS = auto()
+    """In the pool that belongs to CUDA graphs."""
+    NOWHERE = auto()
+    """What a graph that is played back gives lies where it did when it was recorded."""
+
+
 class MarkKind(StrEnum):
     """What happens between two events of a run."""
 
@@ -167,6 +178,8 @@ class Kernel(NamedTuple):
     """Compiled programs that began since then."""
     functions: int = 0
     """Autograd Functions of libraries, in Python, that began since then."""
+    played: bool = False
+    """Whether a CUDA graph runs it, which the host launches as one."""
 
     @property
     def itemsize(self) -> int:
@@ -209,6 +222,8 @@ class Trace:
     """Which attention kernels were chosen."""
     doubts: tuple[str, ...] = ()
     """Sentences on what the rehearsal had to assume, each once."""
+    of_graphs: frozenset[int] = frozenset()
+    """Indices of the blocks that the allocator takes from the pool of CUDA graphs."""
 
     @property
     def phases(self) -> tuple[Mark, ...]:
@@ -256,3 +271,5 @@ class Recording(NamedTuple):
     varies: bool = False
     """Whether values of one micro-batch decided otherwise than those of another, so that none stands for the
     rest."""
+    settled: bool = True
+    """Whether the last step played back every CUDA graph that it has."""

@@ -31,16 +31,18 @@ DRAWS_ANEW = (
 
 @dataclass(frozen=True)
 class InductorWithin:
-    """Compiles for this budget."""
+    """Compiles for this budget, in this mode."""
 
     budget: float
+    mode: str = "default"
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
         """What runs this graph, which Dynamo traced."""
+        from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx
 
         with within_budget(self.budget):
-            return compile_fx(graph, inputs)
+            return compile_fx(graph, inputs, config_patches=list_mode_options(self.mode))
 
 
 @contextlib.contextmanager

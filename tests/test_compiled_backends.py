@@ -1,0 +1,230 @@
+"""Backends and modes of `compiled`, rehearsed: those that compile nothing by law 1 on the CPU, event by
+event, as compiled layers are (`test_compiled.py`); CUDA graphs by seven runs on an H100
+(`data/compile-modes-h100.json`, torch 2.11 and transformers 5.17, a bare loop over a model that is
+compiled whole).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+
+from aligned import compare, peak
+from cpu_scratch import compared
+from reported import foreseen, reports
+from small_models import small_job
+from snugfit.data.lengths import Lengths
+from snugfit.errors import RecipeError, RehearsalError, UsageError
+from snugfit.planning.keep import kept_of
+from snugfit.planning.lengths.lengths import plan_lengths
+from snugfit.prediction.allocator import Allocator, replay
+from snugfit.prediction.predict import predict, rehearse_again
+from snugfit.rehearsal.compiled import layers
+from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy, Policy
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.splice import rehearse_passes
+from snugfit.rehearsal.trace.trace import Trace
+from snugfit.techniques.recipe import Recipe
+from snugfit.units import MIB
+from test_compiled import LOSS_OUTSIDE
+from test_compiled_model import measured_job
+from tiers import slow_but
+
+GRAPHS = ("mode=reduce-overhead", "backend=cudagraphs")
+
+
+def rehearsed(family: str, recipe: str, policy: Policy | None = None, **facts: Any) -> Trace:
+    job = small_job(family, 2, facts or None)
+    return rehearse(job, Recipe.parse(recipe).setup(), policy or CpuPolicy())
+
+
+LAW = [
+    (family, f"{dtype}compiled({what}backend={backend})")
+    for family in ("llama", "bert", "gpt2", "t5", "vit")
+    for dtype in ("", "bf16 + ")
+    for what in ("", "what=model, ")
+    for backend in ("eager", "aot_eager", "cudagraphs")
+] + [
+    ("llama", "compiled(backend=aot_eager) + every_layer"),
+    ("bert", "compiled(backend=eager) + every_layer"),
+    ("llama", "compiled(what=model, backend=aot_eager) + every_layer"),
+    ("llama", "compiled(what=model, backend=eager) + every_layer"),
+]
+
+OFTEN = [
+    ("llama", "compiled(what=model, backend=aot_eager)"),
+    ("bert", "bf16 + compiled(backend=eager)"),
+    ("gpt2", "compiled(backend=aot_eager)"),
+    ("bert", "compiled(what=model, backend=cudagraphs)"),
+]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("family", "recipe"), slow_but(LAW, lambda case: case in OFTEN))
+def test_a_step_of_a_backend_allocates_what_its_trace_says(family: str, recipe: str) -> None:
+    """On a CPU the backend `cudagraphs` records nothing, and keeps what AOTAutograd's own cut keeps."""
+    trace = foreseen(rehearsed(family, recipe))
+    torch._dynamo.reset()
+    real = reports(small_job(family, 2), Recipe.parse(recipe).setup())
+    assert 0 <= peak(compared(real)) - peak(compared(trace)) <= LOSS_OUTSIDE
+    third = [compared([event for event in events if event.step == 2]) for events in (real, trace)]
+    assert compare(*third).similarity == 1.0, compare(*third)
+
+
+@pytest.mark.whole
+def test_a_graph_that_is_not_cut_in_two_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: the backend `aot_eager` runs what Dynamo traced, under autograd."""
+    recipe = "compiled(what=model, backend=aot_eager)"
+    monkeypatch.setattr(layers, "_GRAPHS", {})
+    monkeypatch.setattr(layers, "cut_in_two", lambda graph, inputs, wrap: layers._as_traced(graph))
+    trace = foreseen(rehearsed("llama", recipe))
+    torch._dynamo.reset()
+    real = reports(small_job("llama", 2), Recipe.parse(recipe).setup())
+    third = [compared([event for event in events if event.step == 2]) for events in (real, trace)]
+    assert compare(*third).similarity < 1.0
+
+
+@pytest.mark.whole
+def test_on_a_cpu_a_mode_with_graphs_records_none() -> None:
+    graphs, plain = (
+        rehearsed("llama", f"compiled(what=model{mode})") for mode in (", mode=reduce-overhead", "")
+    )
+    assert not graphs.of_graphs
+    assert peak(foreseen(graphs)) - peak(foreseen(plain)) <= LOSS_OUTSIDE
+
+
+@pytest.mark.parametrize("setting", GRAPHS)
+@pytest.mark.parametrize("what", ["layers", "model"])
+def test_the_third_step_plays_graphs_back_and_allocates_nothing_for_them(what: str, setting: str) -> None:
+    """The pool's memory stays reserved; kernels are launched as one, but for the copies of inputs."""
+    pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
+    trace = rehearsed("llama", f"compiled(what={what}, {setting})", CudaPolicy(), hidden_size=256)
+    steps = {trace.blocks[index].step for index in trace.of_graphs}
+    assert steps == {0, 1}
+    assert not {index for index in trace.of_graphs if index + 1 in set(trace.events[trace_end(trace) :])}
+    assert any(kernel.played for kernel in trace.kernels)
+    inside = [kernel for kernel in trace.kernels if kernel.played]
+    assert sum(kernel.programs for kernel in inside) == (2 if what == "model" else 4)
+    kept = replay(trace).reserved[-1]
+    assert kept > sum(trace.blocks[index].nbytes for index in trace.alive_at(len(trace.events) - 1))
+
+
+def trace_end(trace: Trace) -> int:
+    """The number of the event with which the last step begins."""
+    last = max(mark.step for mark in trace.marks)
+    return next(mark.event for mark in trace.marks if mark.step == last)
+
+
+def test_a_classifier_is_compiled_once_more_and_plays_a_step_later() -> None:
+    """It writes its `problem_type` in the first step, so torch compiles it again in the second."""
+    pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
+    trace = rehearsed("bert", "compiled(what=model, backend=cudagraphs)", CudaPolicy(), hidden_size=256)
+    assert max(mark.step for mark in trace.marks) == 3
+    assert {trace.blocks[index].step for index in trace.of_graphs} == {0, 1, 2}
+    assert any(kernel.played for kernel in trace.kernels)
+
+
+def test_the_pool_of_graphs_gives_nothing_back_and_lends_nothing() -> None:
+    allocator = Allocator()
+    graphs, own = allocator.allocate(30 * MIB, of_graphs=True), allocator.allocate(30 * MIB)
+    allocator.release(graphs)
+    allocator.release(own)
+    allocator.allocate(25 * MIB)
+    assert allocator.reserved == 60 * MIB, "neither pool lends to the other"
+    allocator.release(allocator.allocate(25 * MIB, of_graphs=True))
+    assert allocator.reserved == 60 * MIB
+    allocator.empty_cache()
+    assert allocator.reserved == 60 * MIB, "one block of the other pool is in use"
+
+
+def test_a_gpu_tries_kernels_for_each_different_product_before_it_first_runs() -> None:
+    pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
+    policy = CudaPolicy(cache_bytes=60 * MIB)
+    tries, plain = (
+        rehearsed("llama", f"compiled{mode}", policy, hidden_size=256)
+        for mode in ("(mode=max-autotune-no-cudagraphs)", "")
+    )
+    counts = [sum(block.nbytes == 60 * MIB for block in trace.blocks) for trace in (tries, plain)]
+    assert counts[0] > counts[1] > 0
+    assert {block.step for block in tries.blocks if block.nbytes == 60 * MIB} == {0}
+    assert tries.kernels == plain.kernels
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("compiled(mode=reduce-overhead) + micro_batches(2)", "would not add up"),
+        ("compiled(backend=cudagraphs) + every_layer", "runs programs again"),
+        ("compiled(mode=max-autotune) + chunked_loss", "not tried with CUDA graphs"),
+        ("compiled(backend=aot_eager) + budget(0.5)", "cuts the programs of Inductor"),
+    ],
+)
+def test_what_a_mode_or_backend_does_not_go_with_is_said(words: str, told: str) -> None:
+    with pytest.raises(RecipeError, match=f"{told}.*Try 'compiled"):
+        Recipe.parse(words).check(small_job("llama"), installed=False)
+
+
+def test_plans_do_not_search_steps_that_play_graphs() -> None:
+    """Nor are they put together from parts; other modes may be kept."""
+    kept_of(small_job("llama"), "compiled(backend=aot_eager)").refuse()
+    with pytest.raises(UsageError, match=r"do not search with compiled\(mode=reduce-overhead\).*Predict one"):
+        kept_of(small_job("llama"), "compiled(mode=reduce-overhead)").refuse()
+    with pytest.raises(UsageError, match=r"start: plans do not look at.*Start from 'compiled'"):
+        kept_of(small_job("llama"), start=Recipe.parse("bf16 + compiled(backend=cudagraphs)")).refuse()
+    with pytest.raises(UsageError, match=r"for each length of a batch.*Pad all batches alike"):
+        plan_lengths(
+            small_job("llama"), "compiled(mode=reduce-overhead)", lengths=Lengths.of([8, 12]), gpu="h200"
+        )
+    with pytest.raises(RehearsalError, match="not put together from parts"):
+        rehearse_passes(
+            small_job("llama"), Recipe.parse("compiled(mode=reduce-overhead)").setup(), CudaPolicy()
+        )
+
+
+def test_attention_that_a_program_runs_is_told_in_every_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of attention that Inductor replaces, and where what was traced before is used again: NVML shows 16
+    MiB for cuDNN's."""
+    pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
+    job = small_job("bert", 2, facts={"hidden_size": 128, "num_attention_heads": 2})
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    for recipe in ("bf16_pure + eager + compiled", "bf16_pure + compiled"):
+        setup = Recipe.parse(recipe).setup()
+        told = [rehearse(job, setup, CudaPolicy()).attention for _ in range(2)]
+        assert told == [("cudnn",), ("cudnn",)], recipe
+
+
+TRUTH = json.loads((Path(__file__).parent / "data" / "compile-modes-h100.json").read_text())
+RUNS = {value: run for run in TRUTH["runs"] if run["name"] == "llama4" for value in run["compile"].values()}
+
+
+@pytest.mark.parametrize("how", slow_but(list(RUNS), lambda how: how == "cudagraphs"))
+def test_the_bytes_of_measured_steps_are_met(how: str) -> None:
+    """As measured, but for the zeros that stand for the gradient of logits: torch 2.11 keeps them until the
+    backward pass is over, and 2.13 drops them when they are copied."""
+    pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
+    seen = RUNS[how]
+    recipe = Recipe.parse(f"bf16 + adamw_fused + compiled(what=model, {next(iter(seen['compile']))}={how})")
+    found = predict(measured_job("llama4_whole"), recipe, gpu="h100-sxm")
+    most = {key: max(step[key] for step in seen["steps"]) for key in ("requested", "allocated", "reserved")}
+    kept = 0 if boxed_gradients_are_kept() or how == "aot_eager" else ZEROS
+    assert found.footprint.requested_bytes + kept == pytest.approx(most["requested"], rel=1e-4)
+    assert found.footprint.allocated_bytes + kept == pytest.approx(most["allocated"], rel=2e-4)
+    assert found.footprint.reserved_bytes == pytest.approx(most["reserved"], rel=0.01)
+    if how != "aot_eager":
+        trace = rehearse_again(found)
+        steady = max(list(trace.live())[trace_end(trace) :])
+        assert steady == pytest.approx(seen["steps"][2]["requested"], rel=1e-4)
+
+
+ZEROS = 2 * 2048 * 32000 * 2
+"""Bytes of logits of 2 x 2048 tokens in bfloat16."""
+
+
+def boxed_gradients_are_kept() -> bool:
+    """Whether this torch keeps what a compiled backward pass is given until it is over."""
+    return not hasattr(torch.autograd.Function, "boxed_grads_call")
