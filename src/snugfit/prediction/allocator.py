@@ -224,9 +224,7 @@ def replay(trace: Trace, *, expandable: bool = False, limit: int | None = None) 
                 act()
             if blocks[event - 1].step >= 0:
                 allocator.limit = None
-            live[event] = allocator.allocate(
-                blocks[event - 1].nbytes, of_graphs=event - 1 in trace.of_graphs
-            )
+            live[event] = allocator.allocate(blocks[event - 1].nbytes, of_graphs=event - 1 in trace.of_graphs)
         else:
             allocator.release(live.pop(-event))
         reserved.append(allocator.reserved)
