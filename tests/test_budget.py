@@ -250,7 +250,7 @@ def test_a_script_s_budget_is_read(tmp_path: Path, compiles: str) -> None:
     )
     reading = read_arguments(file)
     assert not reading.refused
-    what = "compiled" if compiles else "compiled(what=model)"
+    what = "compiled" if compiles else "compiled(what=model, autocast=within)"
     assert reading.settings["recipe"] == f"{what} + budget(0.5) + adamw_fused"
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from accelerate import Accelerator
+from accelerate.utils import TorchDynamoPlugin
 
 from aligned import compare, peak
 from cpu_scratch import compared
@@ -35,6 +37,7 @@ from test_compiled import LOSS_OUTSIDE, rehearsed
 from tiers import slow_but
 
 WHOLE = "compiled(what=model)"
+WITHIN = "compiled(what=model, autocast=within)"
 
 LAW = [
     (family, recipe)
@@ -44,6 +47,7 @@ LAW = [
     ("llama", f"{WHOLE} + every_layer"),
     ("bert", f"{WHOLE} + micro_batches(2)"),
     ("modernbert", f"bf16 + {WHOLE}"),
+    *((family, f"bf16 + {WITHIN}") for family in ("bert", "llama", "gpt2")),
 ]
 
 IN_ANOTHER_LAYOUT = {("vit", f"bf16 + {WHOLE}"), ("vit", f"lora + bf16 + {WHOLE}")}
@@ -52,7 +56,10 @@ IN_ANOTHER_LAYOUT = {("vit", f"bf16 + {WHOLE}"), ("vit", f"lora + bf16 + {WHOLE}
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    ("family", "recipe"), slow_but(LAW, lambda case: case in (("llama", f"bf16 + {WHOLE}"), ("vit", WHOLE)))
+    ("family", "recipe"),
+    slow_but(
+        LAW, lambda case: case in (("llama", f"bf16 + {WHOLE}"), ("vit", WHOLE), ("bert", f"bf16 + {WITHIN}"))
+    ),
 )
 def test_a_step_of_a_whole_model_allocates_what_its_trace_says(family: str, recipe: str) -> None:
     job = small_job(family, layers=2)
@@ -190,3 +197,40 @@ def test_attention_is_what_the_traced_model_asks_for() -> None:
     names = {kernel.operator for kernel in trace.kernels}
     assert any("scaled_dot_product" in name for name in names), names
     assert all(kernel.compiled for kernel in trace.kernels if kernel.phase == "forward")
+
+
+class Precise(torch.nn.Module):
+    """A product in 32 bits within autocast, as routers and norms compute it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(-1, 1, 64 * 64).reshape(64, 64))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """The sum of the product's squares."""
+        with torch.autocast("cpu", enabled=False):
+            return (rows @ self.weight).square().sum()
+
+
+@pytest.mark.whole
+def test_autocast_within_is_what_accelerate_compiles() -> None:
+    """accelerate puts autocast around a model's forward pass and compiles both, and the Trainer has it do so.
+    Gradients are those of a program whose backward pass is traced without autocast, bit for bit. Where
+    autocast is around the program, its backward pass multiplies in 16 bits."""
+    gradients = {}
+    for begins in ("accelerate", "within", "around"):
+        torch._dynamo.reset()
+        model = Precise()
+        if begins == "accelerate":
+            plugin = TorchDynamoPlugin(backend="aot_eager")
+            run = Accelerator(cpu=True, mixed_precision="bf16", dynamo_plugin=plugin).prepare(model)
+        else:
+            wish = CompileWish(what="model", backend="aot_eager", autocast=begins)
+            run = compiling.compiled_function(model.forward, wish)
+        with torch.autocast("cpu", torch.bfloat16, enabled=begins != "accelerate"):
+            loss = run(torch.linspace(0, 1, 8 * 64).reshape(8, 64))
+        loss.backward()
+        assert model.weight.grad is not None
+        gradients[begins] = model.weight.grad
+    assert torch.equal(gradients["within"], gradients["accelerate"])
+    assert not torch.equal(gradients["around"], gradients["accelerate"])

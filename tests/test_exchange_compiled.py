@@ -17,6 +17,8 @@ from test_exchange_export import STEPS, job_in, namespace, ours, samples
 
 COMPILED = Recipe.parse("compiled + every_layer")
 WHOLE = "compiled(what=model)"
+WITHIN = "compiled(what=model, autocast=within)"
+"""What the Trainer and accelerate do when they are told to compile."""
 
 
 @pytest.mark.parametrize("to", ["torch", "accelerate", "hf"])
@@ -69,12 +71,12 @@ def test_a_model_that_was_compiled_whole_is_read_as_one(
     file.write_text(content)
     reading = read_arguments(file)
     assert not reading.refused
-    assert WHOLE in reading.settings["recipe"]
-    assert [line for line in reading.took if line.key == key and WHOLE in line.says]
+    assert WITHIN in reading.settings["recipe"]
+    assert [line for line in reading.took if line.key == key and WITHIN in line.says]
     assert not [line for line in reading.differs if line.key == key]
 
 
-@pytest.mark.parametrize("recipe", [WHOLE, f"{WHOLE} + budget(0.5)"])
+@pytest.mark.parametrize("recipe", [WITHIN, f"{WITHIN} + budget(0.5)"])
 def test_the_trainer_is_told_to_compile_the_model_in_its_arguments(tmp_path: Path, recipe: str) -> None:
     made = export(job_in(tmp_path / "model", "llama"), Recipe.parse(recipe), "hf")
     assert json.loads(made.files["training_arguments.json"])["torch_compile"] is True
@@ -91,7 +93,7 @@ def test_accelerate_s_regions_are_layers_and_what_stands_beside_them(tmp_path: P
     reading = read_arguments(file)
     assert not reading.refused
     assert reading.settings["recipe"].startswith("compiled")
-    assert WHOLE not in reading.settings["recipe"]
+    assert "what=model" not in reading.settings["recipe"]
     assert any("beside the layers" in line.says for line in reading.differs)
 
 
@@ -104,13 +106,23 @@ def test_modes_and_backends_are_read_where_they_are_written(tmp_path: Path, sett
     """Of a whole model in the Trainer's arguments; of layers where a script calls `compile`."""
     job = job_in(tmp_path / "model", "llama")
     name, _, value = setting.partition("=")
-    made = export(job, Recipe.parse(f"compiled(what=model, {setting})"), "hf")
+    within = f"compiled(what=model, {setting}, autocast=within)"
+    made = export(job, Recipe.parse(within), "hf")
     (tmp_path / "a.json").write_text(made.files["training_arguments.json"])
     assert json.loads(made.files["training_arguments.json"])[f"torch_compile_{name}"] == value
     for file in (tmp_path / "a.json", script_in(tmp_path, made.files["training_arguments.py"])):
         reading = read_arguments(file)
         assert not reading.refused
-        assert f"compiled(what=model, {setting})" in reading.settings["recipe"]
+        assert within in reading.settings["recipe"]
+    made = export(job, Recipe.parse(f"compiled(what=model, {setting})"), "hf")
+    assert (
+        f'model.forward = torch.compile(model.forward, {name}="{value}")'
+        in made.files["training_arguments.py"]
+    )
+    assert json.loads(made.files["training_arguments.json"])["torch_compile"] is False
+    reading = read_arguments(script_in(tmp_path, made.files["training_arguments.py"]))
+    assert not reading.refused
+    assert f"compiled(what=model, {setting})" in reading.settings["recipe"]
     made = export(job, Recipe.parse(f"compiled({setting})"), "hf")
     assert f'layer.compile({name}="{value}")' in made.files["training_arguments.py"]
     reading = read_arguments(script_in(tmp_path, made.files["training_arguments.py"]))
@@ -129,7 +141,10 @@ def script_in(folder: Path, text: str) -> Path:
 def test_a_launch_file_of_accelerate_says_the_same(tmp_path: Path, setting: str) -> None:
     name, _, value = setting.partition("=")
     said = {"dynamo_backend": "INDUCTOR", f"dynamo_{name}": value.upper() if name == "backend" else value}
-    for regional, recipe in ((False, f"compiled(what=model, {setting})"), (True, f"compiled({setting})")):
+    for regional, recipe in (
+        (False, f"compiled(what=model, {setting}, autocast=within)"),
+        (True, f"compiled({setting})"),
+    ):
         file = tmp_path / "a.yaml"
         config = {**said, **({"dynamo_use_regional_compilation": True} if regional else {})}
         file.write_text(f"distributed_type: 'NO'\ndynamo_config: {json.dumps(config)}")

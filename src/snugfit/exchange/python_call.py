@@ -224,13 +224,21 @@ def _casts_to_float32(node: ast.AST) -> bool:
 
 
 def _compiles(tree: ast.Module, calls: list[ast.Call]) -> dict[str, Any]:
-    """What the script has torch compile: layers, in a loop over them, or a model; and how, where it says."""
+    """What the script has torch compile: layers, in a loop over them, a model's own forward pass, or a model
+    with what the Trainer puts around it; and how, where it says."""
     loops = {getattr(node.target, "id", "") for node in ast.walk(tree) if isinstance(node, ast.For)}
     by_owner = {_owner(call): call for call in calls if _name(call) == "compile"}
     for owners, key in ((loops - {""}, "layers.compile"), ({"torch", "model"}, "torch_compile")):
         if calls_of_it := [call for owner, call in by_owner.items() if owner in owners]:
-            return {key: True, **_how(calls_of_it[0], key)}
+            of = "forward.compile" if _compiles_forward(calls_of_it[0]) else key
+            return {of: True, **_how(calls_of_it[0], of)}
     return {}
+
+
+def _compiles_forward(compiles: ast.Call) -> bool:
+    """Whether this is `torch.compile(model.forward)`."""
+    of = compiles.args[0] if compiles.args else None
+    return isinstance(of, ast.Attribute) and of.attr == "forward"
 
 
 def _how(compiles: ast.Call, key: str) -> dict[str, Any]:

@@ -11,6 +11,10 @@ recomputes layers is compiled with them.
 Of either its forward pass is compiled, so its name in a state dict stays and hooks run as they are. What
 recomputes a compiled layer stands around it: the compiled program runs a second time in the backward pass.
 
+Where autocast begins is a part of it: accelerate puts it around a model's forward pass and compiles both, so
+the backward pass, which torch traces together with the forward pass, is traced without autocast. Compiled as
+it is here, with autocast around the program, it is traced under it, and keeps less.
+
 A cache of keys and values, which transformers makes in training too, is left out, as the Trainer leaves it
 out: what a layer does to it depends on the layer's number, so each layer would get a program of its own, and
 torch gives up after eight.
@@ -18,9 +22,11 @@ torch gives up after eight.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -110,13 +116,31 @@ def compile_lines(job: Job, wish: CompileWish, *, trainer: bool) -> tuple[str, .
     before = bounded if wish.budget < 1 else ()
     how = ", ".join(f'{name}="{value}"' for name, value in compile_arguments(wish).items())
     if wish.what == "model":
-        return before if trainer else (*before, "model.config.use_cache = False", f"model.compile({how})")
+        return (*before, *_model_lines(wish, how, trainer=trainer))
     return (
         *before,
         "model.config.use_cache = False  # layers that fill a cache would each get a program of its own",
         "for layer in model.modules():",
         f"    if type(layer).__name__ in {layer_names(job)!r}:",
         f"        layer.compile({how})",
+    )
+
+
+def _model_lines(wish: CompileWish, how: str, *, trainer: bool) -> tuple[str, ...]:
+    """Python that compiles the whole `model`. accelerate and the Trainer put autocast around the model's
+    forward pass, so `model.compile()` has it within."""
+    without_cache = "model.config.use_cache = False"
+    if wish.autocast == "around":
+        arguments = f"model.forward, {how}" if how else "model.forward"
+        return without_cache, f"model.forward = torch.compile({arguments})"
+    if trainer:
+        return ()
+    return (
+        "from torch._functorch import config as functorch",
+        "",
+        'functorch.backward_pass_autocast = "off"  # as where autocast begins within the model',
+        without_cache,
+        f"model.compile({how})",
     )
 
 
@@ -152,16 +176,48 @@ def compiled_function(forward: Callable[..., Any], wish: CompileWish) -> Callabl
     """This forward pass, compiled."""
     import torch
 
-    if wish.budget == 1:
+    if wish.budget == 1 and wish.autocast == "around":
         compiled: Callable[..., Any] = torch.compile(forward, **compile_arguments(wish))
         return compiled
-    within = torch.compile(forward, backend=InductorWithin(wish.budget, wish.mode))
+    within = torch.compile(forward, backend=_backend(wish))
 
     def run(*arguments: Any, **keywords: Any) -> Any:
         with plain_refusals():
             return within(*arguments, **keywords)
 
     return run
+
+
+def _backend(wish: CompileWish) -> Any:
+    """What makes programs with this budget and this beginning of autocast."""
+    import torch
+
+    inductor = InductorWithin(wish.budget, wish.mode)
+    backend = inductor if wish.backend == "inductor" else torch._dynamo.lookup_backend(wish.backend)
+    return backend if wish.autocast == "around" else BackwardWithoutAutocast(backend)
+
+
+@dataclass(frozen=True)
+class BackwardWithoutAutocast:
+    """Compiles by this backend, and has backward passes traced without autocast."""
+
+    backend: Callable[[Any, Any], Any]
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        """What runs this graph, which Dynamo traced."""
+        with autocast_begins("within"):
+            return self.backend(graph, inputs)
+
+
+@contextlib.contextmanager
+def autocast_begins(where: str) -> Iterator[None]:
+    """Within it, programs are traced as if autocast began there: `around` them, or `within`. torch traces a
+    backward pass together with its forward pass, under the autocast around the program; where none is,
+    without."""
+    from torch._functorch import config as functorch
+
+    with functorch.patch(backward_pass_autocast="off") if where == "within" else contextlib.nullcontext():
+        yield
 
 
 def _in_training(

@@ -10,6 +10,7 @@ dotted and say where they are set:
     model.quantization_config.* an argument of transformers' `BitsAndBytesConfig`
     lora.r                      an argument of peft's `LoraConfig`
     layers.compile              `compile()` of the model's repeated layers, in a script
+    forward.compile             `torch.compile` of the model's own forward pass, in a script
     functorch.*                 `torch._functorch.config`, in a script
     layers.float8               torchao's recipe for the products of their linear layers, in a script
     environment.PYTORCH_...     a variable of the process

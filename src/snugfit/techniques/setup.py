@@ -180,6 +180,10 @@ class CompileWish:
     mode: str = "default"
     """Of `inductor`: a set of its options, by torch's name."""
 
+    autocast: str = "around"
+    """Where autocast begins: `around` what is compiled, whose backward pass is then traced under it too, or
+    `within` it, and the backward pass is traced without."""
+
     budget: float = 1.0
     """Of what a compiled program would keep for its backward pass beyond its inputs, the share that it may
     keep; the rest is computed again."""

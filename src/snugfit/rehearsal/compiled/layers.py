@@ -122,7 +122,9 @@ class Compiler:
         """This layer's forward pass, compiled."""
         import torch._dynamo
 
-        compiled = torch._dynamo.optimize(_backend_of(wish.backend, wish.mode, wish.budget))(forward)
+        compiled = torch._dynamo.optimize(_backend_of(wish.backend, wish.mode, wish.budget, wish.autocast))(
+            forward
+        )
 
         name = getattr(forward, "__qualname__", "a layer")
 
@@ -337,12 +339,13 @@ _NOW: list[Compiler] = []
 
 
 @functools.cache
-def _backend_of(backend: str, mode: str, budget: float) -> Callable[[Any, Sequence[Any]], Any]:
+def _backend_of(backend: str, mode: str, budget: float, autocast: str) -> Callable[[Any, Sequence[Any]], Any]:
     """One function for all rehearsals with these settings: Dynamo finds what it traced before by the backend,
     too."""
 
     def compile_graph(graph: Any, inputs: Sequence[Any]) -> Any:
-        return _NOW[-1].compiled_graph(graph, inputs, backend, mode, budget)
+        with compiling.autocast_begins(autocast):
+            return _NOW[-1].compiled_graph(graph, inputs, backend, mode, budget)
 
     return compile_graph
 
@@ -373,10 +376,12 @@ def _choose(source: str, changes: Sequence[torch.Tensor]) -> None:
 def _surroundings() -> tuple[Any, ...]:
     """What AOTAutograd and Inductor ask of the process beside the graph."""
     import torch
+    from torch._functorch import config as functorch
 
     switch = torch.is_autocast_enabled(SWITCH), torch.get_autocast_dtype(SWITCH)
     tf32 = torch.backends.cuda.matmul.fp32_precision
-    return *switch, torch.is_autocast_cache_enabled(), torch.is_grad_enabled(), tf32
+    backward = functorch.backward_pass_autocast
+    return *switch, torch.is_autocast_cache_enabled(), torch.is_grad_enabled(), tf32, backward
 
 
 @contextlib.contextmanager

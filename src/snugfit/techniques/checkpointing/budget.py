@@ -46,7 +46,7 @@ class Budget(Technique):
                 "functorch.activation_memory_budget": Setting("share"),
             }
         )
-        for compiles in ("layers.compile", "torch_compile")
+        for compiles in ("layers.compile", "forward.compile", "torch_compile")
     )
 
     share: float = between(0.0, 1.0)
