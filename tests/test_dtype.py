@@ -131,7 +131,7 @@ def test_a_plan_leaves_out_what_changes_nothing(tmp_path: Path) -> None:
     ):
         fixed = kept_of(job, {slot: Recipe()[slot] for slot in Slot if slot != "precision"})
         asked = replace(job, dtype=dtype)
-        space = space_of(asked, fidelity=Fidelity.LEARNS, capability=(8, 9), fixed=fixed)
+        space = space_of(asked, fidelity=Fidelity.LEARNS, capability=(8, 0), fixed=fixed)  # too old for fp8
         assert {candidate.recipe[Slot.PRECISION].name for candidate in space.candidates} == names
         excluded = {one.what: one.why for one in space.excluded}
         assert all(text in excluded[name] for name, text in why.items())
