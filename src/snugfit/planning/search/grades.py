@@ -95,10 +95,12 @@ def find_grades(
                 break
             tried.add(state.space.candidates[between.number].sized)
             tell(f"looking for {technique.name} that fits")
+            if mixture is not None:  # which mostly makes the other needless
+                _look_for_mixture(state, pool, between, mixture)
+            if between.seconds_within(state.memory_bytes) >= state.fastest_that_fits * (1 - AS_FAST):
+                continue
             if least_grade := _least_that_fits(state, pool, between, grades):
                 add_candidate(state, *least_grade)
-            if mixture is not None:
-                _look_for_mixture(state, pool, between, mixture)
     for slot, (kept, *_) in fixed.items():
         if lesser := kept.lesser(job):
             tell(f"looking for the fewest layers of {kept}")

@@ -69,16 +69,16 @@ class Mixture:
     def free_copies(self, line: Line, gone: int) -> int:
         """Of so many layers that have to go, how many can be sent while others are computed.
 
-        A layer takes as long as recomputing it does. The copies begin when the recomputed layers are done,
-        and the last of them has to be done before the last layer is: `sent * copy` is at most
-        `(layers - 1 - (gone - sent)) * layer`, in seconds. The backward pass has twice as long for them.
+        A layer takes as long as recomputing it does. The copies begin when the first layer that is sent is
+        done, and the last of them is awaited when the last layer but one is: `sent * copy` is at most
+        `(layers - 2 - (gone - sent)) * layer`, in seconds. The backward pass has twice as long for them.
         """
         layer = (line.most_seconds - line.seconds) / self.layers
         nbytes = (line.needed_bytes - line.least_bytes) / self.layers
         copy = nbytes / self.link
         most = min(gone, int(MOST_ON_HOST / max(1.0, nbytes)))
         if copy > layer:
-            most = min(most, int((self.layers - 1 - gone) * layer / (copy - layer)))
+            most = min(most, int((self.layers - 2 - gone) * layer / (copy - layer)))
         return max(0, most)
 
     def seconds(self, line: Line, gone: int, sent: int) -> float:
