@@ -16,6 +16,7 @@ import torch
 import test_accelerate
 import test_fit_law
 from small_models import small_job
+from small_runs import killed_in, losses, small_run
 from snugfit.errors import RecipeError
 from snugfit.exchange.export import export
 from snugfit.job.gpu import find_gpu
@@ -32,6 +33,7 @@ from snugfit.step import activation_offload
 from snugfit.step.activation_offload import Travelling, offload_activations
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import OffloadWish, Setup
+from snugfit.training.run.train import train
 from test_activation_offload import INPUT, NBYTES, Stack, copies_of, gradients
 from test_law_loops import hold
 from test_law_rehearsed_equals_real import hold_to_reports, job
@@ -292,6 +294,17 @@ def test_a_users_trainer_and_loop_train_as_our_own(sent: list[list[int]], tmp_pa
         folder.mkdir()
         law(folder)
         assert sent[: len(sent) // 2] == sent[len(sent) // 2 :] != []
+
+
+@pytest.mark.whole
+def test_a_run_is_resumed_where_it_was(tmp_path: Path) -> None:
+    recipe = "host(all, layers=1)"
+    whole = train(small_run(tmp_path / "whole", recipe, max_steps=4))
+    killed_in(small_run(tmp_path / "killed", recipe, max_steps=4, save_steps=2), 3)
+    resumed = train(small_run(tmp_path / "killed", recipe, max_steps=4, save_steps=2))
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    pairs = zip(resumed.model.parameters(), whole.model.parameters(), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
 # ---- planned -----------------------------------------------------------------------------------------------

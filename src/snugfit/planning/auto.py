@@ -149,7 +149,7 @@ def _faster_mixture(asked: _Asked, base: Recipe, each: Recipe, gone: int, gpu: G
 
     def look(recipe: Recipe) -> Tried | None:
         known = asked.is_known(recipe)
-        return Tried(recipe, asked.leaves_headroom(recipe), asked.seconds(recipe)) if known else None
+        return Tried(recipe, asked.lacking(recipe), asked.seconds(recipe)) if known else None
 
     line = Line(asked.needed(base), asked.seconds(base), asked.needed(each), asked.seconds(each))
     most = asked.seconds(mixture.recomputed(base, gone))
@@ -199,17 +199,20 @@ class _Asked:
         timing = self.of(recipe).timing
         return timing.step_seconds if timing else 0.0
 
+    def lacking(self, recipe: Recipe) -> int:
+        """Bytes that it needs beyond those that leave the headroom; below 0 where it leaves it."""
+        return self.of(recipe).headroom_bytes - (self.of(recipe).spare_bytes or 0)
+
     def leaves_headroom(self, recipe: Recipe) -> bool:
         """Whether it fits and leaves the headroom."""
-        return (self.of(recipe).spare_bytes or 0) >= self.of(recipe).headroom_bytes
+        return self.lacking(recipe) <= 0
 
     def least(self, recipes: Sequence[Recipe]) -> Recipe:
         """Of these, of which each needs less than the one before, the first that fits; the first of all does
         not, and the last does."""
         low, high, rounds = 0, len(recipes) - 1, 0
-        bound = self.memory - self.of(recipes[high]).headroom_bytes
         while high - low > 1:
-            above, below = (self.needed(recipes[end]) - bound for end in (low, high))
+            above, below = self.lacking(recipes[low]), self.lacking(recipes[high])
             share = above / max(1, above - below) if rounds % 3 < 2 else 0.5
             middle = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
             if self.leaves_headroom(recipes[middle]):

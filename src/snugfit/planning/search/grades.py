@@ -112,17 +112,19 @@ def _look_for_mixture(state: SearchState, pool: WorkerPool, between: _Between, m
     """Judges recipes with some of their layers on the host that may be faster than all that fits, and adds
     those that are."""
 
+    memory = state.memory_bytes or 0
+
     def look(recipe: Recipe) -> Tried | None:
         judged = _judge(state, pool, recipe)
         if judged is None:
             return None
-        fits = state.fits(judged[1].needed_bytes)
-        if fits and judged[1].seconds < state.fastest_that_fits:
+        lacking = judged[1].needed_bytes - memory
+        if lacking <= 0 and judged[1].seconds < state.fastest_that_fits:
             add_candidate(state, *judged)
-        return Tried(judged[0], fits, judged[1].seconds)
+        return Tried(judged[0], lacking, judged[1].seconds)
 
     base = state.space.candidates[between.number].recipe
-    gone = between.layers_within(state.memory_bytes or 0, mixture.layers)
+    gone = between.layers_within(memory, mixture.layers)
     find_mixture(mixture, Line(*between[1:]), base, gone, state.fastest_that_fits, look)
 
 

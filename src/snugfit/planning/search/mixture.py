@@ -90,7 +90,8 @@ class Tried(NamedTuple):
     """A recipe that was looked at."""
 
     recipe: Recipe
-    fits: bool
+    lacking: int
+    """Bytes that it needs beyond those that it may; below 0 where it fits."""
     seconds: float
 
 
@@ -101,17 +102,19 @@ def find_mixture(
     recomputed, where that takes less than `most` seconds by more than would be called as fast; None where
     none was found. From so many `gone` layers on it is looked for those that fit, and for fewer; `look` gives
     None for what cannot be."""
-    best, sent = None, mixture.free_copies(line, gone)
+    best, fewest, sent = None, 0, mixture.free_copies(line, gone)
+    a_layer = max(1.0, (line.needed_bytes - line.least_bytes) / mixture.layers)
     most *= 1 - AS_FAST
     for _ in range(ROUNDS):
-        if sent < 1 or gone >= mixture.layers or mixture.seconds(line, gone, sent) >= most:
+        if sent < 1 or not fewest < gone < mixture.layers or mixture.seconds(line, gone, sent) >= most:
             break
         recipe = mixture.recipe(base, gone, sent)
         tried = look(recipe) if is_valid(recipe, mixture.job) else None
-        if tried is None or (best and not (tried.fits and tried.seconds < most)):
+        if tried is None or (best and not (tried.lacking <= 0 and tried.seconds < most)):
             break
-        if not tried.fits:
-            gone += 1
+        if tried.lacking > 0:
+            fewest = gone
+            gone += max(1, int(tried.lacking / a_layer))
         elif tried.seconds < most:
             best, most = tried.recipe, tried.seconds
             gone -= 1
