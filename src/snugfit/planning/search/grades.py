@@ -11,7 +11,7 @@ for both. That is no exact search: what the line says of a recipe may be wrong.
 Of the layers that have to go, some may wait on the host instead: those whose copies are done beside all that
 is computed anyway cost nothing. How many these are follows from the line as well, and from the link
 (`mixture.py`). Where that makes a step faster by more than would be called as fast, such a mixture is
-rehearsed.
+rehearsed, and first: where it fits, the least grade is mostly no longer worth looking for.
 
 A technique that is kept for all layers, as `host(all)`, is looked for with fewer of them.
 """
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
 RECIPES = 3
 """Recipes that get a grade, one after the other, the fastest on the line first."""
+
+KEPT_RECIPES = 2
+"""Of those that fit with what is kept for all layers, the fastest, which are looked at with fewer."""
 
 ROUNDS = 4
 """Times that grades of one recipe are rehearsed, two at a time."""
@@ -109,9 +112,8 @@ def find_grades(
 
 
 def _look_for_mixture(state: SearchState, pool: WorkerPool, between: _Between, mixture: Mixture) -> None:
-    """Judges recipes with some of their layers on the host that may be faster than all that fits, and adds
-    those that are."""
-
+    """Judges recipes with some of their layers on the host that may be faster than all that fits, and than
+    recomputing as few layers as fit, and adds those that are."""
     memory = state.memory_bytes or 0
 
     def look(recipe: Recipe) -> Tried | None:
@@ -125,14 +127,15 @@ def _look_for_mixture(state: SearchState, pool: WorkerPool, between: _Between, m
 
     base = state.space.candidates[between.number].recipe
     gone = between.layers_within(memory, mixture.layers)
-    find_mixture(mixture, Line(*between[1:]), base, gone, state.fastest_that_fits, look)
+    most = min(state.fastest_that_fits, between.seconds_within(memory))
+    find_mixture(mixture, Line(*between[1:]), base, gone, most, look)
 
 
 def _find_lesser(state: SearchState, pool: WorkerPool, slot: Slot, lesser: Sequence[Technique]) -> None:
     """Judges the fastest recipes that fit with the least of these in place of what is kept, and adds those
     that are faster."""
     fitting = [number for number in state.front() if state.fits(state.judged[number].needed_bytes)]
-    for number in fitting[:RECIPES]:
+    for number in fitting[:KEPT_RECIPES]:
         base = state.space.candidates[number].recipe
         low, high = 0, len(lesser) + 1  # the most that does not fit, and the least that does
         for _ in range(2 * ROUNDS):

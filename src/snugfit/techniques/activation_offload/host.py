@@ -75,10 +75,10 @@ class Host(Technique):
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """What was not measured; and that all layers send theirs where there are no more."""
         if self.layers:
-            yield f"{self}: how fast such a step is was predicted only, and not yet measured on a GPU."
+            yield "steps with some layers on the host were not measured on a GPU yet."
         most = job.model.layers
         if self.layers and most and self.layers >= most:
-            yield f"{self}: {job.model.name} has {most} layers, so all of them send what they keep."
+            yield f"{job.model.name} has {most} layers, so all of them send what they keep."
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
