@@ -13,7 +13,7 @@ from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.errors import NothingFits, RecipeError, UsageError
 from snugfit.job.job import Job
-from snugfit.planning.auto import predict, resolve
+from snugfit.planning.search.auto import predict, resolve
 from snugfit.prediction.predict import predict as predict_recipe
 from snugfit.techniques.recipe import Recipe, without_auto
 from snugfit.techniques.setup import OffloadWish
@@ -50,7 +50,7 @@ def test_nothing_is_recomputed_where_all_fits(this: Job) -> None:
 
 @pytest.mark.parametrize("share", [0.2, 0.6])
 def test_it_is_the_fewest_layers_that_fit(this: Job, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("snugfit.planning.auto.link_of", lambda gpu: None)
+    monkeypatch.setattr("snugfit.planning.search.auto.link_of", lambda gpu: None)
     most, least = needed(this, REST), needed(this, f"{REST} + every_layer")
     memory = int(most - share * (most - least))
     recipe, why = resolve(this, REST, gpu="h200", memory_bytes=memory)
@@ -62,7 +62,7 @@ def test_it_is_the_fewest_layers_that_fit(this: Job, share: float, monkeypatch: 
 
 
 def test_a_headroom_is_left(this: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("snugfit.planning.auto.link_of", lambda gpu: None)
+    monkeypatch.setattr("snugfit.planning.search.auto.link_of", lambda gpu: None)
     most, least = needed(this, REST), needed(this, f"{REST} + every_layer")
     half = (most - least) // 2
     assert at(this, most) == Recipe.parse(REST)
@@ -79,7 +79,7 @@ def test_layers_wait_on_the_host_where_that_costs_less(monkeypatch: pytest.Monke
     mixed, why = resolve(this, REST, gpu="h200", memory_bytes=memory)
     assert mixed.setup().activation_offload == OffloadWish(what="all", first=mixed[HOST].layers)  # type: ignore[attr-defined]
     assert "copies beside the computation take less time" in why
-    monkeypatch.setattr("snugfit.planning.auto.link_of", lambda gpu: 1.0)
+    monkeypatch.setattr("snugfit.planning.search.auto.link_of", lambda gpu: 1.0)
     recomputed = resolve(this, REST, gpu="h200", memory_bytes=memory).recipe
     assert recomputed[HOST].plain
     seconds = []

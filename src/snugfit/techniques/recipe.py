@@ -29,7 +29,7 @@ PLAIN = "plain"
 
 AUTO = "auto"
 """The word for the least recomputing and offloading that fits, which a search puts a technique in the place
-of (`planning/auto.py`) before there is a recipe."""
+of (`planning/search/auto.py`) before there is a recipe."""
 
 AUTO_SLOTS = (Slot.CHECKPOINTING, Slot.ACTIVATION_OFFLOAD)
 """Slots that it fills."""

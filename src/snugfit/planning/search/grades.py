@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.errors import SnugfitError
 from snugfit.planning.cost.figures import Bound, Figures
-from snugfit.planning.search.mixture import Line, Mixture, Tried, find_mixture, mixture_of
+from snugfit.planning.search.mixture import Mixture, RecomputingLine, Tried, find_mixture, mixture_of
 from snugfit.planning.search.simpler import AS_FAST
 from snugfit.planning.search.space import Candidate, Space
 from snugfit.planning.step_key import step_key
@@ -104,9 +104,9 @@ def find_grades(
                 continue
             if least_grade := _least_that_fits(state, pool, between, grades):
                 add_candidate(state, *least_grade)
-    for slot, (kept, *_) in fixed.items():
-        if lesser := kept.lesser(job):
-            tell(f"looking for the fewest layers of {kept}")
+    for slot, (technique, *_) in fixed.items():
+        if lesser := technique.lesser(job):
+            tell(f"looking for the fewest layers of {technique}")
             _find_lesser(state, pool, slot, lesser)
     return state.space
 
@@ -128,7 +128,7 @@ def _look_for_mixture(state: SearchState, pool: WorkerPool, between: _Between, m
     base = state.space.candidates[between.number].recipe
     gone = between.layers_within(memory, mixture.layers)
     most = min(state.fastest_that_fits, between.seconds_within(memory))
-    find_mixture(mixture, Line(*between[1:]), base, gone, most, look)
+    find_mixture(mixture, RecomputingLine(*between[1:]), base, gone, most, look)
 
 
 def _find_lesser(state: SearchState, pool: WorkerPool, slot: Slot, lesser: Sequence[Technique]) -> None:

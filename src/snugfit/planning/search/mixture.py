@@ -31,7 +31,7 @@ ROUNDS = 4
 """Mixtures that are looked at for one recipe."""
 
 
-class Line(NamedTuple):
+class RecomputingLine(NamedTuple):
     """From a step that keeps all activations to one that recomputes each layer."""
 
     needed_bytes: int
@@ -48,25 +48,25 @@ class Mixture:
     recomputing: Sequence[Technique]
     """The first layer, the first two, and so on up to all but one."""
     on_host: Sequence[Technique]
-    """Likewise."""
+    """The same layers, whose activations wait there."""
     link: float
     """Bytes a second to the host, and as many back."""
 
     @property
     def layers(self) -> int:
-        """Of the model."""
+        """How many the model has."""
         return len(self.on_host) + 1
 
     def recipe(self, base: Recipe, gone: int, sent: int) -> Recipe:
         """With so many layers that have to go, of which so many are sent and the others recomputed."""
-        base = self.recomputed(base, gone - sent) if gone > sent else base
+        base = self.with_recomputing(base, gone - sent) if gone > sent else base
         return base.with_(self.on_host[gone - 1])
 
-    def recomputed(self, base: Recipe, layers: int) -> Recipe:
+    def with_recomputing(self, base: Recipe, layers: int) -> Recipe:
         """With so many layers recomputed."""
         return base.with_(self.recomputing[layers - 1])
 
-    def free_copies(self, line: Line, gone: int) -> int:
+    def free_copies(self, line: RecomputingLine, gone: int) -> int:
         """Of so many layers that have to go, how many can be sent while others are computed.
 
         A layer takes as long as recomputing it does. The copies begin when the first layer that is sent is
@@ -81,7 +81,7 @@ class Mixture:
             most = min(most, int((self.layers - 2 - gone) * layer / (copy - layer)))
         return max(0, most)
 
-    def seconds(self, line: Line, gone: int, sent: int) -> float:
+    def seconds(self, line: RecomputingLine, gone: int, sent: int) -> float:
         """What such a step takes on the line."""
         return line.seconds + (gone - sent) * (line.most_seconds - line.seconds) / self.layers
 
@@ -96,7 +96,12 @@ class Tried(NamedTuple):
 
 
 def find_mixture(
-    mixture: Mixture, line: Line, base: Recipe, gone: int, most: float, look: Callable[[Recipe], Tried | None]
+    mixture: Mixture,
+    line: RecomputingLine,
+    base: Recipe,
+    gone: int,
+    most: float,
+    look: Callable[[Recipe], Tried | None],
 ) -> Recipe | None:
     """The recipe with as many layers on the host as cost nothing and the others of those that have to go
     recomputed, where that takes less than `most` seconds by more than would be called as fast; None where
