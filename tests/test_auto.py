@@ -78,7 +78,7 @@ def test_layers_wait_on_the_host_where_that_costs_less(monkeypatch: pytest.Monke
     memory = (most + least) // 2
     mixed, why = resolve(this, REST, gpu="h200", memory_bytes=memory)
     assert mixed.setup().activation_offload == OffloadWish(what="all", first=mixed[HOST].layers)  # type: ignore[attr-defined]
-    assert "copies beside the computation take less time" in why
+    assert "copying in the background takes less time" in why
     monkeypatch.setattr("snugfit.planning.search.auto.link_of", lambda gpu: 1.0)
     recomputed = resolve(this, REST, gpu="h200", memory_bytes=memory).recipe
     assert recomputed[HOST].plain
@@ -125,7 +125,7 @@ def test_without_a_gpu_it_is_refused_with_the_way_out(this: Job) -> None:
 
 
 def test_a_recipe_is_never_auto() -> None:
-    with pytest.raises(RecipeError, match="stands for a search") as refused:
+    with pytest.raises(RecipeError, match="asks for a search") as refused:
         Recipe.parse("bf16 + auto")
     assert "       ^^^^" in str(refused.value)
     assert without_auto("bf16 + every_layer") is None
@@ -166,8 +166,8 @@ def test_a_command_says_what_it_stands_for(capsys: pytest.CaptureFixture[str]) -
     ("command", "why"),
     [
         (("predict", "--gpu", "h200", "--largest", "batch"), "takes none with 'auto'"),
-        (("predict", "--gpu", "h200", "--compare", "auto"), "stands for a search"),
-        (("plan", "--gpu", "h200"), "stands for a search"),
+        (("predict", "--gpu", "h200", "--compare", "auto"), "asks for a search"),
+        (("plan", "--gpu", "h200"), "asks for a search"),
         (("measure", "--device", "cpu"), "Name one with --gpu"),
         (("train", "--device", "cpu", "--output-dir", "out"), "Name one with --gpu"),
     ],

@@ -164,8 +164,8 @@ def techniques_of(text: str) -> dict[Slot, Technique]:
             word.refuse(f"{PLAIN!r} is the recipe that names nothing, so nothing can be added to it.")
         if word.name == AUTO:
             word.refuse(
-                f"{AUTO!r} stands for a search, but here a recipe is needed. snugfit predict, measure and "
-                "train take it, with a GPU, and say what it stands for: write that here. From Python: "
+                f"{AUTO!r} asks for a search, but here a recipe is needed. snugfit predict, measure and "
+                "train take it, with a GPU, and say what they found: write that here. From Python: "
                 f"snugfit.predict(job, 'bf16 + {AUTO}', gpu='h200').recipe."
             )
         technique = word.technique()

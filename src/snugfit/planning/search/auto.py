@@ -120,7 +120,7 @@ def resolve(
             needed = show_bytes(asked.needed_bytes(base))
             because = f"it does not fit with fewer layers: {needed} are needed with none"
             if mixed is not None:
-                because += ", and copies beside the computation take less time than computing again"
+                because += ", and copying in the background takes less time than computing again"
             return _resolve_to(mixed or least, because, asked)
     hosts = [*(kinds.on_host if kinds else ()), *_all_on_host()]
     sent = [recipe for one in hosts if is_valid(recipe := last.with_(one), job)]

@@ -104,9 +104,9 @@ def find_grades(
                 continue
             if least_grade := _least_that_fits(state, pool, between, grades):
                 add_candidate(state, *least_grade)
-    for slot, (technique, *_) in fixed.items():
-        if lesser := technique.lesser(job):
-            tell(f"looking for the fewest layers of {technique}")
+    for slot, (whole, *_) in fixed.items():
+        if lesser := whole.lesser(job):
+            tell(f"looking for the fewest layers of {whole}")
             _find_lesser(state, pool, slot, lesser)
     return state.space
 
