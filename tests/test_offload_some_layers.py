@@ -16,10 +16,12 @@ import torch
 import test_accelerate
 import test_fit_law
 from small_models import small_job
+from small_runs import killed_in, losses, small_run
 from snugfit.errors import RecipeError
 from snugfit.exchange.export import export
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
+from snugfit.planning.search.search import plan
 from snugfit.prediction.pinned import pinned_bytes
 from snugfit.prediction.predict import predict
 from snugfit.prediction.rates import rates_for
@@ -31,6 +33,7 @@ from snugfit.step import activation_offload
 from snugfit.step.activation_offload import Travelling, offload_activations
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import OffloadWish, Setup
+from snugfit.training.run.train import train
 from test_activation_offload import INPUT, NBYTES, Stack, copies_of, gradients
 from test_law_loops import hold
 from test_law_rehearsed_equals_real import hold_to_reports, job
@@ -291,3 +294,70 @@ def test_a_users_trainer_and_loop_train_as_our_own(sent: list[list[int]], tmp_pa
         folder.mkdir()
         law(folder)
         assert sent[: len(sent) // 2] == sent[len(sent) // 2 :] != []
+
+
+@pytest.mark.whole
+def test_a_run_is_resumed_where_it_was(tmp_path: Path) -> None:
+    recipe = "host(all, layers=1)"
+    whole = train(small_run(tmp_path / "whole", recipe, max_steps=4))
+    killed_in(small_run(tmp_path / "killed", recipe, max_steps=4, save_steps=2), 3)
+    resumed = train(small_run(tmp_path / "killed", recipe, max_steps=4, save_steps=2))
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    pairs = zip(resumed.model.parameters(), whole.model.parameters(), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+# ---- planned -----------------------------------------------------------------------------------------------
+
+DEPTH = 8
+KEEP = (
+    "lora(r=4) + bf16 + sdpa + adamw_fused + uncompiled + torch_kernels + whole_logits + ieee + whole_batch"
+)
+
+
+def planned(memory: int, more: str) -> Recipe:
+    """The answer, held to what a prediction of it says."""
+    this = small_job("llama", DEPTH, batch_size=16, sequence_length=8192)
+    found = plan(this, gpu="h200", memory_bytes=memory, keep=f"{KEEP} + {more}", workers=1)
+    assert found.best is not None
+    assert found.verified
+    assert needed(found.best.recipe) <= memory
+    assert not any(reason.why_not for reason in found.reasons if reason.slot == "activation_offload")
+    return Recipe.parse(found.best.recipe)
+
+
+def needed(recipe: str) -> int:
+    this = small_job("llama", DEPTH, batch_size=16, sequence_length=8192)
+    footprint = predict(this, recipe, gpu="h200").footprint
+    return (footprint.reserved_bytes or 0) + footprint.context_bytes
+
+
+OF = "lora(r=4) + bf16 + adamw_fused"
+
+
+@pytest.mark.whole
+def test_a_plan_sends_layers_where_that_costs_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory for all layers but one, whose copy is done beside the others."""
+    memory = needed(f"{OF} + host(all, layers=1)")
+    recipe = planned(memory, "default")
+    wish = recipe.setup().activation_offload
+    assert wish is not None
+    assert wish.first is not None
+    again = recipe.setup().checkpoint
+    assert again is None or (again.first or DEPTH) < wish.first
+    monkeypatch.setattr("snugfit.planning.search.search.link_of", lambda gpu: 1.0)
+    assert planned(memory, "default").setup().activation_offload is None
+
+
+@pytest.mark.whole
+def test_a_plan_that_keeps_it_for_all_layers_sends_as_few_as_fit() -> None:
+    memory = (needed(OF) + needed(f"{OF} + every_layer")) // 2
+    recipe = planned(memory, "keep_all + host(all)")
+    wish = recipe.setup().activation_offload
+    assert wish is not None
+    assert wish.what == "all"
+    k = wish.first or DEPTH
+    assert 1 < k < DEPTH
+    assert needed(str(recipe).replace(f"layers={k}", f"layers={k - 1}")) > memory
+    exactly = planned(memory, f"keep_all + host(all, layers={k + 1})")
+    assert exactly.setup().activation_offload == OffloadWish(what="all", first=k + 1)

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from snugfit.job.model import Model
     from snugfit.measurement.measure import measure
     from snugfit.measurement.watch import watch
-    from snugfit.planning.auto import predict
     from snugfit.planning.fleet.gpu_plans import GpuPlans
     from snugfit.planning.fleet.search_gpus import plan_gpus
     from snugfit.planning.lengths.length_plan import LengthPlan
     from snugfit.planning.lengths.lengths import plan_lengths
     from snugfit.planning.plan import Plan
+    from snugfit.planning.search.auto import predict
     from snugfit.results.footprint import Footprint, Timing
     from snugfit.results.measurement import Measurement
     from snugfit.results.prediction import Prediction
@@ -95,7 +95,7 @@ _HOMES = {
     "measurement.measure": ("measure",),
     "results.measurement": ("Measurement",),
     "measurement.watch": ("watch",),
-    "planning.auto": ("predict",),
+    "planning.search.auto": ("predict",),
     "planning.fleet.gpu_plans": ("GpuPlans",),
     "planning.lengths.length_plan": ("LengthPlan",),
     "planning.lengths.lengths": ("plan_lengths",),

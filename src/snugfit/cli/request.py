@@ -110,7 +110,7 @@ class Request:
         stderr. Raises `UsageError` where there is none, and `NothingFits` where nothing fits it."""
         if not self.has_auto:
             return self
-        from snugfit.planning.auto import resolve
+        from snugfit.planning.search.auto import resolve
 
         recipe, why = resolve(
             self.job,

@@ -175,7 +175,7 @@ def _without_auto(job: Job, text: str, target: torch.device, watch: Callable[[Ev
         return Recipe.parse(text)
     import torch
 
-    from snugfit.planning.auto import resolve
+    from snugfit.planning.search.auto import resolve
 
     gpu = torch.cuda.get_device_name(target) if target.type == "cuda" else None
     recipe, why = resolve(job, rest, gpu=gpu)

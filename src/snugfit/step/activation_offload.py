@@ -125,7 +125,7 @@ class SavedTensor(NamedTuple):
     offset: int
 
 
-class Kept:
+class KeptTensor:
     """What autograd keeps in the place of a tensor that stays on the device, or of which it is not yet known
     whether it travels."""
 
@@ -148,51 +148,51 @@ class Window:
 
     def __init__(self, stacks: Sequence[Sequence[Any]], first: int) -> None:
         self.first = first
-        self._places = {
-            id(layer): (number, place)
+        self._indices = {
+            id(layer): (number, index)
             for number, stack in enumerate(stacks)
-            for place, layer in enumerate(stack)
+            for index, layer in enumerate(stack)
         }
         self._lengths = [max(1, len(stack) - first - 1) for stack in stacks]
         self.begin_pass()
 
     def begin_pass(self) -> None:
         """No layer has run yet."""
-        self._stack = self._place = -1
+        self._stack = self._index = -1
         self.is_inside = False
-        self._waiting: list[tuple[int, Region]] = []  # by the layer's place, for their copies
-        self._filled: dict[int, list[Region]] = {}  # by the place of their layer, in this stack
+        self._waiting: list[tuple[int, Region]] = []  # by the layer's index, for their copies
+        self._filled: dict[int, list[Region]] = {}  # by the index of their layer in this stack
 
     @property
     def stays(self) -> bool:
         """Whether the layer that runs, or ran last, keeps its activations on the device."""
-        return self._place >= self.first
+        return self._index >= self.first
 
     def enter(self, layer: Any) -> None:
         """This layer is called; a stack may run several times."""
-        stack, place = self._places[id(layer)]
-        if stack != self._stack or place <= self._place:
+        stack, index = self._indices[id(layer)]
+        if stack != self._stack or index <= self._index:
             self.end()
-        self._stack, self._place, self.is_inside = stack, place, True
+        self._stack, self._index, self.is_inside = stack, index, True
 
     def leave(self) -> None:
         """The layer is done."""
         self.is_inside = False
-        self._leave_device(self._place - self._lengths[self._stack])
+        self._leave_device(self._index - self._lengths[self._stack])
 
     def end(self) -> None:
         """The stack is done."""
-        self._leave_device(self._place)
+        self._leave_device(self._index)
         self._filled = {}
 
     def before(self) -> tuple[Region, ...]:
         """What begins to come back when the backward pass comes to the layer that runs."""
-        return tuple(self._filled.get(self._place - self._lengths[self._stack], ()))
+        return tuple(self._filled.get(self._index - self._lengths[self._stack], ()))
 
     def append(self, region: Region) -> None:
         """A region of the layer that runs is full."""
-        self._waiting.append((self._place, region))
-        self._filled.setdefault(self._place, []).append(region)
+        self._waiting.append((self._index, region))
+        self._filled.setdefault(self._index, []).append(region)
 
     def _leave_device(self, last: int) -> None:
         while self._waiting and self._waiting[0][0] <= last:
@@ -218,7 +218,7 @@ class ActivationOffload:
         self._last: Region | None = None  # the last that was filled
         self._known: dict[tuple[int, torch.dtype], tuple[Any, Any]] = {}
         self._weights: frozenset[int] = frozenset()
-        self._undecided: list[Kept] = []
+        self._undecided: list[KeptTensor] = []
         if self._window is not None:
             self._window.begin_pass()
 
@@ -298,10 +298,10 @@ class ActivationOffload:
             return self._save(tensor, checkpointed=checkpointed) if checkpointed or self._in_layer else tensor
         if not window.is_inside:
             if checkpointed:
-                self._undecided.append(Kept(tensor))
+                self._undecided.append(KeptTensor(tensor))
             return self._undecided[-1] if checkpointed else tensor
         before = window.before()
-        return Kept(tensor, before) if before else tensor
+        return KeptTensor(tensor, before) if before else tensor
 
     def _save(self, tensor: torch.Tensor, *, checkpointed: bool) -> SavedTensor:
         """What stands for a tensor that travels; a checkpoint's input does so alone."""
@@ -321,7 +321,7 @@ class ActivationOffload:
         return saved
 
     def _unpack(self, saved: Any) -> torch.Tensor:
-        if isinstance(saved, Kept):
+        if isinstance(saved, KeptTensor):
             for region in saved.before:
                 self._bring(region)
             if saved.tensor is not None:
@@ -388,11 +388,11 @@ class ActivationOffload:
 
     def _decide(self, window: Window) -> None:
         """The inputs that a checkpoint has just saved are those of the layer that is entered."""
-        for kept in self._undecided:
-            if window.stays or kept.tensor is None:
-                kept.before = window.before()
+        for entry in self._undecided:
+            if window.stays or entry.tensor is None:
+                entry.before = window.before()
             else:
-                kept.saved, kept.tensor = self._save(kept.tensor, checkpointed=True), None
+                entry.saved, entry.tensor = self._save(entry.tensor, checkpointed=True), None
         self._undecided.clear()
 
     def _bring(self, region: Region) -> None:

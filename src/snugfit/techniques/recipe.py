@@ -29,7 +29,7 @@ PLAIN = "plain"
 
 AUTO = "auto"
 """The word for the least recomputing and offloading that fits, which a search puts a technique in the place
-of (`planning/auto.py`) before there is a recipe."""
+of (`planning/search/auto.py`) before there is a recipe."""
 
 AUTO_SLOTS = (Slot.CHECKPOINTING, Slot.ACTIVATION_OFFLOAD)
 """Slots that it fills."""
@@ -164,8 +164,8 @@ def techniques_of(text: str) -> dict[Slot, Technique]:
             word.refuse(f"{PLAIN!r} is the recipe that names nothing, so nothing can be added to it.")
         if word.name == AUTO:
             word.refuse(
-                f"{AUTO!r} stands for a search, but here a recipe is needed. snugfit predict, measure and "
-                "train take it, with a GPU, and say what it stands for: write that here. From Python: "
+                f"{AUTO!r} asks for a search, but here a recipe is needed. snugfit predict, measure and "
+                "train take it, with a GPU, and say what they found: write that here. From Python: "
                 f"snugfit.predict(job, 'bf16 + {AUTO}', gpu='h200').recipe."
             )
         technique = word.technique()

@@ -11,7 +11,7 @@ for both. That is no exact search: what the line says of a recipe may be wrong.
 Of the layers that have to go, some may wait on the host instead: those whose copies are done beside all that
 is computed anyway cost nothing. How many these are follows from the line as well, and from the link
 (`mixture.py`). Where that makes a step faster by more than would be called as fast, such a mixture is
-rehearsed.
+rehearsed, and first: where it fits, the least grade is mostly no longer worth looking for.
 
 A technique that is kept for all layers, as `host(all)`, is looked for with fewer of them.
 """
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.errors import SnugfitError
 from snugfit.planning.cost.figures import Bound, Figures
-from snugfit.planning.search.mixture import Line, Mixture, Tried, find_mixture, mixture_of
+from snugfit.planning.search.mixture import Mixture, RecomputingLine, Tried, find_mixture, mixture_of
 from snugfit.planning.search.simpler import AS_FAST
 from snugfit.planning.search.space import Candidate, Space
 from snugfit.planning.step_key import step_key
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
 RECIPES = 3
 """Recipes that get a grade, one after the other, the fastest on the line first."""
+
+KEPT_RECIPES = 2
+"""Of those that fit with what is kept for all layers, the fastest, which are looked at with fewer."""
 
 ROUNDS = 4
 """Times that grades of one recipe are rehearsed, two at a time."""
@@ -95,40 +98,44 @@ def find_grades(
                 break
             tried.add(state.space.candidates[between.number].sized)
             tell(f"looking for {technique.name} that fits")
+            if mixture is not None:  # which mostly makes the other needless
+                _look_for_mixture(state, pool, between, mixture)
+            if between.seconds_within(state.memory_bytes) >= state.fastest_that_fits * (1 - AS_FAST):
+                continue
             if least_grade := _least_that_fits(state, pool, between, grades):
                 add_candidate(state, *least_grade)
-            if mixture is not None:
-                _look_for_mixture(state, pool, between, mixture)
-    for slot, (kept, *_) in fixed.items():
-        if lesser := kept.lesser(job):
-            tell(f"looking for the fewest layers of {kept}")
+    for slot, (whole, *_) in fixed.items():
+        if lesser := whole.lesser(job):
+            tell(f"looking for the fewest layers of {whole}")
             _find_lesser(state, pool, slot, lesser)
     return state.space
 
 
 def _look_for_mixture(state: SearchState, pool: WorkerPool, between: _Between, mixture: Mixture) -> None:
-    """Judges recipes with some of their layers on the host that may be faster than all that fits, and adds
-    those that are."""
+    """Judges recipes with some of their layers on the host that may be faster than all that fits, and than
+    recomputing as few layers as fit, and adds those that are."""
+    memory = state.memory_bytes or 0
 
     def look(recipe: Recipe) -> Tried | None:
         judged = _judge(state, pool, recipe)
         if judged is None:
             return None
-        fits = state.fits(judged[1].needed_bytes)
-        if fits and judged[1].seconds < state.fastest_that_fits:
+        lacking = judged[1].needed_bytes - memory
+        if lacking <= 0 and judged[1].seconds < state.fastest_that_fits:
             add_candidate(state, *judged)
-        return Tried(judged[0], fits, judged[1].seconds)
+        return Tried(judged[0], lacking, judged[1].seconds)
 
     base = state.space.candidates[between.number].recipe
-    gone = between.layers_within(state.memory_bytes or 0, mixture.layers)
-    find_mixture(mixture, Line(*between[1:]), base, gone, state.fastest_that_fits, look)
+    gone = between.layers_within(memory, mixture.layers)
+    most = min(state.fastest_that_fits, between.seconds_within(memory))
+    find_mixture(mixture, RecomputingLine(*between[1:]), base, gone, most, look)
 
 
 def _find_lesser(state: SearchState, pool: WorkerPool, slot: Slot, lesser: Sequence[Technique]) -> None:
     """Judges the fastest recipes that fit with the least of these in place of what is kept, and adds those
     that are faster."""
     fitting = [number for number in state.front() if state.fits(state.judged[number].needed_bytes)]
-    for number in fitting[:RECIPES]:
+    for number in fitting[:KEPT_RECIPES]:
         base = state.space.candidates[number].recipe
         low, high = 0, len(lesser) + 1  # the most that does not fit, and the least that does
         for _ in range(2 * ROUNDS):

@@ -31,7 +31,7 @@ ROUNDS = 4
 """Mixtures that are looked at for one recipe."""
 
 
-class Line(NamedTuple):
+class RecomputingLine(NamedTuple):
     """From a step that keeps all activations to one that recomputes each layer."""
 
     needed_bytes: int
@@ -48,40 +48,40 @@ class Mixture:
     recomputing: Sequence[Technique]
     """The first layer, the first two, and so on up to all but one."""
     on_host: Sequence[Technique]
-    """Likewise."""
+    """The same layers, whose activations wait there."""
     link: float
     """Bytes a second to the host, and as many back."""
 
     @property
     def layers(self) -> int:
-        """Of the model."""
+        """How many the model has."""
         return len(self.on_host) + 1
 
     def recipe(self, base: Recipe, gone: int, sent: int) -> Recipe:
         """With so many layers that have to go, of which so many are sent and the others recomputed."""
-        base = self.recomputed(base, gone - sent) if gone > sent else base
+        base = self.with_recomputing(base, gone - sent) if gone > sent else base
         return base.with_(self.on_host[gone - 1])
 
-    def recomputed(self, base: Recipe, layers: int) -> Recipe:
+    def with_recomputing(self, base: Recipe, layers: int) -> Recipe:
         """With so many layers recomputed."""
         return base.with_(self.recomputing[layers - 1])
 
-    def free_copies(self, line: Line, gone: int) -> int:
+    def free_copies(self, line: RecomputingLine, gone: int) -> int:
         """Of so many layers that have to go, how many can be sent while others are computed.
 
-        A layer takes as long as recomputing it does. The copies begin when the recomputed layers are done,
-        and the last of them has to be done before the last layer is: `sent * copy` is at most
-        `(layers - 1 - (gone - sent)) * layer`, in seconds. The backward pass has twice as long for them.
+        A layer takes as long as recomputing it does. The copies begin when the first layer that is sent is
+        done, and the last of them is awaited when the last layer but one is: `sent * copy` is at most
+        `(layers - 2 - (gone - sent)) * layer`, in seconds. The backward pass has twice as long for them.
         """
         layer = (line.most_seconds - line.seconds) / self.layers
         nbytes = (line.needed_bytes - line.least_bytes) / self.layers
         copy = nbytes / self.link
         most = min(gone, int(MOST_ON_HOST / max(1.0, nbytes)))
         if copy > layer:
-            most = min(most, int((self.layers - 1 - gone) * layer / (copy - layer)))
+            most = min(most, int((self.layers - 2 - gone) * layer / (copy - layer)))
         return max(0, most)
 
-    def seconds(self, line: Line, gone: int, sent: int) -> float:
+    def seconds(self, line: RecomputingLine, gone: int, sent: int) -> float:
         """What such a step takes on the line."""
         return line.seconds + (gone - sent) * (line.most_seconds - line.seconds) / self.layers
 
@@ -90,28 +90,36 @@ class Tried(NamedTuple):
     """A recipe that was looked at."""
 
     recipe: Recipe
-    fits: bool
+    lacking: int
+    """Bytes that it needs beyond those that it may; below 0 where it fits."""
     seconds: float
 
 
 def find_mixture(
-    mixture: Mixture, line: Line, base: Recipe, gone: int, most: float, look: Callable[[Recipe], Tried | None]
+    mixture: Mixture,
+    line: RecomputingLine,
+    base: Recipe,
+    gone: int,
+    most: float,
+    look: Callable[[Recipe], Tried | None],
 ) -> Recipe | None:
     """The recipe with as many layers on the host as cost nothing and the others of those that have to go
     recomputed, where that takes less than `most` seconds by more than would be called as fast; None where
     none was found. From so many `gone` layers on it is looked for those that fit, and for fewer; `look` gives
     None for what cannot be."""
-    best, sent = None, mixture.free_copies(line, gone)
+    best, fewest, sent = None, 0, mixture.free_copies(line, gone)
+    a_layer = max(1.0, (line.needed_bytes - line.least_bytes) / mixture.layers)
     most *= 1 - AS_FAST
     for _ in range(ROUNDS):
-        if sent < 1 or gone >= mixture.layers or mixture.seconds(line, gone, sent) >= most:
+        if sent < 1 or not fewest < gone < mixture.layers or mixture.seconds(line, gone, sent) >= most:
             break
         recipe = mixture.recipe(base, gone, sent)
         tried = look(recipe) if is_valid(recipe, mixture.job) else None
-        if tried is None or (best and not (tried.fits and tried.seconds < most)):
+        if tried is None or (best and not (tried.lacking <= 0 and tried.seconds < most)):
             break
-        if not tried.fits:
-            gone += 1
+        if tried.lacking > 0:
+            fewest = gone
+            gone += max(1, int(tried.lacking / a_layer))
         elif tried.seconds < most:
             best, most = tried.recipe, tried.seconds
             gone -= 1

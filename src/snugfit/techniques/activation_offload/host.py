@@ -5,10 +5,10 @@ as long as the link keeps up: a layer's activations must go out while the next l
 checkpointed layers do with a PCIe 5 link from a few hundred tokens on; all that layers keep is ten times as
 much, for less arithmetic, so such a step is mostly bound by the link.
 
-With `layers` only the first few of a stack send theirs: their memory is free when the backward pass begins,
-and the others' copies are never made. The first ones, since they wait longest: the copies of the last of them
-go while the other layers are computed, there and back. A layer that is recomputed as well keeps nothing but
-its input, which then is all that waits there.
+With `layers` only the first few of a stack send theirs; neither TRL nor transformers has that. The others'
+copies are never made, and there is more time for each copy: until as many layers more have run as keep theirs
+on the device, and as long in the backward pass (`step/activation_offload.py`). A few layers travel for
+nothing. A layer that is recomputed as well keeps nothing but its input, which is all that waits there then.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Host(Technique):
         Counterpart(
             arguments={"activation_offloading": True},
             settings={"what": "all"},
-            note="TRL also moves what embeddings save, and tensors from 1 KiB on",
+            note="TRL moves those of all layers, what embeddings save, and tensors from 1 KiB on",
         ),
         Counterpart(
             arguments={"activation_checkpointing": True, "activation_checkpointing_kwargs.offload": True},
             settings={"what": "checkpoints"},
-            note="transformers copies by the stream that computes, which waits for each copy",
+            note="transformers moves those of all layers, by the stream that computes, which waits for each",
         ),
     )
 
@@ -73,10 +73,12 @@ class Host(Technique):
             yield "no layer is recomputed, so there are no inputs of such. Try 'host(all)', or 'every_layer'."
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """All layers send theirs where there are no more."""
+        """What was not measured; and that all layers send theirs where there are no more."""
+        if self.layers:
+            yield "steps with some layers on the host were not measured on a GPU yet."
         most = job.model.layers
         if self.layers and most and self.layers >= most:
-            yield f"{self}: {job.model.name} has {most} layers, so all of them send what they keep."
+            yield f"{job.model.name} has {most} layers, so all of them send what they keep."
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.errors import NothingFits, SnugfitError, UsageError
 from snugfit.job.gpu import find_gpu
-from snugfit.planning.search.mixture import Line, Tried, find_mixture, is_valid, mixture_of
+from snugfit.planning.search.mixture import RecomputingLine, Tried, find_mixture, is_valid, mixture_of
 from snugfit.prediction.predict import predict as predict_recipe
 from snugfit.prediction.profile import INSTALLED
 from snugfit.prediction.rates import link_of
@@ -107,7 +107,7 @@ def resolve(
     base = rest if isinstance(rest, Recipe) else Recipe.parse(rest)
     asked = _Asked(job, {"gpu": gpu, "memory_bytes": memory_bytes, **how})
     if asked.leaves_headroom(base):
-        return _resolved(base, "all activations fit", asked)
+        return _resolve_to(base, "all activations fit", asked)
     kinds = mixture_of(job, link_of(gpu) or math.inf)
     recomputing = [*(kinds.recomputing if kinds else ()), *_each_layer(job)]
     again = [recipe for one in recomputing if is_valid(recipe := base.with_(one), job)]
@@ -117,30 +117,30 @@ def resolve(
         if asked.leaves_headroom(last):
             least = asked.least([base, *again])
             mixed = _faster_mixture(asked, base, last, again.index(least) + 1, gpu)
-            needed = show_bytes(asked.needed(base))
+            needed = show_bytes(asked.needed_bytes(base))
             because = f"it does not fit with fewer layers: {needed} are needed with none"
             if mixed is not None:
-                because += ", and copies beside the computation take less time than computing again"
-            return _resolved(mixed or least, because, asked)
+                because += ", and copying in the background takes less time than computing again"
+            return _resolve_to(mixed or least, because, asked)
     hosts = [*(kinds.on_host if kinds else ()), *_all_on_host()]
     sent = [recipe for one in hosts if is_valid(recipe := last.with_(one), job)]
     if sent and asked.is_known(sent[-1]):
         if asked.leaves_headroom(sent[-1]):
             least = asked.least([last, *sent])
-            needed = show_bytes(asked.needed(last))
+            needed = show_bytes(asked.needed_bytes(last))
             because = f"recomputing every layer alone does not fit: {needed} are needed"
-            return _resolved(least, because, asked)
+            return _resolve_to(least, because, asked)
         last = sent[-1]
-    if asked.needed(last) <= asked.memory:
-        return _resolved(last, "nothing less fits, and this leaves less than the headroom", asked)
-    lacking = show_bytes(asked.needed(last) - asked.memory)
+    if asked.needed_bytes(last) <= asked.memory:
+        return _resolve_to(last, "nothing less fits, and this leaves less than the headroom", asked)
+    lacking = show_bytes(asked.needed_bytes(last) - asked.memory)
     raise NothingFits(
-        f"auto: even {last} needs {show_bytes(asked.needed(last))}, which is {lacking} more than there is. "
+        f"auto: even {last} needs {show_bytes(asked.needed_bytes(last))}, {lacking} more than there is. "
         "snugfit plan looks at every other technique too; or try micro_batches, or a larger GPU."
     )
 
 
-def _faster_mixture(asked: _Asked, base: Recipe, each: Recipe, gone: int, gpu: Gpu | None) -> Recipe | None:
+def _faster_mixture(asked: _Asked, base: Recipe, full: Recipe, gone: int, gpu: Gpu | None) -> Recipe | None:
     """With so many layers gone, of which some wait on the host, where that is faster by more than would be
     called as fast; None where it is not."""
     mixture = mixture_of(asked.job, link_of(gpu))
@@ -149,10 +149,12 @@ def _faster_mixture(asked: _Asked, base: Recipe, each: Recipe, gone: int, gpu: G
 
     def look(recipe: Recipe) -> Tried | None:
         known = asked.is_known(recipe)
-        return Tried(recipe, asked.leaves_headroom(recipe), asked.seconds(recipe)) if known else None
+        return Tried(recipe, asked.lacking(recipe), asked.seconds(recipe)) if known else None
 
-    line = Line(asked.needed(base), asked.seconds(base), asked.needed(each), asked.seconds(each))
-    most = asked.seconds(mixture.recomputed(base, gone))
+    line = RecomputingLine(
+        asked.needed_bytes(base), asked.seconds(base), asked.needed_bytes(full), asked.seconds(full)
+    )
+    most = asked.seconds(mixture.with_recomputing(base, gone))
     return find_mixture(mixture, line, base, gone, most, look)
 
 
@@ -190,7 +192,7 @@ class _Asked:
         first = next(one for one in self.known.values() if not isinstance(one, SnugfitError))
         return first.memory_bytes or 0
 
-    def needed(self, recipe: Recipe) -> int:
+    def needed_bytes(self, recipe: Recipe) -> int:
         """Bytes that must be free."""
         return self.memory - (self.of(recipe).spare_bytes or 0)
 
@@ -199,17 +201,20 @@ class _Asked:
         timing = self.of(recipe).timing
         return timing.step_seconds if timing else 0.0
 
+    def lacking(self, recipe: Recipe) -> int:
+        """Bytes that it needs beyond those that leave the headroom; below 0 where it leaves it."""
+        return self.of(recipe).headroom_bytes - (self.of(recipe).spare_bytes or 0)
+
     def leaves_headroom(self, recipe: Recipe) -> bool:
         """Whether it fits and leaves the headroom."""
-        return (self.of(recipe).spare_bytes or 0) >= self.of(recipe).headroom_bytes
+        return self.lacking(recipe) <= 0
 
     def least(self, recipes: Sequence[Recipe]) -> Recipe:
         """Of these, of which each needs less than the one before, the first that fits; the first of all does
         not, and the last does."""
         low, high, rounds = 0, len(recipes) - 1, 0
-        bound = self.memory - self.of(recipes[high]).headroom_bytes
         while high - low > 1:
-            above, below = (self.needed(recipes[end]) - bound for end in (low, high))
+            above, below = self.lacking(recipes[low]), self.lacking(recipes[high])
             share = above / max(1, above - below) if rounds % 3 < 2 else 0.5
             middle = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
             if self.leaves_headroom(recipes[middle]):
@@ -220,10 +225,10 @@ class _Asked:
         return recipes[high]
 
 
-def _resolved(recipe: Recipe, because: str, asked: _Asked) -> Resolved:
+def _resolve_to(recipe: Recipe, because: str, asked: _Asked) -> Resolved:
     words = " + ".join(str(recipe[slot]) for slot in AUTO_SLOTS if not recipe[slot].plain)
     words = words or str(recipe[Slot.CHECKPOINTING])
-    needs = f"it needs {show_bytes(asked.needed(recipe))} of {show_bytes(asked.memory)}"
+    needs = f"it needs {show_bytes(asked.needed_bytes(recipe))} of {show_bytes(asked.memory)}"
     return Resolved(recipe, f"auto: {words}, because {because}; {needs}")
 
 
