@@ -159,7 +159,8 @@ def test_the_trap_of_a_mode_that_switches_compiling_on_is_one_recipe(tmp_path: P
     file.write_text(
         '{"output_dir": "x", "torch_compile_mode": "max-autotune", "torch_compile_backend": "inductor"}'
     )
-    assert "compiled(what=model, mode=max-autotune, autocast=within)" in read_arguments(file).settings["recipe"]
+    recipe = read_arguments(file).settings["recipe"]
+    assert "compiled(what=model, mode=max-autotune, autocast=within)" in recipe
 
 
 @pytest.mark.parametrize(

@@ -416,9 +416,8 @@ class Recorder(TorchDispatchMode, Observer):
 
     @contextlib.contextmanager
     def program(self, again: Counter[int] | None = None, *, lowered: bool = True) -> Iterator[None]:
-        """Within it, a compiled program runs: one of a forward pass (None), or one of a backward pass that
-        computes so many contractions again, by their FLOPs. One that was not `lowered` runs torch's operators
-        as code that is written does."""
+        """Within it, a compiled program runs: of a forward pass (None), or of a backward pass that computes so
+        many contractions again, by FLOPs. One that was not `lowered` runs torch's operators."""
         self._programs += 1
         self._compiled, self._again = lowered, None if again is None else again.copy()
         try:
@@ -427,7 +426,7 @@ class Recorder(TorchDispatchMode, Observer):
             self._compiled = False
 
     def records_graph(self) -> None:
-        """A program is recorded as a CUDA graph, or will be in a later step."""
+        """A program is recorded as a CUDA graph, now or later."""
         self._recorded_in = self._step
 
     @contextlib.contextmanager
@@ -496,8 +495,7 @@ def _holds_tensors(kind: type[Any]) -> bool:
 
 def _last_steps_differ(blocks: Sequence[Block], steps: int) -> bool:
     """Whether the last step requests other bytes than the one before it, of two that have all states."""
-    last, before = (
-        Counter((block.operator, block.nbytes) for block in blocks if block.step == step)
-        for step in (steps - 1, steps - 2)
-    )
-    return steps > 2 and last != before
+    by_step = [
+        Counter((one.operator, one.nbytes) for one in blocks if one.step == step) for step in range(steps)
+    ]
+    return steps > 2 and by_step[-1] != by_step[-2]
