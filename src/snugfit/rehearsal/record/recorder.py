@@ -104,7 +104,7 @@ class Recorder(TorchDispatchMode, Observer):
         """What the run allocates and frees."""
         self._scratch = ScratchCache(policy)
         self._marks: list[Mark] = [Mark(0, -1, "build")]
-        self._kernels: list[Kernel] = []
+        self.kernels: list[Kernel] = []
         self._waits: list[int] = []
         self._phase, self._step = "build", -1
         self._views = 0  # since the last kernel
@@ -158,7 +158,7 @@ class Recorder(TorchDispatchMode, Observer):
             blocks,
             tuple(self.memory.events),
             tuple(mark for mark in self._marks if mark.kind in lasting),
-            tuple(self._kernels),
+            tuple(self.kernels),
             tuple(self._waits),
             tuple(sorted(set(attention))),
             tuple(self._doubts),
@@ -170,7 +170,7 @@ class Recorder(TorchDispatchMode, Observer):
     def forget(self) -> None:
         """Lets go of what was written, of which the recording is a copy. A model and its recorder hold each
         other, so all of this would wait for the garbage collector, which would have to look through it."""
-        for written in (self._marks, self._kernels, self._waits):
+        for written in (self._marks, self.kernels, self._waits):
             written.clear()
         self.memory.forget()
 
@@ -405,19 +405,14 @@ class Recorder(TorchDispatchMode, Observer):
             functions=modules.functions,
             played=self._played,
         )
-        self._kernels.append(kernel)
+        self.kernels.append(kernel)
         self._views = self._programs = 0
         modules.forget_counts()
 
-    @property
-    def kernels(self) -> Sequence[Kernel]:
-        """What was launched so far in the last step."""
-        return self._kernels
-
     @contextlib.contextmanager
     def program(self, again: Counter[int] | None = None, *, lowered: bool = True) -> Iterator[None]:
-        """Within it, a compiled program runs: of a forward pass (None), or of a backward pass that computes so
-        many contractions again, by FLOPs. One that was not `lowered` runs torch's operators."""
+        """Within it, a compiled program runs: of a forward pass (None), or of a backward pass that computes
+        so many contractions again, by FLOPs. One that was not `lowered` runs torch's operators."""
         self._programs += 1
         self._compiled, self._again = lowered, None if again is None else again.copy()
         try:
@@ -468,7 +463,7 @@ class Recorder(TorchDispatchMode, Observer):
     def wait(self) -> None:
         """The host waits for the device."""
         if self._step == self.steps - 1:
-            self._waits.append(len(self._kernels))
+            self._waits.append(len(self.kernels))
             self._mark(MarkKind.WAIT)
 
     def count_function(self) -> None:
