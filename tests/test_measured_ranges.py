@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from small_models import small_job
+from snugfit.job.job import Job
 from snugfit.prediction.predict import predict
 from snugfit.results.measurement import Measurement
 from snugfit.techniques import roster
@@ -52,7 +53,9 @@ def ratios(name: str) -> Iterator[float]:
             yield seen.timing.step_seconds / found.timing.step_seconds
     for run in document(DRAWN)["runs"]:
         if run["step_seconds"] and _has(run["recipe"], name):
-            yield run["step_seconds"] / run["predicted_step_seconds"]
+            found = predict(Job.from_json(run["job"]), run["recipe"], gpu="h200")
+            assert found.timing is not None
+            yield run["step_seconds"] / found.timing.step_seconds
     for run in document(PADDING_FREE)["runs"]:
         if _has(run["recipe"], name):
             yield run["measured"]["step_seconds"] / run["predicted"]["step_seconds"]
@@ -69,11 +72,12 @@ def stated(name: str) -> tuple[int, int, int]:
     one = technique(share=0.5) if name == "budget" else technique()
     text = " ".join(one.warnings(small_job("llama", 2, padding=0.25), (9, 0))).lower()
     counted = re.findall(rf"\b({'|'.join(WORDS)})\b(?: steps?| of zero)", text)
-    ranges = re.findall(r"(\d+) to (\d+) %", text)
+    ranges = re.findall(r"(\d+) to (\d+) % more|(\d+) % less and (\d+) % more", text)
     assert len(counted) == len(ranges) > 0, text
     index = 1 if name == "zero3" else 0
-    least, most = ranges[index]
-    return WORDS.index(counted[index]), int(least), int(most)
+    least, most, less, more = ranges[index]
+    numbers = (int(least), int(most)) if least else (-int(less), int(more))
+    return WORDS.index(counted[index]), *numbers
 
 
 @pytest.mark.whole
