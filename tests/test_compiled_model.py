@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch._dynamo
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import TorchDynamoPlugin
 
 from aligned import compare, peak
@@ -217,6 +218,7 @@ def test_autocast_within_is_what_accelerate_compiles() -> None:
     """accelerate puts autocast around a model's forward pass and compiles both, and the Trainer has it do so.
     Gradients are those of a program whose backward pass is traced without autocast, bit for bit. Where
     autocast is around the program, its backward pass multiplies in 16 bits."""
+    AcceleratorState._reset_state(reset_partial_state=True)
     gradients = {}
     for begins in ("accelerate", "within", "around"):
         torch._dynamo.reset()
@@ -232,5 +234,6 @@ def test_autocast_within_is_what_accelerate_compiles() -> None:
         loss.backward()
         assert model.weight.grad is not None
         gradients[begins] = model.weight.grad
+    AcceleratorState._reset_state(reset_partial_state=True)
     assert torch.equal(gradients["within"], gradients["accelerate"])
     assert not torch.equal(gradients["around"], gradients["accelerate"])

@@ -180,7 +180,7 @@ def test_a_copy_has_as_long_as_there_is_room() -> None:
 
 def _leave_at_once(self: activation_offload.Window) -> None:
     self.is_inside = False
-    self._leave_device(self._place - 1)
+    self._leave_device(self._index - 1)
 
 
 def test_a_stack_may_run_several_times(sent: list[list[int]]) -> None:

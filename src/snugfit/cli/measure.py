@@ -62,7 +62,7 @@ def measure(
         )
     elif device != "cpu" and (spills := spill_to_host()):
         typer.echo(f"Note: {spills}.", err=True)
-    request = request.with_least(gpu_here(device))
+    request = request.with_least(lambda: gpu_here(device))
     # Whatever is wrong with the prediction is said before minutes are spent on the run.
     predicted = _predict(request, device) if predict else None
     measured = run(

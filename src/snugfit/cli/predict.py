@@ -76,7 +76,7 @@ def predict(
         raise UsageError("--export writes one recipe. Leave --compare out.")
     if largest and request.has_auto:
         raise UsageError("--largest asks about one recipe, so it takes none with 'auto'. Try 'every_layer'.")
-    request = request.with_least(None)
+    request = request.with_least()
     check_export(export, request.job)
     if trace:
         _check_trace(trace, request, compare)

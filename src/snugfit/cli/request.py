@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -105,9 +105,9 @@ class Request:
             job=_job(_with_lengths(settings, lengths), online=_may_ask_hub(flags)),
         )
 
-    def with_least(self, gpu: Gpu | str | None) -> Request:
-        """The same with what `auto` in its recipe stands for on its GPU, or else this one, which is told on
-        stderr. Raises `UsageError` where there is none, and `NothingFits` where nothing fits it."""
+    def with_least(self, here: Callable[[], Gpu | str | None] = lambda: None) -> Request:
+        """The same with what `auto` in its recipe stands for on its GPU, or else on what is `here`, which is told
+        on stderr. Raises `UsageError` where there is none, and `NothingFits` where nothing fits it."""
         if not self.has_auto:
             return self
         from snugfit.planning.search.auto import resolve
@@ -115,7 +115,7 @@ class Request:
         recipe, why = resolve(
             self.job,
             self.recipe,
-            gpu=self.gpu or (None if self.memory_bytes else gpu),
+            gpu=self.gpu or (None if self.memory_bytes else here()),
             memory_bytes=self.memory_bytes,
             headroom=self.headroom,
             loop=self.loop,

@@ -106,7 +106,7 @@ def train(
 
     _refuse(request)
     asked = request.training
-    request = request.with_least(gpu_here(asked.get("device")))
+    request = request.with_least(lambda: gpu_here(asked.get("device")))
     options = {field.name: asked[field.name] for field in fields(TrainOptions) if field.name in asked}
     logged = options_of(options).logging_steps
     how = options | {

@@ -38,6 +38,10 @@ THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536
 """Resident threads of a multiprocessor where they are not 2048: CUDA C++ Programming Guide, table of
 technical specifications per compute capability."""
 
+SOLVER = 98 * MIB
+"""NVML bytes that cuSOLVER adds, which decomposes matrices (`torch.linalg.svd`): two runs with galore on one
+H100 (results/h100-2026-11-25)."""
+
 LINK_STREAM = 70 * MIB
 """NVML bytes that the first stream beside torch's own adds, on one H200 (2026-11-23)."""
 
@@ -127,6 +131,8 @@ class ContextNeeds(NamedTuple):
     """Page-locked memory of the host."""
     streams: int
     """Streams beside torch's own."""
+    solver: bool = False
+    """Whether it loads cuSOLVER."""
 
     @classmethod
     def of(cls, trace: Trace) -> Self:
@@ -137,6 +143,7 @@ class ContextNeeds(NamedTuple):
             "cudnn" in trace.attention or any("convolution" in operator for operator in operators),
             pinned_bytes(trace.kernels),
             int(COPY_OUT in operators),
+            any(block.operator.startswith("aten::_linalg_svd") for block in trace.blocks),
         )
 
 
@@ -160,6 +167,7 @@ def context_for(
         (gpu.cudnn_bytes if gpu else None, USUAL_CUDNN, needs.cudnn),
     )
     total = group + sum(usual if known is None else known for known, usual, taken in parts if taken)
+    total += SOLVER * needs.solver
     if needs.pinned_bytes:
         total += LINK_STREAM * needs.streams + MAPPED_GIB * ((needs.pinned_bytes + ALREADY_PINNED) // GIB)
     if context is not None:

@@ -24,8 +24,8 @@ NEEDS = ("deepspeed>=0.18",)
 UNCERTAIN = (
     "DeepSpeed's own code was simulated. Four steps of zero2 and two of zero3 were measured, on H200s whose "
     "hosts others shared: the bytes as predicted, the seconds of zero2 27 to 81 % more. What zero3's hooks "
-    "take the host is fitted to those two steps, which took 2 % less and 8 % more than predicted. Other "
-    "steps that such a host bounds took up to 60 % longer there."
+    "take the host is fitted to its own, which took 2 % less and 8 % more than predicted. Other steps that "
+    "such a host bounds took up to 60 % longer there."
 )
 
 OF_DISKS = (

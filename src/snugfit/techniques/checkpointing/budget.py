@@ -70,7 +70,7 @@ class Budget(Technique):
         """What was measured of it."""
         yield (
             "three steps on an H200 whose host others shared took the bytes that were predicted, and 8 to "
-            "72 % more time."
+            "64 % more time."
         )
 
     @classmethod

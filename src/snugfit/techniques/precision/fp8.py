@@ -90,7 +90,7 @@ class Fp8(Technique):
         yield (
             "the seconds of products in 8-bit floats take the rate of the data sheet, and the share of it "
             "that products in bfloat16 reach. Four steps on an H200 whose host others shared took the bytes "
-            "that were predicted and 10 to 91 % more time."
+            "that were predicted and 10 to 84 % more time."
         )
 
     @classmethod
