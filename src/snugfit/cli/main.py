@@ -92,6 +92,7 @@ def options(
 
 def run(arguments: Sequence[str]) -> int:
     """Runs one command line and gives its exit code; every expected error becomes a message on stderr."""
+    keep_libraries_off_stdout()
     code: object = 0
     try:
         code = app(args=list(arguments), prog_name="snugfit", standalone_mode=False)
@@ -118,7 +119,6 @@ def main() -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"
     gc.set_threshold(FEW_COLLECTIONS, 50, 50)
     open_all()
-    keep_libraries_off_stdout()
     code = run(sys.argv[1:])
     with suppress(BrokenPipeError, SnugfitError):  # whose exit code is another one already
         sys.stdout.flush()

@@ -105,9 +105,9 @@ class Request:
             job=_job(_with_lengths(settings, lengths), online=_may_ask_hub(flags)),
         )
 
-    def with_least(self, here: Callable[[], Gpu | str | None] = lambda: None) -> Request:
-        """The same with what `auto` in its recipe stands for on its GPU, or else on what is `here`, which is told
-        on stderr. Raises `UsageError` where there is none, and `NothingFits` where nothing fits it."""
+    def with_least(self, local_gpu: Callable[[], Gpu | str | None] = lambda: None) -> Request:
+        """The same with what `auto` in its recipe stands for on its GPU, or else on the local one; stderr
+        says what. Raises `UsageError` where there is none, and `NothingFits` where nothing fits it."""
         if not self.has_auto:
             return self
         from snugfit.planning.search.auto import resolve
@@ -115,7 +115,7 @@ class Request:
         recipe, why = resolve(
             self.job,
             self.recipe,
-            gpu=self.gpu or (None if self.memory_bytes else here()),
+            gpu=self.gpu or (None if self.memory_bytes else local_gpu()),
             memory_bytes=self.memory_bytes,
             headroom=self.headroom,
             loop=self.loop,

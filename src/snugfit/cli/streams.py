@@ -72,9 +72,12 @@ class _ToStderr(logging.Filter):
         return False
 
 
+_TO_STDERR = _ToStderr()
+
+
 def keep_libraries_off_stdout() -> None:
     """From here on, what DeepSpeed logs goes to stderr."""
-    logging.getLogger("DeepSpeed").addFilter(_ToStderr())
+    logging.getLogger("DeepSpeed").addFilter(_TO_STDERR)
 
 
 def say_last(text: str) -> None:

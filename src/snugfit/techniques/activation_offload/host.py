@@ -73,9 +73,7 @@ class Host(Technique):
             yield "no layer is recomputed, so there are no inputs of such. Try 'host(all)', or 'every_layer'."
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """What was not measured; and that all layers send theirs where there are no more."""
-        if self.layers:
-            yield "steps with some layers on the host were not measured on a GPU yet."
+        """That all layers send theirs where there are no more."""
         most = job.model.layers
         if self.layers and most and self.layers >= most:
             yield f"{job.model.name} has {most} layers, so all of them send what they keep."

@@ -56,9 +56,9 @@ OTHERS = tuple(
 
 GRAPHS_MEASURED = (
     "of steps that play CUDA graphs back one model was measured, a Llama of 4 layers compiled whole, "
-    "on an H100 with torch 2.11: reserved bytes were within 0.1 % of what is predicted. Layers that are "
-    "compiled one by one were not measured with graphs, and batches of other lengths record graphs of their "
-    "own, whose memory adds up."
+    "on an H100 with torch 2.11: reserved bytes were within 0.1 % of what is predicted. Of gpt2, "
+    "whose layers were compiled one by one, 396 MiB more (9 %) were reserved than is predicted. Batches of "
+    "other lengths record graphs of their own, whose memory adds up."
 )
 
 

@@ -48,7 +48,10 @@ class AdamWStochastic(Technique):
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Its kernels' rates are those of others."""
-        yield "the seconds of its update were measured on no GPU: they follow from the bytes it moves."
+        yield (
+            "the seconds of its update follow from the bytes it moves. One step was measured, BERT-large on "
+            "an H100: the bytes as predicted, and 63.7 ms where 52.8 are predicted."
+        )
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
