@@ -122,7 +122,7 @@ def foreseen(key: str, loop: str, gpu: str, *, constant: bool = False) -> tuple[
         events = tuple(event + (1 if event > 0 else -1) for event in trace.events)
         trace = replace(trace, blocks=(Block(4, "", "", "build", -1, ""), *trace.blocks), events=(1, *events))
     after = replay(trace, expandable=wishes.expandable_segments)
-    context, _ = context_of(device, software, trace, group=group_bytes(wishes))
+    context, _ = context_of(device, software, trace, group=group_bytes(wishes, loop))
     return after.requested_peak, after.allocated_peak, after.reserved_peak, after.reserved_peak + context
 
 

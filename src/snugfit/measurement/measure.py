@@ -284,7 +284,7 @@ def _contamination(
         sampler,
         reserved_bytes=result.reserved_bytes,
         context_bytes=result.first_context_bytes,
-        group_bytes=group_bytes(request.recipe.setup()),
+        group_bytes=group_bytes(request.recipe.setup(), request.loop),
     )
 
 

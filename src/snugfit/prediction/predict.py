@@ -94,7 +94,7 @@ def predict(
     warnings = recipe.check(job, gpu.compute_capability if gpu else None)
     setup = profile.setup(recipe)
     trace = _rehearse(job, setup, gpu, profile, loop, trainer_class)
-    context, about_context = context_of(gpu, profile, trace, group=group_bytes(setup))
+    context, about_context = context_of(gpu, profile, trace, group=group_bytes(setup, loop))
     limit = gpu.memory_bytes - context if gpu and gpu.memory_bytes else None
     after = replay(trace, expandable=setup.expandable_segments, limit=limit)
     if limit is not None and after.retries and after.reserved_peak <= limit:

@@ -161,7 +161,9 @@ class LengthProfiler:
             software, setup = Software(), self.recipe.setup()
             trace = rehearse(self.at(*key), setup, policy_for(self.gpu, software), loop=self.loop)
             after = replay(trace, expandable=setup.expandable_segments)
-            context, about_context = context_of(self.gpu, software, trace, group=group_bytes(setup))
+            context, about_context = context_of(
+                self.gpu, software, trace, group=group_bytes(setup, self.loop)
+            )
             self._samples[key] = LengthSample(length, trace.kernels, trace.waits)
             self._bytes[key] = Bytes(
                 requested_bytes=after.requested_peak,

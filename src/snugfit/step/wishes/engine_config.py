@@ -22,12 +22,20 @@ if TYPE_CHECKING:
 PROCESS_GROUP = {2: 560 * MIB, 3: 950 * MIB}
 """NVML bytes that NCCL and DeepSpeed's engine add with one process, by the stage: 558 to 563 MiB in four runs
 under zero2 and 950 and 951 MiB in two under zero3, each on one H200 (torch 2.11, DeepSpeed 0.19.8,
-2026-11-24)."""
+2026-11-24), and 956 in one on an H100."""
+
+BUILT_WITHIN = 570 * MIB
+"""The same of the third stage where the model is built within `zero.Init`, as accelerate and the Trainer build
+it: one run on an H100 (results/h100-2026-11-25/techniques/bert-zero3-trainer.json)."""
 
 
-def group_bytes(setup: Setup) -> int:
-    """NVML bytes of a step's process group; 0 without one."""
-    return PROCESS_GROUP[setup.sharding.stage] if setup.sharding else 0
+def group_bytes(setup: Setup, loop: str = "plain") -> int:
+    """NVML bytes of a step's process group in this loop; 0 without one."""
+    if setup.sharding is None:
+        return 0
+    if setup.sharding.stage == 3 and loop != "plain":
+        return BUILT_WITHIN
+    return PROCESS_GROUP[setup.sharding.stage]
 
 
 def engine_config(setup: Setup, *, batch_size: int, clip: float | None, width: int) -> dict[str, Any]:
