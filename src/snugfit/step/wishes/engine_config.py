@@ -25,8 +25,8 @@ under zero2 and 950 and 951 MiB in two under zero3, each on one H200 (torch 2.11
 2026-11-24), and 956 in one on an H100."""
 
 BUILT_WITHIN = 570 * MIB
-"""The same of the third stage where the model is built within `zero.Init`, as accelerate and the Trainer build
-it: one run on an H100 (results/h100-2026-11-25/techniques/bert-zero3-trainer.json)."""
+"""The same of the third stage where the model is built within `zero.Init`, as accelerate and the Trainer
+build it: one run on an H100 (results/h100-2026-11-25/techniques/bert-zero3-trainer.json)."""
 
 
 def group_bytes(setup: Setup, loop: str = "plain") -> int:
