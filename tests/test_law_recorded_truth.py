@@ -236,10 +236,11 @@ NOT_EXPLAINED: Mapping[str, Mapping[str, float]] = {
 }  # fmt: skip
 """Bands of single runs. In the first one block of a chunk's logits, 198 MiB, more is reserved than is
 predicted, and what is handed out is predicted to the byte. Compiled layers that play CUDA graphs reserve 396
-MiB more than is predicted. `zero2` beside `expandable` had 2.6 GB elsewhere than in torch's allocator, and
-layers in 4 bits of which some are recomputed kept 0.6 % more. Why is not known. The others' optimizer states
-are in managed memory, which NVML counts where it is on the GPU, and a prediction does not (`MANAGED` of
-`rehearsal/rehearse.py`)."""
+MiB more than is predicted. Layers in 4 bits of which some are recomputed kept 0.6 % more. Why is not known.
+
+While the engine of the run with `zero2` was built, DeepSpeed set the allocator's counters back after the peak
+(`measurement/kept_peaks.py` keeps it since); NVML shows it. The others' optimizer states are in managed memory,
+which NVML counts where it is on the GPU, and a prediction does not (`MANAGED` of `rehearsal/rehearse.py`)."""
 
 
 @functools.cache

@@ -29,6 +29,7 @@ from snugfit.documents import read_document, write_document
 from snugfit.measurement import causes
 from snugfit.measurement.child_result import ChildResult
 from snugfit.measurement.host import HostLoad, crowding, host_load, peak_resident_bytes
+from snugfit.measurement.kept_peaks import keep_peaks, with_kept
 from snugfit.measurement.nvml import NvmlUnavailable, open_nvml
 from snugfit.measurement.process import die_with_parent
 from snugfit.units import MIB
@@ -165,6 +166,7 @@ def _make_context(device: torch.device, request: Mapping[str, Any]) -> _Context:
     del tiny
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
+    keep_peaks()
     if used is None or request["baseline_bytes"] is None:
         return _Context(None, ready)
     return _Context(max(0, used - int(request["baseline_bytes"])), ready)
@@ -177,7 +179,7 @@ def _peaks() -> ChildResult:
     if torch is None or not torch.cuda.is_initialized():
         return host
     try:
-        stats = torch.cuda.memory_stats()
+        stats = with_kept(torch.cuda.memory_stats())
         properties = torch.cuda.get_device_properties()
     except Exception as fault:  # after a device-side fault the context answers nothing any more
         print(f"The allocator's peaks were lost: {fault}", file=sys.stderr)
