@@ -239,7 +239,7 @@ predicted, and what is handed out is predicted to the byte. Compiled layers that
 MiB more than is predicted. Layers in 4 bits of which some are recomputed kept 0.6 % more. Why is not known.
 
 While the engine of the run with `zero2` was built, DeepSpeed set the allocator's counters back after the peak
-(`measurement/kept_peaks.py` keeps it since); NVML shows it. The others' optimizer states are in managed memory,
+(`measurement/kept_peaks.py` keeps it since); NVML shows it. The others' states are in managed memory,
 which NVML counts where it is on the GPU, and a prediction does not (`MANAGED` of `rehearsal/rehearse.py`)."""
 
 

@@ -32,4 +32,4 @@ def keep_peaks() -> None:
 
 def with_kept(stats: Mapping[str, int]) -> dict[str, int]:
     """The allocator's counters, their peaks those of the whole run."""
-    return {**stats, **{name: max(kept, stats.get(name, 0)) for name, kept in _BEFORE.items()}}
+    return {**stats, **{name: max(peak, stats.get(name, 0)) for name, peak in _BEFORE.items()}}
