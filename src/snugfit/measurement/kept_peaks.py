@@ -2,8 +2,8 @@
 
 DeepSpeed sets them back each time it empties the allocator's cache (`empty_cache` of
 `deepspeed.runtime.utils`), which it does for each group of parameters while it builds its engine. What a run
-took before would be lost: of a ViT on an H100 (results/accuracy-seed2511.json, run 37) 3.3 GB were left of 4.2
-that are predicted, and NVML agreed with the prediction within 3 %.
+took before would be lost. Of a ViT on an H100 (results/accuracy-seed2511.json, run 37) 3.3 GB were left of
+the 4.2 that are predicted, and NVML agreed with the prediction within 3 %.
 """
 
 from __future__ import annotations
