@@ -13,7 +13,9 @@ import pytest
 from fake_nvml import H200_RESERVE, H200_TOTAL, FakeGpu, FakeNvml
 from snugfit.errors import GpuError
 from snugfit.measurement import contamination
+from snugfit.measurement.child_result import ChildResult
 from snugfit.measurement.contamination import GpuBaseline
+from snugfit.measurement.measure import measured_footprint
 from snugfit.measurement.nvml import Card, GpuProcess, NvmlUnavailable, open_nvml
 from snugfit.measurement.sampler import Census, Sampler
 from snugfit.measurement.target import open_target
@@ -371,3 +373,20 @@ def test_the_sampler_survives_a_lost_gpu() -> None:
         gpu.lost = True
     assert sampler.peak_bytes == 3 * MIB
     assert sampler.refusal is not None
+
+
+def test_managed_memory_of_a_run_is_its_own_and_no_context() -> None:
+    """A run on an H100 with 1,428 MiB of paged states: NVML counted twelve steps of 128 MiB."""
+    result = ChildResult(
+        outcome="ok",
+        host_bytes=1 << 30,
+        reserved_bytes=2400 << 20,
+        first_context_bytes=500 << 20,
+        paged_bytes=1428 << 20,
+    )
+    shape = measured_footprint(result, (2400 + 768 + 12 * 128) << 20)
+    assert shape is not None
+    assert (shape.managed_bytes, shape.context_bytes) == (12 * 128 << 20, 768 << 20)
+    on_the_host = measured_footprint(result, (2400 + 768) << 20)
+    assert on_the_host is not None
+    assert on_the_host.managed_bytes + (on_the_host.context_bytes or 0) == 768 << 20

@@ -250,6 +250,21 @@ def test_paged_states_are_no_part_of_a_gpu_s_trace_and_are_told(bits: int) -> No
     assert not [doubt for doubt in on_cpu.doubts if "managed memory" in doubt]
 
 
+def test_paged_states_count_on_the_gpu_while_there_is_room_and_never_against_it() -> None:
+    """NVML has them in steps of 128 MiB (results/accuracy-seed2611.json)."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    job = small_job("bert", layers=2, facts={"hidden_size": 1280, "intermediate_size": 5120})
+    with_room = predict(job, "paged_adamw", gpu="h200")
+    shape = with_room.footprint
+    assert shape.managed_bytes == 3 * (128 << 20), "329 MB of moments"
+    assert shape.nvml_bytes == shape.reserved_bytes + shape.context_bytes + shape.managed_bytes
+    assert with_room.needed_bytes == shape.nvml_bytes - shape.managed_bytes
+    little = with_room.needed_bytes + 5
+    without = predict(job, "paged_adamw", gpu="h200", memory_bytes=little)
+    assert (without.fits, without.footprint.managed_bytes) == (True, 5)
+    assert not predict(job, "adamw", gpu="h200").footprint.managed_bytes
+
+
 def states(trace: Any) -> int:
     return sum(block.nbytes for block in trace.blocks if block.kind == "optimizer states")
 

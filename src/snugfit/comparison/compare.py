@@ -150,10 +150,18 @@ def step_seconds_line(predicted: float | None, measured: float | None) -> ErrorL
 
 
 def error_lines(predicted: Footprint, measured: Footprint) -> tuple[ErrorLine, ...]:
-    """The bytes that both footprints know."""
-    pairs = ((figure, getattr(predicted, figure), getattr(measured, figure)) for figure in COMPARED)
+    """The bytes that both footprints know. With the context goes managed memory, which older measurements do
+    not tell apart."""
+    pairs = ((figure, _bytes_of(predicted, figure), _bytes_of(measured, figure)) for figure in COMPARED)
     return tuple(
         ErrorLine(figure=figure, predicted=before, measured=after)
         for figure, before, after in pairs
         if before is not None and after
     )
+
+
+def _bytes_of(footprint: Footprint, figure: str) -> int | None:
+    nbytes: int | None = getattr(footprint, figure)
+    if figure == "context_bytes" and nbytes is not None:
+        return nbytes + footprint.managed_bytes
+    return nbytes

@@ -21,6 +21,7 @@ _COUNTS = (
     "host_bytes",
     "retries",
     "first_context_bytes",
+    "paged_bytes",
     "smi_bytes",
     "smi_nvml_bytes",
     "total_bytes",
@@ -62,6 +63,9 @@ class ChildResult:
 
     first_context_bytes: int | None = None
     """Growth of the device's used bytes by the first tiny tensor."""
+
+    paged_bytes: int | None = None
+    """Managed memory of its optimizer, on the GPU or not."""
 
     smi_bytes: int | None = None
     """nvidia-smi's used memory at one quiet moment."""

@@ -73,17 +73,18 @@ def first_reason(
     *,
     reserved_bytes: int | None,
     context_bytes: int | None,
-    group_bytes: int = 0,
+    outside_bytes: int = 0,
 ) -> str | None:
     """The first reason why the GPU was not a run's alone, or could not be proven so; waits as `after` does.
 
     `reserved_bytes` is the allocator's peak, `context_bytes` the context's size at the first tensor and
-    `group_bytes` what the run's process group is known to take without torch's allocator.
+    `outside_bytes` what the run is known to take without torch's allocator: its process group, and managed
+    memory.
     """
     reasons = [baseline.reason, during(sampler.censuses.values(), baseline)]
     grown = baseline.growth(sampler.peak_bytes)
     if grown is not None and reserved_bytes is not None and context_bytes is not None:
-        known = context_bytes + group_bytes
+        known = context_bytes + outside_bytes
         reasons.append(unexplained_growth(grown, reserved_bytes=reserved_bytes, context_bytes=known))
     if sampler.refusal is not None:
         reasons.append(f"it is not known whether other processes used the GPU: {sampler.refusal}")

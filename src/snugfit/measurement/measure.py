@@ -42,6 +42,7 @@ from snugfit.measurement.stopwatch import timing_of
 from snugfit.measurement.target import Target, child_environment, open_target
 from snugfit.results.footprint import Footprint
 from snugfit.results.measurement import Measurement
+from snugfit.step.bitsandbytes_optimizers import on_gpu_bytes
 from snugfit.step.step import LOOPS
 from snugfit.step.wishes.engine_config import group_bytes
 from snugfit.techniques.recipe import Recipe
@@ -146,7 +147,9 @@ def run_experiment(request: MeasurementRequest, target: Target) -> tuple[Measure
         loop=request.loop,
         device=target.describe(result.device_name, result.total_bytes),
         outcome=result.outcome,
-        footprint=_footprint(result, baseline.growth(sampler.peak_bytes) if baseline and sampler else None),
+        footprint=measured_footprint(
+            result, baseline.growth(sampler.peak_bytes) if baseline and sampler else None
+        ),
         timing=timing_of(result.seconds, request.job.batch_size, result.quiet),
         versions=result.versions,
         when=when,
@@ -243,7 +246,7 @@ def _sampling(target: Target, child: Child) -> Iterator[Sampler | None]:
         yield sampler
 
 
-def _footprint(result: ChildResult, nvml_bytes: int | None) -> Footprint | None:
+def measured_footprint(result: ChildResult, nvml_bytes: int | None) -> Footprint | None:
     """The measured bytes; None without a result.
 
     The context is what NVML counts beyond the allocator's segments, when both peaked together: without
@@ -251,15 +254,18 @@ def _footprint(result: ChildResult, nvml_bytes: int | None) -> Footprint | None:
     """
     if result.host_bytes is None:
         return None
-    context = result.first_context_bytes
+    context, managed = result.first_context_bytes, 0
     if nvml_bytes is not None and result.reserved_bytes is not None and not result.retries:
-        context = max(0, nvml_bytes - result.reserved_bytes)
+        grown = max(0, nvml_bytes - result.reserved_bytes - (context or 0))
+        managed = min(on_gpu_bytes(result.paged_bytes or 0), grown)
+        context = max(0, nvml_bytes - result.reserved_bytes - managed)
     return Footprint(
         requested_bytes=result.requested_bytes,
         allocated_bytes=result.allocated_bytes,
         reserved_bytes=result.reserved_bytes,
         nvml_bytes=nvml_bytes,
         context_bytes=context,
+        managed_bytes=managed,
         host_bytes=result.host_bytes,
         retries=result.retries or 0,
     )
@@ -284,7 +290,8 @@ def _contamination(
         sampler,
         reserved_bytes=result.reserved_bytes,
         context_bytes=result.first_context_bytes,
-        group_bytes=group_bytes(request.recipe.setup(), request.loop),
+        outside_bytes=group_bytes(request.recipe.setup(), request.loop)
+        + on_gpu_bytes(result.paged_bytes or 0),
     )
 
 

@@ -42,6 +42,11 @@ SOLVER = 98 * MIB
 """NVML bytes that cuSOLVER adds, which decomposes matrices (`torch.linalg.svd`): two runs with galore on one
 H100 (results/h100-2026-11-25)."""
 
+EXPERT_KERNELS, EXPERTS = "triton::moe_", 120 * MIB
+"""NVML bytes that Liger's kernels for experts add: seven runs of Mixtrals on H200s and H100s, which have 132
+multiprocessors each (results/accuracy-seed2411.json, -seed2511 and -seed2611). Why, we do not know: perhaps
+memory for registers that a configuration spills, which Triton tries among others."""
+
 LINK_STREAM = 70 * MIB
 """NVML bytes that the first stream beside torch's own adds, on one H200 (2026-11-23)."""
 
@@ -133,6 +138,8 @@ class ContextNeeds(NamedTuple):
     """Streams beside torch's own."""
     solver: bool = False
     """Whether it loads cuSOLVER."""
+    experts: bool = False
+    """Whether Liger's kernels for experts run."""
 
     @classmethod
     def of(cls, trace: Trace) -> Self:
@@ -144,6 +151,7 @@ class ContextNeeds(NamedTuple):
             pinned_bytes(trace.kernels),
             int(COPY_OUT in operators),
             any(block.operator.startswith("aten::_linalg_svd") for block in trace.blocks),
+            any(operator.startswith(EXPERT_KERNELS) for operator in operators),
         )
 
 
@@ -167,7 +175,7 @@ def context_for(
         (gpu.cudnn_bytes if gpu else None, USUAL_CUDNN, needs.cudnn),
     )
     total = group + sum(usual if known is None else known for known, usual, taken in parts if taken)
-    total += SOLVER * needs.solver
+    total += SOLVER * needs.solver + EXPERTS * needs.experts
     if needs.pinned_bytes:
         total += LINK_STREAM * needs.streams + MAPPED_GIB * ((needs.pinned_bytes + ALREADY_PINNED) // GIB)
     if context is not None:

@@ -1,4 +1,5 @@
-"""Bytes of the host in which a step's activations wait and its optimizer's states are."""
+"""Bytes of the host in which a step's activations wait and its optimizer's states are, and of managed memory,
+which is on the host or the GPU."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ from snugfit.rehearsal.trace.trace import (
     COPY_OUT,
     HELD_ON_HOST,
     PINNED_ON_HOST,
+    PREFETCH,
     STAGE_OUT,
     UPDATE_ON_HOST,
 )
+from snugfit.step.bitsandbytes_optimizers import on_gpu_bytes
 from snugfit.step.host_link import Slabs
 
 if TYPE_CHECKING:
@@ -57,6 +60,12 @@ def host_state_bytes(kernels: Iterable[Kernel]) -> int:
     if held := _most(kernels, HELD_ON_HOST):
         return held - pinned_bytes(kernels)
     return sum(kernel.nbytes for kernel in kernels if kernel.operator == UPDATE_ON_HOST)
+
+
+def managed_bytes(kernels: Iterable[Kernel]) -> int:
+    """NVML bytes of optimizer states in pages, while all of them are on the GPU: an update asks for each page
+    once."""
+    return on_gpu_bytes(sum(kernel.nbytes // 2 for kernel in kernels if kernel.operator == PREFETCH))
 
 
 def _most(kernels: Iterable[Kernel], operator: str) -> int:

@@ -11,7 +11,7 @@ from snugfit.prediction.allocator import replay
 from snugfit.prediction.anatomy import anatomy, by_kind
 from snugfit.prediction.device import context_of, doubts_about, policy_for
 from snugfit.prediction.headroom import headroom_of
-from snugfit.prediction.pinned import host_state_bytes, pinned_bytes
+from snugfit.prediction.pinned import host_state_bytes, managed_bytes, pinned_bytes
 from snugfit.prediction.profile import INSTALLED, Software, find_software, installed_versions
 from snugfit.prediction.rates import Rates, rates_for
 from snugfit.prediction.seconds import step_seconds
@@ -101,14 +101,15 @@ def predict(
         about_context.append(RETRIED)
     timing, timeline, about_seconds = _seconds(trace, gpu, job, setup, rates)
     peak = trace.peak().position
+    available = memory_bytes if memory_bytes is not None else gpu.memory_bytes if gpu else None
     return Prediction(
         job=job,
         recipe=recipe,
         loop=loop,
         gpu=gpu,
-        memory_bytes=memory_bytes if memory_bytes is not None else gpu.memory_bytes if gpu else None,
+        memory_bytes=available,
         headroom_bytes=headroom_bytes,
-        footprint=_footprint(trace, peak, after, context, _host_bytes(job, setup, trace, loop)),
+        footprint=_footprint(trace, peak, after, context, _host_bytes(job, setup, trace, loop), available),
         anatomy=anatomy(trace, peak, after.reserved, job, setup),
         versions=installed_versions(),
         doubts=(*warnings, *trace.doubts, *about_context, *doubts_about(gpu, profile), *about_seconds),
@@ -167,13 +168,20 @@ def _host_bytes(job: Job, setup: Setup, trace: Trace, loop: str) -> int:
     return max(training, IMPORTED_BYTES + weights * on_host)
 
 
-def _footprint(trace: Trace, peak: int, after: Replay, context: int, host: int) -> Footprint:
+def _footprint(
+    trace: Trace, peak: int, after: Replay, context: int, host: int, memory: int | None
+) -> Footprint:
+    taken = context + after.reserved_peak
+    managed = managed_bytes(trace.kernels)
+    if memory is not None:
+        managed = min(managed, max(0, memory - taken))
     return Footprint(
         requested_bytes=after.requested_peak,
         allocated_bytes=after.allocated_peak,
         reserved_bytes=after.reserved_peak,
-        nvml_bytes=context + after.reserved_peak,
+        nvml_bytes=taken + managed,
         context_bytes=context,
+        managed_bytes=managed,
         host_bytes=host,
         pinned_bytes=pinned_bytes(trace.kernels),
         at=_moment(trace, peak),

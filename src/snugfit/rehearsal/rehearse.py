@@ -28,7 +28,6 @@ from snugfit.rehearsal.trace.repeat import repeat, short_run
 from snugfit.step.applier import import_code, rehearsal_context
 from snugfit.step.loss import AssumedLoss
 from snugfit.step.open_step import open_step
-from snugfit.units import MIB, show_mib
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -179,11 +178,6 @@ def _engine(step: Step, recorder: Recorder) -> Iterator[contextlib.AbstractConte
         yield host
 
 
-MANAGED = 128 * MIB
-"""NVML counts managed memory on the GPU in such steps: five runs with paged optimizers on one H100, with 5 MB
-to 3.1 GB of states, one of them 2 MiB more (results/accuracy-seed2511.json)."""
-
-
 def _about_pages(optimizer: Any) -> str:
     """What to say of states that the driver moves between host and GPU, which no allocator hands out."""
     states = optimizer.state.values() if optimizer is not None else ()
@@ -191,11 +185,10 @@ def _about_pages(optimizer: Any) -> str:
     if not values:
         return ""
     nbytes = sum(value.nbytes for value in values)
-    counted = -(-nbytes // MANAGED) * MANAGED
     return (
-        f"{nbytes:,} bytes of optimizer states are in managed memory and not among the predicted bytes. They "
-        f"stay on the GPU while there is room (nvidia-smi then shows {show_mib(counted)} MiB more) and go "
-        "to the host when there is none, which takes seconds that are not predicted."
+        f"{nbytes:,} bytes of optimizer states are in managed memory, which torch does not count. They stay "
+        "on the GPU while there is room and go to the host when there is none, so whether the step fits is "
+        "answered without them; the seconds that moving them takes are not predicted."
     )
 
 

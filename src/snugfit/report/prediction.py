@@ -51,11 +51,13 @@ def heading(prediction: Prediction) -> Text:
 
 def footprint_table(footprint: Footprint) -> PlainTable:
     """The five numbers of a footprint, each with what it means; what is not known is left out."""
+    also = ", managed memory" if footprint.managed_bytes else ""
     lines = (
         ("requested", footprint.requested_bytes, "what tensors and kernels ask for"),
         ("allocated", footprint.allocated_bytes, "the same, rounded up by the allocator"),
         ("reserved", footprint.reserved_bytes, "what the allocator reserves on the GPU"),
-        ("on the GPU", footprint.nvml_bytes, "reserved and the CUDA context: what NVML counts"),
+        ("on the GPU", footprint.nvml_bytes, f"reserved{also} and the CUDA context: what NVML counts"),
+        ("managed", footprint.managed_bytes or None, "of the above: paged states; they give way to the rest"),
         ("CUDA context", footprint.context_bytes, "of the above: CUDA and its loaded libraries"),
         ("host", footprint.host_bytes, "resident memory of the process"),
         ("page-locked", footprint.pinned_bytes or None, "of the host's: for what the GPU copies there"),

@@ -80,6 +80,10 @@ class Footprint:
     context_bytes: int | None = None
     """Of `nvml_bytes`: the CUDA context and the libraries loaded into it."""
 
+    managed_bytes: int = 0
+    """Of `nvml_bytes`: memory that the driver moves between host and GPU (paged optimizers), as far as there
+    is room for it. A step fits without it."""
+
     host_bytes: int | None = None
     """Largest resident memory of the process on the host."""
 

@@ -119,9 +119,11 @@ class Prediction(Tabular):
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that must be free on the device: NVML bytes, or reserved bytes where no context is known."""
+        """Bytes that must be free on the device: NVML bytes without managed memory, or reserved bytes where
+        no context is known."""
         footprint = self.footprint
-        return footprint.nvml_bytes or footprint.reserved_bytes or footprint.requested_bytes or 0
+        fixed = (footprint.nvml_bytes or 0) - footprint.managed_bytes
+        return fixed or footprint.reserved_bytes or footprint.requested_bytes or 0
 
     @property
     def spare_bytes(self) -> int | None:

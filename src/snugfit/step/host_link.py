@@ -82,8 +82,8 @@ class LinkObserver(Protocol):
     def stage_back(self, nbytes: int) -> None:
         """The device copies updated weights from the host before it goes on."""
 
-    def prefetch(self) -> None:
-        """The driver is asked for pages of managed memory."""
+    def prefetch(self, nbytes: int) -> None:
+        """The driver is asked for pages of managed memory, of so many bytes."""
 
     def work_on_host(self, nbytes: int) -> None:
         """The host reads and writes so many bytes of weights, gradients or states."""

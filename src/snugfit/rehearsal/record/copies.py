@@ -62,9 +62,9 @@ class CopyRecorder:
         """Weights are copied to the device."""
         self._write(STAGE_BACK, _moving(nbytes))
 
-    def prefetch(self) -> None:
-        """Pages are asked for, which are taken to be there already."""
-        self._write(PREFETCH, _moving(0))
+    def prefetch(self, nbytes: int) -> None:
+        """Pages of so many bytes are asked for, which are taken to be there already."""
+        self._write(PREFETCH, _moving(nbytes))
 
     def work_on_host(self, nbytes: int) -> None:
         """The host reads and writes so many bytes itself."""

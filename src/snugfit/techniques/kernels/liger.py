@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from snugfit.techniques import liger_table
 from snugfit.techniques.counterpart import Counterpart, Setting
+from snugfit.techniques.low_rank import ALL_LINEAR, LowRank, has_default_targets
 from snugfit.techniques.setup import Call, Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
@@ -34,6 +35,9 @@ WITH_LOSS = "causal-lm"
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Keys of a config that give a number of experts."""
+
+EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
+"""Names of the weights of all experts together, in transformers' models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +100,12 @@ class Liger(Technique):
         parts = known[_model_type(job)]
         for part in sorted(self.set_parts.keys() - parts):
             yield f"Liger has no {part} for {_model_type(job)}; it has {', '.join(sorted(parts))}."
+        if self._replaces_experts(job) and _adapts_experts(recipe[Slot.ADAPTERS], job):
+            yield (
+                f"{recipe[Slot.ADAPTERS]} adapts the weights of experts, which peft then wraps, and Liger's "
+                f"code does not find them there. Try '{replace(self, swiglu=False)}', or name other modules, "
+                "as in targets=q_proj|v_proj."
+            )
         if self.fused_linear_cross_entropy is False:
             return
         off = replace(self, fused_linear_cross_entropy=False)
@@ -106,12 +116,15 @@ class Liger(Technique):
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """The first step of a model with experts takes minutes."""
-        if self.swiglu is not False and any(job.model.config.get(key) for key in EXPERTS):
+        if self._replaces_experts(job):
             yield (
                 "its kernels for experts are timed in many settings in the first step of each process. That "
                 "took a Mixtral about two minutes on an H200, which the start-up's seconds leave out. Try "
                 "'liger(swiglu=false)' for a short run."
             )
+
+    def _replaces_experts(self, job: Job) -> bool:
+        return self.swiglu is not False and any(job.model.config.get(key) for key in EXPERTS)
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
@@ -124,6 +137,13 @@ class Liger(Technique):
     def planning_objection(cls, job: Job) -> str:
         """What Liger does not cover."""
         return _why_not_covered(job)
+
+
+def _adapts_experts(adapters: Technique, job: Job) -> bool:
+    if not isinstance(adapters, LowRank):
+        return False
+    targets = adapters.targets or (() if has_default_targets(job.model) else (ALL_LINEAR,))
+    return not {ALL_LINEAR, *EXPERT_WEIGHTS}.isdisjoint(targets)
 
 
 def _has_its_loss(job: Job) -> bool:
