@@ -70,6 +70,8 @@ class ComparedRun:
     """What other processes took of the host's cores while steps were timed, when none was idle."""
     disturbed: float | None = None
     """Share of the checks in which somebody else disturbed the loop's core."""
+    host_loop_seconds: float | None = None
+    """How fast the core was: seconds of a short loop of pure Python, the median."""
     cause: str = ""
     """Why the error is large, where that is known: the one field that is written into a result by hand."""
 

@@ -236,6 +236,7 @@ def measure_run(
         contaminated=measurement.contaminated,
         crowded=measurement.crowded,
         disturbed=measurement.disturbed,
+        host_loop_seconds=measurement.host_loop_seconds,
         message=measurement.message,
         when=measurement.when,
         versions=measurement.versions,

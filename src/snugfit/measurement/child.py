@@ -126,6 +126,7 @@ def _run_steps(request: Mapping[str, Any], history: Path) -> ChildResult:
         losses=tuple(losses),
         crowded=crowding(loads[-2], loads[-1], os.cpu_count() or 1),
         disturbed=core.disturbed_share() if core else None,
+        host_loop_seconds=core.loop_seconds() if core else None,
         first_context_bytes=context.growth_bytes,
         smi_bytes=smi_bytes,
         smi_nvml_bytes=nvml_bytes,

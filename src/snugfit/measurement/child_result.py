@@ -88,6 +88,9 @@ class ChildResult:
     disturbed: float | None = None
     """`QuietCore.disturbed_share` of that core."""
 
+    host_loop_seconds: float | None = None
+    """`QuietCore.loop_seconds` of it."""
+
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of the packages and the CUDA libraries."""
 
@@ -138,6 +141,7 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "crowded": _is_text_or_none,
     **dict.fromkeys(_COUNTS, _is_count_or_none),
     "disturbed": lambda value: value is None or _are_durations([value]),
+    "host_loop_seconds": lambda value: value is None or _are_durations([value]),
     "seconds": _are_durations,
     "quiet": lambda value: _is_list_of(value, bool),
     "losses": lambda value: _is_list_of(value, int, float, type(None)),

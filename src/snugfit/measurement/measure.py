@@ -160,6 +160,7 @@ def run_experiment(request: MeasurementRequest, target: Target) -> tuple[Measure
         contaminated=_contamination(target, baseline, sampler, result, request),
         crowded=result.crowded,
         disturbed=result.disturbed,
+        host_loop_seconds=result.host_loop_seconds,
         losses=result.losses,
         message=_message(result, exited, request),
     )

@@ -96,6 +96,10 @@ class QuietCore:
             return None
         return statistics.fmean(seconds > DISTURBED_RATIO * self._best for seconds in self._samples)
 
+    def loop_seconds(self) -> float | None:
+        """Seconds of the timed loop, the median of all checks; None when there was none."""
+        return statistics.median(self._samples) if self._samples else None
+
     def _move(self) -> bool:
         """To the first quiet core, at the first check to the quietest of all; whether one was quiet."""
         candidates = sorted(self._cores, key=lambda core: self._loop_seconds.get(core, 0.0))

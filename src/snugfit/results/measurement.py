@@ -65,6 +65,9 @@ class Measurement(Tabular):
     disturbed: float | None = None
     """Share of the checks in which somebody else disturbed the core that launches kernels
     (`measurement/quiet_core.py`); None on a CPU."""
+    host_loop_seconds: float | None = None
+    """How fast that core was while steps ran: seconds of a short loop of pure Python on it, the median; None
+    on a CPU and in older measurements."""
     message: str = ""
     """For a run that died: the last lines it wrote."""
 
