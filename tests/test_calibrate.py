@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from small_models import small_job
+from snugfit.cli.calibrate import sentence_about_others
 from snugfit.cli.plan_cache import key_of
-from snugfit.comparison.calibrate import calibrate
+from snugfit.comparison.calibrate import ATTEMPTS, MeasureSeconds, ProbeSeconds, calibrate
 from snugfit.errors import GpuError, SnugfitError
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
@@ -56,6 +57,11 @@ def machine(rates: Rates, job: Job, recipe: Recipe) -> float:
     return step_seconds(trace, GPU, batch_size=job.batch_size, rates=rates).step_seconds
 
 
+def quiet(rates: Rates) -> MeasureSeconds:
+    """Measures on that machine, whose host nobody else uses."""
+    return lambda job, recipe, _: ProbeSeconds(machine(rates, job, recipe), 0.0)
+
+
 def other_machine() -> Rates:
     known = rates_for(GPU)
     products = {name: replace(rate, flops=rate.flops * 0.6) for name, rate in known.products.items()}
@@ -71,7 +77,7 @@ def other_machine() -> Rates:
 
 def test_another_machine_is_found() -> None:
     true = other_machine()
-    found, readings = calibrate(GPU, measure_seconds=lambda job, recipe, _: machine(true, job, recipe))
+    found, readings = calibrate(GPU, measure_seconds=quiet(true))
     assert found.host.forward == pytest.approx(true.host.forward, rel=0.05)
     assert found.bandwidth == pytest.approx(true.bandwidth, rel=0.1)
     for name, rate in found.products.items():
@@ -84,7 +90,7 @@ def test_another_machine_is_found() -> None:
 
 def test_the_machine_that_is_known_changes_nothing() -> None:
     known = rates_for(GPU)
-    found, _ = calibrate(GPU, measure_seconds=lambda job, recipe, _: machine(known, job, recipe))
+    found, _ = calibrate(GPU, measure_seconds=quiet(known))
     assert found.host.forward == pytest.approx(known.host.forward)
     assert found.products["bf16"] == known.products["bf16"]
 
@@ -95,15 +101,48 @@ def test_a_probe_s_own_error_is_no_machine_s(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("snugfit.comparison.calibrate.PROBE_ERRORS", errors)
     known, asked = rates_for(GPU), iter(("bandwidth", "host", "host", "host", "fp32", "tf32", "bf16"))
     found, _ = calibrate(
-        GPU, measure_seconds=lambda job, recipe, _: machine(known, job, recipe) * errors[next(asked)]
+        GPU,
+        measure_seconds=lambda job, recipe, _: ProbeSeconds(
+            machine(known, job, recipe) * errors[next(asked)]
+        ),
     )
     assert found.host.forward == pytest.approx(known.host.forward)
     assert found.bandwidth == pytest.approx(known.bandwidth)
     assert found.products["fp32"].flops == pytest.approx(known.products["fp32"].flops)
 
 
+def test_the_host_is_measured_again_while_others_use_it() -> None:
+    """Two runs of each probe of the host are slow and disturbed here, and the third is neither."""
+    known, asked = rates_for(GPU), dict[str, int]()
+
+    def crowded(job: Job, recipe: Recipe, _: int) -> ProbeSeconds:
+        key = f"{job.model.config['num_hidden_layers']} {recipe}"
+        asked[key] = asked.get(key, 0) + 1
+        calm = asked[key] == ATTEMPTS or job.model.config["num_hidden_layers"] < 16
+        return ProbeSeconds(machine(known, job, recipe) * (1.0 if calm else 1.7), 0.0 if calm else 0.6)
+
+    found, readings = calibrate(GPU, measure_seconds=crowded)
+    assert found.host.forward == pytest.approx(known.host.forward)
+    assert {reading.disturbed for reading in readings} == {0.0}
+    assert sorted(asked.values()) == [1] * (len(readings) - 3) + [ATTEMPTS] * 3
+
+
+def test_where_others_never_leave_the_least_disturbed_run_counts_and_it_is_said() -> None:
+    known, shares = rates_for(GPU), iter([0.9, 0.4, 0.6] * 3)
+
+    def crowded(job: Job, recipe: Recipe, _: int) -> ProbeSeconds:
+        if job.model.config["num_hidden_layers"] < 16:
+            return ProbeSeconds(machine(known, job, recipe))
+        return ProbeSeconds(machine(known, job, recipe), next(shares))
+
+    _, readings = calibrate(GPU, measure_seconds=crowded)
+    assert [reading.disturbed for reading in readings if reading.probe.corrects == "host"] == [0.4] * 3
+    assert "40 % of the checks" in sentence_about_others(readings)
+    assert not sentence_about_others([replace(reading, disturbed=0.1) for reading in readings])
+
+
 def test_a_probe_that_dies_corrects_nothing_and_says_why() -> None:
-    def dies(job: Job, recipe: Recipe, steps: int) -> float:
+    def dies(job: Job, recipe: Recipe, steps: int) -> ProbeSeconds:
         raise SnugfitError("The probe's run ended with oom.")
 
     found, readings = calibrate(GPU, measure_seconds=dies)
@@ -141,7 +180,7 @@ def test_one_that_cannot_be_read_can_be_made_again() -> None:
     file.parent.mkdir(parents=True)
     known = rates_for(GPU)
     file.write_text("damaged")
-    found, _ = calibrate(GPU, measure_seconds=lambda job, recipe, _: machine(known, job, recipe))
+    found, _ = calibrate(GPU, measure_seconds=quiet(known))
     assert found.host.forward == pytest.approx(known.host.forward)
 
 
@@ -150,7 +189,7 @@ def test_what_no_probe_told_is_not_called_measured(monkeypatch: pytest.MonkeyPat
     step = rehearse(small_job("llama", 1), Recipe().setup(), policy_for(GPU, Software()))
     monkeypatch.setattr("snugfit.comparison.calibrate.rehearse", lambda *_: step)
 
-    def dies(job: Job, recipe: Recipe, steps: int) -> float:
+    def dies(job: Job, recipe: Recipe, steps: int) -> ProbeSeconds:
         raise SnugfitError("The probe's run ended with oom.")
 
     found, _ = calibrate(find_gpu("a100-80gb"), measure_seconds=dies)

@@ -28,7 +28,7 @@ from aligned import compare, peak
 from cpu_scratch import compared
 from reported import foreseen, reports
 from small_models import small_job
-from snugfit.errors import RecipeError, UsageError
+from snugfit.errors import ModelError, RecipeError, UsageError
 from snugfit.evaluation.guide_suite import job_of, large_models
 from snugfit.exchange.export import export
 from snugfit.exchange.read import Reading, read_arguments
@@ -48,6 +48,7 @@ from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.sharded.host_tensors import HostTensors
 from snugfit.rehearsal.trace.trace import STAGE_BACK, STAGE_OUT, SWAPPED, UPDATE_ON_HOST, Block, Trace
+from snugfit.step.build import build_model
 from snugfit.step.host_link import LinkObserver, MetaLink
 from snugfit.step.open_step import open_step
 from snugfit.step.step import LOOPS, Observer
@@ -61,6 +62,7 @@ from snugfit.step.wishes.engine_config import (
 from snugfit.step.wishes.engine_loop import in_numbers
 from snugfit.techniques import technique
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.sharding.zero2 import Zero2
 from snugfit.techniques.technique import Fidelity
 from snugfit.versions import version_of
@@ -512,3 +514,12 @@ def test_a_rehearsal_leaves_no_group_and_deepspeed_s_own_accelerator() -> None:
     rehearse(small_job("bert", 2), Recipe.parse("zero3").setup(), CudaPolicy())
     assert not dist.is_initialized()
     assert (get_accelerator(), torch.nn.functional.linear) == before
+
+
+def test_a_failure_of_deepspeed_while_a_model_is_built_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed 0.19.8 reads `9.0a` of TORCH_CUDA_ARCH_LIST as a number when it compiles an operator."""
+    room: dict[str, Any] = {"__name__": "deepspeed.ops.op_builder.builder"}
+    exec(compile("def load(*given, **named):\n    int('0a')", "builder.py", "exec"), room)
+    monkeypatch.setattr("snugfit.job.build._from_facts", room["load"])
+    with pytest.raises(ModelError, match=r"DeepSpeed failed.*0a.*TORCH_CUDA_ARCH_LIST"):
+        build_model(small_job("bert", 1), Setup())

@@ -46,7 +46,24 @@ def calibrate(as_json: given.AsJson = False) -> None:
         show_json(document)
     else:
         show(_table(rates, readings))
+        if sentence := sentence_about_others(readings):
+            typer.echo(sentence)
         typer.echo(f"Written: {file}")
+
+
+def sentence_about_others(readings: Sequence[ProbeReading]) -> str:
+    """What to say where other processes used the host; empty where none did."""
+    from snugfit.results.measurement import HIGH_DISTURBANCE
+
+    shares = [reading.disturbed or 0.0 for reading in readings if reading.probe.corrects == "host"]
+    share = max(shares, default=0.0)
+    if share <= HIGH_DISTURBANCE:
+        return ""
+    return (
+        f"Other processes disturbed the CPU core in {100 * share:.0f} % of the checks while the host was "
+        "measured, so the seconds of steps that the host bounds will be off. Calibrate again when it is "
+        "quiet."
+    )
 
 
 def _table(rates: Rates, readings: Sequence[ProbeReading]) -> PlainTable:

@@ -35,6 +35,7 @@ from snugfit.prediction.rates import Rates, packaged_rates
 from snugfit.prediction.seconds import step_seconds
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS
+from snugfit.results.measurement import HIGH_DISTURBANCE
 from snugfit.results.step_seconds import StepSeconds
 from snugfit.techniques.recipe import Recipe
 
@@ -57,8 +58,21 @@ UPDATE_STEPS = 80
 MIN_FACTOR = 0.1
 """A correction below it, or above 1 / it, is not believed: something else went wrong."""
 
-MeasureSeconds = Callable[[Job, Recipe, int], float]
-"""Mean seconds of so many measured steps; raises `SnugfitError` when the run died."""
+ATTEMPTS = 3
+"""How often a probe of the host is measured at most, until others leave its core alone. A choice."""
+
+
+class ProbeSeconds(NamedTuple):
+    """What a probe's run took."""
+
+    step_seconds: float
+    """Mean of the measured steps."""
+    disturbed: float | None = None
+    """Share of the checks in which others disturbed the core; None where that was not looked at."""
+
+
+MeasureSeconds = Callable[[Job, Recipe, int], ProbeSeconds]
+"""Seconds of so many measured steps; raises `SnugfitError` when the run died."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +98,8 @@ class ProbeReading:
     died."""
     why: str = ""
     """Why nothing was corrected."""
+    disturbed: float | None = None
+    """Share of the checks in which other processes disturbed the core that launches kernels."""
 
     def to_json(self) -> dict[str, Any]:
         """The reading as a JSON object of the calibration file."""
@@ -94,6 +110,7 @@ class ProbeReading:
             "measured_seconds": self.measured_seconds,
             "factor": self.factor,
             "why": self.why,
+            "disturbed": self.disturbed,
         }
 
 
@@ -157,8 +174,8 @@ class _ProbeRun(NamedTuple):
 
     probe: Probe
     trace: Trace
-    measured: float | str
-    """Seconds of a step, or why there are none."""
+    measured: ProbeSeconds | str
+    """What it took, or why nothing is known."""
 
 
 class _ProbeRunner:
@@ -193,11 +210,17 @@ class _ProbeRunner:
     def _trace(self, probe: Probe) -> Trace:
         return rehearse(probe.job, Recipe.parse(probe.recipe).setup(), policy_for(self._gpu, Software()))
 
-    def _measure_or_reason(self, probe: Probe, steps: int) -> float | str:
-        try:
-            return self._measure(probe.job, Recipe.parse(probe.recipe), steps)
-        except SnugfitError as died:
-            return str(died)
+    def _measure_or_reason(self, probe: Probe, steps: int) -> ProbeSeconds | str:
+        """The least disturbed run of a few, where the host is what is measured; else the first."""
+        runs: list[ProbeSeconds] = []
+        for _ in range(ATTEMPTS if probe.corrects == "host" else 1):
+            try:
+                runs.append(self._measure(probe.job, Recipe.parse(probe.recipe), steps))
+            except SnugfitError as died:
+                return str(died)
+            if (runs[-1].disturbed or 0.0) <= HIGH_DISTURBANCE:
+                break
+        return min(runs, key=lambda run: run.disturbed or 0.0)
 
 
 def _read(run: _ProbeRun, gpu: Gpu, rates: Rates) -> ProbeReading:
@@ -215,10 +238,18 @@ def _read(run: _ProbeRun, gpu: Gpu, rates: Rates) -> ProbeReading:
         why = "the device bounds it" if probe.corrects == "host" else "the host bounds it"
     error = PROBE_ERRORS.get(probe.corrects, 1.0)
     share = _seconds_of_rate(probe.corrects, trace, rates, predicted) * error
-    factor = 1 + (measured - predicted.step_seconds * error) / share  # the rest of the step is taken as right
+    factor = (
+        1 + (measured.step_seconds - predicted.step_seconds * error) / share
+    )  # the rest of the step is taken as right
     if not why and not MIN_FACTOR < factor < 1 / MIN_FACTOR:
         factor, why = 1.0, f"it would have to change by {factor:.2f}, for no known reason"
-    return replace(reading, measured_seconds=measured, factor=None if why else factor, why=why)
+    return replace(
+        reading,
+        measured_seconds=measured.step_seconds,
+        factor=None if why else factor,
+        why=why,
+        disturbed=measured.disturbed,
+    )
 
 
 def _seconds_of_rate(corrects: str, trace: Trace, rates: Rates, predicted: StepSeconds) -> float:
@@ -232,13 +263,13 @@ def _seconds_of_rate(corrects: str, trace: Trace, rates: Rates, predicted: StepS
     return seconds[corrects != "bandwidth"]
 
 
-def _measure_seconds(job: Job, recipe: Recipe, steps: int) -> float:
+def _measure_seconds(job: Job, recipe: Recipe, steps: int) -> ProbeSeconds:
     from snugfit.measurement.measure import measure
 
     run = measure(job, recipe, warmup=WARMUP, steps=steps, deadline_seconds=DEADLINE_SECONDS, ledger=None)
     if run.timing is None:
         raise SnugfitError(f"The probe's run ended with {run.outcome}: {run.message}")
-    return run.timing.step_seconds
+    return ProbeSeconds(run.timing.step_seconds, run.disturbed)
 
 
 def _correct(rates: Rates, readings: list[ProbeReading]) -> Rates:

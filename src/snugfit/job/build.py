@@ -207,7 +207,7 @@ def _blame_config(model: Model, error: Exception) -> NoReturn:
     our own mistakes, because a rehearsal runs our code while a model is built.
     """
     narrower = isinstance(error, RuntimeError) and type(error) is not RuntimeError
-    if narrower or isinstance(error, SnugfitError) or _is_from_snugfit(error):
+    if narrower or isinstance(error, SnugfitError) or _is_from("snugfit", error):
         raise error
     if isinstance(error, KeyError) and (key := _key_of(error.args[0], model.config)):
         says = f'"{key}" is {json.dumps(error.args[0])}, which transformers {transformers_version()}'
@@ -215,15 +215,21 @@ def _blame_config(model: Model, error: Exception) -> NoReturn:
     if lacking := lacks_package(model.name, error):
         raise ModelError(lacking) from error
     kind = type(error).__name__
+    if _is_from("deepspeed", error):
+        raise ModelError(
+            f"{model.name}: DeepSpeed failed while it was built ({kind}): {one_line(error, 1000)}. It "
+            "compiles operators when they are first used: see to a compiler, and to TORCH_CUDA_ARCH_LIST, of "
+            "which it reads versions such as 9.0 and no 9.0a."
+        ) from error
     raise ModelError(
         f"{model.name}: transformers cannot build it ({kind}): {one_line(error, 1000)}"
     ) from error
 
 
-def _is_from_snugfit(error: Exception) -> bool:
-    """Whether snugfit's own code raised it, rather than a library that it calls."""
+def _is_from(package: str, error: Exception) -> bool:
+    """Whether this package's own code raised it, rather than a library that it calls."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).startswith("snugfit.")
+    return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).startswith(f"{package}.")
 
 
 def _key_of(value: object, config: Mapping[str, Any]) -> str | None:
