@@ -48,7 +48,6 @@ from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.sharded.host_tensors import HostTensors
 from snugfit.rehearsal.trace.trace import STAGE_BACK, STAGE_OUT, SWAPPED, UPDATE_ON_HOST, Block, Trace
-from snugfit.step.build import build_model
 from snugfit.step.host_link import LinkObserver, MetaLink
 from snugfit.step.open_step import open_step
 from snugfit.step.step import LOOPS, Observer
@@ -522,4 +521,4 @@ def test_a_failure_of_deepspeed_while_a_model_is_built_is_its_own(monkeypatch: p
     exec(compile("def load(*given, **named):\n    int('0a')", "builder.py", "exec"), room)
     monkeypatch.setattr("snugfit.job.build._from_facts", room["load"])
     with pytest.raises(ModelError, match=r"DeepSpeed failed.*0a.*TORCH_CUDA_ARCH_LIST"):
-        build_model(small_job("bert", 1), Setup())
+        rehearse(small_job("bert", 1), Setup(), CudaPolicy())
