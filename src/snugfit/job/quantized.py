@@ -129,9 +129,9 @@ class Quantization:
 
 
 def scales_in_order(weight: Any) -> list[tuple[Any, str]]:
-    """Owners and names of the tensors that bitsandbytes keeps beside a quantized weight, in the order in which
-    `QuantState.to` (bitsandbytes 0.50) moves them: code book and scales, and those of the scales. None of any
-    other weight."""
+    """Owners and names of the tensors that bitsandbytes keeps beside a quantized weight, in the order in
+    which `QuantState.to` (bitsandbytes 0.50) moves them: code book and scales, and those of the scales. Of
+    any other weight there are none."""
     state = getattr(weight, "quant_state", None)
     if state is None:
         return []

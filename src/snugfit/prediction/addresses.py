@@ -2,8 +2,8 @@
 
 The caching allocator takes, among free blocks of one size, the one at the lowest address. The driver decides
 which that is when it maps segments. No document says how; these rules are inferred from nine recorded runs on
-H200s (driver 580.159.04, torch 2.11, 2026-11-20 and -22) and from single operators
-(`results/h200-2026-11-22/holes.json`). Replayed with the recorded addresses, the allocator of `allocator.py`
+H200s (driver 580.159.04, torch 2.11, 2026-11-20 and -22), from single operators
+(`results/h200-2026-11-22/holes.json`), and where they say so from runs on an H100 (2026-11-26). Replayed with the recorded addresses, the allocator of `allocator.py`
 gives every block its recorded address; with the rules below it reserves and hands out what was recorded in
 all nine, and makes the same choice at every block in five.
 
@@ -14,7 +14,7 @@ all nine, and makes the same choice at every block in five.
    lower 414, and 64 MiB higher one of 32, of which it holds the lower 8.
 4. The context releases its 414 MiB before the first kernel of most kinds (`rehearsal/record/kernels.py`). If
    a segment lies in the 2 MiB above them, that is a hole. If not, the chunk is gone, and new chunks are made
-   in the upper 384 MiB of its place, downwards: two runs on an H100 (2026-11-26) left its lowest 32 MiB empty.
+   in the upper 384 MiB of its place, downwards: two runs on an H100 left its lowest 32 MiB empty.
 5. The code of kernels takes 2 MiB at a time from the holes: once before that first kernel, twice when the
    first forward pass begins, five times when the first backward pass does. Two ViTs show it so; a BERT took
    as much, but before its backward pass.

@@ -231,9 +231,10 @@ def _flash_varlen_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> 
 
 
 def _efficient_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """Of 32 bits, the gradient times the output is summed by other kernels first (`delta`); of 16 bits, by the
-    kernel itself (`kKernelComputesDelta`, `mem_eff_attention/kernel_backward.h`). In 16 bits and with heads
-    wider than 128 the kernel also keeps the gradients of keys and values in 32 bits, which is not counted."""
+    """Of 32 bits, the gradient times the output is summed by other kernels first (`delta`); of 16 bits, by
+    the kernel itself (`kKernelComputesDelta`, `mem_eff_attention/kernel_backward.h`). In 16 bits and with
+    heads wider than 128 the kernel also keeps the gradients of keys and values in 32 bits, which is not
+    counted."""
     gradient, query, value = arguments[0], arguments[1], arguments[3]
     batch, heads, length, width = query.shape
     row = 4 * batch * heads * length
