@@ -3,9 +3,10 @@
 The caching allocator takes, among free blocks of one size, the one at the lowest address. The driver decides
 which that is when it maps segments. No document says how; these rules are inferred from nine recorded runs on
 H200s (driver 580.159.04, torch 2.11, 2026-11-20 and -22), from single operators
-(`results/h200-2026-11-22/holes.json`), and where they say so from runs on an H100 (2026-11-26). Replayed with the recorded addresses, the allocator of `allocator.py`
-gives every block its recorded address; with the rules below it reserves and hands out what was recorded in
-all nine, and makes the same choice at every block in five.
+(`results/h200-2026-11-22/holes.json`), and where they say so from runs on an H100 (2026-11-26). Replayed with
+the recorded addresses, the allocator of `allocator.py` gives every block its recorded address; with the rules
+below it reserves and hands out what was recorded in all nine, and makes the same choice at every block in
+five.
 
 1. The driver keeps address space in chunks of whole 32 MiB. A segment goes to the lowest hole that it fits
    in, at the hole's lower end.
