@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy
 
 BALANCE = 54.4
-"""Multiplications for each element of its operands and result above which a product is worth timing: half of
-what Triton takes an H200 to do for each (`pad_mm.is_mm_compute_bound`, `triton.testing`). On one, products
-with 59 were padded and such with 49 were not."""
+"""Multiplications for each element of its operands and result above which a product in 16 bits is taken to
+be faster padded. On an H200, products with 59 were padded and such with 49 were not; on an H100, two of the
+backward pass of an attention over 393 positions were, with 48. All of them were timed (`timed_padding.py`)."""
 
 HALF = 2
 """Bytes of a number in 16 bits."""

@@ -13,7 +13,7 @@ on that H100, one with 7.8 multiplications for each element too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.rehearsal.compiled.first_launches import times_anything
@@ -91,7 +91,7 @@ def _time(product: PaddedProduct, flushed: int, *, as_it_is: bool) -> None:
     second_padded = _padded(second, inner, columns) if product.second.written_padded else second
     added_padded = None if product.added is None else _made(product.added)
 
-    def run_padded() -> None:
+    def run_padded() -> torch.Tensor:
         one, other, third = first_padded, second_padded, added_padded
         if not product.first.written_padded:
             one = _padded(one, rows, inner)
@@ -99,14 +99,15 @@ def _time(product: PaddedProduct, flushed: int, *, as_it_is: bool) -> None:
             other = _padded(other, inner, columns)
         if third is not None:
             third = _padded_sum(third, rows, columns)
-        _multiply(product.operator, one, other, third)
+        return _multiply(product.operator, one, other, third)
 
     if as_it_is:
         _run_twice(lambda: _multiply(product.operator, first, second, added), flushed)
     _run_twice(run_padded, flushed)
+    del run_padded, second, first  # in the order in which they were recorded to be gone
 
 
-def _run_twice(run: Any, flushed: int) -> None:
+def _run_twice(run: Callable[[], torch.Tensor], flushed: int) -> None:
     import torch
 
     run()
@@ -115,13 +116,14 @@ def _run_twice(run: Any, flushed: int) -> None:
     del beside
 
 
-def _multiply(operator: str, first: torch.Tensor, second: torch.Tensor, added: torch.Tensor | None) -> None:
+def _multiply(
+    operator: str, first: torch.Tensor, second: torch.Tensor, added: torch.Tensor | None
+) -> torch.Tensor:
     import torch
 
-    if added is None:
-        getattr(torch, operator)(first, second)
-    else:
-        torch.addmm(added, first, second)
+    if added is not None:
+        return torch.addmm(added, first, second)
+    return torch.bmm(first, second) if operator == "bmm" else torch.mm(first, second)
 
 
 def _made(like: Operand) -> torch.Tensor:
