@@ -53,7 +53,7 @@ def product_of(
     """The product that a pass has found."""
     from torch._inductor.fx_passes import pad_mm
 
-    def described(tensor: torch.Tensor, name: str = "") -> Operand:
+    def describe(tensor: torch.Tensor, name: str = "") -> Operand:
         padded = bool(name) and bool(pad_mm.should_exclude_padding_time(match, name))
         return Operand(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, padded)
 
@@ -62,9 +62,9 @@ def product_of(
         pad_mm.should_pad_bench_key(*asked),
         pad_mm.should_pad_bench_key(*asked, is_base_time_key=True),
         operator.__name__,
-        described(first, "mat1"),
-        described(second, "mat2"),
-        None if added is None else described(added),
+        describe(first, "mat1"),
+        describe(second, "mat2"),
+        None if added is None else describe(added),
     )
 
 
@@ -84,21 +84,21 @@ def time_padding(policy: Policy, products: Iterable[PaddedProduct], timed: set[s
 
 def _time(product: PaddedProduct, flushed: int, *, as_it_is: bool) -> None:
     """The order of `_should_pad`: operands, those that are written padded, and both products."""
-    first, second = _made(product.first), _made(product.second)
-    added = None if product.added is None or not as_it_is else _made(product.added)
+    first, second = _make(product.first), _make(product.second)
+    added = None if product.added is None or not as_it_is else _make(product.added)
     rows, inner, columns = _padding(first, second)
-    first_padded = _padded(first, rows, inner) if product.first.written_padded else first
-    second_padded = _padded(second, inner, columns) if product.second.written_padded else second
-    added_padded = None if product.added is None else _made(product.added)
+    first_padded = _pad(first, rows, inner) if product.first.written_padded else first
+    second_padded = _pad(second, inner, columns) if product.second.written_padded else second
+    added_padded = None if product.added is None else _make(product.added)
 
     def run_padded() -> torch.Tensor:
         one, other, third = first_padded, second_padded, added_padded
         if not product.first.written_padded:
-            one = _padded(one, rows, inner)
+            one = _pad(one, rows, inner)
         if not product.second.written_padded:
-            other = _padded(other, inner, columns)
+            other = _pad(other, inner, columns)
         if third is not None:
-            third = _padded_sum(third, rows, columns)
+            third = _pad_sum(third, rows, columns)
         return _multiply(product.operator, one, other, third)
 
     if as_it_is:
@@ -126,7 +126,7 @@ def _multiply(
     return torch.bmm(first, second) if operator == "bmm" else torch.mm(first, second)
 
 
-def _made(like: Operand) -> torch.Tensor:
+def _make(like: Operand) -> torch.Tensor:
     """One that lies so, of as many numbers as it spans (`realize_tensor`)."""
     import torch
 
@@ -144,13 +144,13 @@ def _padding(first: torch.Tensor, second: torch.Tensor) -> tuple[int, int, int]:
     return lengths[0], lengths[1], lengths[2]
 
 
-def _padded(matrix: torch.Tensor, below: int, beside: int) -> torch.Tensor:
+def _pad(matrix: torch.Tensor, below: int, beside: int) -> torch.Tensor:
     import torch
 
     return torch.constant_pad_nd(matrix, [0, beside, 0, below]) if below or beside else matrix
 
 
-def _padded_sum(added: torch.Tensor, below: int, beside: int) -> torch.Tensor:
+def _pad_sum(added: torch.Tensor, below: int, beside: int) -> torch.Tensor:
     """What is added: of one dimension a row (`pad_dim` of `pad_addmm`)."""
     import torch
 
