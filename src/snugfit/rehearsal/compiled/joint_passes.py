@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 BALANCE = 54.4
 """Multiplications for each element of its operands and result above which a product in 16 bits is taken to
-be faster padded. On an H200, products with 59 were padded and such with 49 were not; on an H100, two of the
-backward pass of an attention over 393 positions were, with 48. All of them were timed (`timed_padding.py`)."""
+be faster padded. On an H200, products with 59 were padded and such with 49 were not; on an H100, some of the
+backward pass of an attention over 393 positions were, with 48. All were timed (`timed_padding.py`)."""
 
 HALF = 2
 """Bytes of a number in 16 bits."""

@@ -13,6 +13,7 @@ on that H100, one with 7.8 multiplications for each element too.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -102,7 +103,7 @@ def _time(product: PaddedProduct, flushed: int, *, as_it_is: bool) -> None:
         return _multiply(product.operator, one, other, third)
 
     if as_it_is:
-        _run_twice(lambda: _multiply(product.operator, first, second, added), flushed)
+        _run_twice(functools.partial(_multiply, product.operator, first, second, added), flushed)
     _run_twice(run_padded, flushed)
     del run_padded, second, first  # in the order in which they were recorded to be gone
 
