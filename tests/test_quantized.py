@@ -22,7 +22,9 @@ from small_models import small_job
 from small_runs import CPU, assert_same_weights, events, killed_in, losses, small_run
 from snugfit import fit
 from snugfit.errors import RecipeError
+from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.record.four_bit import fuses
+from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.build import build_model
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
@@ -100,6 +102,17 @@ def test_a_folder_and_random_weights_take_the_same_bytes(stored: Path) -> None:
         for model in (loaded, drawn)
     ]
     assert sizes[0] == sizes[1]
+
+
+def test_what_is_kept_beside_a_weight_moves_before_it() -> None:
+    """A GPT-2 built on the host and moved to an H100 showed these bytes for its first layer: code book,
+    scales, their offset, scales and code book, and the packed weight; then the bias and two adapters."""
+    facts = {"n_embd": 704, "n_head": 11, "n_inner": 2112}
+    job = replace(small_job("gpt2", 1, facts), build_on="host")
+    trace = rehearse(job, Recipe.parse("qlora(r=64, targets=all-linear)").setup(), CudaPolicy())
+    built = [block.nbytes for block in trace.blocks if block.step < 0]
+    first = built.index(743_424) - 5
+    assert built[first : first + 9] == [64, 23_232, 4, 364, 1024, 743_424, 8448, 180_224, 540_672]
 
 
 def quantized(stored: Path, seed: int) -> Any:

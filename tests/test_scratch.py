@@ -160,3 +160,38 @@ def test_the_triangle_of_causal_attention_dies_when_it_is_a_mask() -> None:
     scores = next(place for place, block in enumerate(trace.blocks) if block.operator == "aten::bmm")
     assert trace.blocks[triangle].nbytes == 3_437_316
     assert trace.events.index(-triangle - 1) < trace.events.index(scores + 1)
+
+
+@pytest.mark.parametrize(("elements", "partials"), [(1_204_224, 294), (3_411_968, 834)])
+def test_the_largest_of_all_is_looked_for_in_numbers_of_its_own_size(elements: int, partials: int) -> None:
+    """As torchao looks for it in bfloat16, on an H100."""
+    found = taken(aten.max.default, meta(elements, dtype=torch.bfloat16))
+    assert found == [0, partials, 4, -4, -partials]
+
+
+def efficient_backward(dtype: torch.dtype, width: int, capability: tuple[int, int] = (9, 0)) -> list[int]:
+    operand, row = meta(1, 11, 924, width, dtype=dtype), meta(1, 11, 928)
+    scratch = CudaPolicy(capability=capability).scratch(
+        "aten::_scaled_dot_product_efficient_attention_backward", (operand,) * 4 + (None, operand, row), ()
+    )
+    return [nbytes for _, nbytes in scratch]
+
+
+PRODUCT, ROW, WIDE = 5_203_968, 40_656, 5_769_984
+"""Bytes in a layer of the recorded Mistral: of a query in fp32, of a number a row, of the workspace."""
+
+
+def test_efficient_attention_works_in_larger_tiles_where_heads_are_wide() -> None:
+    """As recorded on an H100: heads 128 wide. Where 128 rows do not fit into shared memory there are 64, and
+    heads 64 wide always have those."""
+    deltas = [PRODUCT, ROW, ROW, -ROW, -PRODUCT]
+    assert efficient_backward(torch.float32, 128) == [*deltas, WIDE, -ROW, -WIDE]
+    small = 11 * 15 * 2 * (64 * 64 * 4 + 16)
+    assert efficient_backward(torch.float32, 128, (8, 9))[5] == small
+    assert efficient_backward(torch.float32, 64)[5] == small // 2
+
+
+def test_in_16_bits_its_kernel_makes_what_others_make_in_32() -> None:
+    """By the source: nothing of a query's size is held beside the workspace."""
+    tiles = 11 * 8 * (128 * 128 * 4 + 16)
+    assert efficient_backward(torch.bfloat16, 128) == [ROW, tiles, -ROW, -tiles]

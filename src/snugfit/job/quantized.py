@@ -128,6 +128,17 @@ class Quantization:
         return model  # type: ignore[no-any-return]
 
 
+def scales_in_order(weight: Any) -> list[tuple[Any, str]]:
+    """Owners and names of the tensors that bitsandbytes keeps beside a quantized weight, in the order in
+    which `QuantState.to` (bitsandbytes 0.50) moves them: code book and scales, and those of the scales. Of
+    any other weight there are none."""
+    state = getattr(weight, "quant_state", None)
+    if state is None:
+        return []
+    nested = [(state, "offset"), (state.state2, "absmax"), (state.state2, "code")] if state.nested else []
+    return [(state, "code"), (state, "absmax"), *nested]
+
+
 def _is_quantized(module: nn.Module) -> bool:
     from bitsandbytes.nn import Linear4bit
 

@@ -2,10 +2,11 @@
 
 The caching allocator takes, among free blocks of one size, the one at the lowest address. The driver decides
 which that is when it maps segments. No document says how; these rules are inferred from nine recorded runs on
-H200s (driver 580.159.04, torch 2.11, 2026-11-20 and -22) and from single operators
-(`results/h200-2026-11-22/holes.json`). Replayed with the recorded addresses, the allocator of `allocator.py`
-gives every block its recorded address; with the rules below it reserves and hands out what was recorded in
-all nine, and makes the same choice at every block in five.
+H200s (driver 580.159.04, torch 2.11, 2026-11-20 and -22), from single operators
+(`results/h200-2026-11-22/holes.json`), and where they say so from runs on an H100 (2026-11-26). Replayed with
+the recorded addresses, the allocator of `allocator.py` gives every block its recorded address; with the rules
+below it reserves and hands out what was recorded in all nine, and makes the same choice at every block in
+five.
 
 1. The driver keeps address space in chunks of whole 32 MiB. A segment goes to the lowest hole that it fits
    in, at the hole's lower end.
@@ -14,11 +15,12 @@ all nine, and makes the same choice at every block in five.
    lower 414, and 64 MiB higher one of 32, of which it holds the lower 8.
 4. The context releases its 414 MiB before the first kernel of most kinds (`rehearsal/record/kernels.py`). If
    a segment lies in the 2 MiB above them, that is a hole. If not, the chunk is gone, and new chunks are made
-   in its place, from its upper end downwards, until the libraries that cuBLAS loads lie there.
+   in the upper 384 MiB of its place, downwards: two runs on an H100 left its lowest 32 MiB empty.
 5. The code of kernels takes 2 MiB at a time from the holes: once before that first kernel, twice when the
    first forward pass begins, five times when the first backward pass does. Two ViTs show it so; a BERT took
    as much, but before its backward pass.
-6. cuBLAS takes 64 MiB of its own from the holes when it starts.
+6. cuBLAS takes 64 MiB of its own from the holes when it starts. The libraries that it loads take 192 MiB of
+   what is left in that place: a run on an H100 shows that much, with three new chunks below it.
 
 Other mappings of the driver and of libraries only shift addresses and change no order.
 """
@@ -31,15 +33,15 @@ MIB = 1 << 20
 CHUNK = 32 * MIB
 TOP = 1 << 46
 """Where the context's own chunk begins; all later ones lie below, except those in its place."""
-OWN_CHUNK, OWN = 416 * MIB, 414 * MIB
-"""Bytes of the context's own chunk, and of the part that it holds."""
+OWN_CHUNK, OWN, LOWEST = 416 * MIB, 414 * MIB, 32 * MIB
+"""Bytes of the context's own chunk, of the part that it holds, and of what stays empty when it is gone."""
 ABOVE_OWN = (TOP + OWN, OWN_CHUNK - OWN)
 HIGHEST = (TOP + 488 * MIB, 24 * MIB)
 """Holes from the start: addresses, of which only the order matters, and sizes in bytes."""
 CODE, FORWARD_CODE, BACKWARD_CODE = 2 * MIB, 2, 5
 """Bytes that the code of kernels takes at a time, and how often it does so when each pass first begins."""
-CUBLAS = 64 * MIB
-"""Bytes of address space that cuBLAS takes when it starts."""
+CUBLAS, LIBRARIES = 64 * MIB, 192 * MIB
+"""Bytes of address space that cuBLAS takes when it starts, and the libraries that it loads."""
 
 
 class DeviceAddresses:
@@ -48,7 +50,7 @@ class DeviceAddresses:
     def __init__(self) -> None:
         self._lowest = TOP
         self._holes = [ABOVE_OWN, HIGHEST]  # (address, size), ascending
-        self._room = 0  # bytes left for new chunks where the context's own chunk was
+        self._room = 0  # bytes left for new chunks where the context's own chunk was, above the lowest
 
     def map_segment(self, size: int) -> int:
         """The address of a new segment of `size` bytes."""
@@ -59,7 +61,7 @@ class DeviceAddresses:
         self._reserve_space(CODE)
         if ABOVE_OWN in self._holes:
             self._holes.remove(ABOVE_OWN)
-            self._room = OWN_CHUNK
+            self._room = OWN_CHUNK - LOWEST
         else:
             bisect.insort(self._holes, (TOP, OWN))
 
@@ -74,9 +76,9 @@ class DeviceAddresses:
             self._reserve_space(CODE)
 
     def start_cublas(self) -> None:
-        """cuBLAS takes its own address space, and its libraries fill the context's former chunk."""
+        """cuBLAS takes its own address space, and its libraries some of the context's former chunk."""
         self._reserve_space(CUBLAS)
-        self._room = 0
+        self._room = max(0, self._room - LIBRARIES)
 
     def _reserve_space(self, size: int) -> int:
         address = self._from_hole(size)
@@ -100,6 +102,6 @@ class DeviceAddresses:
     def _new_chunk(self, chunk: int) -> int:
         if chunk <= self._room:
             self._room -= chunk
-            return TOP + self._room
+            return TOP + LOWEST + self._room
         self._lowest -= chunk
         return self._lowest

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import JobError, UsageError
 from snugfit.job.build import OnLoaded, instantiate
+from snugfit.job.quantized import scales_in_order
 from snugfit.step.applier import adapt_model, model_arguments, wrap_model
 from snugfit.step.wishes.optimizer import make_optimizer
 from snugfit.techniques import roster
@@ -89,7 +90,8 @@ def _host(device: torch.device) -> Iterator[None]:
 
 def _move(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """`model.to(device)`. On `meta`, where that would be nothing, each tensor is made anew in the order in
-    which `Module._apply` goes; a tied weight, which it meets twice, is not made a second time."""
+    which `Module._apply` goes; a tied weight, which it meets twice, is not made a second time. What is kept
+    beside a quantized weight goes before it."""
     import torch
 
     if device.type != "meta":
@@ -99,6 +101,8 @@ def _move(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     def remake(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.untyped_storage()._cdata in storages:
             return tensor
+        for owner, name in scales_in_order(tensor):
+            setattr(owner, name, torch.empty_like(getattr(owner, name), device=device))
         new = torch.empty_like(tensor, device=device)
         storages.add(new.untyped_storage()._cdata)
         return new

@@ -78,6 +78,11 @@ def time_settings(policy: Policy, changes: Sequence[torch.Tensor]) -> None:
         beside += [torch.empty_like(one) for one in changes if one.numel() * one.itemsize <= nbytes]
 
 
+def times_anything() -> bool:
+    """Whether this process has yet to time what it runs."""
+    return _TIMED[-1]
+
+
 @contextlib.contextmanager
 def settings_known() -> Iterator[None]:
     """Within it, kernels launch as in all steps but a process's first."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from snugfit.rehearsal.compiled.lowering import relabel
+from snugfit.rehearsal.compiled.timed_padding import PaddedProduct, product_of
 from snugfit.rehearsal.device.attention import attention_by
 from snugfit.rehearsal.device.policy import CudaPolicy
 
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy
 
 BALANCE = 54.4
-"""Multiplications for each element of its operands and result above which a product is worth timing: half of
-what Triton takes an H200 to do for each (`pad_mm.is_mm_compute_bound`, `triton.testing`). On one, products
-with 59 were padded and such with 49 were not."""
+"""Multiplications for each element of its operands and result above which a product in 16 bits is taken to
+be faster padded. On an H200, products with 59 were padded and such with 49 were not; on an H100, some of the
+backward pass of an attention over 393 positions were, with 48. All were timed (`timed_padding.py`)."""
 
 HALF = 2
 """Bytes of a number in 16 bits."""
@@ -40,10 +41,13 @@ PADDED = (
 
 
 @contextlib.contextmanager
-def joint_passes_for(policy: Policy, doubt: Callable[[str], None]) -> Iterator[None]:
+def joint_passes_for(
+    policy: Policy, doubt: Callable[[str], None], times: Callable[[PaddedProduct], None]
+) -> Iterator[None]:
     """Within it, the passes find the graph's tensors on the CPU, not on `meta`, where patterns and constants
     are nothing, and decide as on the policy's device: autograd, which they trace with, needs a GPU for
-    tensors that are said to be there. `doubt` hears what is assumed."""
+    tensors that are said to be there. `doubt` hears what is assumed, and `times` of the products that are
+    timed there."""
     import torch
     from torch._inductor import compile_fx as fx
 
@@ -52,7 +56,8 @@ def joint_passes_for(policy: Policy, doubt: Callable[[str], None]) -> Iterator[N
 
     def run(graph: Any, *arguments: Any, **keywords: Any) -> Any:
         relabel(graph, cpu)
-        with _decisions_of(policy, doubt) if isinstance(policy, CudaPolicy) else contextlib.nullcontext():
+        on_gpu = isinstance(policy, CudaPolicy)
+        with _decisions_of(policy, doubt, times) if on_gpu else contextlib.nullcontext():
             return passes(
                 graph, *arguments, **{**keywords, "input_device": cpu} if takes_device else keywords
             )
@@ -62,7 +67,9 @@ def joint_passes_for(policy: Policy, doubt: Callable[[str], None]) -> Iterator[N
 
 
 @contextlib.contextmanager
-def _decisions_of(policy: CudaPolicy, doubt: Callable[[str], None]) -> Iterator[None]:
+def _decisions_of(
+    policy: Policy, doubt: Callable[[str], None], times: Callable[[PaddedProduct], None]
+) -> Iterator[None]:
     import torch
     from torch._inductor.fx_passes import fuse_attention, pad_mm
 
@@ -74,7 +81,10 @@ def _decisions_of(policy: CudaPolicy, doubt: Callable[[str], None]) -> Iterator[
         tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
         return (tf32 or not in_fp32) and may_replace(match)
 
-    def should_pad(match: Any, first: torch.Tensor, second: torch.Tensor, *_: Any) -> bool:
+    def should_pad(
+        match: Any, first: torch.Tensor, second: torch.Tensor, operator: Any, input: Any = None
+    ) -> bool:
+        times(product_of(match, first, second, operator, input))
         pads = pays_to_pad(match, first, second)
         if pads:
             doubt(PADDED)

@@ -43,6 +43,7 @@ from snugfit.rehearsal.compiled.graph_trees import GraphFunction, GraphTrees
 from snugfit.rehearsal.compiled.joint_passes import joint_passes_for
 from snugfit.rehearsal.compiled.lowering import computed_again, lower
 from snugfit.rehearsal.compiled.program import load, random_state_on_the_host
+from snugfit.rehearsal.compiled.timed_padding import PaddedProduct, time_padding
 from snugfit.rehearsal.compiled.traced_kernels import composed_as_elsewhere, forget_traced_kernels
 from snugfit.rehearsal.device.autocast import SWITCH
 from snugfit.rehearsal.device.policy import CudaPolicy
@@ -113,8 +114,10 @@ class Compiler:
         self._within: list[range] = []  # kernels of the last step that programs ran
         self._trees = GraphTrees(recorder)
         self._assumed: list[str] = []  # of the graph that is compiled now
+        self._timed: list[PaddedProduct] = []  # of it, too
         self._chosen: set[str] = set()  # sources of kernels whose settings were timed
         self._tried: set[int] = set()  # programs for whose products kernels were tried, by their ids
+        self._padded: set[str] = set()  # products that were timed as they are and padded
         self._own = {name: getattr(torch.Tensor, name) for name in ("item", "tolist", "numpy", "__format__")}
         self._functions = {name: getattr(torch, name) for name in _ASKED_IN_PYTHON}
 
@@ -146,6 +149,12 @@ class Compiler:
         spans = [span for span in self._within if span.stop > start]
         kernels = enumerate(self._recorder.kernels[start:], start)
         return next((kernel for at, kernel in kernels if not any(at in span for span in spans)), None)
+
+    def time_products_padded(self, products: Sequence[PaddedProduct]) -> None:
+        """These products are timed as they are and padded, where they were not before."""
+        start = len(self._recorder.kernels)
+        time_padding(self._policy, products, self._padded)
+        self._within.append(range(start, len(self._recorder.kernels)))
 
     def play(self, function: GraphFunction, arguments: list[Any]) -> Any:
         """Runs a program that is recorded as a CUDA graph, with the copies of its inputs."""
@@ -230,9 +239,12 @@ class Compiler:
         """What runs the programs that Inductor makes of a graph, in this mode."""
         from torch._inductor import compile_fx as fx
 
-        self._assumed = []
+        self._assumed, self._timed = [], []
         make = functools.partial(self._make, mode=mode)
-        with joint_passes_for(self._policy, self._assumed.append), within_budget(budget):
+        with (
+            joint_passes_for(self._policy, self._assumed.append, self._timed.append),
+            within_budget(budget),
+        ):
             return fx.compile_fx(graph, inputs, inner_compile=make)
 
     def _to_record(self, one: TracedPass) -> Run:
@@ -258,7 +270,8 @@ class Compiler:
             )
             _PROGRAMS[key] = program
         _tell_strides(program.strides)
-        run = _runs_program(program, tuple(dict.fromkeys(self._assumed)), tries=mode in WITH_TRIALS)
+        assumed = tuple(dict.fromkeys(self._assumed))
+        run = _runs_program(program, assumed, tuple(self._timed), tries=mode in WITH_TRIALS)
         if mode in WITH_GRAPHS and isinstance(self._policy, CudaPolicy):
             static = frozenset(options.get("static_input_idxs") or ())
             function = GraphFunction(run, static, bool(options.get("is_backward")), _inputs_given_back(graph))
@@ -274,14 +287,18 @@ def _inputs_given_back(graph: Any) -> frozenset[int]:
     return frozenset(number for number, node in enumerate(inputs) if any(node is one for one in given_back))
 
 
-def _runs_program(program: _Program, assumed: Sequence[str], *, tries: bool) -> Run:
-    """What runs a program of Inductor, before whose first run it `tries` kernels for its products."""
+def _runs_program(
+    program: _Program, assumed: Sequence[str], timed: Sequence[PaddedProduct], *, tries: bool
+) -> Run:
+    """What runs a program of Inductor. Before its first run these products were timed, and it `tries` kernels
+    for all."""
     call, again, attention = program.call, program.again, program.attention
 
     def run(arguments: list[Any]) -> Any:
         now = _NOW[-1]
         for sentence in assumed:
             now._recorder.doubt(sentence)
+        now.time_products_padded(timed)
         if tries and id(program) not in now._tried:
             now._tried.add(id(program))
             time_products(now._policy, program.products)

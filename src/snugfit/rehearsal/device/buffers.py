@@ -30,6 +30,8 @@ class GpuSize(NamedTuple):
     multiprocessors: int
     threads: int
     """Resident threads of one multiprocessor."""
+    capability: tuple[int, int] = (9, 0)
+    """Compute capability, which decides which kernel runs."""
 
 
 def output(number: int) -> Buffer:

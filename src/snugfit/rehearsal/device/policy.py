@@ -179,7 +179,7 @@ class CudaPolicy(Policy):
 
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
         """Reductions, attention and embedding backward: see `scratch.py`."""
-        gpu = GpuSize(self.multiprocessors, self.threads_per_multiprocessor)
+        gpu = GpuSize(self.multiprocessors, self.threads_per_multiprocessor, self.capability)
         return cuda_scratch(operator, arguments, out, gpu)
 
     def workspaces(self, operator: str, arguments: Sequence[Any] = ()) -> tuple[Buffer, ...]:

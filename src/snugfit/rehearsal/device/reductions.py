@@ -27,7 +27,7 @@ FEW, MANY = 16, 256
 """Values that a thread should have at least, when its output is split over thread blocks, and at most."""
 
 ACCUMULATED = 4
-"""Bytes of a partial result: they are kept in fp32."""
+"""Bytes of a partial result: sums are kept in fp32."""
 
 
 def dimensions(arguments: Sequence[Any]) -> Sequence[int]:
@@ -36,9 +36,11 @@ def dimensions(arguments: Sequence[Any]) -> Sequence[int]:
     return [over] if isinstance(over, int) else over or ()
 
 
-def partial(operand: Any, over: Sequence[int], out: Any, gpu: GpuSize) -> Scratch:
+def partial(
+    operand: Any, over: Sequence[int], out: Any, gpu: GpuSize, *, accumulated: int = ACCUMULATED
+) -> Scratch:
     """The buffers of reducing `operand` to `out`; `over` are the reduced dimensions, all where
-    none is named."""
+    none is named, and `accumulated` the bytes of a partial result."""
     results, inputs = out.numel(), operand.numel()
     if results in (0, inputs):
         return ()
@@ -57,7 +59,8 @@ def partial(operand: Any, over: Sequence[int], out: Any, gpu: GpuSize) -> Scratc
         outputs = math.prod(size for dim, size in enumerate(shape) if dim not in dims)
         needs = reduction(math.prod(shape) // outputs, outputs, inner, gpu)
         if needs is not None:
-            buffers += nest(Buffer("partial sums", needs.partials), Buffer("semaphores", needs.semaphores))
+            partials = needs.partials // ACCUMULATED * accumulated
+            buffers += nest(Buffer("partial sums", partials), Buffer("semaphores", needs.semaphores))
     if len(pieces) > 1 and out.element_size() == operand.element_size() == 2:
         return nest(Buffer("accumulated", results * ACCUMULATED), during=buffers)
     return buffers

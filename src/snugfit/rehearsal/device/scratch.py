@@ -20,12 +20,14 @@ On every device, because dispatch sees one operator where torch composes several
 - the backward pass of CTC has a table of its own beside forward's (`native/LossCTC.cpp`).
 
 On CUDA besides:
-- Sums and norms over many rows hold partial results: `reductions.py`.
+- Sums, norms and largest elements over many rows hold partial results: `reductions.py`. Those of largest
+  elements have their operand's dtype (`native/cuda/ReduceMaxValuesKernel.cu`).
 - Softmax backward holds `grad * output`: `softmax_backward_cuda_out`, `native/cuda/SoftMax.cu`.
 - cuDNN and flash attention backward hold fp32 accumulators of the query's gradient and one fp32 row each;
   with grouped queries also the ungrouped gradients of key and value. Exact on three recorded shapes.
 - Flash attention of sequences in one row, backward: the same, by its source alone.
-- Efficient attention backward: a product and a row sum for delta, then its workspace. Exact at S = 512.
+- Efficient attention backward: a product and a row sum for delta, then its workspace. Exact in fp32 with
+  heads 64 and 128 wide.
 - The norms of a list of tensors hold partial norms: `native/cuda/ForeachReduceOp.cu`.
 - A singular value decomposition works on a copy of the matrix by columns (`linalg_svd`,
   `native/BatchLinearAlgebra.cpp`; `svd_cusolver`, `native/cuda/linalg/BatchLinearAlgebraLib.cpp`), and in a
@@ -175,12 +177,14 @@ def _sum(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
 def _max(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     if out.__class__ is tuple:  # with the places of the largest along a dimension
         return ()
-    copied = _max_of_all(arguments, out)
-    return (*copied[:2], *reductions.partial(arguments[0], (), out, gpu), *copied[2:])
+    copied, operand = _max_of_all(arguments, out), arguments[0]
+    partial = reductions.partial(operand, (), out, gpu, accumulated=operand.element_size())
+    return (*copied[:2], *partial, *copied[2:])
 
 
 def _amax(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    return reductions.partial(arguments[0], reductions.dimensions(arguments[1:]), out, gpu)
+    operand, over = arguments[0], reductions.dimensions(arguments[1:])
+    return reductions.partial(operand, over, out, gpu, accumulated=operand.element_size())
 
 
 def _norm(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
@@ -227,21 +231,46 @@ def _flash_varlen_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> 
 
 
 def _efficient_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    gradient, query = arguments[0], arguments[1]
+    """Of 32 bits, the gradient times the output is summed by other kernels first (`delta`); of 16 bits, by
+    the kernel itself (`kKernelComputesDelta`, `mem_eff_attention/kernel_backward.h`). In 16 bits and with
+    heads wider than 128 the kernel also keeps the gradients of keys and values in 32 bits, which is not
+    counted."""
+    gradient, query, value = arguments[0], arguments[1], arguments[3]
     batch, heads, length, width = query.shape
-    product = _nbytes(gradient)
     row = 4 * batch * heads * length
-    workspace = batch * heads * -(-length // 64) * (64 * 64 * -(-width // 64) * 4 + 16)
+    half = query.element_size() == 2
+    rows, columns = _efficient_tile(max(width, value.size(-1)), half=half, capability=gpu.capability)
+    tiles = -(-length // rows) * -(-width // columns)
+    workspace = Buffer("attention workspace", batch * heads * tiles * (4 * rows * columns + TILE_HEAD))
+    freed = Buffer(workspace.name, -workspace.nbytes)
+    if half and gpu.capability > (7, 0):
+        return Buffer("delta", row), workspace, Buffer("delta", -row), freed
+    product = _nbytes(gradient)
     return (
         Buffer("grad * out", product),
         Buffer("delta", row),
         Buffer("delta, contiguous", row),
         Buffer("delta", -row),
         Buffer("grad * out", -product),
-        Buffer("attention workspace", workspace),
+        workspace,
         Buffer("delta, contiguous", -row),
-        Buffer("attention workspace", -workspace),
+        freed,
     )
+
+
+TILE_HEAD = 16
+"""Bytes of lock and counter before each tile of the query's gradient (`GradQTempStorage`)."""
+
+
+def _efficient_tile(widest: int, *, half: bool, capability: tuple[int, int]) -> tuple[int, int]:
+    """Rows and columns of the tiles in which efficient attention's backward kernel works for heads of this
+    width: `mem_eff_attention/kernels/generate_kernels.py`. Tiles of 128 rows take more shared memory than
+    architectures of 100 KiB have, which fall back to 64. An H100 showed 128 x 64 for 32 bits and a width of
+    128, and 64 x 64 for 64; the others are read there."""
+    small = capability < (8, 0) or capability in ((8, 6), (8, 9)) or capability[0] == 12
+    if widest <= 64 or small:
+        return 64, 64
+    return (128, 128) if half and widest <= 128 else (128, 64)
 
 
 def _convolution(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:

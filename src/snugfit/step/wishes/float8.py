@@ -11,6 +11,7 @@ of 16, as accelerate does by default; else a batch of another length would end a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterator
@@ -75,11 +76,25 @@ def convert(model: torch.nn.Module, wish: Float8Wish) -> None:
         )
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(wish.recipe), pad_inner_dim=True)
     before = {name: module for name, module in model.named_modules() if id(module) in chosen}
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda one, name: id(one) in chosen)
+    with out_of_sight(model):
+        convert_to_float8_training(model, config=config, module_filter_fn=lambda one, name: id(one) in chosen)
     for name, module in before.items():
         converted = model.get_submodule(name)
         converted.train(module.training)
         _BEFORE[converted] = module
+
+
+@contextlib.contextmanager
+def out_of_sight(model: torch.nn.Module) -> Iterator[None]:
+    """torchao makes each layer without data, on `meta`, and gives it the other's parameters. A rehearsal,
+    whose device `meta` is, would take those for tensors of the device."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    if any(parameter.is_meta for parameter in model.parameters()):
+        with _disable_current_modes():
+            yield
+    else:
+        yield
 
 
 def convertible(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
