@@ -267,11 +267,12 @@ class Compiler:
 
 
 def _inputs_given_back(graph: Any) -> frozenset[int]:
-    """The inputs of a graph that it gives back as they are, by number. Inductor gives them back beside what
-    is recorded (`config.graph_partition`)."""
+    """The inputs of a graph that it gives back and does nothing else with, by number: Inductor gives them back
+    beside what is recorded. One that it also reads is given to the recorded part, which gives it back
+    (`get_graph_partition_signature`, `torch/_inductor/scheduler.py`): the copy, and the original is free."""
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    given_back = next(iter(reversed(graph.graph.nodes))).args[0]
-    return frozenset(number for number, node in enumerate(inputs) if any(node is one for one in given_back))
+    output = next(iter(reversed(graph.graph.nodes)))
+    return frozenset(number for number, node in enumerate(inputs) if set(node.users) == {output})
 
 
 def _runs_program(program: _Program, assumed: Sequence[str], *, tries: bool) -> Run:
