@@ -38,8 +38,8 @@ LARGE_FROM = 10 << 20
 LARGE_ROUND = 2 << 20
 
 POOLS, SMALL_POOLS = (1, 0, 3, 2, 5, 4), (1, 3, 5)
-"""The pools by number: 1 and 0 are the small and the large one, 3 and 2 those of CUDA graphs, 5 and 4 those of
-the stream that graphs are recorded on."""
+"""The pools by number: 1 and 0 are the small and the large one, 3 and 2 those of CUDA graphs, 5 and 4 those
+of the stream that graphs are recorded on."""
 
 FIRST_POOL = {Memory.OWN: 0, Memory.GRAPHS: 2, Memory.GRAPH_STREAM: 4}
 """The number of the large pool from which what is allocated there comes."""

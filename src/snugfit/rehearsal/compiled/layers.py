@@ -267,8 +267,8 @@ class Compiler:
 
 
 def _inputs_given_back(graph: Any) -> frozenset[int]:
-    """The inputs of a graph that it gives back and does nothing else with, by number: Inductor gives them back
-    beside what is recorded. One that it also reads is given to the recorded part, which gives it back
+    """The inputs of a graph that it gives back and does nothing else with, by number: Inductor gives them
+    back beside what is recorded. One that it also reads is given to the recorded part, which gives it back
     (`get_graph_partition_signature`, `torch/_inductor/scheduler.py`): the copy, and the original is free."""
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     output = next(iter(reversed(graph.graph.nodes)))

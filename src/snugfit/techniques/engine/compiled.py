@@ -56,9 +56,9 @@ OTHERS = tuple(
 
 GRAPHS_MEASURED = (
     "of steps that play CUDA graphs back three models were measured on an H100 with torch 2.11: of gpt2, "
-    "whose layers were compiled one by one, reserved bytes are predicted to the byte, of a Llama and a BERT of "
-    "4 layers, compiled whole, within 0.7 %. Batches of other lengths record graphs of their own, whose memory "
-    "adds up."
+    "whose layers were compiled one by one, reserved bytes are predicted to the byte, of a Llama and a BERT "
+    "of 4 layers, compiled whole, within 0.7 %. Batches of other lengths record graphs of their own, whose "
+    "memory adds up."
 )
 
 
