@@ -232,7 +232,8 @@ NOT_EXPLAINED: Mapping[str, Mapping[str, float]] = {
     },
 }  # fmt: skip
 """Bands of single runs. In the first one block of a chunk's logits, 198 MiB, more is reserved than is
-predicted, and what is handed out is predicted to the byte. Layers in 4 bits of which some are recomputed kept 0.6 % more. Why is not known.
+predicted, and what is handed out is predicted to the byte. Layers in 4 bits of which some are recomputed kept
+0.6 % more. Why is not known.
 
 While the engine of the run with `zero2` was built, DeepSpeed set the allocator's counters back after the peak
 (`measurement/kept_peaks.py` keeps it since); NVML shows it. The others' states are in managed memory,
