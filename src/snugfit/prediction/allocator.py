@@ -24,10 +24,11 @@ Addresses matter only as an order; `addresses.py` says in which order the driver
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from snugfit.prediction.addresses import DeviceAddresses
+from snugfit.prediction.last_step import MOST_REPEATED, LastStep, begin_of_last_step, places
 from snugfit.rehearsal.trace.trace import MarkKind, Memory, Trace
 
 MINIMUM = 512
@@ -220,7 +221,8 @@ class Replay:
 
 def replay(trace: Trace, *, expandable: bool = False, limit: int | None = None) -> Replay:
     """Runs the trace's allocations and frees through the allocator, which while the model is built may
-    reserve `limit` bytes before it gives back what it keeps."""
+    reserve `limit` bytes before it gives back what it keeps; and its last step again, until nothing changes
+    any more (`last_step.py`)."""
     allocator = Allocator(expandable=expandable)
     allocator.limit = limit
     emptied = {mark.event for mark in trace.marks if mark.kind is MarkKind.CACHE_EMPTIED}
@@ -228,7 +230,10 @@ def replay(trace: Trace, *, expandable: bool = False, limit: int | None = None) 
     reserved: list[int] = []
     blocks = trace.blocks
     actions = driver_actions(trace, allocator.addresses)
+    start, began = begin_of_last_step(trace), None
     for index, event in enumerate(trace.events):
+        if index == start:
+            began = allocator.state(), places(trace, live)
         if index in emptied:
             allocator.empty_cache()
         if event > 0:
@@ -240,6 +245,10 @@ def replay(trace: Trace, *, expandable: bool = False, limit: int | None = None) 
         else:
             allocator.release(live.pop(-event))
         reserved.append(allocator.reserved)
+    if began is not None and (allocator.state(), places(trace, live)) != began:
+        last = LastStep(trace, start, live)
+        if last.leaves_as_many:
+            _replay_again(allocator, last, emptied, {began})
     return Replay(
         allocator.requested_peak,
         allocator.allocated_peak,
@@ -247,6 +256,18 @@ def replay(trace: Trace, *, expandable: bool = False, limit: int | None = None) 
         reserved,
         allocator.retries,
     )
+
+
+def _replay_again(
+    allocator: Allocator, last: LastStep, emptied: Collection[int], began: set[Hashable]
+) -> None:
+    """Replays the last step until it begins as it `began` before."""
+    for _ in range(MOST_REPEATED):
+        begins = allocator.state(), last.begins()
+        if begins in began:
+            return
+        began.add(begins)
+        last.run_again(allocator, emptied)
 
 
 def actions_by_word(addresses: DeviceAddresses) -> dict[str, Callable[[], None]]:
