@@ -39,7 +39,7 @@ class LastStep:
                 self._moves.append((alloc, trace.memory_of(event - 1)))
             else:
                 self._moves.append((self._live.free_of(numbers[-event]), Memory.OWN))
-        self._blocks = [live.get(number) for number in numbers]
+        self._blocks: list[Any] = [live.get(number) for number in numbers]
 
     @property
     def leaves_as_many(self) -> bool:

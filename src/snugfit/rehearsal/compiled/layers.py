@@ -38,7 +38,6 @@ from snugfit.rehearsal.compiled.backends import (
     made_to_be_recorded,
 )
 from snugfit.rehearsal.compiled.decisions import Decisions, noted_decisions
-from snugfit.rehearsal.compiled.first_launches import Product, products_of, time_products, time_settings
 from snugfit.rehearsal.compiled.graph_trees import GraphFunction, GraphTrees
 from snugfit.rehearsal.compiled.joint_passes import joint_passes_for
 from snugfit.rehearsal.compiled.lowering import computed_again, lower
@@ -46,6 +45,7 @@ from snugfit.rehearsal.compiled.program import load, random_state_on_the_host
 from snugfit.rehearsal.compiled.traced_kernels import composed_as_elsewhere, forget_traced_kernels
 from snugfit.rehearsal.device.autocast import SWITCH
 from snugfit.rehearsal.device.policy import CudaPolicy
+from snugfit.rehearsal.record.first_launches import Product, products_of, time_products, time_settings
 from snugfit.step import compiling
 from snugfit.step.wishes.compile_budget import plain_refusals, within_budget
 from snugfit.techniques.setup import WITH_GRAPHS, WITH_TRIALS

@@ -28,9 +28,9 @@ from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from unittest.mock import patch
 
-from snugfit.rehearsal.compiled.first_launches import time_library_settings
 from snugfit.rehearsal.device.autocast import SWITCH
 from snugfit.rehearsal.device.policy import ComparedPolicy, CudaPolicy, PoliciesDiffer
+from snugfit.rehearsal.record.first_launches import time_library_settings
 
 if TYPE_CHECKING:
     import torch
