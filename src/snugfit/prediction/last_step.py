@@ -10,16 +10,26 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from snugfit.rehearsal.trace.relative import Alloc, Free, LiveSet
 from snugfit.rehearsal.trace.trace import Memory, Trace
 
-if TYPE_CHECKING:
-    from snugfit.prediction.allocator import Allocator
-
 MOST_REPEATED = 12
 """How often the last step is replayed at most: one that never begins as before takes this long to show."""
+
+
+class Allocates(Protocol):
+    """An allocator."""
+
+    def allocate(self, nbytes: int, memory: Memory) -> Any:
+        """A block of at least so many bytes."""
+
+    def release(self, block: Any) -> None:
+        """Takes a block back."""
+
+    def empty_cache(self) -> None:
+        """Gives whole free segments back to the device."""
 
 
 class LastStep:
@@ -56,7 +66,7 @@ class LastStep:
             if indices
         )
 
-    def run_again(self, allocator: Allocator, emptied: Collection[int]) -> None:
+    def run_again(self, allocator: Allocates, emptied: Collection[int]) -> None:
         """Runs it once more; before the events that are `emptied` the allocator gives back what it keeps."""
         for index, (move, memory) in enumerate(self._moves, start=self._start):
             if index in emptied:
