@@ -20,7 +20,7 @@ MOST_REPEATED = 12
 
 
 class Allocates(Protocol):
-    """An allocator."""
+    """What hands out blocks and takes them back: an allocator."""
 
     def allocate(self, nbytes: int, memory: Memory) -> Any:
         """A block of at least so many bytes."""

@@ -87,8 +87,8 @@ def time_settings(policy: Policy, changes: Sequence[torch.Tensor]) -> None:
 
 
 def time_library_settings(restored: Sequence[torch.Tensor]) -> None:
-    """Allocates and drops what Triton's autotuner takes, for a library's kernel before each launch of which it
-    clones these tensors."""
+    """Allocates and drops what Triton's autotuner takes, for a library's kernel that changes these tensors:
+    it clones them before each launch."""
     import torch
 
     if _TIMED[-1]:
