@@ -19,7 +19,7 @@ all nine, and makes the same choice at every block in five.
    first forward pass begins, five times when the first backward pass does. Two ViTs show it so; a BERT took
    as much, but before its backward pass.
 6. cuBLAS takes 64 MiB of its own from the holes when it starts, 2 MiB at a time: a hole of 52 MiB was full
-   then in a run on an H100 (a Whisper, 2026-11-26), where with it each of 9,700 blocks lies as recorded.
+   then in a run on an H100 (a Whisper, 2026-11-26), where with it each block of three steps lies as recorded.
 
 Other mappings of the driver and of libraries only shift addresses and change no order.
 """
