@@ -163,9 +163,19 @@ def test_a_chunk_that_nobody_uses_is_gone_and_new_ones_take_its_place_from_above
     first, second = driver.map_segment(30 * MIB), driver.map_segment(60 * MIB)
     assert first == TOP + 416 * MIB - CHUNK
     assert second == first - 2 * CHUNK
+    for left in (4, 2, 20):  # what was a hole is filled before cuBLAS starts, which takes two chunks there
+        driver.map_segment(left * MIB)
     driver.start_cublas()  # takes two chunks, and its libraries six of those that are left
     assert driver.map_segment(30 * MIB) == TOP + CHUNK
     assert driver.map_segment(30 * MIB) == large - CHUNK  # the lowest stays empty
+
+
+def test_cublas_fills_holes_that_are_smaller_than_what_it_takes() -> None:
+    driver = DeviceAddresses()
+    driver.map_segment(24 * MIB)
+    large = driver.map_segment(44 * MIB)  # and 20 of its chunk are a hole
+    driver.start_cublas()
+    assert driver.map_segment(2 * MIB) < large
 
 
 def test_the_driver_moves_before_the_births_that_the_trace_says() -> None:

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 
+from snugfit.prediction import allocator as replayed
 from snugfit.prediction.allocator import Allocator, replay
 from snugfit.rehearsal.trace.trace import Block, Mark, MarkKind, Trace
 from snugfit.units import MIB
@@ -258,3 +259,34 @@ def test_a_step_that_does_so_does_not_fit() -> None:
     """It would do so in each step: what it reserves at most is what it needs."""
     squeezed = replay(trace(40 * MIB, -1, 60 * MIB), limit=90 * MIB)
     assert (squeezed.reserved_peak, squeezed.retries) == (100 * MIB, 0)
+
+
+def steps(count: int, *, carried: str = "carried") -> Trace:
+    """So many steps after the first, each of which frees what the one before it left and leaves its own."""
+    order = [(carried, 5), ("a", 12), ("b", 9), ("a", 0), ("b", 0), ("left", 0)]
+    blocks = [Block(5 * MIB, "carried", "", "forward", 0, "")]
+    events, marks, left = [1], [Mark(0, 0, "forward")], 1
+    for step in range(1, count + 1):
+        marks.append(Mark(len(events), step, "forward"))
+        live = {"left": left}
+        for name, size in order:
+            if size:
+                blocks.append(Block(size * MIB, name, "", "forward", step, ""))
+                live[name] = len(blocks)
+            events.append(live[name] if size else -live[name])
+        left = live[carried]
+    return Trace(tuple(blocks), tuple(events), tuple(marks), (), (), ())
+
+
+def test_the_last_step_is_replayed_until_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the third step leaves free is cut so that the fourth takes a segment of 20 MiB more."""
+    assert [replay(steps(count)).reserved_peak for count in (2, 3, 9)] == [52 * MIB] * 3
+    assert len(replay(steps(2)).reserved) == len(steps(2).events)
+    monkeypatch.setattr(replayed, "MOST_REPEATED", 0)
+    assert [replay(steps(count)).reserved_peak for count in (2, 3, 9)] == [32 * MIB, 52 * MIB, 52 * MIB]
+
+
+def test_a_step_that_leaves_other_blocks_than_it_found_is_not_replayed() -> None:
+    """The second left a block of another operator than the first, and the third another than it found."""
+    assert [replay(steps(count, carried="other")).reserved_peak for count in (1, 2)] == [32 * MIB, 52 * MIB]
+    assert replay(steps(0)).reserved_peak == 20 * MIB

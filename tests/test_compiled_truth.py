@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from snugfit.prediction.predict import predict
-from snugfit.rehearsal.compiled.first_launches import settings_known
+from snugfit.rehearsal.record.first_launches import settings_known
 from snugfit.results.measurement import Measurement
 from test_law_recorded_truth import Truth, drifted, figures
 from tiers import slow_but

@@ -222,9 +222,6 @@ NOT_EXPLAINED: Mapping[str, Mapping[str, float]] = {
     "results/h200-2026-11-23/chunked-loss/gpt2-chunked/measurement.json": {
         "reserved_bytes": 0.0215, "nvml_bytes": 0.02,
     },
-    "results/h100-2026-11-25/techniques/gpt2-reduce-overhead.json": {
-        "reserved_bytes": 0.095, "nvml_bytes": 0.095,
-    },
     "results/accuracy-seed2511.json run 37": {
         "allocated_bytes": 0.25, "reserved_bytes": 0.82, "nvml_bytes": 0.03,
     },
@@ -235,8 +232,8 @@ NOT_EXPLAINED: Mapping[str, Mapping[str, float]] = {
     },
 }  # fmt: skip
 """Bands of single runs. In the first one block of a chunk's logits, 198 MiB, more is reserved than is
-predicted, and what is handed out is predicted to the byte. Compiled layers that play CUDA graphs reserve 396
-MiB more than is predicted. Layers in 4 bits of which some are recomputed kept 0.6 % more. Why is not known.
+predicted, and what is handed out is predicted to the byte. Layers in 4 bits of which some are recomputed kept
+0.6 % more. Why is not known.
 
 While the engine of the run with `zero2` was built, DeepSpeed set the allocator's counters back after the peak
 (`measurement/kept_peaks.py` keeps it since); NVML shows it. The others' states are in managed memory,

@@ -3,6 +3,7 @@ layers and few micro-batches tell no more than the truth about many."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from typing import Any
@@ -26,7 +27,7 @@ from snugfit.prediction.allocator import Allocator, Replay, replay
 from snugfit.prediction.worker_pool import Question, WorkerPool
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.splice import rehearse_update
-from snugfit.rehearsal.trace.relative import Alloc, Free, Move
+from snugfit.rehearsal.trace.relative import Alloc, Free, Move, PhaseStart
 from snugfit.rehearsal.trace.repeat import PeriodicRun, Piece
 from snugfit.rehearsal.trace.trace import Trace
 from snugfit.step import batches
@@ -197,6 +198,7 @@ def run_by_chance(rng: random.Random) -> PeriodicRun:
     sizes = (700, 600_000, 3 << 20, 12 << 20, 30 << 20)
     stacks = [Alloc(size, "", "", rng.choice(("forward", "backward")), "") for size in sizes]
     build = rng.choices(stacks, k=3)
+    counted = itertools.count()
     live = Counter(build)
 
     def churn() -> list[Move]:
@@ -210,7 +212,7 @@ def run_by_chance(rng: random.Random) -> PeriodicRun:
 
     def step() -> list[Piece]:
         gradient = rng.choice(stacks)
-        first = [*churn(), gradient]
+        first = [PhaseStart(next(counted), "forward"), *churn(), gradient]
         live[gradient] += 1
         middle = churn() + [rng.choice(stacks)] * (rng.random() < 0.2)
         last = [*churn(), Free(gradient, 0)]

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from small_models import small_job
-from snugfit.rehearsal.compiled.first_launches import settings_known
 from snugfit.rehearsal.compiled.timed_padding import Operand, PaddedProduct, time_padding
 from snugfit.rehearsal.device.overrides import in_force
 from snugfit.rehearsal.device.policy import CudaPolicy
+from snugfit.rehearsal.record.first_launches import settings_known
 from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Trace

@@ -15,7 +15,8 @@ A port of the decisions (not the code) of `c10/cuda/CUDACachingAllocator.cpp` an
 6. With expandable segments a pool is one address range that grows by whole pages (2 MiB, 20 MiB) at its
    end, and every block splits at 512 B. The block at the end of the range, which could still grow, is handed
    out only when no other fits.
-7. CUDA graphs allocate from pools of their own, a small and a large one, whose segments never go back.
+7. CUDA graphs allocate from pools of their own, a small and a large one, whose segments never go back. So
+   does each stream: what is allocated on the one that graphs are recorded on, beside them, has its own.
 
 Addresses matter only as an order; `addresses.py` says in which order the driver hands out segments.
 """
@@ -23,11 +24,12 @@ Addresses matter only as an order; `addresses.py` says in which order the driver
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from snugfit.prediction.addresses import DeviceAddresses
-from snugfit.rehearsal.trace.trace import MarkKind, Trace
+from snugfit.prediction.last_step import MOST_REPEATED, LastStep, begin_of_last_step, places
+from snugfit.rehearsal.trace.trace import MarkKind, Memory, Trace
 
 MINIMUM = 512
 SMALL = 1 << 20
@@ -36,8 +38,18 @@ LARGE_SEGMENT = 20 << 20
 LARGE_FROM = 10 << 20
 LARGE_ROUND = 2 << 20
 
-POOLS, SMALL_POOLS = (1, 0, 3, 2), (1, 3)
-"""The pools by number: 1 and 0 are the small and the large one, 3 and 2 those of CUDA graphs."""
+POOLS, SMALL_POOLS = (1, 0, 3, 2, 5, 4), (1, 3, 5)
+"""The pools by number: 1 and 0 are the small and the large one, 3 and 2 those of CUDA graphs, 5 and 4 those
+of the stream that graphs are recorded on."""
+
+FIRST_POOL = {Memory.OWN: 0, Memory.GRAPHS: 2, Memory.GRAPH_STREAM: 4}
+"""The number of the large pool from which what is allocated there comes."""
+
+GIVEN_BACK = (0, 1, 4, 5)
+"""Pools whose free segments go back to the device."""
+
+RANGES = {1: 41, 0: 45, 3: 46, 2: 47, 5: 48, 4: 49}
+"""Where each pool's range of addresses begins, as a power of two, with expandable segments."""
 
 CUBLAS_WORKSPACE = "cuBLAS workspace"
 """The trace's name of the block that shows that cuBLAS has started."""
@@ -70,13 +82,13 @@ class Allocator:
         self._free: dict[int, list[tuple[int, int, _PoolBlock]]] = {pool: [] for pool in POOLS}
         self.addresses = DeviceAddresses()
         self._range_end: dict[int, _PoolBlock | None] = dict.fromkeys(POOLS)
-        self._range_next: dict[int, int] = {1: 1 << 41, 0: 1 << 45, 3: 1 << 46, 2: 1 << 47}
+        self._range_next: dict[int, int] = {pool: 1 << bits for pool, bits in RANGES.items()}
 
-    def allocate(self, nbytes: int, *, of_graphs: bool = False) -> _PoolBlock:
-        """A block of at least `nbytes` bytes, from the pool of CUDA graphs where it is theirs."""
+    def allocate(self, nbytes: int, memory: Memory = Memory.OWN) -> _PoolBlock:
+        """A block of at least `nbytes` bytes, from a pool of this memory."""
         size = -(-nbytes // MINIMUM) * MINIMUM or MINIMUM
         small = size <= SMALL
-        pool = small + 2 if of_graphs else small
+        pool = small + FIRST_POOL[memory]
         block = self._best_fit(size, pool) or self._allocate_segment(size, pool)
         remaining = block.size - size
         if remaining >= MINIMUM if small or self.expandable else remaining > SMALL:
@@ -162,7 +174,8 @@ class Allocator:
 
     def empty_cache(self) -> None:
         """Gives whole free segments back to the device. Those that grow in place are kept."""
-        for pool in (self._free[0], self._free[1]) if not self.expandable else ():
+        for number in GIVEN_BACK if not self.expandable else ():
+            pool = self._free[number]
             whole = [block for _, _, block in pool if block.before is None and block.after is None]
             for block in whole:
                 self._remove_free(block)
@@ -208,7 +221,8 @@ class Replay:
 
 def replay(trace: Trace, *, expandable: bool = False, limit: int | None = None) -> Replay:
     """Runs the trace's allocations and frees through the allocator, which while the model is built may
-    reserve `limit` bytes before it gives back what it keeps."""
+    reserve `limit` bytes before it gives back what it keeps; and its last step again, until nothing changes
+    any more (`last_step.py`)."""
     allocator = Allocator(expandable=expandable)
     allocator.limit = limit
     emptied = {mark.event for mark in trace.marks if mark.kind is MarkKind.CACHE_EMPTIED}
@@ -216,7 +230,10 @@ def replay(trace: Trace, *, expandable: bool = False, limit: int | None = None) 
     reserved: list[int] = []
     blocks = trace.blocks
     actions = driver_actions(trace, allocator.addresses)
+    start, began = begin_of_last_step(trace), None
     for index, event in enumerate(trace.events):
+        if index == start:
+            began = allocator.state(), places(trace, live)
         if index in emptied:
             allocator.empty_cache()
         if event > 0:
@@ -224,10 +241,14 @@ def replay(trace: Trace, *, expandable: bool = False, limit: int | None = None) 
                 act()
             if blocks[event - 1].step >= 0:
                 allocator.limit = None
-            live[event] = allocator.allocate(blocks[event - 1].nbytes, of_graphs=event - 1 in trace.of_graphs)
+            live[event] = allocator.allocate(blocks[event - 1].nbytes, trace.memory_of(event - 1))
         else:
             allocator.release(live.pop(-event))
         reserved.append(allocator.reserved)
+    if began is not None and (allocator.state(), places(trace, live)) != began:
+        last = LastStep(trace, start, live)
+        if last.leaves_as_many:
+            _replay_again(allocator, last, emptied, {began})
     return Replay(
         allocator.requested_peak,
         allocator.allocated_peak,
@@ -235,6 +256,18 @@ def replay(trace: Trace, *, expandable: bool = False, limit: int | None = None) 
         reserved,
         allocator.retries,
     )
+
+
+def _replay_again(
+    allocator: Allocator, last: LastStep, emptied: Collection[int], began: set[Hashable]
+) -> None:
+    """Replays the last step until it begins as it `began` before."""
+    for _ in range(MOST_REPEATED):
+        begins = allocator.state(), last.begins()
+        if begins in began:
+            return
+        began.add(begins)
+        last.run_again(allocator, emptied)
 
 
 def actions_by_word(addresses: DeviceAddresses) -> dict[str, Callable[[], None]]:

@@ -42,7 +42,7 @@ def memory_snapshot(trace: Trace, *, expandable: bool = False) -> dict[str, Any]
         for act in actions.get(event, ()):
             act()
         before = allocator.reserved
-        live[event] = handed_out = allocator.allocate(block.nbytes, of_graphs=event - 1 in trace.of_graphs)
+        live[event] = handed_out = allocator.allocate(block.nbytes, trace.memory_of(event - 1))
         if mapped := allocator.reserved - before:
             # a new segment begins with the block; an expandable one ends with it, or with what remains of it
             rest = handed_out.after

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from snugfit.rehearsal.compiled.first_launches import settings_known
+from snugfit.rehearsal.record.first_launches import settings_known
 from snugfit.rehearsal.rehearse import record_step
 from snugfit.rehearsal.splice import NOTHING, Part, kept_workspaces
 from snugfit.rehearsal.trace.profile import MicroBatchProfile, profile_micro_batches

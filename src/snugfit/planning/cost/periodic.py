@@ -10,12 +10,14 @@ of them take, to the byte. Where there is no period, all are replayed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.prediction.allocator import Allocator, actions_by_word
+from snugfit.prediction.last_step import MOST_REPEATED
 from snugfit.rehearsal.trace.relative import Alloc, Free, PhaseStart
 from snugfit.rehearsal.trace.trace import MarkKind, Work
 
@@ -55,6 +57,15 @@ class Requests:
         ]
         self.steps = run.steps
         self.stacks = len(self._stacks)
+
+    @property
+    def leaves_as_many(self) -> bool:
+        """Whether the last step, of several, leaves as many live blocks on each stack as it found."""
+        left: Counter[int] = Counter()
+        for some, times in self.recorded[-1]:
+            for stack, what in some:
+                left[stack] += (times if what > 0 else -times) if stack >= 0 else 0
+        return self.steps > 1 and not any(left.values())
 
     def _of(self, moves: Iterable[Any]) -> list[Request]:
         requests: list[Request] = []
@@ -114,6 +125,8 @@ def replay_periodic(requests: Requests, *, expandable: bool) -> AllocatorPeaks:
     for pieces in requests.recorded[:-1]:
         replay_step(pieces)
     times = requests.steps - len(requests.recorded) + 1
+    if requests.leaves_as_many:  # then all that follow are like the last
+        times += MOST_REPEATED
     _repeat(partial(replay_step, requests.recorded[-1]), times, state)
     return AllocatorPeaks(allocator.requested_peak, allocator.allocated_peak, allocator.reserved_peak)
 

@@ -55,7 +55,7 @@ class GraphFunction:
     """Inputs that lie where they always do, by number."""
     is_backward: bool
     returned: frozenset[int] = frozenset()
-    """Inputs that are given back as they are, beside the graph."""
+    """Inputs that are given back as they are, beside the graph, which does not read them."""
 
 
 Place = tuple[int, int]
@@ -114,9 +114,10 @@ class GraphTrees:
 
         if not self._generator:
             self._recorder.empty_cache()
-            self._generator = [
-                torch.empty(GENERATOR_BYTES, dtype=torch.uint8, device="meta") for _ in range(2)
-            ]
+            with self._recorder.memory.allocating(Memory.GRAPH_STREAM):
+                self._generator = [
+                    torch.empty(GENERATOR_BYTES, dtype=torch.uint8, device="meta") for _ in range(2)
+                ]
 
     def _run(self, function: GraphFunction, arguments: list[Any]) -> Any:
         if self._state in (_State.FIRST_RUN, _State.RECORDING):

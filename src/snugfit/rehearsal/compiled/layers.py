@@ -38,7 +38,6 @@ from snugfit.rehearsal.compiled.backends import (
     made_to_be_recorded,
 )
 from snugfit.rehearsal.compiled.decisions import Decisions, noted_decisions
-from snugfit.rehearsal.compiled.first_launches import Product, products_of, time_products, time_settings
 from snugfit.rehearsal.compiled.graph_trees import GraphFunction, GraphTrees
 from snugfit.rehearsal.compiled.joint_passes import joint_passes_for
 from snugfit.rehearsal.compiled.lowering import computed_again, lower
@@ -47,6 +46,7 @@ from snugfit.rehearsal.compiled.timed_padding import PaddedProduct, time_padding
 from snugfit.rehearsal.compiled.traced_kernels import composed_as_elsewhere, forget_traced_kernels
 from snugfit.rehearsal.device.autocast import SWITCH
 from snugfit.rehearsal.device.policy import CudaPolicy
+from snugfit.rehearsal.record.first_launches import Product, products_of, time_products, time_settings
 from snugfit.step import compiling
 from snugfit.step.wishes.compile_budget import plain_refusals, within_budget
 from snugfit.techniques.setup import WITH_GRAPHS, WITH_TRIALS
@@ -280,11 +280,12 @@ class Compiler:
 
 
 def _inputs_given_back(graph: Any) -> frozenset[int]:
-    """The inputs of a graph that it gives back as they are, by number. Inductor gives them back beside what
-    is recorded (`config.graph_partition`)."""
+    """The inputs of a graph that it gives back and does nothing else with, by number: Inductor gives them
+    back beside what is recorded. One that it also reads is given to the recorded part, which gives it back
+    (`get_graph_partition_signature`, `torch/_inductor/scheduler.py`): the copy, and the original is free."""
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    given_back = next(iter(reversed(graph.graph.nodes))).args[0]
-    return frozenset(number for number, node in enumerate(inputs) if any(node is one for one in given_back))
+    output = next(iter(reversed(graph.graph.nodes)))
+    return frozenset(number for number, node in enumerate(inputs) if set(node.users) == {output})
 
 
 def _runs_program(

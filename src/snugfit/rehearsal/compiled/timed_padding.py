@@ -17,7 +17,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from snugfit.rehearsal.compiled.first_launches import times_anything
+from snugfit.rehearsal.record.first_launches import times_anything
 
 if TYPE_CHECKING:
     import torch

@@ -49,7 +49,7 @@ class Allocations:
         self._live: dict[int, tuple[int, Any]] = {}  # storage's address -> block, weak reference
         self._workspaces: dict[tuple[str, str], int] = {}
         self._from = Memory.OWN
-        self._of_graphs: set[int] = set()  # blocks
+        self._elsewhere: dict[Memory, set[int]] = {Memory.GRAPHS: set(), Memory.GRAPH_STREAM: set()}  # blocks
         self._played: dict[int, Any] = {}  # storage's address -> weak reference
         self._released: set[int] = set()  # blocks that were freed before their storages
         self._recomputed: set[int] = set()
@@ -71,7 +71,7 @@ class Allocations:
             self.add_outputs(operator, out)
         thread = "backward" if self.phase == "backward" else "main"
         for name, nbytes in workspaces:
-            if (name, thread) not in self._workspaces:
+            if (name, thread) not in self._workspaces and self._from is not Memory.NOWHERE:
                 self._workspaces[name, thread] = self._add_block(name, nbytes, Kind.WORKSPACES)
         buffers: dict[str, int] = {}
         for buffer in scratch:
@@ -101,8 +101,8 @@ class Allocations:
         if self._from is Memory.NOWHERE:
             return NO_BLOCK
         index = len(self._blocks)
-        if self._from is Memory.GRAPHS:
-            self._of_graphs.add(index)
+        if self._from is not Memory.OWN:
+            self._elsewhere[self._from].add(index)
         self._blocks.append([nbytes, operator, self.modules.path(self.phase), self.phase, self.step, kind])
         if self.phase == "backward" and torch.is_grad_enabled():
             self._recomputed.add(index)
@@ -133,15 +133,14 @@ class Allocations:
         finally:
             self._from = before
 
-    @property
-    def of_graphs(self) -> frozenset[int]:
-        """The blocks that are in the pool of CUDA graphs."""
-        return frozenset(self._of_graphs)
+    def blocks_in(self, memory: Memory) -> frozenset[int]:
+        """The blocks that are in this memory, other than the allocator's own pools."""
+        return frozenset(self._elsewhere[memory])
 
     def is_of_graphs(self, storage: Any) -> bool:
         """Whether a storage is in the memory of CUDA graphs, recorded or played back."""
         address = storage._cdata
-        if self._live.get(address, (NO_BLOCK, None))[0] in self._of_graphs:
+        if self._live.get(address, (NO_BLOCK, None))[0] in self._elsewhere[Memory.GRAPHS]:
             return True
         played = self._played.get(address)
         return played is not None and played() is storage
@@ -154,7 +153,7 @@ class Allocations:
     def release_graphs(self) -> None:
         """Frees what lives in the pool of CUDA graphs, though tensors may still refer to it."""
         for address, (index, reference) in [*self._live.items()]:
-            if index in self._of_graphs:
+            if index in self._elsewhere[Memory.GRAPHS]:
                 self._released.add(index)
                 self._live[address] = (NO_BLOCK, reference)
                 self._add_free(index)

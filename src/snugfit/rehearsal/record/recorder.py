@@ -54,6 +54,7 @@ from snugfit.rehearsal.trace.trace import (
     Kernel,
     Mark,
     MarkKind,
+    Memory,
     Recording,
     Trace,
 )
@@ -162,9 +163,10 @@ class Recorder(TorchDispatchMode, Observer):
             tuple(self._waits),
             tuple(sorted(set(attention))),
             tuple(self._doubts),
-            self.memory.of_graphs,
+            self.memory.blocks_in(Memory.GRAPHS),
+            self.memory.blocks_in(Memory.GRAPH_STREAM),
         )
-        settled = self._recorded_in < self.steps - 1
+        settled = self._recorded_in < self.steps - 2
         return Recording(trace, tuple(self._marks), self._questions.vary, settled)
 
     def forget(self) -> None:

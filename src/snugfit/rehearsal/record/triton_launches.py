@@ -9,6 +9,9 @@ are parameters that offsets are added to.
 Liger asks its tensors' device for its type and compares that with "cuda", for how many rows of partial sums
 it makes and whether a product writes into a buffer that is there. On shapes the type is "meta"; so for the
 time of a rehearsal that constant is another in its functions.
+
+Of a kernel with several settings the first is launched. On a GPU Triton times them all before the first
+launch with each of its keys, which takes memory (`first_launches.py`).
 """
 
 from __future__ import annotations
@@ -20,13 +23,14 @@ import inspect
 import logging
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from unittest.mock import patch
 
 from snugfit.rehearsal.device.autocast import SWITCH
 from snugfit.rehearsal.device.policy import ComparedPolicy, CudaPolicy, PoliciesDiffer
+from snugfit.rehearsal.record.first_launches import time_library_settings
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +72,14 @@ def triton_launches(policy: Policy, notes: Notes) -> Iterator[None]:
     def run(kernel: Any, *args: Any, **kwargs: Any) -> None:
         _note(notes, kernel, args, kwargs)
 
+    timed: set[Hashable] = set()
+
     def run_first(tuner: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(tuner.arg_names, args, strict=False)), **kwargs}
+        key = id(tuner), *_key_of(tuner, given)
+        if isinstance(policy, CudaPolicy) and len(tuner.configs) > 1 and key not in timed:
+            timed.add(key)
+            time_library_settings([given[name] for name in tuner.restore_value])
         return tuner.fn.run(*args, **{**kwargs, **tuner.configs[0].all_kwargs()})
 
     with contextlib.ExitStack() as undo:
@@ -81,6 +92,13 @@ def triton_launches(policy: Policy, notes: Notes) -> Iterator[None]:
         if isinstance(policy, CudaPolicy):
             undo.enter_context(_as_on(policy))
         yield
+
+
+def _key_of(tuner: Any, given: Mapping[str, Any]) -> tuple[Hashable, ...]:
+    """What the settings of a kernel are chosen by (`Autotuner.run`, `triton/runtime/autotuner.py`)."""
+    named = [given[name] for name in tuner.keys if name in given]
+    dtypes = [str(given[name].dtype) for name in tuner.arg_names if hasattr(given.get(name), "dtype")]
+    return *named, *dtypes
 
 
 def _note(notes: Notes, kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -107,6 +107,8 @@ class Memory(Enum):
     """In the allocator's own pools."""
     GRAPHS = auto()
     """In the pool that belongs to CUDA graphs."""
+    GRAPH_STREAM = auto()
+    """In the pools of the stream that graphs are recorded on: another stream's blocks are never reused."""
     NOWHERE = auto()
     """What a graph that is played back gives lies where it did when it was recorded."""
 
@@ -224,11 +226,19 @@ class Trace:
     """Sentences on what the rehearsal had to assume, each once."""
     of_graphs: frozenset[int] = frozenset()
     """Indices of the blocks that the allocator takes from the pool of CUDA graphs."""
+    of_graph_stream: frozenset[int] = frozenset()
+    """And of those that it takes from the pools of the stream that they are recorded on."""
 
     @property
     def phases(self) -> tuple[Mark, ...]:
         """The marks at which phases begin."""
         return tuple(mark for mark in self.marks if mark.kind is MarkKind.PHASE)
+
+    def memory_of(self, index: int) -> Memory:
+        """Where block `index` is allocated."""
+        if index in self.of_graphs:
+            return Memory.GRAPHS
+        return Memory.GRAPH_STREAM if index in self.of_graph_stream else Memory.OWN
 
     @property
     def syncs(self) -> int:
@@ -272,4 +282,4 @@ class Recording(NamedTuple):
     """Whether values of one micro-batch decided otherwise than those of another, so that none stands for the
     rest."""
     settled: bool = True
-    """Whether the last step played back every CUDA graph that it has."""
+    """Whether the last two steps played back every CUDA graph that they have."""

@@ -6,6 +6,9 @@ go to the host). A process whose cache on the disk knows the settings does not. 
 it times kernels for each product of matrices when it compiles, on operands and a result that it makes for
 that (`AlgorithmSelectorCache.get_inputs`), where the GPU has as many multiprocessors as its templates want.
 
+Triton's own autotuner, which times kernels that libraries wrote, does so in every process, and its buffer is
+of one size on any GPU (`get_empty_cache_for_benchmark`, `triton/backends/nvidia/driver.py`).
+
 Only a first step holds this, and beside it no optimizer states yet. So what bounds a step from below, passes
 and their optimizer's states together, leaves it out.
 """
@@ -16,6 +19,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from snugfit.units import MIB
+
 if TYPE_CHECKING:
     import torch
 
@@ -24,6 +29,9 @@ if TYPE_CHECKING:
 TEMPLATES_FROM = 68
 """Multiprocessors of a GPU on which Inductor tries kernels of its own for products
 (`torch._inductor.utils.is_big_gpu`)."""
+
+TRITON_FLUSHES = 256 * MIB
+"""Bytes of the buffer with which Triton's autotuner flushes a GPU's cache."""
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 """Operators whose kernel the modes `max-autotune` choose by trying."""
@@ -81,6 +89,16 @@ def time_settings(policy: Policy, changes: Sequence[torch.Tensor]) -> None:
 def times_anything() -> bool:
     """Whether this process has yet to time what it runs."""
     return _TIMED[-1]
+
+
+def time_library_settings(restored: Sequence[torch.Tensor]) -> None:
+    """Allocates and drops what Triton's autotuner takes, for a library's kernel that changes these tensors:
+    it clones them before each launch."""
+    import torch
+
+    if _TIMED[-1]:
+        beside = [torch.empty(TRITON_FLUSHES, dtype=torch.uint8, device="meta")]
+        beside += [one.clone() for one in restored]
 
 
 @contextlib.contextmanager
