@@ -56,6 +56,16 @@ IN_ANOTHER_LAYOUT = {("vit", f"bf16 + {WHOLE}"), ("vit", f"lora + bf16 + {WHOLE}
 
 
 @pytest.mark.whole
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_a_whole_model_with_recomputed_layers_is_predicted_for_a_gpu(family: str) -> None:
+    """Its program keeps the state of random numbers for attention that it computes again."""
+    setup = Recipe.parse(f"bf16 + {WHOLE} + every_layer").setup()
+    kernels = rehearse(small_job(family, 4), setup, CudaPolicy()).kernels
+    attention = "aten::_scaled_dot_product_cudnn_attention"
+    assert [kernel.phase for kernel in kernels if kernel.operator == attention].count("backward") == 4
+
+
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("family", "recipe"),
     slow_but(

@@ -89,7 +89,7 @@ class ChildResult:
     """`QuietCore.disturbed_share` of that core."""
 
     host_loop_seconds: float | None = None
-    """`QuietCore.loop_seconds` of it."""
+    """How long a short loop takes that core (`QuietCore.loop_seconds`)."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of the packages and the CUDA libraries."""

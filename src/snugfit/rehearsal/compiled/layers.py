@@ -410,6 +410,7 @@ def compiled_layers(policy: Policy, recorder: Recorder, notes: PolicyNotes) -> I
     import torch._dynamo
     from torch._dynamo import eval_frame
     from torch._functorch import config as functorch
+    from torch._prims import rng_prims
 
     compiler = Compiler(policy, recorder, notes, eval_frame._callback_from_stance)
     nothing_else_compiles = os.environ.get("TORCHDYNAMO_DISABLE") == "1"  # as in a planner's workers
@@ -423,6 +424,7 @@ def compiled_layers(policy: Policy, recorder: Recorder, notes: PolicyNotes) -> I
             patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "0"}),
             patch.object(compiling, "compiled_function", compiler.compiled_function),
             patch.object(torch._ops, "resolve_key", composed_as_elsewhere(torch._ops.resolve_key)),
+            patch.object(rng_prims, "get_device", _where_numbers_are_drawn(rng_prims.get_device)),
             functorch.patch(enable_autograd_cache=False),
             torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=MANY),
             torch._dynamo.config.patch(accumulated_recompile_limit=MANY),
@@ -434,6 +436,17 @@ def compiled_layers(policy: Policy, recorder: Recorder, notes: PolicyNotes) -> I
             torch._dynamo.reset()  # what a layer may be compiled for is counted, and is the user's
             _TRACED_FOR.clear()
         forget_traced_kernels()
+
+
+def _where_numbers_are_drawn(get_device: Callable[..., str | None]) -> Callable[..., str | None]:
+    """Whose random numbers a compiled program keeps the state of, for operators that it computes again, as
+    attention is. Either state is on the host, and only the host's can be had without a GPU."""
+
+    def device_of(args: Any, kwargs: Any) -> str | None:
+        device = get_device(args, kwargs)
+        return "cpu" if device in ("meta", "cuda") else device
+
+    return device_of
 
 
 def _key_of(graph: Any, options: Any) -> tuple[Any, ...]:
