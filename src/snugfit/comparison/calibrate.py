@@ -238,9 +238,8 @@ def _read(run: _ProbeRun, gpu: Gpu, rates: Rates) -> ProbeReading:
         why = "the device bounds it" if probe.corrects == "host" else "the host bounds it"
     error = PROBE_ERRORS.get(probe.corrects, 1.0)
     share = _seconds_of_rate(probe.corrects, trace, rates, predicted) * error
-    factor = (
-        1 + (measured.step_seconds - predicted.step_seconds * error) / share
-    )  # the rest of the step is taken as right
+    # the rest of the step is taken as right
+    factor = 1 + (measured.step_seconds - predicted.step_seconds * error) / share
     if not why and not MIN_FACTOR < factor < 1 / MIN_FACTOR:
         factor, why = 1.0, f"it would have to change by {factor:.2f}, for no known reason"
     return replace(

@@ -250,16 +250,17 @@ def _sampling(target: Target, child: Child) -> Iterator[Sampler | None]:
 def measured_footprint(result: ChildResult, nvml_bytes: int | None) -> Footprint | None:
     """The measured bytes; None without a result.
 
-    The context is what NVML counts beyond the allocator's segments, when both peaked together: without
+    Managed memory and the context are what NVML counts beyond the allocator's segments, when both peaked
+    together; pages are taken to be on the GPU as far as there is more than the first context. Without
     retries the allocator never gives a segment back, so they did.
     """
     if result.host_bytes is None:
         return None
     context, managed = result.first_context_bytes, 0
     if nvml_bytes is not None and result.reserved_bytes is not None and not result.retries:
-        grown = max(0, nvml_bytes - result.reserved_bytes - (context or 0))
-        managed = min(on_gpu_bytes(result.paged_bytes or 0), grown)
-        context = max(0, nvml_bytes - result.reserved_bytes - managed)
+        beyond = max(0, nvml_bytes - result.reserved_bytes)
+        managed = min(on_gpu_bytes(result.paged_bytes or 0), max(0, beyond - (context or 0)))
+        context = beyond - managed
     return Footprint(
         requested_bytes=result.requested_bytes,
         allocated_bytes=result.allocated_bytes,

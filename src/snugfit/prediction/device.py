@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from snugfit.errors import GpuError
 from snugfit.prediction.pinned import pinned_bytes
 from snugfit.prediction.profile import INSTALLED
-from snugfit.rehearsal.trace.trace import COPY_OUT
+from snugfit.rehearsal.trace.trace import COPY_OUT, TRITON
 from snugfit.step.wishes.engine_config import PROCESS_GROUP
 from snugfit.units import GIB, MIB, show_mib
 from snugfit.versions import version_of
@@ -42,8 +42,8 @@ SOLVER = 98 * MIB
 """NVML bytes that cuSOLVER adds, which decomposes matrices (`torch.linalg.svd`): two runs with galore on one
 H100 (results/h100-2026-11-25)."""
 
-EXPERT_KERNELS, EXPERTS = "triton::moe_", 120 * MIB
-"""NVML bytes that Liger's kernels for experts add: seven runs of Mixtrals on H200s and H100s, which have 132
+EXPERT_KERNELS, EXPERTS = f"{TRITON}moe_", 120 * MIB
+"""NVML bytes that Liger's kernels for experts add: six runs of Mixtrals on H200s and H100s, which have 132
 multiprocessors each (results/accuracy-seed2411.json, -seed2511 and -seed2611). Why, we do not know: perhaps
 memory for registers that a configuration spills, which Triton tries among others."""
 

@@ -9,7 +9,7 @@ until it begins as it began before, block by block and address by address; from 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any, Protocol
 
 from snugfit.rehearsal.trace.relative import Alloc, Free, LiveSet
@@ -39,7 +39,7 @@ class LastStep:
     def __init__(self, trace: Trace, start: int, live: Mapping[int, Any]) -> None:
         self._start = start
         self._live = LiveSet()
-        before = _live_before(trace, start)
+        before = [index + 1 for index in trace.alive_at(start - 1)]
         numbers = {number: self._live.alloc(_alloc_of(trace, number)) for number in before}
         self._moves: list[tuple[Alloc | Free, Memory]] = []
         for event in trace.events[start:]:
@@ -91,17 +91,6 @@ def places(trace: Trace, live: Mapping[int, Any]) -> Hashable:
     for number, block in live.items():
         stacks[_alloc_of(trace, number).stack].append(block.address)
     return frozenset((stack, tuple(addresses)) for stack, addresses in stacks.items())
-
-
-def _live_before(trace: Trace, start: int) -> Iterable[int]:
-    """The numbers of the blocks that live before this event, oldest first."""
-    live: dict[int, None] = {}
-    for event in trace.events[:start]:
-        if event > 0:
-            live[event] = None
-        else:
-            del live[-event]
-    return live
 
 
 def _alloc_of(trace: Trace, number: int) -> Alloc:

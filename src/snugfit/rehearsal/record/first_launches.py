@@ -64,11 +64,16 @@ def products_of(graph: Any) -> tuple[Product, ...]:
     return tuple(products.values())
 
 
+def times_anything() -> bool:
+    """Whether this process has yet to time what it runs."""
+    return _TIMED[-1]
+
+
 def time_products(policy: Policy, products: Sequence[Product]) -> None:
     """Allocates and drops what trying kernels for these takes on this GPU."""
     import torch
 
-    if not _TIMED[-1] or getattr(policy, "multiprocessors", 0) < TEMPLATES_FROM:
+    if not times_anything() or getattr(policy, "multiprocessors", 0) < TEMPLATES_FROM:
         return
     for product in products:
         sizes = (*product.nbytes, getattr(policy, "cache_bytes", 0))
@@ -81,14 +86,9 @@ def time_settings(policy: Policy, changes: Sequence[torch.Tensor]) -> None:
     import torch
 
     nbytes = getattr(policy, "cache_bytes", 0)
-    if nbytes and _TIMED[-1]:
+    if nbytes and times_anything():
         beside = [torch.empty(nbytes, dtype=torch.uint8, device="meta")]
         beside += [torch.empty_like(one) for one in changes if one.numel() * one.itemsize <= nbytes]
-
-
-def times_anything() -> bool:
-    """Whether this process has yet to time what it runs."""
-    return _TIMED[-1]
 
 
 def time_library_settings(restored: Sequence[torch.Tensor]) -> None:
@@ -96,7 +96,7 @@ def time_library_settings(restored: Sequence[torch.Tensor]) -> None:
     it clones them before each launch."""
     import torch
 
-    if _TIMED[-1]:
+    if times_anything():
         beside = [torch.empty(TRITON_FLUSHES, dtype=torch.uint8, device="meta")]
         beside += [one.clone() for one in restored]
 
