@@ -28,7 +28,7 @@ from snugfit.rehearsal.compiled import layers
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy, Policy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.splice import rehearse_passes
-from snugfit.rehearsal.trace.trace import Memory, Trace
+from snugfit.rehearsal.trace.trace import GRAPH_STREAM, Memory, Trace
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import MIB
 from test_compiled import LOSS_OUTSIDE
@@ -147,7 +147,7 @@ def test_the_stream_that_graphs_are_recorded_on_has_pools_of_its_own() -> None:
     H100), which goes back when it is free, as graphs' own does not."""
     allocator = Allocator()
     own = allocator.allocate(8)
-    beside = allocator.allocate(8, Memory.GRAPH_STREAM)
+    beside = allocator.allocate(8, stream=GRAPH_STREAM)
     allocator.allocate(8, Memory.GRAPHS)
     assert allocator.reserved == 6 * MIB
     allocator.release(own)
@@ -156,7 +156,9 @@ def test_the_stream_that_graphs_are_recorded_on_has_pools_of_its_own() -> None:
     assert allocator.reserved == 2 * MIB
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     trace = rehearsed("gpt2", f"compiled({GRAPHS[0]})", CudaPolicy(), hidden_size=256)
-    assert [trace.blocks[index].nbytes for index in sorted(trace.of_graph_stream)] == [8, 8]
+    assert [(trace.blocks[index].nbytes, stream) for index, stream in trace.streams.items()] == [
+        (8, GRAPH_STREAM)
+    ] * 2
 
 
 def test_what_recording_gave_back_is_taken_again_when_graphs_are_first_played() -> None:

@@ -57,6 +57,7 @@ TOUCHES: Mapping[str, tuple[str, ...]] = {
     "scale_gradients": ("passes", "update"),
     "micro_batches": ("micro_batches",),
     "sharding": ("passes", "update"),
+    "parallel": ("passes", "update"),
     "loader": ("loader",),
     "expandable_segments": ("allocator",),
 }

@@ -1,7 +1,7 @@
 """The CUDA caching allocator, replayed: what requests become once they are rounded, split and cached.
 
 A port of the decisions (not the code) of `c10/cuda/CUDACachingAllocator.cpp` and `AllocatorConfig.h`, torch
-2.13, default configuration and `expandable_segments`, one stream:
+2.13, default configuration and `expandable_segments`:
 
 1. A size is rounded up to 512 B. Up to 1 MiB it belongs to the small pool, above to the large one.
 2. Best fit: the smallest free block of the pool that is large enough, the lowest address among equals.
@@ -15,8 +15,8 @@ A port of the decisions (not the code) of `c10/cuda/CUDACachingAllocator.cpp` an
 6. With expandable segments a pool is one address range that grows by whole pages (2 MiB, 20 MiB) at its
    end, and every block splits at 512 B. The block at the end of the range, which could still grow, is handed
    out only when no other fits.
-7. CUDA graphs allocate from pools of their own, a small and a large one, whose segments never go back. So
-   does each stream: what is allocated on the one that graphs are recorded on, beside them, has its own.
+7. CUDA graphs allocate from pools of their own, a small and a large one, whose segments never go back.
+8. Each stream has pools of its own: what is freed in one is never handed out in another.
 
 Addresses matter only as an order; `addresses.py` says in which order the driver hands out segments.
 """
@@ -24,6 +24,7 @@ Addresses matter only as an order; `addresses.py` says in which order the driver
 from __future__ import annotations
 
 import bisect
+from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,18 +39,12 @@ LARGE_SEGMENT = 20 << 20
 LARGE_FROM = 10 << 20
 LARGE_ROUND = 2 << 20
 
-POOLS, SMALL_POOLS = (1, 0, 3, 2, 5, 4), (1, 3, 5)
-"""The pools by number: 1 and 0 are the small and the large one, 3 and 2 those of CUDA graphs, 5 and 4 those
-of the stream that graphs are recorded on."""
+OF_GRAPHS, OF_STREAM = 2, 4
+"""How pools are numbered: 1 and 0 are the small and the large one, two more those of CUDA graphs, and each
+stream's begin four after those of the stream before it."""
 
-FIRST_POOL = {Memory.OWN: 0, Memory.GRAPHS: 2, Memory.GRAPH_STREAM: 4}
-"""The number of the large pool from which what is allocated there comes."""
-
-GIVEN_BACK = (0, 1, 4, 5)
-"""Pools whose free segments go back to the device."""
-
-RANGES = {1: 41, 0: 45, 3: 46, 2: 47, 5: 48, 4: 49}
-"""Where each pool's range of addresses begins, as a power of two, with expandable segments."""
+RANGE_BITS = 44
+"""With expandable segments each pool has its own range of so many bits of addresses: more than any GPU."""
 
 CUBLAS_WORKSPACE = "cuBLAS workspace"
 """The trace's name of the block that shows that cuBLAS has started."""
@@ -79,16 +74,16 @@ class Allocator:
         """How often it has done so to go on."""
         self.allocated = self.reserved = self.requested = 0
         self.allocated_peak = self.reserved_peak = self.requested_peak = 0
-        self._free: dict[int, list[tuple[int, int, _PoolBlock]]] = {pool: [] for pool in POOLS}
+        self._free = defaultdict[int, list[tuple[int, int, _PoolBlock]]](list)
         self.addresses = DeviceAddresses()
-        self._range_end: dict[int, _PoolBlock | None] = dict.fromkeys(POOLS)
-        self._range_next: dict[int, int] = {pool: 1 << bits for pool, bits in RANGES.items()}
+        self._range_end: dict[int, _PoolBlock] = {}
+        self._range_next: dict[int, int] = {}
 
-    def allocate(self, nbytes: int, memory: Memory = Memory.OWN) -> _PoolBlock:
-        """A block of at least `nbytes` bytes, from a pool of this memory."""
+    def allocate(self, nbytes: int, memory: Memory = Memory.OWN, stream: int = 0) -> _PoolBlock:
+        """A block of at least `nbytes` bytes, from a pool of this memory and stream."""
         size = -(-nbytes // MINIMUM) * MINIMUM or MINIMUM
         small = size <= SMALL
-        pool = small + FIRST_POOL[memory]
+        pool = small + OF_GRAPHS * (memory is Memory.GRAPHS) + OF_STREAM * stream
         block = self._best_fit(size, pool) or self._allocate_segment(size, pool)
         remaining = block.size - size
         if remaining >= MINIMUM if small or self.expandable else remaining > SMALL:
@@ -117,7 +112,7 @@ class Allocator:
             block.size, block.after = block.size + after.size, after.after
             if block.after is not None:
                 block.after.before = block
-            if self._range_end[block.pool] is after:
+            if self._range_end.get(block.pool) is after:
                 self._range_end[block.pool] = block
         self._insert_free(block)
 
@@ -134,7 +129,7 @@ class Allocator:
         index = bisect.bisect_left(pool, (size,))
         if index == len(pool):
             return None
-        end = self._range_end[number]
+        end = self._range_end.get(number)
         if self.expandable and pool[index][2] is end and index + 1 < len(pool):
             index += 1
         return pool.pop(index)[2]
@@ -142,7 +137,7 @@ class Allocator:
     def _allocate_segment(self, size: int, pool: int) -> _PoolBlock:
         if self.expandable:
             return self._grow(size, pool)
-        if pool in SMALL_POOLS:
+        if is_small(pool):
             segment = SMALL_SEGMENT
         elif size < LARGE_FROM:
             segment = LARGE_SEGMENT
@@ -154,9 +149,10 @@ class Allocator:
     def _grow(self, size: int, pool: int) -> _PoolBlock:
         """Maps whole pages behind the pool's last block, which becomes part of the new block when it is
         free."""
-        last = self._range_end[pool]
+        last = self._range_end.get(pool)
+        start = self._range_next.setdefault(pool, len(self._range_next) + 1 << RANGE_BITS)
         have = last.size if last is not None and last.free else 0
-        page = SMALL_SEGMENT if pool in SMALL_POOLS else LARGE_SEGMENT
+        page = SMALL_SEGMENT if is_small(pool) else LARGE_SEGMENT
         mapped = -(-(size - have) // page) * page
         self._reserve(mapped)
         if last is not None and last.free:
@@ -164,7 +160,7 @@ class Allocator:
             last.size += mapped
             self._range_next[pool] += mapped
             return last
-        block = _PoolBlock(mapped, self._range_next[pool], pool)
+        block = _PoolBlock(mapped, start, pool)
         self._range_next[pool] += mapped
         block.before = last
         if last is not None:
@@ -174,8 +170,9 @@ class Allocator:
 
     def empty_cache(self) -> None:
         """Gives whole free segments back to the device. Those that grow in place are kept."""
-        for number in GIVEN_BACK if not self.expandable else ():
-            pool = self._free[number]
+        if self.expandable:
+            return
+        for pool in [free for number, free in self._free.items() if number % OF_STREAM < OF_GRAPHS]:
             whole = [block for _, _, block in pool if block.before is None and block.after is None]
             for block in whole:
                 self._remove_free(block)
@@ -194,7 +191,7 @@ class Allocator:
         if rest.after is not None:
             rest.after.before = rest
         block.after, block.size = rest, size
-        if self._range_end[block.pool] is block:
+        if self._range_end.get(block.pool) is block:
             self._range_end[block.pool] = rest
         self._insert_free(rest)
 
@@ -228,7 +225,7 @@ def replay(trace: Trace, *, expandable: bool = False, limit: int | None = None) 
     emptied = {mark.event for mark in trace.marks if mark.kind is MarkKind.CACHE_EMPTIED}
     live: dict[int, _PoolBlock] = {}
     reserved: list[int] = []
-    blocks = trace.blocks
+    blocks, streams = trace.blocks, trace.streams
     actions = driver_actions(trace, allocator.addresses)
     start, began = begin_of_last_step(trace), None
     for index, event in enumerate(trace.events):
@@ -241,7 +238,9 @@ def replay(trace: Trace, *, expandable: bool = False, limit: int | None = None) 
                 act()
             if blocks[event - 1].step >= 0:
                 allocator.limit = None
-            live[event] = allocator.allocate(blocks[event - 1].nbytes, trace.memory_of(event - 1))
+            live[event] = allocator.allocate(
+                blocks[event - 1].nbytes, trace.memory_of(event - 1), streams.get(event - 1, 0)
+            )
         else:
             allocator.release(live.pop(-event))
         reserved.append(allocator.reserved)
@@ -268,6 +267,11 @@ def _replay_again(
             return
         began.add(begins)
         last.run_again(allocator, emptied)
+
+
+def is_small(pool: int) -> bool:
+    """Whether the pool of this number is for blocks of up to 1 MiB."""
+    return pool % 2 == 1
 
 
 def actions_by_word(addresses: DeviceAddresses) -> dict[str, Callable[[], None]]:

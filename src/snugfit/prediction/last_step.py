@@ -22,8 +22,8 @@ MOST_REPEATED = 12
 class Allocates(Protocol):
     """What hands out blocks and takes them back: an allocator."""
 
-    def allocate(self, nbytes: int, memory: Memory) -> Any:
-        """A block of at least so many bytes."""
+    def allocate(self, nbytes: int, memory: Memory, stream: int) -> Any:
+        """A block of at least so many bytes, of this memory and stream."""
 
     def release(self, block: Any) -> None:
         """Takes a block back."""
@@ -41,21 +41,21 @@ class LastStep:
         self._live = LiveSet()
         before = [index + 1 for index in trace.alive_at(start - 1)]
         numbers = {number: self._live.alloc(_alloc_of(trace, number)) for number in before}
-        self._moves: list[tuple[Alloc | Free, Memory]] = []
+        self._moves: list[tuple[Alloc | Free, Memory, int]] = []
         for event in trace.events[start:]:
             if event > 0:
                 alloc = _alloc_of(trace, event)
                 numbers[event] = self._live.alloc(alloc)
-                self._moves.append((alloc, trace.memory_of(event - 1)))
+                self._moves.append((alloc, trace.memory_of(event - 1), trace.streams.get(event - 1, 0)))
             else:
-                self._moves.append((self._live.free_of(numbers[-event]), Memory.OWN))
+                self._moves.append((self._live.free_of(numbers[-event]), Memory.OWN, 0))
         self._blocks: list[Any] = [live.get(number) for number in numbers]
 
     @property
     def leaves_as_many(self) -> bool:
         """Whether it leaves as many live blocks of each kind as it found: then the next is like it."""
-        allocated = Counter([move.stack for move, _ in self._moves if type(move) is Alloc])
-        return allocated == Counter([move.stack for move, _ in self._moves if type(move) is Free])
+        allocated = Counter([move.stack for move, *_ in self._moves if type(move) is Alloc])
+        return allocated == Counter([move.stack for move, *_ in self._moves if type(move) is Free])
 
     def begins(self) -> Hashable:
         """Where all blocks lie of which it will free some."""
@@ -68,12 +68,12 @@ class LastStep:
 
     def run_again(self, allocator: Allocates, emptied: Collection[int]) -> None:
         """Runs it once more; before the events that are `emptied` the allocator gives back what it keeps."""
-        for index, (move, memory) in enumerate(self._moves, start=self._start):
+        for index, (move, memory, stream) in enumerate(self._moves, start=self._start):
             if index in emptied:
                 allocator.empty_cache()
             if isinstance(move, Alloc):
                 self._live.alloc(move)
-                self._blocks.append(allocator.allocate(move.nbytes, memory))
+                self._blocks.append(allocator.allocate(move.nbytes, memory, stream))
             else:
                 allocator.release(self._blocks[self._live.free(move)])
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from snugfit.prediction.allocator import SMALL_POOLS, Allocator, driver_actions
+from snugfit.prediction.allocator import Allocator, driver_actions, is_small
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Block, Trace
@@ -42,14 +42,15 @@ def memory_snapshot(trace: Trace, *, expandable: bool = False) -> dict[str, Any]
         for act in actions.get(event, ()):
             act()
         before = allocator.reserved
-        live[event] = handed_out = allocator.allocate(block.nbytes, trace.memory_of(event - 1))
+        stream = trace.streams.get(event - 1, 0)
+        live[event] = handed_out = allocator.allocate(block.nbytes, trace.memory_of(event - 1), stream)
         if mapped := allocator.reserved - before:
             # a new segment begins with the block; an expandable one ends with it, or with what remains of it
             rest = handed_out.after
             end = rest.address + rest.size if rest else handed_out.address + handed_out.size
             start = end - mapped if expandable else handed_out.address
             note("segment_map" if expandable else "segment_alloc", start, mapped, block)
-            segments.append({"address": start, "total_size": mapped, "small": handed_out.pool in SMALL_POOLS})
+            segments.append({"address": start, "total_size": mapped, "small": is_small(handed_out.pool)})
         note("alloc", handed_out.address, block.nbytes, block)
     frames = {live_block.address: _frames(trace.blocks[event - 1]) for event, live_block in live.items()}
     blocks = [*live.values(), *allocator.free_blocks()]

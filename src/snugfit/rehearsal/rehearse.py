@@ -59,12 +59,13 @@ def rehearse(
     always_mask: bool = False,
     trainer_class: type[Any] | None = None,
     steady: bool = False,
+    rank: int = 0,
 ) -> Trace:
     """The trace of `steps` optimizer steps of this job, as they would run on the policy's device. Where they
     are known to be `steady` from the second on, two are recorded.
 
     `keep_gradients` and `always_mask` are habits of older software (`Step`); `trainer_class` runs in the
-    place of `transformers.Trainer`.
+    place of `transformers.Trainer`; `rank` is which of several processes is rehearsed, and `job` its part.
 
     Raises `RehearsalError` when an operator of the step has no shapes to give (its output depends on data,
     or it is not known), when the model's own code fails, or when this torch does not take the overrides;
@@ -75,14 +76,15 @@ def rehearse(
     def open_it(job: Job, setup: Setup) -> Step:
         step = open_step(job, setup, loop, torch.device("meta"))
         step.keep_gradients, step.always_mask = keep_gradients, always_mask
-        step.trainer_class = trainer_class
+        step.trainer_class, step.rank = trainer_class, rank
         return step
 
     if loop != "plain":
         import_peft()
     if trainer_class is not None:
         _refuse_no_trainer(trainer_class, loop)
-    if loop == "plain" and (short := short_run(job, setup, steps, steady=steady)) is not None:
+    alone = loop == "plain" and setup.parallel is None
+    if alone and (short := short_run(job, setup, steps, steady=steady)) is not None:
         trace, marks, varies, _ = record_step(open_it(short.job, short.setup), policy, short.steps)
         relative = RelativeTrace.of(trace, marks)
         whole = repeat(relative, steps=steps, micro_batches=setup.micro_batches) if not varies else None
@@ -118,11 +120,11 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
     from snugfit.rehearsal.device.policy import CudaPolicy
     from snugfit.rehearsal.record.cuda_names import CudaNames, cuda_names, makes_on_the_host
     from snugfit.rehearsal.record.four_bit import four_bit_products
-    from snugfit.rehearsal.record.recorder import Recorder
     from snugfit.rehearsal.record.triton_launches import triton_launches
 
     import_code(step.setup)  # before it is overridden
-    recorder = Recorder(policy, steps, routing=step.job.routing, hides_masks=step.always_mask)
+    kind = _recorder_class(step.setup)
+    recorder = kind(policy, steps, routing=step.job.routing, hides_masks=step.always_mask)
     for sentence in step.job.model.doubts:
         recorder.doubt(sentence)
     gradients = MissingGradients()
@@ -167,10 +169,28 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
         return recording
 
 
+def _recorder_class(setup: Setup) -> type[Recorder]:
+    """What writes the trace: for one of several processes, what knows streams and exchanges."""
+    from snugfit.rehearsal.record.recorder import Recorder
+
+    if setup.parallel is None:
+        return Recorder
+    from snugfit.rehearsal.sharded.ranks import RankRecorder
+
+    return RankRecorder
+
+
 @contextlib.contextmanager
 def _engine(step: Step, recorder: Recorder) -> Iterator[contextlib.AbstractContextManager[Any]]:
-    """What DeepSpeed's engine is rehearsed in, and the host's memory, to which the recorder hands operators
-    on; nothing where no engine runs the steps."""
+    """What DeepSpeed's engine is rehearsed in, or one of several processes, and the host's memory, to which
+    the recorder hands operators on; nothing where one process trains alone."""
+    if step.setup.parallel is not None:
+        from snugfit.rehearsal.sharded.ranks import RankRecorder, rank_on_shapes
+
+        assert isinstance(recorder, RankRecorder)
+        with rank_on_shapes(recorder, step.rank, step.setup.parallel.ranks):
+            yield contextlib.nullcontext()
+        return
     if step.setup.sharding is None:
         yield contextlib.nullcontext()
         return

@@ -26,6 +26,8 @@ class Kind(StrEnum):
     CACHES = "caches"
     INPUTS = "inputs"
     WORKSPACES = "workspaces"
+    GATHERED = "gathered weights"
+    COMMUNICATION = "communication"
     CONTEXT = "context"
 
 
@@ -79,6 +81,10 @@ class Footprint:
 
     context_bytes: int | None = None
     """Of `nvml_bytes`: the CUDA context and the libraries loaded into it."""
+
+    communication_bytes: int = 0
+    """Of `nvml_bytes`: what NCCL keeps to exchange tensors with other GPUs; what the tensors themselves take
+    is of the kind `communication`."""
 
     managed_bytes: int = 0
     """Of `nvml_bytes`: memory that the driver moves between host and GPU (paged optimizers), as far as there

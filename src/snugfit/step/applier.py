@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError, UsageError
@@ -33,6 +34,7 @@ from snugfit.step.wishes.model import (
     WeightsDtypeHandler,
 )
 from snugfit.step.wishes.optimizer import OptimizerHandler
+from snugfit.step.wishes.parallel import ParallelHandler
 from snugfit.step.wishes.precision import AutocastHandler, MatmulHandler, ScaleGradientsHandler
 from snugfit.step.wishes.quantize import QuantizeHandler
 from snugfit.step.wishes.sharding import ShardingHandler
@@ -63,6 +65,7 @@ HANDLERS: tuple[Handler, ...] = (
     AutocastHandler(),
     ScaleGradientsHandler(),
     MicroBatchesHandler(),
+    ParallelHandler(),
     ShardingHandler(),
     LoaderHandler(),
     ExpandableSegmentsHandler(),
@@ -136,6 +139,13 @@ def wrap_model(setup: Setup, model: torch.nn.Module) -> None:
         handler.wrap(value, model)
 
 
+def distribute_model(setup: Setup, model: torch.nn.Module) -> torch.nn.Module:
+    """What a loop calls in the place of a wrapped model; the model itself where one process trains it."""
+    for handler, value in _wishes(setup):
+        model = handler.distribute(value, model)
+    return model
+
+
 def make_scaler(setup: Setup, device: torch.device) -> torch.amp.GradScaler | None:
     """What scales gradients; None where nothing does."""
     scalers = (handler.make_scaler(value, device) for handler, value in _wishes(setup))
@@ -165,7 +175,7 @@ def process_environment(setup: Setup, inherited: Mapping[str, str]) -> dict[str,
 
 def forward_context(
     setup: Setup, device: torch.device, *, in_accelerate: bool = False
-) -> contextlib.AbstractContextManager[Any]:
+) -> AbstractContextManager[Any]:
     """What a forward pass and its loss run in; with `in_accelerate` without what accelerate does itself."""
     return _join(
         handler.around_forward(value, device)
@@ -174,17 +184,23 @@ def forward_context(
     )
 
 
-def run_context(setup: Setup, skip: Collection[Slot] = ()) -> contextlib.AbstractContextManager[Any]:
+def pass_context(setup: Setup, model: torch.nn.Module, *, is_last: bool) -> AbstractContextManager[Any]:
+    """What the passes of a micro-batch run in, which may be the last of its step. `model` is what
+    `distribute_model` gave."""
+    return _join(handler.around_pass(value, model, is_last=is_last) for handler, value in _wishes(setup))
+
+
+def run_context(setup: Setup, skip: Collection[Slot] = ()) -> AbstractContextManager[Any]:
     """What all of a run's steps run in."""
     return _join(handler.around_run(value) for handler, value in _wishes(setup, skip))
 
 
-def rehearsal_context(setup: Setup, *, on_gpu: bool) -> contextlib.AbstractContextManager[Any]:
+def rehearsal_context(setup: Setup, *, on_gpu: bool) -> AbstractContextManager[Any]:
     """What a rehearsal runs in beside that, where real code has no shapes to give."""
     return _join(handler.around_rehearsal(value, on_gpu=on_gpu) for handler, value in _wishes(setup))
 
 
-def _join(contexts: Iterable[Context | None]) -> contextlib.AbstractContextManager[Any]:
+def _join(contexts: Iterable[Context | None]) -> AbstractContextManager[Any]:
     """One context manager for all of these, the first outermost."""
     present = [context for context in contexts if context is not None]
     if len(present) == 1:

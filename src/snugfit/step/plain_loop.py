@@ -18,7 +18,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from snugfit.job.batch import label_items
-from snugfit.step.applier import forward_context, make_scaler, run_context
+from snugfit.step.applier import (
+    distribute_model,
+    forward_context,
+    make_scaler,
+    pass_context,
+    run_context,
+)
 from snugfit.step.batches import micro_batches, place
 from snugfit.step.build import build_model, build_optimizer
 from snugfit.step.loss import loss_of
@@ -38,6 +44,9 @@ class Built:
 
     model: torch.nn.Module
     """As the Setup wants it, on the device."""
+
+    runs: torch.nn.Module
+    """What is called in its place: the model itself, unless several processes train it together."""
 
     optimizer: torch.optim.Optimizer
     """Over the parameters that train."""
@@ -63,12 +72,13 @@ class OptimizerLoop(Step):
     def _train(self, steps: int, observer: Observer) -> list[float]:
         observer.phase("build")
         model = build_model(self.job, self.setup, self.device)
+        runs = distribute_model(self.setup, model)
         optimizer = build_optimizer(self.job, self.setup, model)
         scaler = make_scaler(self.setup, self.device)
         observer.build_ends(model, optimizer)
         losses: list[torch.Tensor] = []
         with contextlib.closing(self._batches()) as batches:
-            built = Built(model, optimizer, scaler, batches, observer)
+            built = Built(model, runs, optimizer, scaler, batches, observer)
             for index in range(steps):
                 observer.step_begins(index)
                 loss = self._accumulate(built)
@@ -121,27 +131,28 @@ class PlainStep(OptimizerLoop):
             return self._evaluate(steps, observer)
 
     def _accumulate(self, built: Built) -> torch.Tensor | None:
-        model, scaler, observer = built.model, built.scaler, built.observer
+        model, scaler, observer = built.runs, built.scaler, built.observer
         observer.phase("load")
         pieces = next(built.batches)
         items = [self.items_of(piece) for piece in pieces] if len(pieces) > 1 else [1]
         total: torch.Tensor | None = None
-        for piece, share in zip(pieces, items, strict=True):
+        for number, (piece, share) in enumerate(zip(pieces, items, strict=True), 1):
             if not share:  # nothing of it counts, and the mean over nothing is no number
                 continue
             observer.phase("load")
             batch = place(piece, self.device)
-            observer.phase("forward")
-            with self.forward_context():
-                loss = self.loss_of(model, batch)
-            if len(pieces) > 1:
-                loss = loss * (share / sum(items))
-            if self.keep_losses:  # added up in fp32, as the Trainer does, whatever a model's loss is in
-                total = loss.detach().float() if total is None else total + loss.detach()
-                self.computed(total)
-            observer.phase("backward")
-            (loss if scaler is None else scaler.scale(loss)).backward()
-            del loss
+            with pass_context(self.setup, model, is_last=number == len(pieces)):
+                observer.phase("forward")
+                with self.forward_context():
+                    loss = self.loss_of(model, batch)
+                if len(pieces) > 1:
+                    loss = loss * (share / sum(items))
+                if self.keep_losses:  # added up in fp32, as the Trainer does, whatever a model's loss is in
+                    total = loss.detach().float() if total is None else total + loss.detach()
+                    self.computed(total)
+                observer.phase("backward")
+                (loss if scaler is None else scaler.scale(loss)).backward()
+                del loss
         return total
 
     def _evaluate(self, steps: int, observer: Observer) -> list[float]:

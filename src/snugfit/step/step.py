@@ -54,6 +54,9 @@ class Step(ABC):
     trainer_arguments: Mapping[str, Any] = {}
     """Of `TrainingArguments`, besides those that the Setup gives, where the loop is the Trainer's."""
 
+    rank = 0
+    """Which of the processes that train together this one is, in a rehearsal."""
+
     always_mask = False
     """Pass an attention mask also when nothing is padded (transformers' habit before 5.0)."""
 

@@ -225,6 +225,35 @@ class ShardingWish:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelWish:
+    """Processes that train one model together by torch.distributed, one for each GPU (a rank), each on its
+    part of the global batch."""
+
+    weights: str = "copied"
+    """What each of them holds of weights, gradients and optimizer states: `copied`, all of it, and gradients
+    are averaged (DDP); `sharded`, a part, and weights are gathered where a layer computes (FSDP2)."""
+
+    ranks: int = 0
+    """How many they are; 0 while that is open."""
+
+    shards: int = 0
+    """Over how many of them one copy of the weights is spread; 0 spreads one over all. Fewer make several
+    copies, whose gradients are averaged."""
+
+    reshard: bool = True
+    """Whether gathered weights are dropped after the forward pass and gathered again for the backward one."""
+
+    on_host: bool = False
+    """Whether the host keeps the parts, and updates them."""
+
+    dtype: str | None = None
+    """What gathered weights are cast to, and computed in, by torch's name; None leaves them as they are."""
+
+    bucket_views: bool = False
+    """Whether copied weights' gradients lie in the buckets that are averaged, and nowhere else."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoaderWish:
     """How batches reach the device."""
 
@@ -295,6 +324,10 @@ class Setup:
 
     sharding: ShardingWish | None = None
     """loop: DeepSpeed's engine runs the steps; None leaves them to the loop."""
+
+    parallel: ParallelWish | None = None
+    """optimizer: processes that train together, each of which wraps the model before it makes an optimizer of
+    what it then holds; None trains in one."""
 
     loader: LoaderWish = field(default_factory=LoaderWish)
     """loader: how batches reach the device."""

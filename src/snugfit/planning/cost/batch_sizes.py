@@ -142,7 +142,7 @@ class _StepsOfSizes(PlainStep):
             for sizes in self.sizes:
                 batch = [self._micro_batch(samples) for samples in sizes]
                 observer.step_begins(0)
-                self._accumulate(Built(model, optimizer, scaler, iter([batch]), observer))
+                self._accumulate(Built(model, model, optimizer, scaler, iter([batch]), observer))
                 observer.phase("update")
                 optimizer.step()
                 if not self.gradients_stand or sizes is self.sizes[-1]:

@@ -28,7 +28,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RehearsalError
-from snugfit.rehearsal.trace.trace import Memory
+from snugfit.rehearsal.trace.trace import GRAPH_STREAM, Memory
 
 if TYPE_CHECKING:
     import torch
@@ -114,10 +114,11 @@ class GraphTrees:
 
         if not self._generator:
             self._recorder.empty_cache()
-            with self._recorder.memory.allocating(Memory.GRAPH_STREAM):
-                self._generator = [
-                    torch.empty(GENERATOR_BYTES, dtype=torch.uint8, device="meta") for _ in range(2)
-                ]
+            before = self._recorder.memory.use_stream(GRAPH_STREAM)
+            self._generator = [
+                torch.empty(GENERATOR_BYTES, dtype=torch.uint8, device="meta") for _ in range(2)
+            ]
+            self._recorder.memory.use_stream(before)
 
     def _run(self, function: GraphFunction, arguments: list[Any]) -> Any:
         if self._state in (_State.FIRST_RUN, _State.RECORDING):

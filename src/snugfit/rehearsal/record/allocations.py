@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from snugfit.rehearsal.device.buffers import ONE_OUTPUT, OUTPUTS, Buffer, Scratch
-from snugfit.rehearsal.trace.trace import Block, Memory
+from snugfit.rehearsal.trace.trace import DEFAULT_STREAM, Block, Memory
 from snugfit.results.footprint import Kind
 
 if TYPE_CHECKING:
@@ -49,7 +49,10 @@ class Allocations:
         self._live: dict[int, tuple[int, Any]] = {}  # storage's address -> block, weak reference
         self._workspaces: dict[tuple[str, str], int] = {}
         self._from = Memory.OWN
-        self._elsewhere: dict[Memory, set[int]] = {Memory.GRAPHS: set(), Memory.GRAPH_STREAM: set()}  # blocks
+        self._of_graphs: set[int] = set()
+        self._stream = DEFAULT_STREAM
+        self.streams: dict[int, int] = {}
+        """The stream that each block is of, by its index, where that is not the default one."""
         self._played: dict[int, Any] = {}  # storage's address -> weak reference
         self._released: set[int] = set()  # blocks that were freed before their storages
         self._recomputed: set[int] = set()
@@ -101,8 +104,10 @@ class Allocations:
         if self._from is Memory.NOWHERE:
             return NO_BLOCK
         index = len(self._blocks)
-        if self._from is not Memory.OWN:
-            self._elsewhere[self._from].add(index)
+        if self._from is Memory.GRAPHS:
+            self._of_graphs.add(index)
+        if self._stream != DEFAULT_STREAM:
+            self.streams[index] = self._stream
         self._blocks.append([nbytes, operator, self.modules.path(self.phase), self.phase, self.step, kind])
         if self.phase == "backward" and torch.is_grad_enabled():
             self._recomputed.add(index)
@@ -122,6 +127,26 @@ class Allocations:
         if index != NO_BLOCK:
             self.events.append(-(index + 1))
 
+    # ---- streams, and storages that are kept without bytes -----------------------------------------------
+
+    def use_stream(self, number: int) -> int:
+        """What is allocated from here on is of this stream; gives the one before it."""
+        before, self._stream = self._stream, number
+        return before
+
+    def resize(self, storage: Any, nbytes: int) -> None:
+        """A storage gives its bytes back, or takes so many, and stays the same storage: so FSDP2 keeps
+        gathered weights."""
+        address = storage._cdata
+        index, reference = self._live.get(address, (NO_BLOCK, None))
+        if index != NO_BLOCK:
+            self._released.add(index)
+            self._live[address] = (NO_BLOCK, reference)
+            self._add_free(index)
+        if nbytes:
+            index = self._add_block("aten::resize_", nbytes, Kind.GATHERED)
+            self._live[address] = (index, weakref.ref(storage, self._on_free(address, index)))
+
     # ---- CUDA graphs -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -133,14 +158,15 @@ class Allocations:
         finally:
             self._from = before
 
-    def blocks_in(self, memory: Memory) -> frozenset[int]:
-        """The blocks that are in this memory, other than the allocator's own pools."""
-        return frozenset(self._elsewhere[memory])
+    @property
+    def of_graphs(self) -> frozenset[int]:
+        """The blocks that are in the memory of CUDA graphs."""
+        return frozenset(self._of_graphs)
 
     def is_of_graphs(self, storage: Any) -> bool:
         """Whether a storage is in the memory of CUDA graphs, recorded or played back."""
         address = storage._cdata
-        if self._live.get(address, (NO_BLOCK, None))[0] in self._elsewhere[Memory.GRAPHS]:
+        if self._live.get(address, (NO_BLOCK, None))[0] in self._of_graphs:
             return True
         played = self._played.get(address)
         return played is not None and played() is storage
@@ -153,7 +179,7 @@ class Allocations:
     def release_graphs(self) -> None:
         """Frees what lives in the pool of CUDA graphs, though tensors may still refer to it."""
         for address, (index, reference) in [*self._live.items()]:
-            if index in self._elsewhere[Memory.GRAPHS]:
+            if index in self._of_graphs:
                 self._released.add(index)
                 self._live[address] = (NO_BLOCK, reference)
                 self._add_free(index)

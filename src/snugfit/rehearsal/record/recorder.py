@@ -46,7 +46,9 @@ from snugfit.rehearsal.record.questions import Questions
 from snugfit.rehearsal.record.shadows import Shadows
 from snugfit.rehearsal.record.shape_cache import SHAPE_CACHE, ScratchCache
 from snugfit.rehearsal.trace.trace import (
+    ALONE,
     COPY_IN,
+    DEFAULT_STREAM,
     GENERATED,
     STAGE_BACK,
     TRITON,
@@ -54,7 +56,6 @@ from snugfit.rehearsal.trace.trace import (
     Kernel,
     Mark,
     MarkKind,
-    Memory,
     Recording,
     Trace,
 )
@@ -163,8 +164,8 @@ class Recorder(TorchDispatchMode, Observer):
             tuple(self._waits),
             tuple(sorted(set(attention))),
             tuple(self._doubts),
-            self.memory.blocks_in(Memory.GRAPHS),
-            self.memory.blocks_in(Memory.GRAPH_STREAM),
+            self.memory.of_graphs,
+            dict(self.memory.streams),
         )
         settled = self._recorded_in < self.steps - 2
         return Recording(trace, tuple(self._marks), self._questions.vary, settled)
@@ -389,9 +390,14 @@ class Recorder(TorchDispatchMode, Observer):
         else:
             self._add_kernel(COPY_IN if copies_in(func, args) else operator, cost)
 
-    def _add_kernel(self, operator: str, cost: KernelCost) -> None:
+    def _place(self, number: int) -> tuple[int, tuple[int, ...]]:
+        """The stream of the kernel that is to have this number, and which of other streams it waits for."""
+        return DEFAULT_STREAM, ()
+
+    def _add_kernel(self, operator: str, cost: KernelCost, peers: tuple[int, int] = ALONE) -> None:
         self._mark(MarkKind.KERNEL)
         modules = self._modules
+        stream, after = self._place(len(self.kernels))
         kernel = Kernel(
             operator,
             modules.path(self._phase),
@@ -406,6 +412,9 @@ class Recorder(TorchDispatchMode, Observer):
             programs=self._programs,
             functions=modules.functions,
             played=self._played,
+            stream=stream,
+            after=after,
+            peers=peers,
         )
         self.kernels.append(kernel)
         self._views = self._programs = 0

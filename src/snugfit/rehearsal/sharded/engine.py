@@ -15,12 +15,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 
 from snugfit.rehearsal.device import attention
 from snugfit.rehearsal.record.assumed_float import AssumedFloat
 from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.rehearsal.sharded.host_tensors import HostTensors
+from snugfit.rehearsal.sharded.ranks import process_group
 from snugfit.step.host_link import MetaLink
 
 TO_COPY = torch.ops.aten._to_copy.default
@@ -133,7 +133,7 @@ def engine_on_shapes(recorder: Recorder) -> Iterator[HostTensors]:
     )
     recorder.host = host
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_group())
+        stack.enter_context(process_group())
         accelerator = ShapesAccelerator(recorder, host.pin, recorder.policy.free_bytes)
         stack.enter_context(patch.object(real, "ds_accelerator", accelerator))
         stack.enter_context(patch.object(linear, "get_accelerator", CPU_Accelerator))  # of autocast
@@ -151,21 +151,3 @@ def engine_on_shapes(recorder: Recorder) -> Iterator[HostTensors]:
         stack.enter_context(patch.object(attention, "RECORDING_MODES", 2))
         stack.enter_context(_hooks_counted(recorder))
         yield host
-
-
-@contextlib.contextmanager
-def _group() -> Iterator[None]:
-    """Within it, torch's default process group is of one process that sends nothing."""
-    from torch.testing._internal.distributed import fake_pg
-
-    if dist.is_initialized():
-        raise RuntimeError("a process group is there already")
-    if not hasattr(dist.Backend, "FAKE") or "meta" not in dist.Backend.backend_capability.get("fake", ()):
-        dist.Backend.register_backend(
-            "fake", fake_pg._create_fake_pg, extended_api=True, devices=["cpu", "cuda", "meta"]
-        )
-    dist.init_process_group("fake", rank=0, world_size=1, store=fake_pg.FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()

@@ -8,8 +8,8 @@ three lists.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from typing import NamedTuple
 
@@ -70,6 +70,15 @@ TRITON = "triton::"
 """Begins the name of a kernel that a library wrote in Triton and launches from Python."""
 
 
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "nccl::all_reduce", "nccl::all_gather", "nccl::reduce_scatter"
+ALL_TO_ALL, BROADCAST, SEND, RECEIVE = "nccl::all_to_all", "nccl::broadcast", "nccl::send", "nccl::recv"
+COLLECTIVES = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST, SEND, RECEIVE})
+"""Kernels in which GPUs exchange tensors. `Kernel.nbytes` is what NCCL's tests call the size: of the whole
+tensor that is gathered or scattered."""
+
+ALONE = (1, 0)
+"""`Kernel.peers` of a kernel that exchanges nothing."""
+
 WITH_BIAS = frozenset({"aten::addmm", "aten::baddbmm", "aten::addmm_", "aten::baddbmm_"})
 """Products whose first operand is added."""
 
@@ -100,15 +109,18 @@ class Block(NamedTuple):
     """A `Kind`, decided when the run was over."""
 
 
+DEFAULT_STREAM, GRAPH_STREAM = 0, -1
+"""Numbers of streams: of the one that computes, and of the one that CUDA graphs are recorded on. Others count
+from 1, in the order in which they are made."""
+
+
 class Memory(Enum):
     """Where a run allocates."""
 
     OWN = auto()
-    """In the allocator's own pools."""
+    """In the allocator's own pools, of the stream that is current."""
     GRAPHS = auto()
     """In the pool that belongs to CUDA graphs."""
-    GRAPH_STREAM = auto()
-    """In the pools of the stream that graphs are recorded on: another stream's blocks are never reused."""
     NOWHERE = auto()
     """What a graph that is played back gives lies where it did when it was recorded."""
 
@@ -182,6 +194,12 @@ class Kernel(NamedTuple):
     """Autograd Functions of libraries, in Python, that began since then."""
     played: bool = False
     """Whether a CUDA graph runs it, which the host launches as one."""
+    stream: int = DEFAULT_STREAM
+    """The stream it runs in: at once with those of other streams, after those of its own."""
+    after: tuple[int, ...] = ()
+    """Numbers of the kernels in other streams that its stream waits for first."""
+    peers: tuple[int, int] = ALONE
+    """How many GPUs exchange tensors in it, and how far apart their ranks are."""
 
     @property
     def itemsize(self) -> int:
@@ -226,8 +244,9 @@ class Trace:
     """Sentences on what the rehearsal had to assume, each once."""
     of_graphs: frozenset[int] = frozenset()
     """Indices of the blocks that the allocator takes from the pool of CUDA graphs."""
-    of_graph_stream: frozenset[int] = frozenset()
-    """And of those that it takes from the pools of the stream that they are recorded on."""
+    streams: Mapping[int, int] = field(default_factory=dict)
+    """The stream that each block is of, by its index, where that is not the default one (0). The allocator
+    keeps what it has of one stream from every other."""
 
     @property
     def phases(self) -> tuple[Mark, ...]:
@@ -236,9 +255,7 @@ class Trace:
 
     def memory_of(self, index: int) -> Memory:
         """Where block `index` is allocated."""
-        if index in self.of_graphs:
-            return Memory.GRAPHS
-        return Memory.GRAPH_STREAM if index in self.of_graph_stream else Memory.OWN
+        return Memory.GRAPHS if index in self.of_graphs else Memory.OWN
 
     @property
     def syncs(self) -> int:

@@ -119,6 +119,10 @@ class Handler:
     def wrap(self, value: Any, model: Any) -> None:
         """Changes modules of a model that stands on its device."""
 
+    def distribute(self, value: Any, model: Any) -> Any:
+        """What to call in the place of the wrapped model, so that this process trains it with others."""
+        return model
+
     def objections(self, value: Any, live: LiveTraining) -> Iterator[str]:
         """Why a live model cannot be given this."""
         return iter(())
@@ -140,6 +144,10 @@ class Handler:
 
     def around_forward(self, value: Any, device: torch.device) -> Context | None:
         """What a forward pass and its loss run in; None where that is nothing."""
+
+    def around_pass(self, value: Any, model: Any, *, is_last: bool) -> Context | None:
+        """What the passes of a micro-batch run in, which may be the step's last; None where that is
+        nothing."""
 
     def around_run(self, value: Any) -> Context | None:
         """What all of a run's steps run in; None where that is nothing."""

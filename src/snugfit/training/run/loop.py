@@ -156,7 +156,8 @@ class TrainingStep(PlainStep):
         runs out.
         """
         optimizer, scaler = state.optimizer, state.scaler
-        built = Built(state.model, optimizer, scaler, iter([list(micro_batches)]), self.phases)
+        model, pieces = state.model, iter([list(micro_batches)])
+        built = Built(model, model, optimizer, scaler, pieces, self.phases)
         total = self._accumulate(built)
         self.phases.phase("clip")
         self.read_norm(state)

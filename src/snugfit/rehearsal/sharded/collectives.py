@@ -1,0 +1,85 @@
+"""Operators in which ranks exchange tensors: which kernel of NCCL each one is, and how much it carries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
+from torch.utils._pytree import tree_leaves
+
+from snugfit.rehearsal.trace.trace import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BROADCAST,
+    RECEIVE,
+    REDUCE_SCATTER,
+    SEND,
+)
+
+KERNELS = {
+    "allreduce": ALL_REDUCE,
+    "all_reduce": ALL_REDUCE,
+    "allgather": ALL_GATHER,
+    "all_gather": ALL_GATHER,
+    "reduce_scatter": REDUCE_SCATTER,
+    "alltoall": ALL_TO_ALL,
+    "all_to_all": ALL_TO_ALL,
+    "broadcast": BROADCAST,
+    "send": SEND,
+    "recv": RECEIVE,
+}
+"""NCCL's kernels by what an operator's name says."""
+
+WAITS = frozenset(sync_ops)
+"""Operators that exchange nothing, and wait for those that do."""
+
+
+def is_collective(func: Any) -> bool:
+    """Whether ranks exchange tensors in this operator, or wait for that."""
+    return func in collective_ops
+
+
+def kernel_of(func: Any) -> str:
+    """The name of the kernel that an operator runs."""
+    name = func.name().partition("::")[2].lstrip("_")
+    return next((kernel for part, kernel in KERNELS.items() if part in name), ALL_REDUCE)
+
+
+def is_async(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether NCCL runs it in a stream of its own, and somebody waits for it later. Else it is in the stream
+    that is current (`ProcessGroupNCCL`, since torch 2.8)."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name in ("asyncOp", "async_op"):
+            if position < len(args):
+                return bool(args[position])
+            return bool(kwargs.get(argument.name, argument.default_value))
+    return True
+
+
+def group_of(func: Any, args: tuple[Any, ...]) -> Any:
+    """The process group of an operator."""
+    return CollectiveOp.get_process_group(func, args)
+
+
+def peers_of(group: Any) -> tuple[int, int]:
+    """How many ranks a group has, and how far apart they are."""
+    ranks = torch.distributed.get_process_group_ranks(group)
+    return len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 0
+
+
+def carried_bytes(func: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Bytes of the whole tensor that is exchanged, summed, gathered or scattered."""
+    return int(CollectiveOp.get_comm_tensor_size(func, out, args, kwargs))
+
+
+def carried(func: Any, out: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The whole tensors that are gathered or scattered, which exist to be exchanged. What is summed or sent
+    belongs to somebody else."""
+    kernel = kernel_of(func)
+    if kernel == ALL_GATHER:
+        return [tensor for tensor in tree_leaves((out, args[:1])) if isinstance(tensor, torch.Tensor)]
+    if kernel == REDUCE_SCATTER:
+        return [tensor for tensor in tree_leaves(args[:2]) if isinstance(tensor, torch.Tensor)]
+    return []

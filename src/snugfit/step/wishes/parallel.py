@@ -1,0 +1,116 @@
+"""The wish for several processes that train one model together: torch's own DDP and FSDP2.
+
+Each process (a rank) builds the model whole, on its own GPU, and then gives its parts away or tells the
+others of its gradients. Which processes there are says torch's default process group, which whoever starts
+them has made. Weights are the same in all of them since all begin with one seed.
+
+Where weights are sharded, each repeated layer is a group of its own, and the rest of the model one more, as
+torch's tutorials and torchtitan have it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from snugfit.step.checkpointing import layer_stacks
+from snugfit.step.wishes.handler import Context, Handler
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from snugfit.techniques.setup import ParallelWish
+
+NOT_YET = "several GPUs are predicted, measured and trained by snugfit's own loop. Leave --loop out"
+LIVE = "a model that stands already is not given to several GPUs. `snugfit train` does it"
+
+
+class ParallelHandler(Handler):
+    """Which part of the training is this process's."""
+
+    wish, slot = "parallel", Slot.SHARDING
+    refused: ClassVar = {
+        "accelerate": NOT_YET,
+        "trainer": NOT_YET,
+        "fit": LIVE,
+        "custom_loop": LIVE,
+        "script": "no script for several GPUs is written. `snugfit train` runs it",
+    }
+
+    def import_code(self, value: ParallelWish | None) -> None:
+        """torch's own, before anything is watched."""
+        if value is not None:
+            import torch.distributed.fsdp
+            import torch.nn.parallel  # noqa: F401
+
+    def distribute(self, value: ParallelWish | None, model: Any) -> Any:
+        """The model in DDP, or with its weights spread over the processes."""
+        if value is None:
+            return model
+        return in_ddp(value, model) if value.weights == "copied" else in_fsdp(value, model)
+
+    def around_pass(self, value: ParallelWish | None, model: Any, *, is_last: bool) -> Context | None:
+        """Gradients are told to the others after the last micro-batch alone."""
+        if value is None:
+            return None
+        if value.weights == "sharded":
+            return functools.partial(_fsdp_tells, model, is_last=is_last)
+        return None if is_last else model.no_sync
+
+
+@contextlib.contextmanager
+def _fsdp_tells(model: Any, *, is_last: bool) -> Iterator[None]:
+    model.set_requires_gradient_sync(is_last)
+    yield
+
+
+def in_ddp(wish: ParallelWish, model: torch.nn.Module) -> torch.nn.Module:
+    """The model in `DistributedDataParallel`, whose gradients are averaged bucket by bucket."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    device = next(model.parameters()).device
+    return DistributedDataParallel(
+        model,
+        device_ids=[device] if device.type == "cuda" else None,
+        gradient_as_bucket_view=wish.bucket_views,
+    )
+
+
+def in_fsdp(wish: ParallelWish, model: torch.nn.Module) -> torch.nn.Module:
+    """The same model, whose parameters are this process's shards (`fully_shard`)."""
+    import torch
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    device = next(model.parameters()).device
+    options: dict[str, Any] = {
+        "mesh": mesh_of(wish, device.type),
+        "reshard_after_forward": wish.reshard,
+        "mp_policy": MixedPrecisionPolicy(),
+    }
+    if wish.dtype is not None:
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=getattr(torch, wish.dtype), reduce_dtype=torch.float32
+        )
+    if wish.on_host:
+        options["offload_policy"] = CPUOffloadPolicy()
+    for stack in layer_stacks(model):
+        for layer in stack:
+            fully_shard(layer, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def mesh_of(wish: ParallelWish, device: str) -> DeviceMesh:
+    """The processes in one row, or in as many rows as there are copies of the weights."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    ranks = dist.get_world_size()
+    shards = wish.shards or ranks
+    if shards == ranks:
+        return init_device_mesh(device, (ranks,), mesh_dim_names=("shard",))
+    return init_device_mesh(device, (ranks // shards, shards), mesh_dim_names=("replicate", "shard"))

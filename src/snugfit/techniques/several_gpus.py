@@ -1,0 +1,103 @@
+"""What training on several GPUs needs of a recipe and a job, and what it cannot go with.
+
+A recipe does not say how many GPUs there are: `ddp` on two is the same technique as on eight. Whoever asks
+about so many has `on_gpus` put the number into the Setup, and `job_of_rank` cut the global batch, which stays
+what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from snugfit.errors import UsageError
+from snugfit.techniques.setup import ParallelWish, Setup
+from snugfit.techniques.technique import Slot, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+MOST_GPUS = 1 << 16
+"""More are taken for a mistake."""
+
+PLANNED_FOR_ONE = "plans are for one GPU. Predict it: snugfit predict ... --gpus N --recipe ..."
+
+ONE_GPU = "trains on several GPUs, and one was named. Add --gpus 2 (gpus=2 in Python) or leave it out"
+
+ADAMW = ("torch.optim:AdamW", "torch.optim:SGD")
+"""Optimizers of torch that update shards as they update whole weights (chosen: others look at a weight's
+shape, or are code that knows no shards)."""
+
+
+def with_parallel(setup: Setup, wish: ParallelWish) -> Setup:
+    """The Setup of one of several processes. Where weights are sharded, they are cast to what autocast would
+    compute in as they are gathered, in place of autocast."""
+    if wish.weights == "copied":
+        return replace(setup, parallel=wish)
+    return replace(setup, parallel=replace(wish, dtype=setup.autocast), autocast=None)
+
+
+def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterator[str]:
+    """Why several GPUs cannot train this job under this recipe."""
+    setup = Setup()
+    slots = (
+        Slot.ADAPTERS, Slot.PRECISION, Slot.KERNELS, Slot.HEAD, Slot.ENGINE, Slot.ACTIVATION_OFFLOAD,
+        Slot.OPTIMIZER,
+    )  # fmt: skip
+    for slot in slots:
+        setup = recipe[slot].install(setup)
+    if not job.trains:
+        yield "it is about training only. Leave it out."
+    if job.model.module is not None:
+        yield "models of your own are not simulated with it. Leave it out."
+    for slot, changed in (
+        (Slot.ADAPTERS, setup.adapt or setup.quantize),
+        (Slot.HEAD, setup.logits),
+        (Slot.PRECISION, setup.float8),
+        (Slot.KERNELS, setup.kernels),
+        (Slot.ENGINE, setup.compile),
+        (Slot.ACTIVATION_OFFLOAD, setup.activation_offload),
+    ):
+        if changed is not None:
+            yield f"it is not simulated together with {recipe[slot]}. Leave one of them out."
+    if wish.weights == "sharded" and setup.scale_gradients:
+        yield f"weights are gathered in bf16 or as they are, so it does not go with {recipe[Slot.PRECISION]}."
+    if wish.weights == "sharded" and setup.optimizer.factory.path not in ADAMW:
+        yield f"{recipe[Slot.OPTIMIZER]} is not simulated on shards of weights. Try 'adamw' or 'adamw_fused'."
+
+
+def on_gpus(setup: Setup, gpus: int) -> Setup:
+    """The Setup on so many GPUs. Raises `UsageError` where the recipe trains on one and several were named,
+    or the other way round, and where its copies of the weights do not share them evenly."""
+    wish = setup.parallel
+    if type(gpus) is not int or not 1 <= gpus <= MOST_GPUS:
+        raise UsageError(f"gpus is {gpus!r}; it must be a whole number from 1 to {MOST_GPUS:,}.")
+    if wish is None and gpus == 1:
+        return setup
+    if wish is None:
+        raise UsageError(
+            f"{gpus} GPUs were named, but the recipe trains on one. Add a technique of the slot 'sharding' "
+            "for several: ddp where one GPU holds the model, fsdp where none does."
+        )
+    if gpus == 1:
+        raise UsageError(f"The recipe {ONE_GPU}.")
+    if wish.shards and (wish.shards > gpus or gpus % wish.shards):
+        raise UsageError(
+            f"hsdp({wish.shards}) spreads a copy of the weights over {wish.shards} GPUs, and {gpus} GPUs "
+            f"make no such groups. Name a multiple of {wish.shards}, or a divisor of {gpus} in its place."
+        )
+    return replace(setup, parallel=replace(wish, ranks=gpus))
+
+
+def job_of_rank(job: Job, setup: Setup) -> Job:
+    """One rank's part of the job: its share of the global batch. Raises `UsageError` for a batch that cannot
+    be shared evenly."""
+    ranks = setup.parallel.ranks if setup.parallel else 1
+    if job.batch_size % ranks:
+        below = job.batch_size // ranks * ranks
+        near = " or ".join(str(size) for size in (below, below + ranks) if size)
+        raise UsageError(
+            f"A global batch of {job.batch_size} cannot be shared evenly by {ranks} GPUs. Try {near}."
+        )
+    return replace(job, batch_size=job.batch_size // ranks) if ranks > 1 else job

@@ -1,0 +1,49 @@
+"""Data parallel training by torch's `DistributedDataParallel`: each GPU holds the whole model.
+
+Each GPU takes its part of the global batch; while the backward pass runs, gradients are averaged over all of
+them, bucket by bucket. It helps against long steps, not against a model that is too large: a GPU holds as
+much as if it were alone, and the buckets besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from snugfit.techniques import several_gpus
+from snugfit.techniques.setup import ParallelWish, Setup
+from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ddp(Technique):
+    """Each of several GPUs holds the model and takes a part of the batch; gradients are averaged."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    source: ClassVar = "Li et al., PyTorch Distributed, arXiv 2006.15704; torch.nn.parallel"
+    elsewhere: ClassVar = ("data_parallel", "distributed_data_parallel")
+    searched: ClassVar = False
+
+    bucket_views: bool = False
+    """Whether gradients lie in the buckets that are averaged, and nowhere else
+    (`gradient_as_bucket_view`)."""
+
+    def install(self, setup: Setup) -> Setup:
+        """Wraps the model in DDP."""
+        return several_gpus.with_parallel(setup, self._wish())
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """What is not simulated on several GPUs."""
+        yield from several_gpus.objections(job, recipe, self._wish())
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """Plans are for one GPU."""
+        return several_gpus.PLANNED_FOR_ONE
+
+    def _wish(self) -> ParallelWish:
+        return ParallelWish(weights="copied", bucket_views=self.bucket_views)

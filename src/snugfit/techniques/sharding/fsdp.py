@@ -1,0 +1,49 @@
+"""Fully sharded data parallel training by torch's FSDP2: each GPU holds a part of everything.
+
+Weights, gradients and optimizer states are spread over all GPUs. Before a layer computes, its weights are
+gathered, forward and again backward, and its gradients are summed and spread at once. What a GPU holds
+besides are the weights of two layers or so, and its own activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from snugfit.techniques import several_gpus
+from snugfit.techniques.setup import ParallelWish, Setup
+from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fsdp(Technique):
+    """Each of several GPUs holds a part of weights, gradients and states, and gathers weights as it needs."""
+
+    fidelity: ClassVar = Fidelity.ROUNDS
+    source: ClassVar = "Zhao et al., PyTorch FSDP, arXiv 2304.11277; torch.distributed.fsdp.fully_shard"
+    elsewhere: ClassVar = ("fully_shard", "fsdp2", "full_shard")
+    searched: ClassVar = False
+
+    reshard: bool = True
+    """Whether gathered weights are dropped after the forward pass and gathered again for the backward one
+    (`reshard_after_forward`)."""
+
+    def install(self, setup: Setup) -> Setup:
+        """Spreads the model over all GPUs."""
+        return several_gpus.with_parallel(setup, self._wish())
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """What is not simulated on several GPUs."""
+        yield from several_gpus.objections(job, recipe, self._wish())
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """Plans are for one GPU."""
+        return several_gpus.PLANNED_FOR_ONE
+
+    def _wish(self) -> ParallelWish:
+        return ParallelWish(weights="sharded", reshard=self.reshard)

@@ -1,0 +1,51 @@
+"""Hybrid sharding by torch's FSDP2: several copies of the model, each spread over a group of GPUs.
+
+As `fsdp` within a group, which is best the GPUs of one host; gradients are then averaged over the groups.
+Between hosts only those travel, once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from snugfit.techniques import several_gpus
+from snugfit.techniques.setting import between
+from snugfit.techniques.setup import ParallelWish, Setup
+from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hsdp(Technique):
+    """Groups of n GPUs hold a copy of the model each, spread over them; gradients are averaged."""
+
+    fidelity: ClassVar = Fidelity.ROUNDS
+    source: ClassVar = "Zhao et al., PyTorch FSDP, arXiv 2304.11277, section 3.2.2; fully_shard"
+    elsewhere: ClassVar = ("hybrid_shard", "hybrid_sharded")
+    searched: ClassVar = False
+
+    n: int = between(2, several_gpus.MOST_GPUS)
+    """GPUs of a group, all of which it is best to have in one host."""
+
+    reshard: bool = True
+    """Whether gathered weights are dropped after the forward pass, as for `fsdp`."""
+
+    def install(self, setup: Setup) -> Setup:
+        """Spreads each copy of the model over its group."""
+        return several_gpus.with_parallel(setup, self._wish())
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """What is not simulated on several GPUs."""
+        yield from several_gpus.objections(job, recipe, self._wish())
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """Plans are for one GPU."""
+        return several_gpus.PLANNED_FOR_ONE
+
+    def _wish(self) -> ParallelWish:
+        return ParallelWish(weights="sharded", shards=self.n, reshard=self.reshard)
