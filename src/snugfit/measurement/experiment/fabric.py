@@ -1,0 +1,145 @@
+"""Seconds that the exchange between ranks takes of a step, in a few steps after the timed ones.
+
+torch's profiler needs memory of the GPU and slows the host, so it runs when bytes are read and steps are
+timed. All ranks go on for these steps, and the first one profiles: it is then the last to arrive at each
+exchange, so that its kernels of NCCL show the exchange itself and little waiting for the others.
+
+    fabric    the sum of what NCCL's kernels take
+    exposed   of the time in which one of them runs: without any other kernel beside it, so that the step is
+              longer by it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from snugfit.step.step import Observer
+
+if TYPE_CHECKING:
+    import torch
+
+WARM_STEPS, PROFILED_STEPS = 1, 2
+"""Of the steps after the timed ones: the first starts the profiler up and does not count."""
+
+EXTRA_STEPS = WARM_STEPS + PROFILED_STEPS
+
+
+class KernelSpan(NamedTuple):
+    """One kernel, copy or fill on the device."""
+
+    name: str
+    begin: float
+    end: float
+
+
+class Fabric(NamedTuple):
+    """Seconds a step."""
+
+    seconds: float
+    exposed_seconds: float
+
+
+class FabricProfiler:
+    """Profiles the steps after the timed ones, on a GPU."""
+
+    def __init__(self) -> None:
+        import torch.profiler as profiler
+
+        self._profiler = profiler.profile(
+            activities=[profiler.ProfilerActivity.CUDA],
+            schedule=profiler.schedule(wait=0, warmup=WARM_STEPS, active=PROFILED_STEPS),
+        )
+        self._left = EXTRA_STEPS
+
+    def begin(self) -> None:
+        """Starts at the end of the last timed step."""
+        self._profiler.start()
+
+    def step_ends(self) -> None:
+        """At the end of each further step, once the device has done it too; stops after the last."""
+        import torch
+
+        torch.cuda.synchronize()
+        self._left -= 1
+        if self._left:
+            self._profiler.step()
+        else:
+            self._profiler.stop()
+
+    def fabric(self) -> Fabric | None:
+        """What was seen; None when no kernel of NCCL was."""
+        spans = [
+            KernelSpan(event.name, event.time_range.start / 1e6, event.time_range.end / 1e6)
+            for event in self._profiler.events() or ()
+            if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
+        ]
+        return fabric_of(spans, PROFILED_STEPS)
+
+
+class FurtherSteps(Observer):
+    """Hands the timed steps on to an observer, then calls `when_timed`, and lets a profiler watch the rest."""
+
+    def __init__(
+        self,
+        timed: Observer,
+        last: int,
+        when_timed: Callable[[], None],
+        profiler: FabricProfiler | None,
+    ) -> None:
+        self._timed, self._last = timed, last
+        self._when_timed, self._profiler = when_timed, profiler
+        self._is_timed = True
+
+    def step_begins(self, index: int) -> None:
+        """Of a timed step."""
+        if self._is_timed:
+            self._timed.step_begins(index)
+
+    def step_ends(self, index: int) -> None:
+        """Of a timed step, of the last of them, or of a further one."""
+        if not self._is_timed:
+            if self._profiler:
+                self._profiler.step_ends()
+            return
+        self._timed.step_ends(index)
+        if index == self._last:
+            self._is_timed = False
+            self._when_timed()
+            if self._profiler:
+                self._profiler.begin()
+
+    def phase(self, name: str) -> None:
+        """Of a timed step."""
+        if self._is_timed:
+            self._timed.phase(name)
+
+    def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Before the first step."""
+        self._timed.build_ends(model, optimizer)
+
+
+def fabric_of(spans: Iterable[KernelSpan], steps: int) -> Fabric | None:
+    """Seconds a step of NCCL's kernels among these, in seconds of one clock; None when there are none."""
+    exchanges, others = [], []
+    for span in spans:
+        (exchanges if _is_of_nccl(span.name) else others).append((span.begin, span.end))
+    if not exchanges:
+        return None
+    both = _covered(exchanges + others) - _covered(others)
+    return Fabric(sum(end - begin for begin, end in exchanges) / steps, both / steps)
+
+
+def _is_of_nccl(name: str) -> bool:
+    """Whether NCCL has a kernel of this name: `ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)`. (`nccl:...` is a
+    mark of torch's around one.)"""
+    return name.startswith("nccl") and not name.startswith("nccl:")
+
+
+def _covered(spans: Sequence[tuple[float, float]]) -> float:
+    """The time in which at least one of the spans is."""
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
