@@ -24,10 +24,10 @@ from snugfit.job.model import Model
 from snugfit.measurement import child as child_room
 from snugfit.measurement import contamination
 from snugfit.measurement.child_result import ChildResult
-from snugfit.measurement.host import HostLoad, crowding, host_load
 from snugfit.measurement.experiment import run as run_room
 from snugfit.measurement.experiment.request import MeasurementRequest
 from snugfit.measurement.experiment.run import read_result, run_experiment
+from snugfit.measurement.host import HostLoad, crowding, host_load
 from snugfit.measurement.measure import measure
 from snugfit.measurement.nvml import open_nvml
 from snugfit.measurement.process import TAIL_BYTES, Child, ChildExit

@@ -96,7 +96,7 @@ def _run_steps(request: Mapping[str, Any], history: Path) -> ChildResult:
     _import_code_of(job, setup)
     imported = time.monotonic()
     on_gpu = device.type == "cuda"
-    context = _make_context(device, request) if on_gpu else _on_cpu(device, request)
+    context = _make_context(device, request) if on_gpu else _on_cpu(device, request, imported)
     torch.manual_seed(SEED)
     records = bool(request["history"])
     if records:
@@ -155,7 +155,7 @@ def _read_idle(request: Mapping[str, Any], stopwatch: Stopwatch) -> ChildResult:
 def _run_with_further_steps(
     step: Step, steps: int, stopwatch: Stopwatch, request: Mapping[str, Any]
 ) -> ChildResult:
-    """Runs the steps, reads what one experiment measures, and goes on for a few steps, of which the first rank
+    """Runs the steps, reads what an experiment measures, and goes on for a few steps, in which the first rank
     measures the exchange with the others."""
     from snugfit.measurement.experiment.fabric import EXTRA_STEPS, FabricProfiler, FurtherSteps
 
@@ -200,10 +200,10 @@ class _Context(NamedTuple):
     """What the device's used bytes grew by when the group first exchanged something; None as above."""
 
 
-def _on_cpu(device: torch.device, request: Mapping[str, Any]) -> _Context:
+def _on_cpu(device: torch.device, request: Mapping[str, Any], imported: float) -> _Context:
     """No context, and the group of ranks, where there is one."""
     group = open_group(request, device)
-    return _Context(None, time.monotonic(), group)
+    return _Context(None, time.monotonic() if group else imported, group)
 
 
 def _make_context(device: torch.device, request: Mapping[str, Any]) -> _Context:

@@ -58,9 +58,9 @@ def measure(
 
     `device` is `cpu`, `cuda`, or None for a GPU if there is one; `gpu_index` counts as CUDA does. With `gpus`
     so many from that one on train together, each in a process of its own (a rank): the measurement holds the
-    bytes of the rank that needs the most and the seconds of the slowest, and all of them in `ranks`. A run that
-    dies is a measurement too: its `outcome` is the cause. `ledger` is the folder where it is kept, or None.
-    `record_history` writes torch's recorded allocations of the first three steps to that file (for
+    bytes of the rank that needs the most and the seconds of the slowest, and all of them in `ranks`. A run
+    that dies is a measurement too: its `outcome` is the cause. `ledger` is the folder where it is kept, or
+    None. `record_history` writes torch's recorded allocations of the first three steps to that file (for
     pytorch.org/memory_viz; recording slows the steps down). `trainer_arguments` of the `trainer` loop are
     given to `TrainingArguments` besides what the recipe says; a ledger keeps no such run. Raises `UsageError`
     for what cannot be measured.

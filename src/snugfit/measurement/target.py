@@ -114,8 +114,8 @@ def open_target(
 def open_targets(
     device: str | None, index: int, count: int, *, environment: Mapping[str, str], library: Any | None = None
 ) -> Iterator[tuple[Target, ...]]:
-    """The targets for `device`: `cpu`, `cuda`, `cuda:1`, or None for GPUs if there are any; so many, in CUDA's
-    order from that GPU on.
+    """The targets for `device`: `cpu`, `cuda`, `cuda:1`, or None for GPUs if there are any; so many, in
+    CUDA's order from that GPU on.
 
     NVML stays open inside. Raises `GpuError` for a GPU that was asked for, or is meant by
     CUDA_VISIBLE_DEVICES, and cannot be used.
@@ -153,7 +153,8 @@ def _on_cpu(count: int) -> tuple[Target, ...]:
     """The CPU, for so many processes. Raises `GpuError` for more than it is meant for."""
     if count > MAX_ON_CPU:
         raise GpuError(
-            f"{count} processes on the CPU: it stands in for GPUs to try things out, with {MAX_ON_CPU} at most."
+            f"{count} processes on the CPU: it stands in for GPUs, to try things out, with {MAX_ON_CPU} at "
+            "most."
         )
     return (Target(type="cpu"),) * count
 
@@ -166,8 +167,8 @@ def _on_cards(nvml: Nvml, environment: Mapping[str, str], indices: range) -> tup
             listed = ", ".join(f"{number}: {card}" for number, card in enumerate(shown))
             first = f", from GPU {indices.start} on" if indices.start else ""
             raise GpuError(
-                f"{len(indices)} GPUs were asked for{first}, and CUDA shows {len(shown)} here: {listed}. Name "
-                "fewer, or predict for more: snugfit predict ... --gpus N."
+                f"{len(indices)} GPUs were asked for{first}, and CUDA shows {len(shown)} here: {listed}. "
+                "Name fewer, or predict for more: snugfit predict ... --gpus N."
             )
     cards = [card_at(nvml, environment, index) for index in indices]
     beside = tuple(card.uuid for card in cards) if len(cards) > 1 else ()

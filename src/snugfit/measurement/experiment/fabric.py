@@ -2,7 +2,7 @@
 
 torch's profiler needs memory of the GPU and slows the host, so it runs when bytes are read and steps are
 timed. All ranks go on for these steps, and the first one profiles: it is then the last to arrive at each
-exchange, so that its kernels of NCCL show the exchange itself and little waiting for the others.
+exchange, so that its kernels of NCCL show the exchange itself and little waiting for the computing.
 
     fabric    the sum of what NCCL's kernels take
     exposed   of the time in which one of them runs: without any other kernel beside it, so that the step is
@@ -34,7 +34,7 @@ class KernelSpan(NamedTuple):
 
 
 class Fabric(NamedTuple):
-    """Seconds a step."""
+    """What ranks exchange in a step, in seconds of the device."""
 
     seconds: float
     exposed_seconds: float
@@ -44,7 +44,7 @@ class FabricProfiler:
     """Profiles the steps after the timed ones, on a GPU."""
 
     def __init__(self) -> None:
-        import torch.profiler as profiler
+        from torch import profiler
 
         self._profiler = profiler.profile(
             activities=[profiler.ProfilerActivity.CUDA],
@@ -78,7 +78,7 @@ class FabricProfiler:
 
 
 class FurtherSteps(Observer):
-    """Hands the timed steps on to an observer, then calls `when_timed`, and lets a profiler watch the rest."""
+    """Hands the timed steps on to an observer, then calls `when_timed` and has a profiler watch the rest."""
 
     def __init__(
         self,
@@ -121,22 +121,23 @@ class FurtherSteps(Observer):
 
 def fabric_of(spans: Iterable[KernelSpan], steps: int) -> Fabric | None:
     """Seconds a step of NCCL's kernels among these, in seconds of one clock; None when there are none."""
-    exchanges, others = [], []
+    exchanges: list[tuple[float, float]] = []
+    computing: list[tuple[float, float]] = []
     for span in spans:
-        (exchanges if _is_of_nccl(span.name) else others).append((span.begin, span.end))
+        (exchanges if _is_of_nccl(span.name) else computing).append((span.begin, span.end))
     if not exchanges:
         return None
-    both = _covered(exchanges + others) - _covered(others)
+    both = _union_length(exchanges + computing) - _union_length(computing)
     return Fabric(sum(end - begin for begin, end in exchanges) / steps, both / steps)
 
 
 def _is_of_nccl(name: str) -> bool:
-    """Whether NCCL has a kernel of this name: `ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)`. (`nccl:...` is a
-    mark of torch's around one.)"""
+    """Whether it is a kernel of NCCL's, as `ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)` is. (`nccl:...` is
+    a mark of torch's around one.)"""
     return name.startswith("nccl") and not name.startswith("nccl:")
 
 
-def _covered(spans: Sequence[tuple[float, float]]) -> float:
+def _union_length(spans: Sequence[tuple[float, float]]) -> float:
     """The time in which at least one of the spans is."""
     total, until = 0.0, float("-inf")
     for begin, end in sorted(spans):

@@ -22,7 +22,7 @@ LEAVING = "snugfit-leaving"
 """Of the store: how many ranks are done."""
 
 LONGEST = timedelta(days=1)
-"""How long a rank waits for another. The parent ends all ranks long before, when one dies or at its deadline."""
+"""How long a rank waits for another. The parent ends all long before: when one dies, or at its deadline."""
 
 
 class RankGroup:
@@ -30,9 +30,10 @@ class RankGroup:
 
     def __init__(self, request: Mapping[str, Any], device: torch.device) -> None:
         import torch.distributed as dist
+        from torch._C._distributed_c10d import FileStore
 
         self.rank, self._ranks, self._device = request["rank"], request["ranks"], device
-        self._store = dist.FileStore(request["store"], self._ranks)
+        self._store = FileStore(request["store"], self._ranks)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=self._store,

@@ -61,7 +61,7 @@ class RankRun:
             until=result.peaks_at,
         )
 
-    def measured(self, rank: int, footprint: Footprint | None, contaminated: str | None) -> RankMeasured:
+    def to_measured(self, rank: int, footprint: Footprint | None, contaminated: str | None) -> RankMeasured:
         """What a measurement keeps of this rank."""
         timing = self.timing()
         on_gpu = self.target.type != "cpu"

@@ -38,7 +38,7 @@ def run_experiment(request: MeasurementRequest, targets: Sequence[Target]) -> tu
     """The measurement of one request, one process on each target, and the end of the processes' output."""
     baselines = _baselines(targets)
     when = datetime.now(UTC).isoformat(timespec="seconds")
-    with tempfile.TemporaryDirectory(prefix="snugfit-") as folder, ExitStack() as sampling:
+    with tempfile.TemporaryDirectory(prefix="snugfit-") as folder:
         folders = [Path(folder) / f"rank{rank}" for rank in range(len(targets))]
         store = Path(folder) / "store" if len(targets) > 1 else None
         for rank, (own, target, baseline) in enumerate(zip(folders, targets, baselines, strict=True)):
@@ -142,9 +142,7 @@ def _first_cause(children: Children, runs: Sequence[RankRun]) -> int:
     return next(bad, 0)
 
 
-def _measurement(
-    request: MeasurementRequest, runs: Sequence[RankRun], cause: int, when: str
-) -> Measurement:
+def _measurement(request: MeasurementRequest, runs: Sequence[RankRun], cause: int, when: str) -> Measurement:
     """The measurement of all ranks together, which ended as the rank `cause` did."""
     footprints = [run.footprint() for run in runs]
     reasons = [run.contamination() for run in runs]
@@ -173,7 +171,7 @@ def _measurement(
         losses=runs[0].result.losses,
         message=_message(runs, cause),
         gpus=len(runs),
-        ranks=tuple(run.measured(rank, footprints[rank], reasons[rank]) for rank, run in enumerate(runs))
+        ranks=tuple(run.to_measured(rank, footprints[rank], reasons[rank]) for rank, run in enumerate(runs))
         if several
         else (),
         fabric_seconds=runs[0].result.fabric_seconds,
