@@ -26,7 +26,7 @@ def render(measurement: Measurement) -> RenderableType:
     if measurement.timing:
         parts.append(timing_table(measurement.timing, fabric_rows(measurement)))
     if measurement.startup and measurement.timing:
-        parts.append(startup_table(measurement.startup, measurement.timing.step_seconds))
+        parts.append(startup_table(measurement.startup, measurement.timing, several=measurement.gpus > 1))
     parts += [words(note, style) for note, style in _notes(measurement)]
     return Group(*parts)
 
@@ -98,18 +98,19 @@ def _with_disturbed(timing: Timing) -> list[tuple[str, str, str]]:
     return [("all steps", show_seconds(timing.every_seconds), about)]
 
 
-def startup_table(startup: Startup, step_seconds: float) -> PlainTable:
-    """The stages of a start and their sum, the start-up, in seconds."""
+def startup_table(startup: Startup, timing: Timing, *, several: bool) -> PlainTable:
+    """The stages of a start and their sum, the start-up, in seconds; of the slowest of `several` ranks."""
+    group = ", and the group of all ranks" if several else ""
     rows = [
         ("imports", startup.imports_seconds, "from the start of the process: torch and the model's code"),
-        ("context", startup.context_seconds, "CUDA and the context on the GPU"),
+        ("context", startup.context_seconds, f"CUDA and the context on the GPU{group}"),
         ("build", startup.build_seconds, "model and optimizer"),
         ("first step", startup.first_step_seconds, "loads kernels, starts worker processes"),
     ]
     if startup.settling_steps:
         steps = f"{startup.settling_steps} more before the steady ones"
         rows.append(("further steps", startup.settling_seconds, steps))
-    once = startup.total_seconds(step_seconds)
+    once = startup.total_seconds(timing.step_seconds)
     rows.append(("start-up", once, "the sum, minus the time of the same steps when steady"))
     return table(
         ("Start", ">", ""), [(what, show_seconds(seconds), about) for what, seconds, about in rows if seconds]

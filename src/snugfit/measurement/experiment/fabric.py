@@ -11,7 +11,8 @@ exchange, so that its kernels of NCCL show the exchange itself and little waitin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.step.step import Observer
@@ -23,6 +24,11 @@ WARM_STEPS, PROFILED_STEPS = 1, 2
 """Of the steps after the timed ones: the first starts the profiler up and does not count."""
 
 EXTRA_STEPS = WARM_STEPS + PROFILED_STEPS
+
+
+MARKS = ("nccl:", "ProfilerStep")
+"""How torch's own marks begin, which lie around kernels and are none. A kernel of NCCL's is called
+`ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)`."""
 
 
 class KernelSpan(NamedTuple):
@@ -41,7 +47,8 @@ class Fabric(NamedTuple):
 
 
 class FabricProfiler:
-    """Profiles the steps after the timed ones, on a GPU."""
+    """Profiles the steps after the timed ones, on a GPU. Where the profiler fails, which a driver may forbid
+    it to work, the run goes on without it."""
 
     def __init__(self) -> None:
         from torch import profiler
@@ -51,10 +58,11 @@ class FabricProfiler:
             schedule=profiler.schedule(wait=0, warmup=WARM_STEPS, active=PROFILED_STEPS),
         )
         self._left = EXTRA_STEPS
+        self._failed = False
 
     def begin(self) -> None:
         """Starts at the end of the last timed step."""
-        self._profiler.start()
+        self._try(self._profiler.start)
 
     def step_ends(self) -> None:
         """At the end of each further step, once the device has done it too; stops after the last."""
@@ -62,19 +70,28 @@ class FabricProfiler:
 
         torch.cuda.synchronize()
         self._left -= 1
-        if self._left:
-            self._profiler.step()
-        else:
-            self._profiler.stop()
+        self._try(self._profiler.step if self._left else self._profiler.stop)
 
     def fabric(self) -> Fabric | None:
         """What was seen; None when no kernel of NCCL was."""
-        spans = [
-            KernelSpan(event.name, event.time_range.start / 1e6, event.time_range.end / 1e6)
-            for event in self._profiler.events() or ()
-            if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
-        ]
+        spans: list[KernelSpan] = []
+        self._try(lambda: spans.extend(self._spans()))
         return fabric_of(spans, PROFILED_STEPS)
+
+    def _spans(self) -> Iterator[KernelSpan]:
+        for event in self._profiler.events() or ():
+            if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False):
+                span = event.time_range
+                yield KernelSpan(event.name, span.start / 1e6, span.end / 1e6)
+
+    def _try(self, action: Callable[[], None]) -> None:
+        if self._failed:
+            return
+        try:
+            action()
+        except Exception as fault:
+            self._failed = True
+            print(f"The exchange between ranks was not measured: {fault}", file=sys.stderr)
 
 
 class FurtherSteps(Observer):
@@ -124,17 +141,12 @@ def fabric_of(spans: Iterable[KernelSpan], steps: int) -> Fabric | None:
     exchanges: list[tuple[float, float]] = []
     computing: list[tuple[float, float]] = []
     for span in spans:
-        (exchanges if _is_of_nccl(span.name) else computing).append((span.begin, span.end))
+        if not span.name.startswith(MARKS):
+            (exchanges if span.name.startswith("nccl") else computing).append((span.begin, span.end))
     if not exchanges:
         return None
     both = _union_length(exchanges + computing) - _union_length(computing)
     return Fabric(sum(end - begin for begin, end in exchanges) / steps, both / steps)
-
-
-def _is_of_nccl(name: str) -> bool:
-    """Whether it is a kernel of NCCL's, as `ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)` is. (`nccl:...` is
-    a mark of torch's around one.)"""
-    return name.startswith("nccl") and not name.startswith("nccl:")
 
 
 def _union_length(spans: Sequence[tuple[float, float]]) -> float:
