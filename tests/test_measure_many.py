@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -42,7 +43,7 @@ A, B = (f"GPU-{digit * 8}-aaaa-bbbb-cccc-000000000000" for digit in "12")
 
 def shown(measurement: Measurement) -> str:
     """The report as text."""
-    console = Console(width=120, record=True, file=open(os.devnull, "w"))
+    console = Console(width=120, record=True, file=io.StringIO())
     console.print(render(measurement))
     return console.export_text()
 
@@ -51,8 +52,7 @@ def shown(measurement: Measurement) -> str:
 def two_on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> tuple[Measurement, Path]:
     """A run of two processes by FSDP2 on gloo, and its ledger."""
     ledger = tmp_path_factory.mktemp("runs")
-    job, recipe = tiny_job(), "bf16 + fsdp"
-    return measure(job, recipe, device="cpu", gpus=2, warmup=1, steps=3, ledger=ledger), ledger
+    return measure(tiny_job(), "fsdp", device="cpu", gpus=2, warmup=1, steps=3, ledger=ledger), ledger
 
 
 @pytest.mark.whole
@@ -77,15 +77,11 @@ def test_two_processes_are_measured_together(two_on_the_cpu: tuple[Measurement, 
 
 
 @pytest.mark.whole
-def test_copied_weights_train_as_sharded_ones_do() -> None:
+def test_copied_weights_train_as_sharded_ones_do(two_on_the_cpu: tuple[Measurement, Path]) -> None:
     """Both begin with the same seed and average the same gradients."""
-    copied, sharded = (
-        measure(tiny_job(), recipe, device="cpu", gpus=2, warmup=0, steps=3, ledger=None)
-        for recipe in ("ddp", "fsdp")
-    )
-    assert (copied.outcome, sharded.outcome) == ("ok", "ok")
-    assert copied.losses == pytest.approx(sharded.losses, rel=1e-5)
-    assert copied.losses[2] < copied.losses[0]
+    copied = measure(tiny_job(), "ddp", device="cpu", gpus=2, warmup=1, steps=3, ledger=None)
+    assert copied.outcome == "ok"
+    assert copied.losses == pytest.approx(two_on_the_cpu[0].losses, rel=1e-5)
 
 
 @pytest.mark.whole
