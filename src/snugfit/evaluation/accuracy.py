@@ -216,6 +216,7 @@ def measure_run(
         measurement = measure(
             run.job,
             run.recipe,
+            gpus=run.gpus,
             warmup=WARMUP,
             steps=steady_steps(run.predicted_step_seconds, host=run.bound == "host"),
             deadline_seconds=DEADLINE_SECONDS,

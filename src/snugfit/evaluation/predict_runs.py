@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from snugfit.comparison.compared_runs import ComparedRun
 from snugfit.errors import RecipeError, SnugfitError
@@ -120,7 +120,8 @@ def _predict_each(candidates: Iterable[DrawnJob], gpu: Gpu) -> Iterator[Compared
 def _predict(run: ComparedRun, gpu: Gpu, rates: Rates | None = None) -> ComparedRun:
     """The run with its prediction."""
     began = time.monotonic()
-    prediction = predict(run.job, run.recipe, gpu=gpu, rates=rates)
+    several: dict[str, Any] = {"gpus": run.gpus} if run.gpus != 1 else {}
+    prediction = predict(run.job, run.recipe, gpu=gpu, rates=rates, **several)
     return replace(
         run,
         predicted=prediction.footprint,
