@@ -113,9 +113,9 @@ def test_a_rank_of_a_group_takes_what_one_of_so_many_takes() -> None:
 
 
 def test_weights_that_stay_gathered_are_gathered_once() -> None:
-    again, once = (trace_of(recipe, 4) for recipe in ("fsdp", "fsdp(reshard=false)"))
+    again, once = (trace_of(recipe, 4) for recipe in ("fsdp", "fsdp(reshard=none)"))
     layers = JOB.model.layers
-    assert len(exchanges(again, ALL_GATHER)) == 2 * (layers + 1)
+    assert len(exchanges(again, ALL_GATHER)) == 2 * layers + 1  # the rest of the model stays gathered
     assert len(exchanges(once, ALL_GATHER)) == layers + 1
     assert len(exchanges(once, REDUCE_SCATTER)) == layers + 1
     assert all(kernel.peers == (4, 1) for kernel in exchanges(once, ALL_GATHER))

@@ -6,7 +6,7 @@ Exit code 4 when the run ran out of GPU memory, 1 when it died of anything else.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -101,8 +101,7 @@ def _predict(request: Request, device: str | None, gpus: int) -> Prediction:
                 "--predict: the measurement runs on the CPU. Add --gpu NAME to say which GPU to predict for."
             )
         gpu = find_gpu(name)
-    several: dict[str, Any] = {"gpus": gpus} if gpus != 1 else {}
-    return predict(request.job, request.recipe, gpu=gpu, loop=request.loop, **several)
+    return predict(request.job, request.recipe, gpu=gpu, gpus=gpus, loop=request.loop)
 
 
 def _print(

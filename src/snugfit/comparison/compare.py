@@ -139,7 +139,7 @@ def _differences(prediction: Prediction, measurement: Measurement) -> Iterator[s
         same_name = "the models have different configurations" if one == other else ""
         yield same_name or f"model is {one} predicted and {other} measured"
     pairs |= {"recipe": (prediction.recipe, measurement.recipe), "loop": (prediction.loop, measurement.loop)}
-    pairs["gpus"] = (getattr(prediction, "gpus", 1), measurement.gpus)
+    pairs["gpus"] = (prediction.gpus, measurement.gpus)
     yield from (f"{name} is {a} predicted and {b} measured" for name, (a, b) in pairs.items() if a != b)
 
 
