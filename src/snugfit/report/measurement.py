@@ -74,7 +74,7 @@ def fabric_rows(measurement: Measurement) -> list[tuple[str, str, str]]:
     seconds, exposed = measurement.fabric_seconds, measurement.exposed_fabric_seconds
     if seconds is None or exposed is None:
         return []
-    about = f"NCCL's kernels on rank 0; {show_seconds(exposed)} of it beside no other kernel"
+    about = f"NCCL's kernels on rank 0; {show_seconds(exposed)} of it while no other kernel ran"
     return [("exchange", show_seconds(seconds), about)]
 
 
