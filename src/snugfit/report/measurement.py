@@ -21,7 +21,7 @@ def render(measurement: Measurement) -> RenderableType:
     parts: list[RenderableType] = [_heading(measurement)]
     if measurement.footprint:
         parts.append(footprint_table(measurement.footprint))
-    if measurement.ranks:
+    if measurement.ranks and measurement.footprint:
         parts.append(ranks_table(measurement))
     if measurement.timing:
         parts.append(timing_table(measurement.timing, fabric_rows(measurement)))
