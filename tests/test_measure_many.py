@@ -19,6 +19,7 @@ from fake_nvml import FakeGpu, FakeNvml
 from snugfit.comparison.compare import compare
 from snugfit.documents import read_document
 from snugfit.errors import RecipeError, UsageError
+from snugfit.measurement import child as child_room
 from snugfit.measurement import contamination
 from snugfit.measurement.child_result import ChildResult
 from snugfit.measurement.experiment import run as run_room
@@ -29,12 +30,15 @@ from snugfit.measurement.experiment.run import rank_environment, run_experiment
 from snugfit.measurement.measure import measure
 from snugfit.measurement.process import ChildExit
 from snugfit.measurement.quiet_core import QuietCore
+from snugfit.measurement.stopwatch import Stopwatch
 from snugfit.measurement.target import open_targets
 from snugfit.prediction.predict import predict
 from snugfit.report.measurement import render
 from snugfit.results.measurement import Measurement
+from snugfit.step.plain_loop import PlainStep
 from snugfit.step.step import Observer
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import Setup
 from snugfit.units import MIB
 from test_measure import gone, script, tiny_job
 
@@ -448,3 +452,33 @@ def test_steps_after_the_timed_ones_are_not_timed() -> None:
         watch.step_ends(index)
     timed = ["begins 0", "forward", "ends 0", "begins 1", "forward", "ends 1"]
     assert events == [*timed, "peaks", "profiler", "profiled", "profiled"]
+
+
+@pytest.mark.whole
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_a_run_goes_on_for_the_profiler_and_without_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A profiler that finds no GPU sees no exchange, and one that fails says why; both runs are whole."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: None)
+    request = {"rank": 0, "device": "cpu", "uuid": None}
+
+    def run() -> ChildResult:
+        cpu = torch.device("cpu")
+        step = PlainStep(tiny_job(), Setup(), cpu)
+        return child_room._run_with_further_steps(step, 3, Stopwatch(cpu, 1), request)
+
+    seen = run()
+    assert (len(seen.seconds), seen.fabric_seconds) == (2, None)
+    assert seen.peaks_at is not None
+    assert seen.peaks_at < time.monotonic()
+
+    def fail(self: torch.profiler.profile) -> None:
+        raise RuntimeError("CUPTI_ERROR_NOT_INITIALIZED")
+
+    monkeypatch.setattr(torch.profiler.profile, "start", fail)
+    seen = run()
+    assert (len(seen.seconds), seen.fabric_seconds) == (2, None)
+    assert "not measured: CUPTI_ERROR_NOT_INITIALIZED" in capfd.readouterr().err

@@ -153,8 +153,8 @@ def _on_cpu(count: int) -> tuple[Target, ...]:
     """The CPU, for so many processes. Raises `GpuError` for more than it is meant for."""
     if count > MAX_ON_CPU:
         raise GpuError(
-            f"{count} processes on the CPU: it stands in for GPUs, to try things out, with {MAX_ON_CPU} at "
-            "most."
+            f"{count} processes on the CPU, which takes the place of GPUs only to try things out: at "
+            f"most {MAX_ON_CPU} are allowed."
         )
     return (Target(type="cpu"),) * count
 

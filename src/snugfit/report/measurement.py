@@ -21,7 +21,7 @@ def render(measurement: Measurement) -> RenderableType:
     parts: list[RenderableType] = [_heading(measurement)]
     if measurement.footprint:
         parts.append(footprint_table(measurement.footprint))
-    if measurement.ranks:
+    if measurement.ranks and measurement.footprint:
         parts.append(ranks_table(measurement))
     if measurement.timing:
         parts.append(timing_table(measurement.timing, fabric_rows(measurement)))
@@ -74,7 +74,7 @@ def fabric_rows(measurement: Measurement) -> list[tuple[str, str, str]]:
     seconds, exposed = measurement.fabric_seconds, measurement.exposed_fabric_seconds
     if seconds is None or exposed is None:
         return []
-    about = f"NCCL's kernels on rank 0; {show_seconds(exposed)} of it beside no other kernel"
+    about = f"NCCL's kernels on rank 0; {show_seconds(exposed)} of it while no other kernel ran"
     return [("exchange", show_seconds(seconds), about)]
 
 

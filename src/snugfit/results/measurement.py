@@ -38,18 +38,21 @@ class RankMeasured:
     """One of several processes that trained together; what it did not live to report is None."""
 
     rank: int
+    """Its number, from 0."""
     gpu_index: int | None
     """Of its GPU, as CUDA counts; None on a CPU."""
     uuid: str | None
     """Of its GPU; None on a CPU, and where NVML does not answer."""
     footprint: Footprint | None
+    """Its bytes at their peak."""
     step_seconds: float | None
     """The mean of its steady steps, as in `Timing`."""
     contaminated: str | None = None
     """Why its GPU was not this run's alone, when it was not."""
     crowded: str | None = None
+    """What other processes took of the host's cores, as in `Measurement`."""
     disturbed: float | None = None
-    """Both as in `Measurement`."""
+    """Share of the checks that found this rank's core disturbed, as in `Measurement`."""
 
 
 @dataclass(frozen=True, kw_only=True)

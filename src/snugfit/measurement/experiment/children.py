@@ -1,9 +1,10 @@
 """The processes of one experiment: they live together, and end together.
 
 Processes that exchange tensors wait for each other, so when one of them dies the others would wait until
-NCCL's own limit, which is ten minutes. Here the first that ends badly ends all: the others are killed at
-once. Its end is the cause. Others may fail in the same instant because of it (a connection that closes), so
-each says when it failed, and the earliest counts; one that was killed could say nothing and comes first.
+NCCL's own limit, which is ten minutes. Here the first that ends badly ends all: the others have a second to
+say that they failed too (all may have run out of memory), and are killed. Others may fail because of the
+first (a connection that closes), so each says when it failed, and the earliest is the cause; one that was
+killed from outside could say nothing and comes first.
 
 Each process is waited for by a thread of its own, which sleeps (`process.py`).
 """
@@ -19,6 +20,9 @@ from typing import Self
 
 from snugfit.measurement.process import Child, ChildExit
 
+GRACE_SECONDS = 1.0
+"""From the first that ends badly to the kill of the others: chosen."""
+
 
 class Children:
     """Child processes that end together; a context manager that leaves nothing of them behind."""
@@ -29,10 +33,10 @@ class Children:
             for command, environment in zip(commands, environments, strict=True)
         ]
         self._open = ExitStack()
-        self._lock = threading.Lock()
+        self._change = threading.Condition()
         self.failed: list[int] = []
         """The numbers of those that ended badly by themselves, as they were noticed."""
-        self._ending = False
+        self._ended, self._killing = 0, False
 
     def __enter__(self) -> Self:
         with ExitStack() as opened:
@@ -71,17 +75,20 @@ class Children:
 
     def _wait_for(self, number: int, deadline_seconds: float) -> ChildExit:
         exited = self._children[number].wait(deadline_seconds)
-        with self._lock:
-            by_itself = not self._ending or exited.returncode > 0
-            if exited.returncode and by_itself and not exited.timed_out:
+        with self._change:
+            killed = self._killing and exited.returncode < 0
+            self._ended += 1
+            self._change.notify_all()
+            if exited.returncode == 0 or killed:
+                return exited
+            if not exited.timed_out:
                 self.failed.append(number)
-                self._ending = True
-        if exited.returncode and by_itself:
-            self._kill()
+                self._change.wait_for(lambda: self._ended == len(self._children), GRACE_SECONDS)
+        self._kill()
         return exited
 
     def _kill(self) -> None:
-        with self._lock:
-            self._ending = True
+        with self._change:
+            self._killing = True
         for child in self._children:
             child.kill()

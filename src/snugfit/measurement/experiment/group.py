@@ -34,8 +34,9 @@ class RankGroup:
 
         self.rank, self._ranks, self._device = request["rank"], request["ranks"], device
         self._store = FileStore(request["store"], self._ranks)
+        self._store.set_timeout(LONGEST)
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            _backend(request, device),
             store=self._store,
             rank=self.rank,
             world_size=self._ranks,
@@ -57,6 +58,15 @@ class RankGroup:
         self._store.add(LEAVING, 1)
         while self._store.add(LEAVING, 0) < self._ranks:
             time.sleep(0.01)
+
+
+def _backend(request: Mapping[str, Any], device: torch.device) -> str:
+    """What exchanges tensors. Gradients that are on the host, of weights that the host keeps, are clipped by
+    a norm that ranks exchange there."""
+    if device.type != "cuda":
+        return "gloo"
+    parallel = request["setup"]["parallel"] or {}
+    return "cpu:gloo,cuda:nccl" if parallel.get("on_host") else "nccl"
 
 
 def open_group(request: Mapping[str, Any], device: torch.device) -> RankGroup | None:

@@ -194,8 +194,10 @@ def _message(runs: Sequence[RankRun], cause: int) -> str:
     output = "\n".join(run.exited.tail.strip().splitlines()[-_MESSAGE_LINES:])[-4000:]
     if run.result.outcome == causes.TIMEOUT:
         return f"Still running after {run.request.deadline_seconds:g} s, so it was stopped.\n{output}".strip()
-    which = f"Rank {cause} of {len(runs)}: " if len(runs) > 1 else ""
-    return which + (run.result.message or output)
+    said = run.result.message or output
+    if len(runs) == 1:
+        return said
+    return f"Rank {cause} of {len(runs)}{f': {said}' if said else ' ended first, and said nothing.'}"
 
 
 def _output(exits: Sequence[ChildExit]) -> str:
