@@ -76,6 +76,15 @@ All = Annotated[
         "more, none five times slower than the answer]",
     ),
 ]
+Gpus = Annotated[
+    str | None,
+    given.option(
+        given.WHERE,
+        "How many GPUs train together: 8; 2,4,8 to compare; or 1..64, powers of two. \\[1]",
+        "--gpus",
+        metavar="N",
+    ),
+]
 NoPeers = Annotated[
     bool, typer.Option("--no-peers", help="With --verify: do not measure what the plain Trainer takes.")
 ]
@@ -86,6 +95,7 @@ NoLearn = Annotated[bool, typer.Option("--no-learn", help="With --verify: do not
 def plan(
     request: Request,
     *,
+    gpus: Gpus = None,
     routing: given.Routing = None,
     memory: given.Memory = None,
     headroom: given.Headroom = None,
@@ -117,6 +127,17 @@ def plan(
             "--export and --verify cannot be used together, because --verify may find another answer. "
             "Give one of them."
         )
+    if gpus is not None or request.gpus != 1:
+        from snugfit.cli.plan_gpus import plan_gpus
+
+        refused = {
+            "--verify": verify, "--lengths": lengths, "--export": export, "--plot": plot, "--html": html,
+            "--samples": samples, "--steps": steps, "--all": everything,
+        }  # fmt: skip
+        how = {"fidelity": fidelity, "keep": request.keep, "free": request.free, "headroom": request.headroom}
+        form = "json" if as_json else form
+        counts = gpus or str(request.gpus)
+        return plan_gpus(request, counts, how, refused, workers, form, objective, fresh=fresh)
     request = _check(request, verify)
     check_export(export, request.job)
     asked = {
