@@ -45,7 +45,8 @@ class RankRecorder(Recorder):
         """Which stream is current, and which kernels wait for which."""
         self._of_group: dict[str, int] = {}  # NCCL's own stream of a process group
         self._unawaited: Moment = frozenset()  # exchanges that nobody has waited for
-        self._averaged: list[torch.Tensor] = []
+        self._kept: list[torch.Tensor] = []  # by NCCL
+        self._first_to_come = True  # of the buckets of a backward pass
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -65,18 +66,22 @@ class RankRecorder(Recorder):
         """Everything from here on belongs to this phase. After the backward pass the device has waited for
         all gradients that were being averaged."""
         if name == "backward":
-            self._averaged.clear()
+            self._first_to_come = True
         elif self._phase == "backward":
             self.order.wait(DEFAULT_STREAM, self._unawaited)
             self._unawaited = frozenset()
         super().phase(name)
 
     def average(self, bucket: torch.Tensor) -> None:
-        """A bucket of gradients is averaged over all ranks, in NCCL's own stream. What exchanged it keeps it
-        until the next backward pass begins (two H200s: the buckets that DDP replaces after its first step
+        """A bucket of gradients is averaged over all ranks, in NCCL's own stream. NCCL keeps it until the
+        next backward pass begins to average (two H200s: the bucket that DDP replaces after its first step
         lived so long)."""
+        if self._first_to_come:
+            self._kept.clear()
+            self._first_to_come = False
         self.claim(bucket, Kind.COMMUNICATION)
-        self._averaged.append(bucket)
+        if self.policy.keeps_exchanged:
+            self._kept.append(bucket)
         self._add_exchange(ALL_REDUCE, bucket.nbytes, dist.group.WORLD, own_stream=True)
 
     def _exchange(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from snugfit.techniques import several_gpus
 from snugfit.techniques.setting import between
@@ -41,6 +41,11 @@ class Hsdp(Technique):
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """What is not simulated on several GPUs."""
         yield from several_gpus.objections(job, recipe, self._wish())
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """The smallest groups."""
+        yield cls(n=2)
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
