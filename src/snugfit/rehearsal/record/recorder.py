@@ -317,7 +317,8 @@ class Recorder(TorchDispatchMode, Observer):
         in_place: bool,
     ) -> None:
         """What an operator has allocated, and the kernel that it ran."""
-        scratch = self._scratch.of(operator, None if in_place else call, args, out)
+        result = kwargs.get("out") if out is None else out
+        scratch = self._scratch.of(operator, None if in_place else call, args, result)
         name = name_of_call(operator.name, args, kwargs)
         self.memory.add_kernel(name, out, scratch, self.policy.workspaces(name, args))
         last_step = self._step == self.steps - 1
