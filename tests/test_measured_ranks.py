@@ -1,7 +1,7 @@
 """Ranks on two real H200s, and the same ranks rehearsed: peaks of eight runs, and two steps event by event.
 
-`data/many-h200x2.json` says how they were run. They were measured with transformers 5.17; under the later
-versions that these tests have met the figures are the same. Of the two recorded steps
+`data/many-h200x2.json` says how they were run: with transformers 5.17, under which all eight are exact but for
+the order of addresses. Later versions differ in what `LATER` says. Of the two recorded steps
 (`data/history-h200x2`) three things are left out, since the recorded script has them otherwise than
 snugfit's loop: the batch, which it made once; numbers of up to `NUMBERS` bytes, since it divided the loss; and
 the order of frees that follow one another, since autocast empties its cache in the order of a hash map.
@@ -28,7 +28,7 @@ from snugfit.prediction.allocator import replay
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.profile import Software
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.trace.trace import Trace
+from snugfit.rehearsal.trace.trace import Mark, MarkKind, Trace
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 
@@ -41,11 +41,13 @@ NUMBERS = 4
 EXACT = 1e-4
 """Relative error of what is requested."""
 
-RESERVED = {"fsdp_llama1b_ckpt": 0.01, "fsdp_qwen05_acc2": 0.01}
-"""Relative error of what is reserved where more than `AS_RESERVED`: how segments are cut in the first step,
-which was not recorded."""
-AS_RESERVED = 1e-3
+AS_RESERVED = {"fsdp_llama1b_keep": 5e-4, "ddp_bert_bf16": 5e-4}
+"""Of what is reserved, where it is not exact to the MiB: equal free blocks are chosen by their addresses, and
+where NCCL's memory lies among them is not known. Other orders of addresses give up to 12 MiB more or less."""
 RECORDED_IN = "5.17"
+AS_MEASURED = transformers.__version__.startswith(RECORDED_IN)
+LATER = {} if AS_MEASURED else {"fsdp_llama1b_offload": (1e-4, 5e-3), "fsdp_qwen05_acc2": (2e-4, 0.0)}
+"""Of what is allocated and reserved under later transformers, whose rotary embeddings free in another order."""
 
 
 @cache
@@ -63,18 +65,25 @@ def trace_of(name: str) -> Trace:
     return rehearse(job_of_rank(job, setup), setup, policy_for(find_gpu("h200"), Software()))
 
 
+def emptied(trace: Trace) -> Trace:
+    """The trace of a run that gives back what the allocator keeps once it is built, as the script did."""
+    begins = next(place for place, mark in enumerate(trace.marks) if mark.step == 0)
+    mark = Mark(trace.marks[begins].event, -1, "build", MarkKind.CACHE_EMPTIED)
+    return replace(trace, marks=(*trace.marks[:begins], mark, *trace.marks[begins:]))
+
+
+@pytest.mark.whole
 @pytest.mark.parametrize("name", RUNS)
 def test_what_a_rank_takes_is_foreseen(name: str) -> None:
-    after, run = replay(trace_of(name)), RUNS[name]
+    after, run = replay(emptied(trace_of(name))), RUNS[name]
     assert after.requested_peak / MIB == pytest.approx(run["requested_mib"], rel=EXACT, abs=0)
-    assert after.allocated_peak / MIB == pytest.approx(run["allocated_mib"], rel=3 * EXACT, abs=0)
-    assert after.reserved_peak / MIB == pytest.approx(
-        run["reserved_mib"], rel=RESERVED.get(name, AS_RESERVED), abs=0
-    )
+    allocated, reserved = LATER.get(name, (EXACT, AS_RESERVED.get(name, 0)))
+    assert after.allocated_peak / MIB == pytest.approx(run["allocated_mib"], rel=allocated, abs=0)
+    assert after.reserved_peak / MIB == pytest.approx(run["reserved_mib"], rel=reserved, abs=0)
 
 
 def test_one_pool_for_all_streams_is_noticed() -> None:
-    after = replay(replace(trace_of("fsdp_llama1b"), streams={}))
+    after = replay(replace(emptied(trace_of("fsdp_llama1b")), streams={}))
     assert after.reserved_peak / MIB < 0.95 * RUNS["fsdp_llama1b"]["reserved_mib"]
 
 
@@ -112,7 +121,7 @@ def recorded(name: str) -> list[int]:
 @pytest.mark.parametrize("name", ["ddp_bert_bf16", "fsdp_llama1b"])
 def test_every_birth_and_death_of_a_step_is_foreseen(name: str) -> None:
     seen, foreseen = [*in_order(recorded(name))], [*in_order(last_step(trace_of(name)))]
-    if name == "fsdp_llama1b" and not transformers.__version__.startswith(RECORDED_IN):
+    if name == "fsdp_llama1b" and not AS_MEASURED:
         seen, foreseen = without_positions(seen), without_positions(foreseen)
     assert foreseen == seen
 

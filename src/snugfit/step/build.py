@@ -40,13 +40,15 @@ def build_model(
 
     A model that is built on the host and then moved makes its device tensors in the order of its modules. A
     rehearsal has no host to build on: it builds out of its recorder's sight, and then moves. Quantized
-    weights are made on the device, as transformers loads them.
+    weights are made on the device, as transformers loads them. A model whose weights the host keeps stays
+    there until it is given to its processes.
     """
     on_host = on_host and setup.quantize is None
-    if on_host or job.build_on == "host":
+    stays = setup.parallel is not None and setup.parallel.on_host
+    if on_host or stays or job.build_on == "host":
         with _host(device):
             model = _instantiate(job, setup, weights, on_loaded)
-        model = _move(model, device)
+        model = model if stays else _move(model, device)
     else:
         with device:
             model = _instantiate(job, setup, weights, on_loaded)

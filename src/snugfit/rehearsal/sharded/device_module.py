@@ -9,6 +9,7 @@ waits for, so that is kept (`StreamOrder`).
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from snugfit.rehearsal.trace.trace import DEFAULT_STREAM
 class ShapesModule:
     """`torch.meta`, in the place of `torch.cuda`, on a machine of so many devices."""
 
-    def __init__(self, order: StreamOrder, devices: int) -> None:
+    def __init__(self, order: StreamOrder, devices: int, wait: Callable[[], None]) -> None:
         self._order, self._devices = order, devices
+        self.wait = wait
+        """Called where the host waits for the device."""
         self._streams = {DEFAULT_STREAM: ShapesStream(self, DEFAULT_STREAM)}
 
     def Stream(self, *arguments: Any, **keywords: Any) -> ShapesStream:
@@ -97,7 +100,8 @@ class ShapesEvent:
         order.wait(order.current if stream is None else stream.stream_id, self.moment)
 
     def synchronize(self) -> None:
-        """The host waits: on shapes all is done."""
+        """The host waits for it."""
+        self._module.wait()
 
     def query(self) -> bool:
         """Whether it has happened."""

@@ -27,9 +27,13 @@ from snugfit.rehearsal.record.kernels import KernelCost
 from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.rehearsal.sharded import collectives
 from snugfit.rehearsal.sharded.device_module import ShapesModule
+from snugfit.rehearsal.sharded.offloaded_shards import HostShards
 from snugfit.rehearsal.sharded.streams import Moment, StreamOrder
 from snugfit.rehearsal.trace.trace import ALL_REDUCE, DEFAULT_STREAM
 from snugfit.results.footprint import Kind
+from snugfit.step.host_link import MetaLink
+
+aten = torch.ops.aten
 
 FAKE = torch._C._TorchDispatchModeKey.FAKE
 
@@ -38,6 +42,8 @@ _resize = torch.UntypedStorage.resize_
 
 class RankRecorder(Recorder):
     """Writes a rank's run: streams and exchanges too."""
+
+    host: HostShards | None
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -56,10 +62,17 @@ class RankRecorder(Recorder):
             return func(*args, **kwargs)
         if collectives.is_collective(func) and DTensor not in types:
             return self._exchange(func, args, kwargs)
+        if self.host is not None and not (types and DTensor in types):
+            if self.host.works_here(func, args, kwargs):
+                return func(*args, **kwargs)
+            if func is aten._to_copy.default and self._phase == "backward" and self._goes_to_host(args, kwargs):
+                return self.host.keep(args[0])
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
         """The bytes of this tensor, or of a sharded one's own part, are of this kind."""
+        if kind is Kind.WEIGHTS and self._phase != "build":  # a shard that comes from the host
+            kind = Kind.GATHERED
         super().claim(tensor.to_local() if isinstance(tensor, DTensor) else tensor, kind, module)
 
     def phase(self, name: str) -> None:
@@ -71,6 +84,12 @@ class RankRecorder(Recorder):
             self.order.wait(DEFAULT_STREAM, self._unawaited)
             self._unawaited = frozenset()
         super().phase(name)
+
+    def step_ends(self, index: int) -> None:
+        """Optimizer step `index` has ended: what the host holds is told."""
+        if self.host is not None and MetaLink.observer is not None:
+            MetaLink.observer.hold_on_host(self.host.most, self.host.pinned)
+        super().step_ends(index)
 
     def average(self, bucket: torch.Tensor) -> None:
         """A bucket of gradients is averaged over all ranks, in NCCL's own stream. NCCL keeps it until the
@@ -112,6 +131,11 @@ class RankRecorder(Recorder):
         if own_stream:
             self._unawaited |= self.order.moment(stream)
             self.order.current = before
+
+    @staticmethod
+    def _goes_to_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        to = kwargs.get("device")
+        return bool(args[0].is_meta and to is not None and torch.device(to).type == "cpu")
 
     def _place(self, number: int) -> tuple[int, tuple[int, ...]]:
         return self.order.place(number)
@@ -156,7 +180,7 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[No
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(process_group(rank, ranks))
-        stack.enter_context(patch.object(torch, "meta", ShapesModule(recorder.order, ranks), create=True))
+        stack.enter_context(patch.object(torch, "meta", ShapesModule(recorder.order, ranks, recorder.wait), create=True))
         for owner, name, instead in replaced:
             stack.enter_context(patch.object(owner, name, instead))
         yield

@@ -85,9 +85,9 @@ def in_fsdp(wish: ParallelWish, model: torch.nn.Module) -> torch.nn.Module:
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    device = next(model.parameters()).device
+    device = _device_of(model)
     options: dict[str, Any] = {
-        "mesh": mesh_of(wish, device.type),
+        "mesh": mesh_of(wish, device),
         "reshard_after_forward": wish.reshard,
         "mp_policy": MixedPrecisionPolicy(),
     }
@@ -96,12 +96,20 @@ def in_fsdp(wish: ParallelWish, model: torch.nn.Module) -> torch.nn.Module:
             param_dtype=getattr(torch, wish.dtype), reduce_dtype=torch.float32
         )
     if wish.on_host:
-        options["offload_policy"] = CPUOffloadPolicy()
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device != "cpu")
     for stack in layer_stacks(model):
         for layer in stack:
             fully_shard(layer, **options)
     fully_shard(model, **options)
     return model
+
+
+def _device_of(model: torch.nn.Module) -> str:
+    """The kind of device that this process computes on, while the model may wait on the host."""
+    import torch.distributed as dist
+
+    kind = next(model.parameters()).device.type
+    return "cuda" if kind == "cpu" and "nccl" in str(dist.get_backend_config()) else kind
 
 
 def mesh_of(wish: ParallelWish, device: str) -> DeviceMesh:

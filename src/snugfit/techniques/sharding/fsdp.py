@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from snugfit.techniques import several_gpus
 from snugfit.techniques.setup import ParallelWish, Setup
@@ -32,6 +32,10 @@ class Fsdp(Technique):
     """Whether gathered weights are dropped after the forward pass and gathered again for the backward one
     (`reshard_after_forward`)."""
 
+    offload: Literal["none", "cpu"] = "none"
+    """Who keeps the parts: `cpu` has the host keep and update them (`CPUOffloadPolicy`). Weights then come
+    over the link whenever they are gathered."""
+
     def install(self, setup: Setup) -> Setup:
         """Spreads the model over all GPUs."""
         return several_gpus.with_parallel(setup, self._wish())
@@ -46,4 +50,4 @@ class Fsdp(Technique):
         return several_gpus.PLANNED_FOR_ONE
 
     def _wish(self) -> ParallelWish:
-        return ParallelWish(weights="sharded", reshard=self.reshard)
+        return ParallelWish(weights="sharded", reshard=self.reshard, on_host=self.offload == "cpu")

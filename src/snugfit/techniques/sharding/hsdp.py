@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from snugfit.techniques import several_gpus
 from snugfit.techniques.setting import between
@@ -34,6 +34,10 @@ class Hsdp(Technique):
     reshard: bool = True
     """Whether gathered weights are dropped after the forward pass, as for `fsdp`."""
 
+    offload: Literal["none", "cpu"] = "none"
+    """Who keeps the parts: `cpu` has the host keep and update them (`CPUOffloadPolicy`). Weights then come
+    over the link whenever they are gathered."""
+
     def install(self, setup: Setup) -> Setup:
         """Spreads each copy of the model over its group."""
         return several_gpus.with_parallel(setup, self._wish())
@@ -53,4 +57,4 @@ class Hsdp(Technique):
         return several_gpus.PLANNED_FOR_ONE
 
     def _wish(self) -> ParallelWish:
-        return ParallelWish(weights="sharded", shards=self.n, reshard=self.reshard)
+        return ParallelWish(weights="sharded", shards=self.n, reshard=self.reshard, on_host=self.offload == "cpu")
