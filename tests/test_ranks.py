@@ -54,10 +54,11 @@ TWO = [
     for family, recipes in {
         "llama": (
             "ddp", "ddp(bucket_views=true) + bf16", "ddp + micro_batches(2)", "fsdp", "fsdp + bf16",
-            "fsdp(reshard=false)", "fsdp + micro_batches(2)", "fsdp + every_layer + bf16",
+            "fsdp(reshard=false)", "fsdp + micro_batches(2)", "fsdp + every_layer + bf16", "zero1",
         ),
         "bert": (
             "ddp + bf16", "ddp(bucket_views=true)", "fsdp", "fsdp(reshard=false) + bf16 + micro_batches(2)",
+            "zero1(bucket_views=true) + bf16 + adamw_fused + micro_batches(2)",
         ),
     }.items()
     for recipe in recipes

@@ -63,8 +63,11 @@ def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterato
             yield f"it is not simulated together with {recipe[slot]}. Leave one of them out."
     if wish.weights == "sharded" and setup.scale_gradients:
         yield f"weights are gathered in bf16 or as they are, so it does not go with {recipe[Slot.PRECISION]}."
-    if wish.weights == "sharded" and setup.optimizer.factory.path not in ADAMW:
-        yield f"{recipe[Slot.OPTIMIZER]} is not simulated on shards of weights. Try 'adamw' or 'adamw_fused'."
+    shares = "sharded" in (wish.weights, wish.states)
+    if shares and setup.optimizer.factory.path not in ADAMW:
+        yield f"{recipe[Slot.OPTIMIZER]} is not simulated shared out. Try 'adamw' or 'adamw_fused'."
+    if wish.on_host and setup.optimizer.factory.arguments.get("fused"):
+        yield f"the host updates weights, and {recipe[Slot.OPTIMIZER]} is for GPUs. Try 'adamw'."
 
 
 def on_gpus(setup: Setup, gpus: int) -> Setup:

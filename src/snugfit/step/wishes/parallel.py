@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from snugfit.techniques.setup import ParallelWish
+    from snugfit.techniques.setup import OptimizerWish, ParallelWish
 
 NOT_YET = "several GPUs are predicted, measured and trained by snugfit's own loop. Leave --loop out"
 LIVE = "a model that stands already is not given to several GPUs. `snugfit train` does it"
@@ -45,6 +45,7 @@ class ParallelHandler(Handler):
         """torch's own, before anything is watched."""
         if value is not None:
             import torch.distributed.fsdp
+            import torch.distributed.optim
             import torch.nn.parallel  # noqa: F401
 
     def distribute(self, value: ParallelWish | None, model: Any) -> Any:
@@ -102,6 +103,15 @@ def in_fsdp(wish: ParallelWish, model: torch.nn.Module) -> torch.nn.Module:
             fully_shard(layer, **options)
     fully_shard(model, **options)
     return model
+
+
+def sharded_optimizer(wish: OptimizerWish, groups: Any, **numbers: Any) -> torch.optim.Optimizer:
+    """The optimizer, whose states are spread over the processes; numbers that the recipe has chosen win over
+    these."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    chosen = {**numbers, **wish.factory.arguments}
+    return ZeroRedundancyOptimizer(groups, wish.factory.resolve(), **chosen)
 
 
 def _device_of(model: torch.nn.Module) -> str:
