@@ -1,6 +1,6 @@
 """Several real ranks on the CPU: gloo processes, each of which runs a Step while the allocator reports.
 
-`real_accounts` starts them once for many recipes and gives back what the first rank's allocator did. Each
+`real_accounts` starts them once for many recipes and gives back what each rank's allocator did. Each
 rank is a process of its own, as torchrun starts it: a default process group is one for a whole process.
 
 Gloo works in threads of its own, which let go of a tensor some time after it is exchanged; torch's profiler
@@ -32,8 +32,8 @@ Case = tuple["Job", str]
 """The job of all ranks together, and the recipe."""
 
 
-def real_accounts(ranks: int, cases: Sequence[Case]) -> list[list[Event]]:
-    """What the allocator of rank 0 of so many did in each case."""
+def real_accounts(ranks: int, cases: Sequence[Case]) -> list[list[list[Event]]]:
+    """What the allocator of each of so many ranks did in each case."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "cases").write_bytes(pickle.dumps(list(cases)))
@@ -50,7 +50,7 @@ def real_accounts(ranks: int, cases: Sequence[Case]) -> list[list[Event]]:
                 process.kill()
         failed = [text for process, text in zip(processes, said, strict=True) if process.returncode]
         assert not failed, "\n".join(failed)
-        return list(pickle.loads((folder / "accounts").read_bytes()))
+        return [pickle.loads((folder / f"accounts{rank}").read_bytes()) for rank in range(ranks)]
 
 
 def run_rank(folder: Path, ranks: int, rank: int) -> None:
@@ -68,8 +68,7 @@ def run_rank(folder: Path, ranks: int, rank: int) -> None:
     for job, recipe in cases:
         setup = on_gpus(Recipe.parse(recipe).setup(), ranks)
         accounts.append(reports(job_of_rank(job, setup), setup))
-    if rank == 0:
-        (folder / "accounts").write_bytes(pickle.dumps(accounts))
+    (folder / f"accounts{rank}").write_bytes(pickle.dumps(accounts))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,10 +1,10 @@
 """Ranks on two real H200s, and the same ranks rehearsed: peaks of eight runs, and two steps event by event.
 
-`data/many-h200x2.json` says how they were run: with transformers 5.17, under which all eight are exact but for
-the order of addresses. Later versions differ in what `LATER` says. Of the two recorded steps
+`data/many-h200x2.json` says how they were run: with transformers 5.17, under which all eight are exact but
+for the order of addresses. Later versions differ in what `LATER` says. Of the two recorded steps
 (`data/history-h200x2`) three things are left out, since the recorded script has them otherwise than
-snugfit's loop: the batch, which it made once; numbers of up to `NUMBERS` bytes, since it divided the loss; and
-the order of frees that follow one another, since autocast empties its cache in the order of a hash map.
+snugfit's loop: the batch, which it made once; numbers of up to `NUMBERS` bytes, since it divided the loss;
+and the order of frees that follow one another, since autocast empties its cache in the order of a hash map.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ where NCCL's memory lies among them is not known. Other orders of addresses give
 RECORDED_IN = "5.17"
 AS_MEASURED = transformers.__version__.startswith(RECORDED_IN)
 LATER = {} if AS_MEASURED else {"fsdp_llama1b_offload": (1e-4, 5e-3), "fsdp_qwen05_acc2": (2e-4, 0.0)}
-"""Of what is allocated and reserved under later transformers, whose rotary embeddings free in another order."""
+"""Of what is allocated and reserved under later transformers, whose rotary embeddings free otherwise."""
 
 
 @cache
@@ -108,9 +108,7 @@ def in_order(events: Sequence[int]) -> Iterator[int]:
 def last_step(trace: Trace) -> list[int]:
     start = next(mark.event for mark in trace.marks if mark.step == 2)
     blocks = [(event, trace.blocks[abs(event) - 1]) for event in trace.events[start:]]
-    return [
-        block.nbytes if event > 0 else -block.nbytes for event, block in blocks if block.phase != "load"
-    ]
+    return [block.nbytes if event > 0 else -block.nbytes for event, block in blocks if block.phase != "load"]
 
 
 def recorded(name: str) -> list[int]:

@@ -33,7 +33,7 @@ On CUDA besides:
   `native/BatchLinearAlgebra.cpp`; `svd_cusolver`, `native/cuda/linalg/BatchLinearAlgebraLib.cpp`), and in a
   workspace of cuSOLVER's, of a size that it does not say beforehand and that is left out.
 - Indexing and embedding backward: `indexing.py`. Sorts and scans: `sorting.py`. Convolutions:
-  `convolution.py`. Recurrent layers: `recurrent_scratch.py`. What FSDP2 gathers and scatters: `chunks.py`.
+  `convolution.py`. Recurrent layers: `recurrent_scratch.py`. What FSDP2 gathers and scatters: `sharded/chunks.py`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from snugfit.rehearsal.device import chunks, convolution, indexing, recurrent_scratch, reductions, sorting
+from snugfit.rehearsal.device import convolution, indexing, recurrent_scratch, reductions, sorting
 from snugfit.rehearsal.device.buffers import OUTPUTS, Buffer, GpuSize, Scratch, nest
+from snugfit.rehearsal.sharded import chunks
 
 
 def composed_scratch(operator: str, arguments: Sequence[Any], out: Any) -> Scratch:

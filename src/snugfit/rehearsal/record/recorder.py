@@ -18,7 +18,7 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -64,6 +64,7 @@ from snugfit.step.step import Observer
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy
+    from snugfit.rehearsal.record.copies import HostCopies
     from snugfit.rehearsal.record.shape_cache import KnownCall, Operator
 
 aten = torch.ops.aten
@@ -73,16 +74,6 @@ STEPS_DIFFER = (
     "What a step allocates depends on the values in its batches, so it differs from step to step. The "
     "figures are for the third step on synthetic batches."
 )
-
-
-class HostCopies(Protocol):
-    """Weights and states on the host, and what is copied between them and the device."""
-
-    def copy_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operator gives that copies to the host; `NotImplemented` of any other."""
-
-    def copies_back(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether an operator copies from there to the device."""
 
 
 class Recorder(TorchDispatchMode, Observer):

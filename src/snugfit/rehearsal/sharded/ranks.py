@@ -27,13 +27,11 @@ from snugfit.rehearsal.record.kernels import KernelCost
 from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.rehearsal.sharded import collectives
 from snugfit.rehearsal.sharded.device_module import ShapesModule
-from snugfit.rehearsal.sharded.offloaded_shards import HostShards
+from snugfit.rehearsal.sharded.offloaded_shards import TO_COPY, HostShards
 from snugfit.rehearsal.sharded.streams import Moment, StreamOrder
 from snugfit.rehearsal.trace.trace import ALL_REDUCE, DEFAULT_STREAM
 from snugfit.results.footprint import Kind
 from snugfit.step.host_link import MetaLink
-
-aten = torch.ops.aten
 
 FAKE = torch._C._TorchDispatchModeKey.FAKE
 
@@ -43,12 +41,12 @@ _resize = torch.UntypedStorage.resize_
 class RankRecorder(Recorder):
     """Writes a rank's run: streams and exchanges too."""
 
-    host: HostShards | None
-
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self.order = StreamOrder(self.memory.use_stream)
         """Which stream is current, and which kernels wait for which."""
+        self.shards: HostShards | None = None
+        """The host's memory, where it keeps the shards."""
         self._of_group: dict[str, int] = {}  # NCCL's own stream of a process group
         self._unawaited: Moment = frozenset()  # exchanges that nobody has waited for
         self._kept: list[torch.Tensor] = []  # by NCCL
@@ -65,7 +63,11 @@ class RankRecorder(Recorder):
         if self.host is not None and not (types and DTensor in types):
             if self.host.works_here(func, args, kwargs):
                 return func(*args, **kwargs)
-            if func is aten._to_copy.default and self._phase == "backward" and self._goes_to_host(args, kwargs):
+            if (
+                func is aten._to_copy.default
+                and self._phase == "backward"
+                and self._goes_to_host(args, kwargs)
+            ):
                 return self.host.keep(args[0])
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -87,8 +89,8 @@ class RankRecorder(Recorder):
 
     def step_ends(self, index: int) -> None:
         """Optimizer step `index` has ended: what the host holds is told."""
-        if self.host is not None and MetaLink.observer is not None:
-            MetaLink.observer.hold_on_host(self.host.most, self.host.pinned)
+        if self.shards is not None and MetaLink.observer is not None:
+            MetaLink.observer.hold_on_host(self.shards.most, self.shards.pinned)
         super().step_ends(index)
 
     def average(self, bucket: torch.Tensor) -> None:
@@ -132,13 +134,13 @@ class RankRecorder(Recorder):
             self._unawaited |= self.order.moment(stream)
             self.order.current = before
 
-    @staticmethod
-    def _goes_to_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        to = kwargs.get("device")
-        return bool(args[0].is_meta and to is not None and torch.device(to).type == "cpu")
-
     def _place(self, number: int) -> tuple[int, tuple[int, ...]]:
         return self.order.place(number)
+
+
+def _copies_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    to = kwargs.get("device")
+    return bool(func is TO_COPY and args[0].is_meta and to is not None and torch.device(to).type == "cpu")
 
 
 @contextlib.contextmanager
@@ -180,7 +182,9 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[No
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(process_group(rank, ranks))
-        stack.enter_context(patch.object(torch, "meta", ShapesModule(recorder.order, ranks, recorder.wait), create=True))
+        stack.enter_context(
+            patch.object(torch, "meta", ShapesModule(recorder.order, ranks, recorder.wait), create=True)
+        )
         for owner, name, instead in replaced:
             stack.enter_context(patch.object(owner, name, instead))
         yield

@@ -110,8 +110,8 @@ def sharded_optimizer(wish: OptimizerWish, groups: Any, **numbers: Any) -> torch
     these."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    chosen = {**numbers, **wish.factory.arguments}
-    return ZeroRedundancyOptimizer(groups, wish.factory.resolve(), **chosen)
+    kind: Any = wish.factory.resolve()
+    return ZeroRedundancyOptimizer(groups, kind, **{**numbers, **wish.factory.arguments})
 
 
 def _device_of(model: torch.nn.Module) -> str:

@@ -48,7 +48,7 @@ class Hsdp(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """The smallest groups."""
+        """How many GPUs a host has is not known here, so the smallest groups stand for all."""
         yield cls(n=2)
 
     @classmethod
@@ -57,4 +57,6 @@ class Hsdp(Technique):
         return several_gpus.PLANNED_FOR_ONE
 
     def _wish(self) -> ParallelWish:
-        return ParallelWish(weights="sharded", shards=self.n, reshard=self.reshard, on_host=self.offload == "cpu")
+        return ParallelWish(
+            weights="sharded", shards=self.n, reshard=self.reshard, on_host=self.offload == "cpu"
+        )
