@@ -59,16 +59,17 @@ TWO = [
     for family, recipes in {
         "llama": (
             "ddp", "ddp(bucket_views=true) + bf16", "ddp + micro_batches(2)", "fsdp", "fsdp + bf16",
-            "fsdp(reshard=false)", "fsdp + micro_batches(2)", "fsdp + every_layer + bf16", "zero1",
+            "fsdp(reshard=none)", "fsdp + micro_batches(2)", "fsdp(reshard=all) + every_layer + bf16",
+            "zero1",
         ),
         "bert": (
-            "ddp + bf16", "ddp(bucket_views=true)", "fsdp", "fsdp(reshard=false) + bf16 + micro_batches(2)",
+            "ddp + bf16", "ddp(bucket_views=true)", "fsdp", "fsdp(reshard=none) + bf16 + micro_batches(2)",
             "zero1(bucket_views=true) + bf16 + adamw_fused + micro_batches(2)",
         ),
     }.items()
     for recipe in recipes
 ]  # fmt: skip
-FOUR = [("llama", "hsdp(2)"), ("llama", "hsdp(2, reshard=false) + bf16"), ("bert", "fsdp + bf16")]
+FOUR = [("llama", "hsdp(2)"), ("llama", "hsdp(2, reshard=none) + bf16"), ("bert", "fsdp + bf16")]
 
 
 def case(family: str, recipe: str) -> Case:
@@ -190,7 +191,7 @@ def test_gathered_weights_that_stay_are_noticed(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.whole
 @pytest.mark.parametrize("recipe", ["ddp", "fsdp"])
 def test_another_recipe_is_noticed(recipe: str) -> None:
-    other = {"ddp": "ddp(bucket_views=true)", "fsdp": "fsdp(reshard=false)"}[recipe]
+    other = {"ddp": "ddp(bucket_views=true)", "fsdp": "fsdp(reshard=none)"}[recipe]
     trace = without_own(rehearsed(2, "llama", other))
     account = unheard(without_own(real(2)["llama", recipe, 0]), trace)
     assert compare(account, trace).similarity < 1.0
@@ -200,7 +201,7 @@ def test_the_order_of_streams_is_written_down() -> None:
     """What a rank gathers waits for what it is copied from, and layers wait for what was gathered."""
     trace = trace_of("fsdp")
     gathers = [kernel for kernel in trace.kernels if kernel.operator == "nccl::all_gather"]
-    assert len(gathers) == 6  # each layer and the rest of the model, twice
+    assert len(gathers) == 5  # each layer twice, and the rest of the model
     assert all(kernel.after and kernel.peers == (2, 1) for kernel in gathers)
     assert {kernel.stream for kernel in gathers}.isdisjoint({0})
     assert {*trace.streams.values()} == {1, 3}  # where copies for gathering are made, and where sums are

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 MOST_GPUS = 1 << 16
 """More are taken for a mistake."""
 
-PLANNED_FOR_ONE = "plans are for one GPU. Predict it: snugfit predict ... --gpus N --recipe ..."
-
 ONE_GPU = "trains on several GPUs, and one was named. Add --gpus 2 (gpus=2 in Python) or leave it out"
 
 ADAMW = ("torch.optim:AdamW", "torch.optim:SGD")
@@ -63,9 +61,9 @@ def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterato
             yield f"it is not simulated together with {recipe[slot]}. Leave one of them out."
     if wish.weights == "sharded" and setup.scale_gradients:
         yield f"weights are gathered in bf16 or as they are, so it does not go with {recipe[Slot.PRECISION]}."
-    shares = "sharded" in (wish.weights, wish.states)
-    if shares and setup.optimizer.factory.path not in ADAMW:
-        yield f"{recipe[Slot.OPTIMIZER]} is not simulated shared out. Try 'adamw' or 'adamw_fused'."
+    shared = "shards of weights" if wish.weights == "sharded" else "states that GPUs share"
+    if "sharded" in (wish.weights, wish.states) and setup.optimizer.factory.path not in ADAMW:
+        yield f"{recipe[Slot.OPTIMIZER]} is not simulated on {shared}. Try 'adamw' or 'adamw_fused'."
     if wish.on_host and setup.optimizer.factory.arguments.get("fused"):
         yield f"the host updates weights, and {recipe[Slot.OPTIMIZER]} is for GPUs. Try 'adamw'."
 
@@ -81,7 +79,7 @@ def on_gpus(setup: Setup, gpus: int) -> Setup:
     if wish is None:
         raise UsageError(
             f"{gpus} GPUs were named, but the recipe trains on one. Add a technique of the slot 'sharding' "
-            "for several: ddp where one GPU holds the model, fsdp where none does."
+            "for several: ddp if the model fits on one GPU, else fsdp."
         )
     if gpus == 1:
         raise UsageError(f"The recipe {ONE_GPU}.")

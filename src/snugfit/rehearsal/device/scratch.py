@@ -33,7 +33,8 @@ On CUDA besides:
   `native/BatchLinearAlgebra.cpp`; `svd_cusolver`, `native/cuda/linalg/BatchLinearAlgebraLib.cpp`), and in a
   workspace of cuSOLVER's, of a size that it does not say beforehand and that is left out.
 - Indexing and embedding backward: `indexing.py`. Sorts and scans: `sorting.py`. Convolutions:
-  `convolution.py`. Recurrent layers: `recurrent_scratch.py`. What FSDP2 gathers and scatters: `sharded/chunks.py`.
+  `convolution.py`. Recurrent layers: `recurrent_scratch.py`. What FSDP2 gathers and scatters:
+  `sharded/chunks.py`.
 """
 
 from __future__ import annotations

@@ -60,15 +60,11 @@ class RankRecorder(Recorder):
             return func(*args, **kwargs)
         if collectives.is_collective(func) and DTensor not in types:
             return self._exchange(func, args, kwargs)
-        if self.host is not None and not (types and DTensor in types):
-            if self.host.works_here(func, args, kwargs):
+        if self.shards is not None and DTensor not in types:
+            if self.shards.works_here(func, args, kwargs):
                 return func(*args, **kwargs)
-            if (
-                func is aten._to_copy.default
-                and self._phase == "backward"
-                and self._goes_to_host(args, kwargs)
-            ):
-                return self.host.keep(args[0])
+            if self._phase == "backward" and _copies_out(func, args, kwargs):  # a shard's gradient
+                return self.shards.keep(args[0])
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
@@ -95,8 +91,8 @@ class RankRecorder(Recorder):
 
     def average(self, bucket: torch.Tensor) -> None:
         """A bucket of gradients is averaged over all ranks, in NCCL's own stream. NCCL keeps it until the
-        next backward pass begins to average (two H200s: the bucket that DDP replaces after its first step
-        lived so long)."""
+        next backward pass begins to average, or something else is exchanged beside the computation
+        (`step/wishes/parallel.py` says why; two H200s showed it where nothing else was)."""
         if self._first_to_come:
             self._kept.clear()
             self._first_to_come = False
@@ -117,6 +113,8 @@ class RankRecorder(Recorder):
         group = collectives.group_of(func, args)
         nbytes = collectives.carried_bytes(func, out, args, kwargs)
         own_stream = collectives.is_async(func, args, kwargs)
+        if own_stream and collectives.kernel_of(func) == ALL_REDUCE:
+            self._kept.clear()  # after broadcasts, which DDP begins a step with, NCCL's thread still held all
         self._add_exchange(collectives.kernel_of(func), nbytes, group, own_stream=own_stream)
         return out
 

@@ -28,9 +28,9 @@ class Fsdp(Technique):
     elsewhere: ClassVar = ("fully_shard", "fsdp2", "full_shard")
     searched: ClassVar = False
 
-    reshard: bool = True
-    """Whether gathered weights are dropped after the forward pass and gathered again for the backward one
-    (`reshard_after_forward`)."""
+    reshard: Literal["layers", "all", "none"] = "layers"
+    """Which gathered weights are dropped after the forward pass and gathered again for the backward one
+    (`reshard_after_forward`): those of the `layers`, as FSDP2 does by itself, `all`, or `none`."""
 
     offload: Literal["none", "cpu"] = "none"
     """Who keeps the parts: `cpu` has the host keep and update them (`CPUOffloadPolicy`). Weights then come
@@ -43,11 +43,6 @@ class Fsdp(Technique):
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """What is not simulated on several GPUs."""
         yield from several_gpus.objections(job, recipe, self._wish())
-
-    @classmethod
-    def planning_objection(cls, job: Job) -> str:
-        """Plans are for one GPU."""
-        return several_gpus.PLANNED_FOR_ONE
 
     def _wish(self) -> ParallelWish:
         return ParallelWish(weights="sharded", reshard=self.reshard, on_host=self.offload == "cpu")

@@ -31,8 +31,8 @@ class Hsdp(Technique):
     n: int = between(2, several_gpus.MOST_GPUS)
     """GPUs of a group, all of which it is best to have in one host."""
 
-    reshard: bool = True
-    """Whether gathered weights are dropped after the forward pass, as for `fsdp`."""
+    reshard: Literal["layers", "all", "none"] = "layers"
+    """Which gathered weights are dropped after the forward pass, as for `fsdp`."""
 
     offload: Literal["none", "cpu"] = "none"
     """Who keeps the parts: `cpu` has the host keep and update them (`CPUOffloadPolicy`). Weights then come
@@ -48,13 +48,8 @@ class Hsdp(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """How many GPUs a host has is not known here, so the smallest groups stand for all."""
-        yield cls(n=2)
-
-    @classmethod
-    def planning_objection(cls, job: Job) -> str:
-        """Plans are for one GPU."""
-        return several_gpus.PLANNED_FOR_ONE
+        """Groups that fit into one host."""
+        yield from (cls(n=n) for n in (2, 4, 8))
 
     def _wish(self) -> ParallelWish:
         return ParallelWish(
