@@ -166,14 +166,14 @@ def test_so_does_one_of_four(family: str, recipe: str) -> None:
 
 @pytest.mark.whole
 def test_a_gathered_tensor_that_is_not_freed_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    carried, kept = collectives.carried, []
+    carried, kept = collectives.tensors_carried, []
 
     def keep(*arguments: Any) -> list[torch.Tensor]:
         found = carried(*arguments)
         kept.append(found)
         return found
 
-    monkeypatch.setattr(collectives, "carried", keep)
+    monkeypatch.setattr(collectives, "tensors_carried", keep)
     with pytest.raises(AssertionError):
         hold(2, "llama", "fsdp")
 

@@ -195,6 +195,7 @@ def _engine(step: Step, recorder: Recorder) -> Iterator[contextlib.AbstractConte
             from snugfit.rehearsal.sharded.offloaded_shards import shards_on_host
 
             with shards_on_host(recorder) as host:
+                recorder.host = recorder.shards = host
                 yield host
         return
     if step.setup.sharding is None:

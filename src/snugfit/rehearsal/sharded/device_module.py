@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from snugfit.rehearsal.sharded.streams import Moment, StreamOrder
 from snugfit.rehearsal.trace.trace import DEFAULT_STREAM
+
+if TYPE_CHECKING:
+    import torch
 
 
 class ShapesModule:
@@ -78,6 +79,8 @@ class ShapesModule:
 
     def get_rng_state(self, *device: Any) -> torch.Tensor:
         """The state of a generator that draws nothing."""
+        import torch
+
         return torch.zeros(16, dtype=torch.uint8, device="cpu")
 
 
@@ -112,6 +115,8 @@ class ShapesStream:
     """A stream that runs nothing. As a context it is the current one within it."""
 
     def __init__(self, module: ShapesModule, number: int) -> None:
+        import torch
+
         self._module, self.stream_id, self.device = module, number, torch.device("meta")
         self._before: list[ShapesStream] = []
 

@@ -21,7 +21,7 @@ from snugfit.rehearsal.sharded.host_tensors import HostTensors
 from snugfit.step.host_link import MetaLink
 
 if TYPE_CHECKING:
-    from snugfit.rehearsal.sharded.ranks import RankRecorder
+    from snugfit.rehearsal.record.recorder import Recorder
 
 TO_COPY = torch.ops.aten._to_copy.default
 
@@ -49,7 +49,7 @@ class HostShards(HostTensors):
 
 
 @contextlib.contextmanager
-def shards_on_host(recorder: RankRecorder) -> Iterator[HostShards]:
+def shards_on_host(recorder: Recorder) -> Iterator[HostShards]:
     """Within it, what FSDP2 keeps on the host is there; gives the host's memory."""
     import torch.distributed.fsdp._fully_shard._fsdp_init as first
     import torch.distributed.fsdp._fully_shard._fully_shard as second
@@ -58,7 +58,6 @@ def shards_on_host(recorder: RankRecorder) -> Iterator[HostShards]:
     host = HostShards(
         lambda tensor, dtype: recorder.__torch_dispatch__(TO_COPY, (), (tensor,), {"dtype": dtype})
     )
-    recorder.host = recorder.shards = host
     shard = FSDPParam._init_sharded_param
 
     def shard_and_keep(parameter: Any, *arguments: Any, **keywords: Any) -> None:

@@ -108,7 +108,7 @@ class RankRecorder(Recorder):
             self._unawaited = frozenset()
             return out
         self.memory.add_outputs(collectives.kernel_of(func), out)
-        for tensor in collectives.carried(func, out, args):
+        for tensor in collectives.tensors_carried(func, out, args):
             self.claim(tensor, Kind.COMMUNICATION)
         group = collectives.group_of(func, args)
         nbytes = collectives.carried_bytes(func, out, args, kwargs)
