@@ -1,6 +1,7 @@
 """Several real ranks on the CPU: gloo processes, each of which runs a Step while the allocator reports.
 
-`real_accounts` starts them once for many recipes and gives back what each rank's allocator did. Each
+`run_ranks` starts them once for many recipes and gives back what each rank's allocator did, and the losses
+of a second run, in which all ranks draw the same weights and the same batches. Each
 rank is a process of its own, as torchrun starts it: a default process group is one for a whole process.
 
 Gloo works in threads of its own, which let go of a tensor some time after it is exchanged; torch's profiler
@@ -19,11 +20,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from aligned import Event
     from snugfit.job.job import Job
+    from snugfit.techniques.setup import Setup
 
 TIME_LIMIT = 600
 """Seconds after which a rank that waits for another is taken to wait for ever."""
@@ -32,8 +34,15 @@ Case = tuple["Job", str]
 """The job of all ranks together, and the recipe."""
 
 
-def real_accounts(ranks: int, cases: Sequence[Case]) -> list[list[list[Event]]]:
-    """What the allocator of each of so many ranks did in each case."""
+class Ran(NamedTuple):
+    """What a rank did in one case."""
+
+    account: list[Event]
+    losses: list[float]
+
+
+def run_ranks(ranks: int, cases: Sequence[Case]) -> list[list[Ran]]:
+    """What each of so many ranks did in each case."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "cases").write_bytes(pickle.dumps(list(cases)))
@@ -50,7 +59,26 @@ def real_accounts(ranks: int, cases: Sequence[Case]) -> list[list[list[Event]]]:
                 process.kill()
         failed = [text for process, text in zip(processes, said, strict=True) if process.returncode]
         assert not failed, "\n".join(failed)
-        return [pickle.loads((folder / f"accounts{rank}").read_bytes()) for rank in range(ranks)]
+        read = [pickle.loads((folder / f"ran{rank}").read_bytes()) for rank in range(ranks)]
+        return [[Ran(*one) for one in of_rank] for of_rank in read]
+
+
+def losses_of(job: Job, setup: Setup) -> list[float]:
+    """The losses of a few real steps, whose weights and batches are those of one seed."""
+    import torch
+
+    from snugfit.step.open_step import open_step
+    from snugfit.step.step import Observer
+
+    class SeedAfterBuilding(Observer):
+        """However many numbers were drawn while the model was built."""
+
+        def build_ends(self, model: Any, optimizer: Any) -> None:
+            torch.manual_seed(5)
+
+    torch.manual_seed(0)
+    step = open_step(job, setup, "plain", torch.device("cpu"), keep_losses=True)
+    return list(step.run(3, SeedAfterBuilding()))
 
 
 def run_rank(folder: Path, ranks: int, rank: int) -> None:
@@ -64,11 +92,12 @@ def run_rank(folder: Path, ranks: int, rank: int) -> None:
     cases: list[Case] = pickle.loads((folder / "cases").read_bytes())
     _wait_for_the_thread()
     dist.init_process_group("one_thread", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    accounts = []
+    ran = []
     for job, recipe in cases:
         setup = on_gpus(Recipe.parse(recipe).setup(), ranks)
-        accounts.append(reports(job_of_rank(job, setup), setup))
-    (folder / f"accounts{rank}").write_bytes(pickle.dumps(accounts))
+        part = job_of_rank(job, setup)
+        ran.append((reports(part, setup), losses_of(part, setup)))
+    (folder / f"ran{rank}").write_bytes(pickle.dumps(ran))
     dist.barrier()
     dist.destroy_process_group()
 

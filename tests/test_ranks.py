@@ -23,7 +23,7 @@ import torch
 
 from aligned import Event, compare, peak
 from cpu_scratch import compared
-from gloo_ranks import Case, real_accounts
+from gloo_ranks import Case, Ran, losses_of, run_ranks
 from reported import foreseen
 from snugfit.errors import RecipeError
 from snugfit.prediction.pinned import host_state_bytes, pinned_bytes
@@ -50,6 +50,8 @@ OWN: dict[str, Callable[[Event], bool]] = {
     "the CPU chunks by way of copies and zeros": lambda event: "aten::_chunk_cat" in event.operators,
 }
 """What only the CPU's ranks allocate, by the reason."""
+
+SEVERAL = ("ddp", "zero1", "fsdp", "hsdp")
 
 EXCHANGED = ("FSDP::all_gather", "FSDP::post_backward_reduce", "DistributedDataParallel.forward", "aten::cat")
 """Operators in which tensors are made that gloo holds."""
@@ -79,14 +81,14 @@ def case(family: str, recipe: str) -> Case:
 
 
 @functools.cache
-def real(ranks: int) -> dict[tuple[str, str, int], list[Event]]:
-    """What the allocator of each of so many ranks did in every case; they are started once."""
+def real(ranks: int) -> dict[tuple[str, str, int], Ran]:
+    """What each of so many ranks did in every case; they are started once."""
     cases = TWO if ranks == 2 else FOUR
-    accounts = real_accounts(ranks, [case(*one) for one in cases])
+    ran = run_ranks(ranks, [case(*one) for one in cases])
     return {
-        (*one, rank): account
-        for rank, of_rank in enumerate(accounts)
-        for one, account in zip(cases, of_rank, strict=True)
+        (*one, rank): what
+        for rank, of_rank in enumerate(ran)
+        for one, what in zip(cases, of_rank, strict=True)
     }
 
 
@@ -141,7 +143,7 @@ def _is_exchanged(event: Event) -> bool:
 def hold(ranks: int, family: str, recipe: str, rank: int = 0) -> None:
     """Law 1 for one of so many ranks."""
     trace = without_own(rehearsed(ranks, family, recipe, rank))
-    account = unheard(without_own(real(ranks)[family, recipe, rank]), trace)
+    account = unheard(without_own(real(ranks)[family, recipe, rank].account), trace)
     comparison = compare(to_last_birth(account), to_last_birth(trace))
     assert comparison.similarity == 1.0, f"{family}, {recipe}, rank {rank} of {ranks}: {comparison}"
     assert peak(account) == peak(trace)
@@ -159,6 +161,22 @@ def test_one_of_two_real_ranks_allocates_what_its_trace_says(family: str, recipe
 def test_so_does_one_of_four(family: str, recipe: str) -> None:
     hold(4, family, recipe)
     hold(4, family, recipe, rank=3)
+
+
+@pytest.mark.whole
+def test_ranks_that_are_given_the_same_batch_train_as_one_does() -> None:
+    """Law 3: averaged over ranks, the gradients are those of each."""
+    for ranks, cases in ((2, TWO), (4, FOUR)):
+        for family, recipe in cases:
+            job, _ = case(family, recipe)
+            alone = (
+                " + ".join(part for part in recipe.split(" + ") if not part.startswith(SEVERAL)) or "plain"
+            )
+            expected = losses_of(replace(job, batch_size=BATCH // ranks), Recipe.parse(alone).setup())
+            exact = "bf16" not in recipe  # with shards bf16 is no autocast, and norms compute in it too
+            for rank in range(ranks):
+                losses = real(ranks)[family, recipe, rank].losses
+                assert losses == pytest.approx(expected, rel=1e-4 if exact else 2e-2), f"{family}, {recipe}"
 
 
 # ---- planted faults --------------------------------------------------------------------------------------
@@ -193,7 +211,7 @@ def test_gathered_weights_that_stay_are_noticed(monkeypatch: pytest.MonkeyPatch)
 def test_another_recipe_is_noticed(recipe: str) -> None:
     other = {"ddp": "ddp(bucket_views=true)", "fsdp": "fsdp(reshard=none)"}[recipe]
     trace = without_own(rehearsed(2, "llama", other))
-    account = unheard(without_own(real(2)["llama", recipe, 0]), trace)
+    account = unheard(without_own(real(2)["llama", recipe, 0].account), trace)
     assert compare(account, trace).similarity < 1.0
 
 
