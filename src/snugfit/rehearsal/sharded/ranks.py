@@ -136,6 +136,19 @@ class RankRecorder(Recorder):
         return self.order.place(number)
 
 
+class _Unlogged:
+    """DDP's log of its own seconds, which on shapes would only say that it has no clock for them."""
+
+    def __init__(self, log: Any) -> None:
+        self._log = log  # the reducer has a weak reference to it
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._log, name)
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Writes nothing."""
+
+
 def _copies_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     to = kwargs.get("device")
     return bool(func is TO_COPY and args[0].is_meta and to is not None and torch.device(to).type == "cpu")
@@ -166,6 +179,7 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[No
     def make_and_hook(self: Any, *arguments: Any, **keywords: Any) -> None:
         make(self, *arguments, **keywords)
         self.register_comm_hook(recorder, average)
+        self.logger = _Unlogged(self.logger)
 
     average.__annotations__.update(  # which torch compares, and wants the classes themselves
         bucket=vars(dist)["GradBucket"], **{"return": torch.futures.Future[torch.Tensor]}

@@ -44,5 +44,10 @@ class Fsdp(Technique):
         """What is not simulated on several GPUs."""
         yield from several_gpus.objections(job, recipe, self._wish())
 
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """How far shards on the host were measured."""
+        if self.offload == "cpu":
+            yield several_gpus.SHARDS_ON_HOST
+
     def _wish(self) -> ParallelWish:
         return ParallelWish(weights="sharded", reshard=self.reshard, on_host=self.offload == "cpu")

@@ -46,6 +46,11 @@ class Hsdp(Technique):
         """What is not simulated on several GPUs."""
         yield from several_gpus.objections(job, recipe, self._wish())
 
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """How far shards on the host were measured."""
+        if self.offload == "cpu":
+            yield several_gpus.SHARDS_ON_HOST
+
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
         """Groups that fit into one host."""
