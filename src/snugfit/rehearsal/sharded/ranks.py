@@ -146,7 +146,7 @@ class _Unlogged:
         return getattr(self._log, name)
 
     def set_runtime_stats_and_log(self) -> None:
-        """Writes nothing."""
+        """Nothing is written: there are no times."""
 
 
 def _copies_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
