@@ -44,11 +44,11 @@ def plan_gpus(
         raise UsageError("A plan is for the installed software only. Leave the software profile out.")
     if request.gpu is None:
         raise UsageError("A plan compares seconds, which need a GPU. Add --gpu NAME.")
-    counts = read_counts(text)
+    counts, gpu = read_counts(text), request.gpu
     asked = {"gpus": counts, "memory_bytes": request.memory_bytes, **how}
     made = answer(
         SeveralGpusPlan.from_json,
-        lambda tell: plan_several_gpus(request.job, gpu=request.gpu, workers=workers, tell=tell, **asked),
+        lambda tell: plan_several_gpus(request.job, gpu=gpu, workers=workers, tell=tell, **asked),
         request.job,
         request.gpu,
         fresh=fresh,

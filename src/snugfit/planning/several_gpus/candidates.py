@@ -69,8 +69,8 @@ def ways(job: Job, base: Recipe, gpus: int, kept: Kept) -> Iterator[Shared]:
 
 
 def sharings(job: Job, gpus: int, kept: Kept) -> Iterator[Technique]:
-    """Techniques of several GPUs, or of one where there is one. Groups of GPUs are those of whole hosts, where
-    there are several."""
+    """Techniques of several GPUs, or of one where there is one. Groups of GPUs are those of whole hosts,
+    where there are several."""
     slot_is_open = Slot.SHARDING not in kept.slots
     for technique in _of_slot(job, Slot.SHARDING, kept):
         wish = technique.install(Setup()).parallel

@@ -226,7 +226,7 @@ class _Search:
         ]:
             self._tell(f"simulating {len(asked)} recipes on few layers, {self._screened} done")
             judged = self._judge((one.shared.gpus, recipe) for one, recipe in asked)
-            for (one, recipe), answer in zip(asked, judged, strict=True):
+            for (one, _), answer in zip(asked, judged, strict=True):
                 one.hear(answer, self._bound)
                 if answer.why_not:
                     self._refused[str(one.shared.recomputing)] = answer.why_not
@@ -236,8 +236,8 @@ class _Search:
         return found
 
     def _is_wanted(self, one: _Bisection, found: dict[int, list[_Bisection]]) -> bool:
-        """Whether it may be the fastest: not where the same sharing fits whole and recomputes less, or gathers
-        less often."""
+        """Whether it may be the fastest: not where the same sharing fits whole, and recomputes less or
+        gathers less often."""
         for other in found[one.shared.gpus]:
             if other is one:
                 return True

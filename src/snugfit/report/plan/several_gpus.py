@@ -62,7 +62,7 @@ def _kept(plan: SeveralGpusPlan) -> Iterator[str]:
 def _table(title: str, answers: Sequence[OnGpus]) -> Grid:
     recipes = [one.recipe for one in answers]
     shown = recipes_beside(recipes, recipes[0])
-    rows = tuple(
+    rows: list[tuple[str, ...]] = [
         (
             f"{one.gpus:,}",
             f"{one.needed_bytes / GIB:,.2f}",
@@ -74,11 +74,13 @@ def _table(title: str, answers: Sequence[OnGpus]) -> Grid:
             recipe,
         )
         for one, recipe in zip(answers, shown, strict=True)
-    )
-    heads = (
-        "GPUs>", "needs GiB each>", "", "ms a step>", "samples/s>", "scaling>", "GPU seconds a step>", "Recipe<",
+    ]
+    heads: tuple[str, ...] = (
+        "GPUs>", "needs GiB each>", "", "ms a step>", "samples/s>", "scaling>", "GPU s a step>", "Recipe<",
     )  # fmt: skip
     if not any(row[2] for row in rows):
-        heads, rows = (*heads[:2], *heads[3:]), tuple((*row[:2], *row[3:]) for row in rows)
+        heads, rows = (*heads[:2], *heads[3:]), [(*row[:2], *row[3:]) for row in rows]
     note = "Scaling: the share of a step that it would take if exchanges between GPUs took no time."
-    return Grid(title=title, heads=heads, rows=rows, note=" ".join(filter(None, (note, beside_note(shown)))))
+    return Grid(
+        title=title, heads=heads, rows=tuple(rows), note=" ".join(filter(None, (note, beside_note(shown))))
+    )

@@ -32,6 +32,10 @@ class Fsdp(Technique):
     """Which gathered weights are dropped after the forward pass and gathered again for the backward one
     (`reshard_after_forward`): those of the `layers`, as FSDP2 does by itself, `all`, or `none`."""
 
+    offload: Literal["none", "cpu"] = "none"
+    """Who keeps the parts: `cpu` has the host keep and update them (`CPUOffloadPolicy`). Weights then come
+    over the link whenever they are gathered."""
+
     def install(self, setup: Setup) -> Setup:
         """Spreads the model over all GPUs."""
         return several_gpus.with_parallel(setup, self._wish())
@@ -45,5 +49,10 @@ class Fsdp(Technique):
         """Gathered once, or twice."""
         yield from (cls(reshard="none"), cls())
 
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """How far shards on the host were measured."""
+        if self.offload == "cpu":
+            yield several_gpus.SHARDS_ON_HOST
+
     def _wish(self) -> ParallelWish:
-        return ParallelWish(weights="sharded", reshard=self.reshard)
+        return ParallelWish(weights="sharded", reshard=self.reshard, on_host=self.offload == "cpu")
