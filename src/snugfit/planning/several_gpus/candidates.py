@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from snugfit.errors import SnugfitError
 from snugfit.job.job import Job
 from snugfit.planning.keep import Kept
-from snugfit.prediction.communication import GPUS_PER_HOST
+from snugfit.prediction.several_gpus.communication import GPUS_PER_HOST
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup

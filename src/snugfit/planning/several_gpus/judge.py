@@ -18,11 +18,11 @@ from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.planning.cost.shallow import linear_extrapolate
 from snugfit.prediction.allocator import replay
-from snugfit.prediction.communication import communication_bytes
 from snugfit.prediction.device import context_of, policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
 from snugfit.prediction.seconds import step_seconds
+from snugfit.prediction.several_gpus.communication import communication_bytes
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.depth import Depth, depth_of, periodic_checkpoint
 from snugfit.results.prediction import Prediction
