@@ -61,11 +61,11 @@ HANDLERS: tuple[Handler, ...] = (
     CompileHandler(),  # what is compiled is recomputed
     CheckpointHandler(),
     ActivationOffloadHandler(),
+    ParallelHandler(),  # the optimizer is of what it leaves
     OptimizerHandler(),
     AutocastHandler(),
     ScaleGradientsHandler(),
     MicroBatchesHandler(),
-    ParallelHandler(),
     ShardingHandler(),
     LoaderHandler(),
     ExpandableSegmentsHandler(),

@@ -75,7 +75,8 @@ def plan_several_gpus(
     gpu = find_gpu(gpu)
     rates_for(gpu)  # which refuses a GPU of which no seconds are known
     counts = counts_of(gpus, job)
-    kept = kept_of(job, keep, free, None)
+    kept = replace(kept_of(job, keep, free, None), several_gpus=True)
+    kept.refuse(gpu.compute_capability)
     if memory_bytes is None and gpu.memory_bytes is None:
         raise GpuError(f"The memory of {gpu.name} is not known. Add memory_bytes (--memory).")
     memory = memory_bytes if memory_bytes is not None else gpu.memory_bytes or 0

@@ -26,7 +26,7 @@ class Fsdp(Technique):
     fidelity: ClassVar = Fidelity.ROUNDS
     source: ClassVar = "Zhao et al., PyTorch FSDP, arXiv 2304.11277; torch.distributed.fsdp.fully_shard"
     elsewhere: ClassVar = ("fully_shard", "fsdp2", "full_shard")
-    searched: ClassVar = False
+    needs_several_gpus: ClassVar = True
 
     reshard: Literal["layers", "all", "none"] = "layers"
     """Which gathered weights are dropped after the forward pass and gathered again for the backward one

@@ -26,7 +26,7 @@ class Hsdp(Technique):
     fidelity: ClassVar = Fidelity.ROUNDS
     source: ClassVar = "Zhao et al., PyTorch FSDP, arXiv 2304.11277, section 3.2.2; fully_shard"
     elsewhere: ClassVar = ("hybrid_shard", "hybrid_sharded")
-    searched: ClassVar = False
+    needs_several_gpus: ClassVar = True
 
     n: int = between(2, several_gpus.MOST_GPUS)
     """GPUs of a group, all of which it is best to have in one host."""

@@ -27,7 +27,7 @@ class Zero1(Technique):
     fidelity: ClassVar = Fidelity.SAME
     source: ClassVar = "Rajbhandari et al., ZeRO, arXiv 1910.02054; torch's ZeroRedundancyOptimizer"
     elsewhere: ClassVar = ("zero_redundancy_optimizer", "deepspeed_zero1", "deepspeed_stage1")
-    searched: ClassVar = False
+    needs_several_gpus: ClassVar = True
 
     bucket_views: bool = False
     """Whether gradients lie in the buckets that are averaged, and nowhere else, as for `ddp`."""
