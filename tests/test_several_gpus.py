@@ -109,7 +109,7 @@ def test_a_rank_of_a_group_takes_what_one_of_so_many_takes() -> None:
     single = predict(job_of_two, "fp32 + fsdp", gpu="h200", gpus=2).footprint
     assert grouped.requested_bytes == single.requested_bytes
     assert grouped.reserved_bytes == single.reserved_bytes
-    assert grouped.communication_bytes == single.communication_bytes + FURTHER_GROUP
+    assert grouped.communication_bytes == single.communication_bytes + 2 * FURTHER_GROUP
 
 
 def test_weights_that_stay_gathered_are_gathered_once() -> None:
@@ -168,7 +168,8 @@ def test_a_prediction_says_how_many_gpus_and_what_nccl_keeps() -> None:
     assert made.footprint.nvml_bytes == (
         made.footprint.reserved_bytes + made.footprint.context_bytes + made.footprint.communication_bytes
     )
-    assert any("NCCL's own memory" in doubt for doubt in made.doubts)
+    assert not any("exchanges" in doubt for doubt in made.doubts)
+    assert any("exchanges" in doubt for doubt in predict(JOB, "fsdp", gpu="a100-80gb", gpus=4).doubts)
     assert made.timing is not None
     assert made.timing.samples_per_second == pytest.approx(JOB.batch_size / made.timing.step_seconds)
     assert made.timing.communication_seconds > made.timing.exposed_communication_seconds >= 0
@@ -226,9 +227,9 @@ def test_a_gpu_without_a_link_of_its_own_exchanges_over_pcie() -> None:
 
 
 def test_each_group_of_ranks_takes_memory_of_its_own() -> None:
-    assert communication_bytes(trace_of("hsdp(2)", 4))[0] == FIRST_GROUP + FURTHER_GROUP
-    assert communication_bytes(trace_of("fsdp", 4))[0] == FIRST_GROUP
-    assert communication_bytes(rehearse(JOB, Setup(), CudaPolicy())) == (0, [])
+    assert communication_bytes(trace_of("hsdp(2)", 4), 4) == FIRST_GROUP + 2 * FURTHER_GROUP
+    assert communication_bytes(trace_of("fsdp", 4), 4) == FIRST_GROUP
+    assert communication_bytes(rehearse(JOB, Setup(), CudaPolicy()), 1) == 0
 
 
 def seconds_of(kernels: list[Kernel], device: list[float], launches: float = 0.0) -> float:

@@ -5,6 +5,7 @@ Exit code 3 when nothing fits, so that a script can ask.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -18,7 +19,6 @@ from snugfit.errors import NothingFits, UsageError
 
 if TYPE_CHECKING:
     from snugfit.planning.plan import Plan
-    from snugfit.planning.several_gpus.plan import SeveralGpusPlan
 
 RUN = "The run"
 
@@ -121,7 +121,6 @@ def plan(
 ) -> int:
     """Find the fastest recipe that fits, without a GPU."""
     from snugfit.report.plan.plan import render
-    from snugfit.report.plan.several_gpus import render as render_several
     from snugfit.report.text.page import print_as
 
     if export and verify:
@@ -130,15 +129,10 @@ def plan(
             "Give one of them."
         )
     if gpus is not None or request.gpus != 1:
-        refused = {
-            "--verify": verify, "--lengths": lengths, "--export": export, "--plot": plot, "--html": html,
-            "--samples": samples, "--steps": steps, "--all": everything,
-        }  # fmt: skip
-        request = _check_several(request, [flag for flag, value in refused.items() if value], objective)
-        how = {"fidelity": fidelity, "keep": request.keep, "free": request.free, "headroom": request.headroom}
-        made = _plan_several(request, gpus or str(request.gpus), how, workers, fresh=fresh)
-        print_as("json" if as_json else form, made.to_json(), render_several(made))
-        return 0 if made.fitting else NothingFits.exit_code
+        alone = {"verify": verify, "lengths": lengths, "export": export, "plot": plot, "html": html,
+                 "samples": samples, "steps": steps, "all": everything, "objective": objective != "speed"}  # fmt: skip
+        counts, form = gpus or str(request.gpus), "json" if as_json else form
+        return _show_several(request, counts, fidelity, workers, form, alone, fresh=fresh)
     request = _check(request, verify)
     check_export(export, request.job)
     asked = {
@@ -201,35 +195,47 @@ def _plan(request: Request, asked: dict[str, Any], workers: int | None, *, fresh
 COUNTS = "Write a number (8), several (2,4,8), or a range of powers of two (1..64)."
 
 
-def _check_several(request: Request, refused: list[str], objective: str) -> Request:
-    """The request, for several GPUs. Raises `UsageError` for options that are `refused` beside them, and for
-    what no such plan takes."""
-    if refused:
-        raise UsageError(f"A plan with --gpus does not take {', '.join(refused)}. Leave it out.")
-    if objective == "memory":
-        raise UsageError(
-            "A plan with --gpus finds the fastest, the fewest and the cheapest. Leave --objective out."
-        )
+def _check_several(request: Request, alone: Mapping[str, object]) -> None:
+    """Raises `UsageError` for options that only a plan for one GPU takes (`alone`), where they are given, and
+    for what no plan takes."""
+    if given_alone := [f"--{flag}" for flag, value in alone.items() if value]:
+        raise UsageError(f"A plan with --gpus does not take {', '.join(given_alone)}. Leave it out.")
     request.refuse_recipe_and_loop()
     if request.software != "installed":
         raise UsageError("A plan is for the installed software only. Leave the software profile out.")
     if request.gpu is None:
         raise UsageError("A plan compares seconds, which need a GPU. Add --gpu NAME.")
-    return request
 
 
-def _plan_several(
-    request: Request, counts: str, how: dict[str, Any], workers: int | None, *, fresh: bool
-) -> SeveralGpusPlan:
-    """The plan for the numbers of GPUs that `counts` says, remembered or searched for."""
+def _show_several(
+    request: Request,
+    counts: str,
+    fidelity: str,
+    workers: int | None,
+    form: str,
+    alone: Mapping[str, object],
+    *,
+    fresh: bool,
+) -> int:
+    """Prints the plan for the numbers of GPUs that `counts` says, remembered or searched for."""
     from snugfit.cli.plan_cache import answer
     from snugfit.planning.several_gpus.plan import SeveralGpusPlan
     from snugfit.planning.several_gpus.search import plan_several_gpus
+    from snugfit.report.plan.several_gpus import render
+    from snugfit.report.text.page import print_as
 
+    _check_several(request, alone)
     gpu = request.gpu
     assert gpu is not None
-    asked = {"gpus": read_counts(counts), "memory_bytes": request.memory_bytes, **how}
-    return answer(
+    asked: dict[str, Any] = {
+        "gpus": read_counts(counts),
+        "memory_bytes": request.memory_bytes,
+        "fidelity": fidelity,
+        "keep": request.keep,
+        "free": request.free,
+        "headroom": request.headroom,
+    }
+    several = answer(
         SeveralGpusPlan.from_json,
         lambda tell: plan_several_gpus(request.job, gpu=gpu, workers=workers, tell=tell, **asked),
         request.job,
@@ -238,6 +244,8 @@ def _plan_several(
         what="several gpus",
         **asked,
     )
+    print_as(form, several.to_json(), render(several))
+    return 0 if several.fitting else NothingFits.exit_code
 
 
 def read_counts(text: str) -> list[int]:

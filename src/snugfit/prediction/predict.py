@@ -17,7 +17,7 @@ from snugfit.prediction.rates import Rates, rates_for
 from snugfit.prediction.seconds import step_seconds
 from snugfit.prediction.several_gpus.communication import (
     communication_bytes,
-    doubts_about_seconds,
+    doubts_about_exchanges,
     interconnect_of,
 )
 from snugfit.prediction.startup import count_in_programs, distinct_kernels, startup
@@ -89,30 +89,27 @@ def predict(
 
     `memory_bytes` is what may be used, when it is not all of the GPU's. What fits and leaves less of it than
     `headroom` (bytes, or text such as `2%`) is marked as tight; by default 2 % of the GPU's, and more where
-    the bytes are in doubt. `loop` is `plain`, `accelerate` or
-    `trainer`; `trainer_class` is a subclass of `transformers.Trainer` to rehearse in its place; `rates` are
-    by default this GPU's. Raises `UsageError` for what cannot be, `RehearsalError` for a step without a
-    trace.
+    the bytes are in doubt. `loop` is `plain`, `accelerate` or `trainer`; `trainer_class` is a subclass of
+    `transformers.Trainer` to rehearse in its place; `rates` are by default this GPU's. Raises `UsageError`
+    for what cannot be, `RehearsalError` for a step without a trace.
     """
     _refuse(job, memory_bytes)
-    gpu = gpu if gpu is None or isinstance(gpu, Gpu) else find_gpu(gpu)
+    gpu, profile = None if gpu is None else find_gpu(gpu), find_software(software)
     headroom_bytes = headroom_of(headroom, gpu, memory_bytes)
-    profile = find_software(software)
     recipe = profile.with_defaults(recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe))
     setup = on_gpus(profile.setup(recipe), gpus)
     part = job_of_rank(job, setup)
     warnings = recipe.check(part, gpu.compute_capability if gpu else None)
     trace = _rehearse(part, setup, gpu, profile, loop, trainer_class)
-    communication, about_nccl = communication_bytes(trace)
+    communication = communication_bytes(trace, gpus)
     group = group_bytes(setup, loop) + communication
     context, about_context = context_of(gpu, profile, trace, group=group)
-    about_context += about_nccl
     limit = gpu.memory_bytes - context if gpu and gpu.memory_bytes else None
     after = replay(trace, expandable=setup.expandable_segments, limit=limit)
     if limit is not None and after.retries and after.reserved_peak <= limit:
         about_context.append(RETRIED)
     timing, timeline, about_seconds = _seconds(trace, gpu, job, setup, rates)
-    peak = trace.peak().position
+    peak, host = trace.peak().position, _host_bytes(part, setup, trace, loop)
     available = memory_bytes if memory_bytes is not None else gpu.memory_bytes if gpu else None
     return Prediction(
         job=job,
@@ -121,9 +118,7 @@ def predict(
         gpu=gpu,
         memory_bytes=available,
         headroom_bytes=headroom_bytes,
-        footprint=_footprint(
-            trace, peak, after, context, _host_bytes(part, setup, trace, loop), available, communication
-        ),
+        footprint=_footprint(trace, peak, after, context, host, available, communication),
         anatomy=anatomy(trace, peak, after.reserved, part, setup),
         versions=installed_versions(),
         doubts=(*warnings, *trace.doubts, *about_context, *doubts_about(gpu, profile), *about_seconds),
@@ -229,7 +224,7 @@ def _seconds(
     workers = setup.loader.workers
     timing = step_seconds(trace, gpu, batch_size=job.batch_size, rates=rates, workers=workers)
     timed = time_kernels(trace, rates, interconnect_of(gpu), workers=workers)
-    return timing, phase_spans(timed), (*doubts, *doubts_about_seconds(trace, gpu))
+    return timing, phase_spans(timed), (*doubts, *doubts_about_exchanges(trace, gpu))
 
 
 def _startup(trace: Trace, job: Job, setup: Setup, timing: StepSeconds | None) -> Startup | None:

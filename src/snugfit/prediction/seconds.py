@@ -29,6 +29,7 @@ from snugfit.rehearsal.trace.trace import (
     GENERATED,
     MATRIX_PRODUCTS,
     PREPARED,
+    SHARD_HOOKS,
     STAGED,
     SWAPPED,
     UPDATE_ON_HOST,
@@ -232,6 +233,8 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
         launch = host.generated if kernel.operator.startswith(GENERATED) else host.in_program
     elif kernel.operator == UPDATE_ON_HOST:
         launch = UPDATE_PASSES * kernel.nbytes / 2 / HOST_BANDWIDTH[kernel.itemsize]
+    elif kernel.operator == SHARD_HOOKS:
+        launch = host.shard_hook * kernel.tensors
     elif kernel.operator in BY_HOST:
         rate = DISK_BANDWIDTH if kernel.operator == SWAPPED else HOST_BANDWIDTH[4]
         launch = kernel.nbytes / 2 / rate if kernel.operator in (WORK_ON_HOST, SWAPPED) else 0.0

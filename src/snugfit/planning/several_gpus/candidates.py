@@ -35,18 +35,18 @@ class Shared:
 
     @property
     def recomputing(self) -> Technique:
-        """What is recomputed."""
+        """The technique that says which layers are computed again."""
         return self.recipe[Slot.CHECKPOINTING]
 
     def is_slower_than(self, other: Shared) -> bool:
         """Whether no step of it is shorter than the other's, which takes more memory: where both share the
         work in one way, and this recomputes, or gathers weights, where the other keeps them."""
-        mine, others = (one.recipe[Slot.SHARDING].install(Setup()).parallel for one in (self, other))
+        own, rival = (one.recipe[Slot.SHARDING].install(Setup()).parallel for one in (self, other))
         if self.recipe[Slot.SHARDING] == other.recipe[Slot.SHARDING]:
             return True
-        if mine is None or others is None or self.recomputing != other.recomputing:
+        if own is None or rival is None or self.recomputing != other.recomputing:
             return False
-        return replace(mine, reshard=others.reshard) == others and others.reshard == KEPT
+        return replace(own, reshard=rival.reshard) == rival and rival.reshard == KEPT
 
     def cut(self, pieces: Technique) -> Recipe:
         """The recipe whose global batch is cut so."""
@@ -58,21 +58,21 @@ def with_technique(recipe: Recipe, technique: Technique) -> Recipe:
     return Recipe(tuple(technique if one.slot is technique.slot else one for one in recipe))
 
 
-def ways(job: Job, base: Recipe, gpus: int, kept: Kept) -> Iterator[Shared]:
+def ways(job: Job, base: Recipe, gpus: int, fixed: Kept) -> Iterator[Shared]:
     """Every way to share the work of this job among so many GPUs, with what it recomputes; from what keeps
     most to what recomputes most."""
-    for recomputing in recomputings(job, kept):
-        for sharing in sharings(job, gpus, kept):
+    for recomputing in recomputings(job, fixed):
+        for sharing in sharings(job, gpus, fixed):
             recipe = with_technique(with_technique(base, sharing), recomputing)
             if is_valid(job, recipe, gpus):
                 yield Shared(gpus, recipe)
 
 
-def sharings(job: Job, gpus: int, kept: Kept) -> Iterator[Technique]:
+def sharings(job: Job, gpus: int, fixed: Kept) -> Iterator[Technique]:
     """Techniques of several GPUs, or of one where there is one. Groups of GPUs are those of whole hosts,
     where there are several."""
-    slot_is_open = Slot.SHARDING not in kept.slots
-    for technique in _of_slot(job, Slot.SHARDING, kept):
+    slot_is_open = Slot.SHARDING not in fixed.slots
+    for technique in _of_slot(job, Slot.SHARDING, fixed):
         wish = technique.install(Setup()).parallel
         if (wish is None) is not (gpus == 1) or technique.install(Setup()).sharding is not None:
             continue
@@ -81,37 +81,37 @@ def sharings(job: Job, gpus: int, kept: Kept) -> Iterator[Technique]:
         yield technique
 
 
-def recomputings(job: Job, kept: Kept) -> list[Technique]:
+def recomputings(job: Job, fixed: Kept) -> list[Technique]:
     """What keeps everything, then each technique that has one setting only, the one that keeps more first."""
-    settings = [one for one in _of_slot(job, Slot.CHECKPOINTING, kept) if one.plain or _is_alone(one, job)]
+    settings = [one for one in _of_slot(job, Slot.CHECKPOINTING, fixed) if one.plain or _is_alone(one, job)]
 
-    def recomputed(one: Technique) -> tuple[bool, bool]:
+    def sort_key(one: Technique) -> tuple[bool, bool]:
         wish = one.install(Setup()).checkpoint
         return wish is not None, wish is not None and not wish.keep
 
-    return sorted(settings, key=recomputed)
+    return sorted(settings, key=sort_key)
 
 
-def fillings(job: Job, slot: Slot, kept: Kept, fidelity: Fidelity) -> list[Technique]:
+def fillings(job: Job, slot: Slot, fixed: Kept, fidelity: Fidelity) -> list[Technique]:
     """What may stand in a slot that is decided once, at this fidelity."""
     degrees = list(Fidelity)
     plain = roster.plain(slot)
     return [
         one
-        for one in _of_slot(job, slot, kept)
-        if slot in kept.slots
+        for one in _of_slot(job, slot, fixed)
+        if slot in fixed.slots
         or (degrees.index(one.fidelity) <= degrees.index(fidelity) and one.family == plain.family)
     ]
 
 
-def cuts(job: Job, shared: Shared, kept: Kept) -> list[Technique]:
+def cuts(job: Job, shared: Shared, fixed: Kept) -> list[Technique]:
     """Every way to cut a GPU's part of the batch, from the whole to single samples."""
     part = job_of_rank(job, on_gpus(shared.recipe.setup(), shared.gpus))
-    known: Mapping[Slot, tuple[Technique, ...]] = kept.slots
+    known: Mapping[Slot, tuple[Technique, ...]] = fixed.slots
     if Slot.BATCHING in known:
         return list(known[Slot.BATCHING])
     pieces = [
-        one for one in _of_slot(part, Slot.BATCHING, kept) if is_valid(job, shared.cut(one), shared.gpus)
+        one for one in _of_slot(part, Slot.BATCHING, fixed) if is_valid(job, shared.cut(one), shared.gpus)
     ]
     return sorted(pieces, key=lambda one: one.install(Setup()).micro_batches)
 
@@ -126,9 +126,9 @@ def is_valid(job: Job, recipe: Recipe, gpus: int) -> bool:
     return True
 
 
-def _of_slot(job: Job, slot: Slot, kept: Kept) -> Iterator[Technique]:
-    if slot in kept.slots:
-        yield from kept.slots[slot]
+def _of_slot(job: Job, slot: Slot, fixed: Kept) -> Iterator[Technique]:
+    if slot in fixed.slots:
+        yield from fixed.slots[slot]
         return
     for kind in roster.techniques():
         if kind.slot is slot and not kind.missing_package() and not kind.planning_objection(job):

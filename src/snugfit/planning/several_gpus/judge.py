@@ -39,7 +39,7 @@ FEW_PIECES = (2, 3)
 
 
 class Judged(NamedTuple):
-    """What it takes."""
+    """What a recipe takes on each GPU."""
 
     needed_bytes: int
     """What must be free on each GPU."""
@@ -88,20 +88,20 @@ class Judge:
     def _by_pieces(self, part: Job, setup: Setup) -> tuple[float, float]:
         """`part` is a GPU's, on whatever depth."""
         if setup.micro_batches <= FEW_PIECES[-1]:
-            return self._simulated(part, setup)
+            return self._simulate(part, setup)
         samples = part.batch_size // setup.micro_batches
 
         def of_pieces(pieces: int) -> tuple[float, float]:
-            return self._simulated(
+            return self._simulate(
                 replace(part, batch_size=samples * pieces), replace(setup, micro_batches=pieces)
             )
 
         return _on_a_line(FEW_PIECES, of_pieces, setup.micro_batches)
 
-    def _simulated(self, part: Job, setup: Setup) -> tuple[float, float]:
+    def _simulate(self, part: Job, setup: Setup) -> tuple[float, float]:
         trace = rehearse(part, setup, policy_for(self._gpu, self._software))
         after = replay(trace, expandable=setup.expandable_segments)
-        group, _ = communication_bytes(trace)
+        group = communication_bytes(trace, setup.parallel.ranks if setup.parallel else 1)
         context, _ = context_of(self._gpu, self._software, trace, group=group)
         workers = setup.loader.workers
         timing = step_seconds(trace, self._gpu, batch_size=part.batch_size, workers=workers)

@@ -55,7 +55,7 @@ class SeveralGpusPlan(Tabular):
 
     job: Job
     gpu: Gpu
-    """Each of them."""
+    """The kind that all of them are."""
     memory_bytes: int
     """What may be used of each."""
     headroom_bytes: int
@@ -64,9 +64,9 @@ class SeveralGpusPlan(Tabular):
     """The least exact that was allowed."""
     answers: tuple[OnGpus, ...]
     """For each number of GPUs, in order: the fastest that fits, or the nearest miss."""
-    others: tuple[OnGpus, ...] = ()
+    alternatives: tuple[OnGpus, ...] = ()
     """On the fastest answer's GPUs: what else was simulated in full, the fastest first."""
-    kept: tuple[KeptSlot, ...] = ()
+    kept_slots: tuple[KeptSlot, ...] = ()
     """Slots that were not searched."""
     refused: tuple[Exclusion, ...] = ()
     """What was not considered, and why."""
@@ -103,7 +103,7 @@ class SeveralGpusPlan(Tabular):
 
     def to_json(self) -> dict[str, Any]:
         """The document that `snugfit plan --gpus ... --json` prints."""
-        named = {name: one and one.gpus for name, one in self._named().items()}
+        named = {name: one and one.gpus for name, one in self._by_name().items()}
         return {"schema": SCHEMA, "what": "plan for several GPUs", **encode_fields(self, **named)}
 
     @classmethod
@@ -111,5 +111,5 @@ class SeveralGpusPlan(Tabular):
         """The plan that `to_json` wrote."""
         return decode_fields(cls, document)
 
-    def _named(self) -> dict[str, OnGpus | None]:
+    def _by_name(self) -> dict[str, OnGpus | None]:
         return {"fastest": self.fastest, "fewest": self.fewest, "cheapest": self.cheapest}

@@ -44,7 +44,7 @@ from snugfit.techniques.several_gpus import MOST_GPUS
 from snugfit.techniques.technique import Fidelity, Technique
 
 MARGIN = 1.03
-"""Of bytes that are found on few layers (chosen): what is said to fit shall fit in full."""
+"""of bytes that are found on few layers (chosen): what is said to fit shall fit in full."""
 
 FULL = 3
 """Recipes that are simulated in full on the fastest answer's GPUs (chosen)."""
@@ -65,7 +65,7 @@ def plan_several_gpus(
     workers: int | None = None,
     tell: Tell = lambda what: None,
 ) -> SeveralGpusPlan:
-    """For each of these numbers of GPUs the fastest recipe that fits, the global batch kept.
+    """For each of these numbers of GPUs the fastest recipe that fits, the global batch fixed.
 
     `memory_bytes` is what may be used of each GPU, by default all of it but its `headroom`; `keep` names
     techniques that are not searched; `workers` processes simulate side by side. Raises `UsageError` for what
@@ -75,15 +75,15 @@ def plan_several_gpus(
     gpu = find_gpu(gpu)
     rates_for(gpu)  # which refuses a GPU of which no seconds are known
     counts = counts_of(gpus, job)
-    kept = replace(kept_of(job, keep, free, None), several_gpus=True)
-    kept.refuse(gpu.compute_capability)
+    fixed = replace(kept_of(job, keep, free, None), several_gpus=True)
+    fixed.refuse(gpu.compute_capability)
     if memory_bytes is None and gpu.memory_bytes is None:
         raise GpuError(f"The memory of {gpu.name} is not known. Add memory_bytes (--memory).")
     memory = memory_bytes if memory_bytes is not None else gpu.memory_bytes or 0
     spare = headroom_of(headroom, gpu, memory_bytes)
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
     with worker_pool(partial(Judge, job, gpu), workers=workers) as pool:
-        search = _Search(job, gpu, memory - spare, kept, fidelity_of(fidelity), pool, tell)
+        search = _Search(job, gpu, memory - spare, fixed, fidelity_of(fidelity), pool, tell)
         answer = search.answer(counts)
     return replace(answer, memory_bytes=memory, headroom_bytes=spare)
 
@@ -150,12 +150,12 @@ class _Bisection:
 
 
 class _Search:
-    """One search."""
+    """One search: what is asked, and what was found out so far."""
 
     def __init__(
-        self, job: Job, gpu: Gpu, bound: int, kept: Kept, fidelity: Fidelity, pool: WorkerPool, tell: Tell
+        self, job: Job, gpu: Gpu, bound: int, fixed: Kept, fidelity: Fidelity, pool: WorkerPool, tell: Tell
     ) -> None:
-        self._job, self._gpu, self._bound, self._kept = job, gpu, bound, kept
+        self._job, self._gpu, self._bound, self._fixed = job, gpu, bound, fixed
         self._fidelity, self._pool, self._tell = fidelity, pool, tell
         self._screened = 0
         self._refused: dict[str, str] = {}
@@ -165,13 +165,13 @@ class _Search:
     def answer(self, counts: list[int]) -> SeveralGpusPlan:
         """The plan for these numbers of GPUs."""
         base = self._base(counts[-1])
-        found = self._screen(counts, base)
-        self._in_full([(count, first.recipe) for count in counts if (first := _first(found[count]))])
-        answers = [self._best_of(count, found[count]) for count in counts]
+        bisections = self._screen(counts, base)
+        self._in_full([(count, first.recipe) for count in counts if (first := _first(bisections[count]))])
+        answers = [self._best_of(count, bisections[count]) for count in counts]
         fastest = min((one for one in answers if one.fits), key=lambda one: one.step_seconds, default=None)
-        others: list[OnGpus] = []
+        alternatives: list[OnGpus] = []
         if fastest is not None:
-            others = self._others(fastest, found[fastest.gpus])
+            alternatives = self._alternatives(fastest, bisections[fastest.gpus])
         return SeveralGpusPlan(
             job=self._job,
             gpu=self._gpu,
@@ -179,8 +179,8 @@ class _Search:
             headroom_bytes=0,
             fidelity=self._fidelity.value,
             answers=tuple(answers),
-            others=tuple(others),
-            kept=self._kept.listing(),
+            alternatives=tuple(alternatives),
+            kept_slots=self._fixed.listing(),
             refused=tuple(Exclusion(what=what, why=why) for what, why in self._refused.items()),
             screened=self._screened,
             doubts=tuple(self._doubts),
@@ -196,15 +196,15 @@ class _Search:
     def _base(self, gpus: int) -> Recipe:
         """The recipe whose slots that are decided once take the least time, on so many GPUs."""
         self._tell("comparing precisions and optimizers")
-        sharing = next(sharings(self._job, gpus, self._kept), None)
+        sharing = next(sharings(self._job, gpus, self._fixed), None)
         if sharing is None:
             raise UsageError(f"No technique shares this job among {gpus} GPUs.")
         base = with_technique(Recipe(), sharing)
-        for slot, fixed in self._kept.slots.items():
+        for slot, fixed in self._fixed.slots.items():
             base = with_technique(base, fixed[0]) if slot is not sharing.slot else base
         for slot in DECIDED_ONCE:
             choices = [
-                with_technique(base, one) for one in fillings(self._job, slot, self._kept, self._fidelity)
+                with_technique(base, one) for one in fillings(self._job, slot, self._fixed, self._fidelity)
             ]
             valid = [one for one in choices if is_valid(self._job, one, gpus)]
             if len(valid) > 1:
@@ -217,13 +217,13 @@ class _Search:
 
     def _screen(self, counts: Sequence[int], base: Recipe) -> dict[int, list[_Bisection]]:
         """For each number of GPUs the ways to share, with the fewest pieces with which each fits."""
-        found: dict[int, list[_Bisection]] = defaultdict(list)
+        bisections: dict[int, list[_Bisection]] = defaultdict(list)
         for count in counts:
-            for shared in ways(self._job, base, count, self._kept):
-                found[count].append(_Bisection(shared, cuts(self._job, shared, self._kept)))
-        every = [one for ways_of_count in found.values() for one in ways_of_count]
+            for shared in ways(self._job, base, count, self._fixed):
+                bisections[count].append(_Bisection(shared, cuts(self._job, shared, self._fixed)))
+        every = [one for ways_of_count in bisections.values() for one in ways_of_count]
         while asked := [
-            (one, recipe) for one in every if self._is_wanted(one, found) and (recipe := one.next())
+            (one, recipe) for one in every if self._is_wanted(one, bisections) and (recipe := one.next())
         ]:
             self._tell(f"simulating {len(asked)} recipes on few layers, {self._screened} done")
             judged = self._judge((one.shared.gpus, recipe) for one, recipe in asked)
@@ -234,12 +234,12 @@ class _Search:
                     for other in every:
                         if other.shared.recomputing == one.shared.recomputing:
                             other.why_not = answer.why_not
-        return found
+        return bisections
 
-    def _is_wanted(self, one: _Bisection, found: dict[int, list[_Bisection]]) -> bool:
+    def _is_wanted(self, one: _Bisection, bisections: dict[int, list[_Bisection]]) -> bool:
         """Whether it may be the fastest: not where the same sharing fits whole, and recomputes less or
         gathers less often."""
-        for other in found[one.shared.gpus]:
+        for other in bisections[one.shared.gpus]:
             if other is one:
                 return True
             if one.shared.is_slower_than(other.shared) and (other.high == 0 or other.next() is not None):
@@ -266,7 +266,7 @@ class _Search:
             raise SnugfitError(f"No recipe trains this job on {count} GPUs.")
         return miss
 
-    def _others(self, fastest: OnGpus, ways_to_share: list[_Bisection]) -> list[OnGpus]:
+    def _alternatives(self, fastest: OnGpus, ways_to_share: list[_Bisection]) -> list[OnGpus]:
         ranked = sorted(
             (one for one in ways_to_share if one.best is not None),
             key=lambda one: one.best.step_seconds if one.best else math.inf,
@@ -279,32 +279,32 @@ class _Search:
 
     def _in_full(self, recipes: Sequence[tuple[int, Recipe]]) -> list[OnGpus | None]:
         """What these recipes take on so many GPUs each, simulated in full; None where that fails."""
-        wanted = [one for one in recipes if one not in self._full]
-        if wanted:
-            self._tell(f"simulating {len(wanted)} answers in full")
-        asked = [Question(at, "in_full", (*one, self._bound)) for at, one in enumerate(wanted)]
+        missing = [one for one in recipes if one not in self._full]
+        if missing:
+            self._tell(f"simulating {len(missing)} answers in full")
+        asked = [Question(at, "in_full", (*one, self._bound)) for at, one in enumerate(missing)]
         for answer in self._pool.answers_to(asked):
-            count, recipe = wanted[answer.number]
-            self._full[count, recipe] = self._told(count, recipe, answer.value)
+            count, recipe = missing[answer.number]
+            self._full[count, recipe] = self._summary(count, recipe, answer.value)
         return [self._full[one] for one in recipes]
 
-    def _told(self, count: int, recipe: Recipe, made: Prediction | SnugfitError) -> OnGpus | None:
-        if isinstance(made, SnugfitError):
-            self._refused[str(recipe)] = str(made)
+    def _summary(self, count: int, recipe: Recipe, prediction: Prediction | SnugfitError) -> OnGpus | None:
+        if isinstance(prediction, SnugfitError):
+            self._refused[str(recipe)] = str(prediction)
             return None
-        self._doubts.update(dict.fromkeys(made.doubts))
-        timing = made.timing
+        self._doubts.update(dict.fromkeys(prediction.doubts))
+        timing = prediction.timing
         if timing is None:
             return None
         return OnGpus(
             gpus=count,
             recipe=str(recipe),
-            needed_bytes=made.needed_bytes,
+            needed_bytes=prediction.needed_bytes,
             step_seconds=timing.step_seconds,
             samples_per_second=timing.samples_per_second,
             scaling_efficiency=timing.scaling_efficiency,
             bound=timing.bound,
-            fits=bool(made.fits),
+            fits=bool(prediction.fits),
         )
 
 

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
 
 FIRST_GROUP, FURTHER_GROUP = 847 * MIB, 484 * MIB
-"""NVML bytes that NCCL takes for the first group of GPUs and for each further one: six runs on two and four
-H200s of one host (2026-11-26, NCCL 2.28.9). On two H200s of another it took 310 to 330 for the first."""
+"""NVML bytes that NCCL takes for the first group of GPUs and for each further one: with them, 36 runs on two
+and four H200s of one host are met within 8 MiB (2026-11-26, NCCL 2.28.9, 24 channels). On two H200s of
+2026-11-22 it took 320 MiB for the first."""
 
 PEERS = 400 * MIB
 """And for each GPU that this one sends to without the rest (same host)."""
@@ -70,13 +71,13 @@ class Interconnect:
     """How GPUs are connected; bytes per second are of one GPU in one direction."""
 
     link: float
-    """Within a host."""
+    """Between two GPUs of a host."""
 
     is_pcie: bool = False
     """Whether that is PCIe, and no link of the GPUs' own."""
 
     network: float = NETWORK
-    """Between hosts."""
+    """From one host to another."""
 
     gpus_per_host: int = GPUS_PER_HOST
 
@@ -113,39 +114,37 @@ def interconnect_of(gpu: Gpu) -> Interconnect:
     return Interconnect(link=pcie, is_pcie=True)
 
 
-def communication_bytes(trace: Trace) -> tuple[int, list[str]]:
-    """NVML bytes that NCCL keeps beside the allocator's, and sentences on what is uncertain about them."""
-    groups = {kernel.peers for kernel in trace.kernels if kernel.operator in COLLECTIVES}
-    if not groups:
-        return 0, []
-    sends = {k.peers for k in trace.kernels if k.operator in (SEND, RECEIVE, ALL_TO_ALL)}
-    to_peers = sum(PEERS * (peers - 1) for peers, _ in sends)
-    return FIRST_GROUP + FURTHER_GROUP * (len(groups) - 1) + to_peers, [NCCL_DOUBT]
+def communication_bytes(trace: Trace, gpus: int) -> int:
+    """NVML bytes that NCCL keeps beside the allocator's: for the group of all GPUs, in which any run
+    exchanges something, and for each further group."""
+    exchanges = [kernel for kernel in trace.kernels if kernel.operator in COLLECTIVES]
+    if not exchanges:
+        return 0
+    further = {kernel.peers for kernel in exchanges} - {(gpus, 1)}
+    sends = {kernel.peers for kernel in exchanges if kernel.operator in (SEND, RECEIVE, ALL_TO_ALL)}
+    return FIRST_GROUP + FURTHER_GROUP * len(further) + sum(PEERS * (peers - 1) for peers, _ in sends)
 
 
-NCCL_DOUBT = (
-    "NCCL's own memory depends on how a host connects its GPUs. What is counted here was measured on four "
-    "H200s of one host; on two of another it was 520 MiB less."
-)
+MEASURED = ("H200-SXM",)
+"""GPUs whose exchanges within a host were measured."""
 
 
-def doubts_about_seconds(trace: Trace, gpu: Gpu) -> list[str]:
-    """Sentences on what is uncertain about the seconds of a trace's exchanges on GPUs of this kind."""
+def doubts_about_exchanges(trace: Trace, gpu: Gpu | None) -> list[str]:
+    """Sentences on what is uncertain about a trace's exchanges on GPUs of this kind."""
     peers = [kernel.peers for kernel in trace.kernels if kernel.operator in COLLECTIVES]
-    if not peers:
+    if not peers or gpu is None:
         return []
     connected = interconnect_of(gpu)
     doubts = []
     if gpu.key not in MEASURED:
         how = "PCIe, of which a guess is taken" if connected.is_pcie else "their link's data sheet"
-        doubts.append(f"No exchanges between {gpu.name}s were measured. Their seconds follow {how}.")
+        doubts.append(
+            f"No exchanges between {gpu.name}s were measured. Their seconds follow {how}, and NCCL's memory "
+            "is an H200's."
+        )
     if any((count - 1) * stride >= connected.gpus_per_host for count, stride in peers):
         doubts.append(
             f"Hosts are taken to have {connected.gpus_per_host} GPUs and a network of "
             f"{8 * connected.network / 1e9:.0f} Gb/s for each. No exchange between hosts was measured."
         )
     return doubts
-
-
-MEASURED = ("H200-SXM",)
-"""GPUs whose exchanges within a host were measured."""

@@ -14,8 +14,9 @@ Afterwards the process is as it was.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -29,7 +30,7 @@ from snugfit.rehearsal.sharded import collectives
 from snugfit.rehearsal.sharded.device_module import ShapesModule
 from snugfit.rehearsal.sharded.offloaded_shards import TO_COPY, HostShards
 from snugfit.rehearsal.sharded.streams import Moment, StreamOrder
-from snugfit.rehearsal.trace.trace import ALL_REDUCE, DEFAULT_STREAM
+from snugfit.rehearsal.trace.trace import ALL_REDUCE, DEFAULT_STREAM, SHARD_HOOKS
 from snugfit.results.footprint import Kind
 from snugfit.step.host_link import MetaLink
 
@@ -101,6 +102,11 @@ class RankRecorder(Recorder):
             self._kept.append(bucket)
         self._add_exchange(ALL_REDUCE, bucket.nbytes, dist.group.WORLD, own_stream=True)
 
+    def count_shard_hooks(self, hooks: int) -> None:
+        """The host runs so many of FSDP2's hooks."""
+        if self._phase in ("forward", "backward"):
+            self._add_to_last_step(SHARD_HOOKS, KernelCost(0, 0, (), "", hooks, "", ()))
+
     def _exchange(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         if func in collectives.WAITS:
@@ -161,6 +167,9 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[No
     import torch.nn.parallel.distributed as data_parallel
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+    def with_count(name: str, hooks: int) -> tuple[Any, str, Any]:
+        return FSDPParamGroup, name, _count_calls(getattr(FSDPParamGroup, name), recorder, hooks)
+
     def resize(storage: Any, nbytes: int) -> Any:
         before = storage.nbytes()
         out = _resize(storage, nbytes)
@@ -188,6 +197,9 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[No
     replaced: tuple[tuple[Any, str, Any], ...] = (
         (torch.UntypedStorage, "resize_", resize),
         (FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
+        with_count("pre_forward", 2),
+        with_count("unshard", 1),
+        with_count("post_backward", 2),
         (data_parallel, "_verify_param_shape_across_processes", lambda *compared: None),
         (data_parallel.DistributedDataParallel, "__init__", make_and_hook),
         (fake_work, "generate_unique_id", itertools.count().__next__),
@@ -200,6 +212,17 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[No
         for owner, name, instead in replaced:
             stack.enter_context(patch.object(owner, name, instead))
         yield
+
+
+def _count_calls(method: Callable[..., Any], recorder: RankRecorder, hooks: int) -> Callable[..., Any]:
+    """A method of FSDP2's, before which the host runs so many of its hooks."""
+
+    @functools.wraps(method)
+    def count_and_run(*arguments: Any, **keywords: Any) -> Any:
+        recorder.count_shard_hooks(hooks)
+        return method(*arguments, **keywords)
+
+    return count_and_run
 
 
 @contextlib.contextmanager

@@ -60,7 +60,11 @@ HELD_ON_HOST = "memory of the host"
 PINNED_ON_HOST = "page-locked on the host"
 """No work: so many of them are page-locked."""
 
-BY_HOST = frozenset({UPDATE_ON_HOST, WORK_ON_HOST, SWAPPED, HELD_ON_HOST, PINNED_ON_HOST})
+SHARD_HOOKS = "hooks of sharded weights"
+"""So many (`Kernel.tensors`) of FSDP2's hooks run on the host, in Python: what gathers, drops and scatters a
+group's weights."""
+
+BY_HOST = frozenset({SHARD_HOOKS, UPDATE_ON_HOST, WORK_ON_HOST, SWAPPED, HELD_ON_HOST, PINNED_ON_HOST})
 """What the device has no part in."""
 
 STAGED = frozenset({STAGE_OUT, STAGE_BACK})

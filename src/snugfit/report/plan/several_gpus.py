@@ -16,9 +16,9 @@ def render(plan: SeveralGpusPlan) -> Page:
     return Page(
         [Sentence(f"{job_line(plan.job)} · {plan.gpu.name} · fidelity {plan.fidelity}", "heading")],
         (Sentence(line, "good" if plan.fitting else "bad") for line in _headline(plan)),
-        _kept(plan),
+        _kept_slots(plan),
         [_table("The fastest recipe on each number of GPUs", plan.answers)],
-        [_table("What else fits them", plan.others)] if plan.others else [],
+        [_table("What else fits them", plan.alternatives)] if plan.alternatives else [],
         [
             f"{plan.screened:,} recipes were simulated on models of few layers, and those of these tables in "
             "full."
@@ -53,9 +53,9 @@ def _headline(plan: SeveralGpusPlan) -> Iterator[str]:
             return
 
 
-def _kept(plan: SeveralGpusPlan) -> Iterator[str]:
-    if plan.kept:
-        shown = ", ".join(f"{slot.slot} ({' or '.join(slot.techniques)})" for slot in plan.kept)
+def _kept_slots(plan: SeveralGpusPlan) -> Iterator[str]:
+    if plan.kept_slots:
+        shown = ", ".join(f"{slot.slot} ({' or '.join(slot.techniques)})" for slot in plan.kept_slots)
         yield f"Kept: {shown}."
 
 
