@@ -7,13 +7,12 @@ generators last, because building draws from them.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError, UsageError
 from snugfit.job.weights import LoadedWeights
-from snugfit.step.applier import is_adapted, make_scaler, set_process
+from snugfit.step.applier import distribute_model, is_adapted, make_scaler, set_process
 from snugfit.step.build import build_model, build_optimizer
 from snugfit.training.checkpoint.model_state import (
     beginning_of,
@@ -22,6 +21,7 @@ from snugfit.training.checkpoint.model_state import (
 )
 from snugfit.training.checkpoint.state import TrainState, restore
 from snugfit.training.checkpoint.weights import load_weights
+from snugfit.training.rng import seed_all
 from snugfit.training.run.run import lengthens
 
 if TYPE_CHECKING:
@@ -42,25 +42,27 @@ def open_run(
     """The run under `setup`, which takes `steps` optimizer steps in all: at its beginning, or as it was when
     `checkpoint` was taken. What a run that begins has new is told. Raises `SnugfitError` when the checkpoint
     does not fit the model."""
-    import numpy
-    import torch
-
     seed = run.options.seed
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    seed_all(seed)  # in all processes alike, so that they build the same weights
     set_process(setup, run.device)
     model = _model(run, setup, checkpoint, tell)
+    runs = distribute_model(setup, model)
     optimizer = build_optimizer(run.job, setup, model, weight_decay=run.options.weight_decay)
     state = TrainState(
         model=model,
+        runs=runs,
+        ranks=run.ranks,
         optimizer=optimizer,
         scheduler=schedule(run, optimizer, steps),
         scaler=make_scaler(setup, run.device),
         device=run.device,
     )
+    if run.ranks.rank:
+        seed_all(seed, run.ranks.rank)
     if checkpoint is not None:
-        restore(state, checkpoint.folder)
+        kept = restore(state, checkpoint.folder)
+        if kept < run.ranks.size:
+            tell(f"The random numbers of {run.ranks.size - kept} of {run.ranks.size} GPUs begin anew.")
         if lengthens(run, checkpoint.about, checkpoint.step):
             _set_rates(state.scheduler)
     return state

@@ -14,7 +14,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.training.checkpoint.manager import CheckpointManager
 from snugfit.training.checkpoint.manifest import Checkpoint, verify
 from snugfit.training.checkpoint.state import RunProgress, release_unused_memory
-from snugfit.training.interrupt import EXIT_CODES, EvaluationStopped, Interrupts
+from snugfit.training.interrupt import EXIT_CODES, EvaluationStopped
 from snugfit.training.journal import Journal
 from snugfit.training.predicted import PredictRun
 from snugfit.training.recovery import (
@@ -25,10 +25,12 @@ from snugfit.training.recovery import (
     Recovery,
     Replan,
     cut_warning,
+    out_of_memory,
     short_of_memory,
 )
 from snugfit.training.run.active_run import ActiveRun
 from snugfit.training.run.evaluate import Evaluated, evaluate, in_order
+from snugfit.training.run.exchange import StepExchange
 from snugfit.training.run.loader import Prefetcher, report_worker_death
 from snugfit.training.run.loop import StepResult, WeightsNonFinite
 from snugfit.training.run.opening import open_run
@@ -37,7 +39,9 @@ from snugfit.training.run.run import Run
 from snugfit.training.run.spikes import Spikes
 from snugfit.training.run.trained import EARLY, FINISHED, STOPPED, LastNotKept, Trained
 from snugfit.training.step_logger import StepLogger
+from snugfit.training.stops import Stops
 
+NOT_BY_SEVERAL = "Several GPUs do not go on by themselves under another recipe."
 TO_TRAIN_ANEW = "--restart starts from the beginning and renames the old checkpoints."
 
 
@@ -49,7 +53,7 @@ class Session:
         run: Run,
         checkpoints: CheckpointManager,
         journal: Journal,
-        interrupts: Interrupts,
+        stops: Stops,
         reports: Reports,
         *,
         replan: Replan,
@@ -57,18 +61,19 @@ class Session:
         predict: PredictRun,
     ) -> None:
         self._run, self._checkpoints, self._journal = run, checkpoints, journal
-        self._interrupts, self._reports = interrupts, reports
+        self._stops, self._reports = stops, reports
+        self._exchange = StepExchange(run.ranks, stops)
         self._logger = StepLogger(journal, run.device, every=run.options.logging_steps, predict=predict)
         self._recovery, self._compare = Recovery(run.job, journal, replan), compare
         self._spikes = Spikes(run.options, journal)
         self._last: StepResult | None = None
         self._sync_to, self._is_compared = 0, False
-        checkpoints.is_too_late = lambda: interrupts.too_late
+        checkpoints.is_too_late = lambda: stops.too_late
 
     def train(self, checkpoint: Checkpoint | None) -> Trained:
         """To the end, from where `checkpoint` was taken or from the beginning."""
         run = self._run
-        recipe = Recipe.parse(checkpoint.about["recipe"]) if checkpoint is not None else run.recipe
+        recipe = run.recipe if checkpoint is None else run.recipe_after(checkpoint.about)
         self._open(recipe, checkpoint)
         self._journal.tell(
             "started",
@@ -117,7 +122,8 @@ class Session:
         """Back to where the weights were right, and again up to the step that made them wrong, which then
         stops before its update."""
         step = self._progress.step
-        checkpoint = self._checkpoints.newest()
+        self._checkpoints.wait()
+        checkpoint = self._run.ranks.first_answers(self._checkpoints.newest)
         begin = checkpoint.step if checkpoint else 0
         text = f"Step {step}: a gradient was not a number. The run goes back to step {begin}."
         self._journal.tell("warning", text=text)
@@ -140,9 +146,13 @@ class Session:
             journal=self._journal,
             logger=self._logger,
             spikes=self._spikes,
+            exchange=self._exchange,
             sync_to=self._sync_to,
         )
-        self._logger.watch_retries()
+        if run.ranks.are_many:
+            self._logger.ignore_retries()  # one process alone cannot change the recipe
+        else:
+            self._logger.watch_retries()
         self._reports.open(self._active.state.model, self._progress.step, self._active.steps)
 
     @property
@@ -189,8 +199,8 @@ class Session:
             updated=result.updated,
             seconds=seconds,
             stall_seconds=stall_seconds,
-            samples=sum(len(indices) for indices in order.step(step - 1)),
-            tokens=sum(tokens_of(batch) for batch in micro_batches),
+            samples=len(order.batch(step - 1)),
+            tokens=self._exchange.tokens if self._run.ranks.are_many else sum(map(tokens_of, micro_batches)),
         )
         if not self._active.step.unread:
             self._logger.write(self._active.step.norm)
@@ -200,7 +210,8 @@ class Session:
         try:
             return prefetcher.take()
         except Exception:
-            if self._progress.step and self._run.options.save_strategy != "no":
+            kept = self._run.options.save_strategy != "no" and not self._run.ranks.are_many
+            if self._progress.step and kept:
                 self._active.save()
             raise
 
@@ -219,7 +230,7 @@ class Session:
                 better = self._run.evaluation is not None and self._evaluate()
             except EvaluationStopped:
                 self._progress.unevaluated = True
-        asked = self._interrupts.wants_checkpoint()
+        asked = self._stops.wants_checkpoint()
         due = self._is_due(options.save_strategy, options.save_steps)
         if asked or due or (better and options.load_best_model_at_end):
             self._active.save()
@@ -229,7 +240,7 @@ class Session:
         return outcome
 
     def _outcome(self) -> str | None:
-        if self._interrupts.stopping is not None:
+        if self._stops.stopping is not None:
             return STOPPED
         patience = self._run.options.early_stopping_patience
         if patience is not None and self._progress.evaluations_without_gain >= patience:
@@ -247,7 +258,8 @@ class Session:
         assert self._run.evaluation is not None
         self._active.check_weights()
         options, progress = self._run.options, self._progress
-        micro_batch = self._run.job.batch_size // self._active.setup.micro_batches
+        ranks = self._run.ranks
+        micro_batch = self._run.job.batch_size // ranks.size // self._active.setup.micro_batches
         evaluated = evaluate(
             self._active.state.model,
             self._run.job,
@@ -257,10 +269,12 @@ class Session:
                 self._run.job,
                 self._active.setup,
                 self._run.device,
+                ranks,
             ),
             self._run.device,
             self._active.step.forward_context(),
-            self._interrupts.raise_if_stopping,
+            self._stops.raise_if_stopping,
+            ranks,
         )
         progress.evaluated = asdict(evaluated)
         self._journal.tell("evaluated", step=progress.step, loss=evaluated.loss, accuracy=evaluated.accuracy)
@@ -274,6 +288,8 @@ class Session:
         """After memory ran out: the same step again, under another recipe of the same global batch. Where it
         is only short, the next step, if there is such a recipe."""
         before, step = self._recipe, self._progress.step
+        if self._run.ranks.are_many:
+            raise out_of_memory(exhausted, before, step, f"{NOT_BY_SEVERAL} {WHAT_TO_TRY}")
         if exhausted.phase != "update":
             self._active.check_weights()
         self._compare_cut()
@@ -306,17 +322,19 @@ class Session:
     def _end(self, outcome: str) -> Trained:
         """Keeps the last boundary, and gives the result."""
         options, progress = self._run.options, self._progress
-        signal = self._interrupts.stopping
+        signal = self._stops.stopping
         if outcome == STOPPED:
-            self._interrupts.begin_last_save()
+            self._stops.begin_last_save()
         if options.save_strategy != "no" or outcome == STOPPED:
             self._active.save()
         self._checkpoints.wait()
         self._logger.end(outcome, progress.step)
         self._reports.end(self._active.state.model)
         model, root = self._active.state.model, self._checkpoints.store.root
-        if options.load_best_model_at_end and progress.best_step not in (None, progress.step):
-            best = verify(root / f"checkpoint-{progress.best_step}", progress.best_step)
+        best_step = progress.best_step
+        if options.load_best_model_at_end and best_step is not None and best_step != progress.step:
+            folder, step = root / f"checkpoint-{best_step}", best_step
+            best = self._run.ranks.first_answers(lambda: verify(folder, step))
             model = open_run(self._run, self._active.setup, self._active.steps, best).model
         trained = Trained(
             outcome=outcome,
