@@ -226,10 +226,16 @@ def refuse_unpackable(part: str, owner: Any, value: Any, optimizer: torch.optim.
 def tensor_bytes(state: TrainState) -> list[int]:
     """Bytes of each tensor of a snapshot once the optimizer has its states: each weight that trains comes
     with two moments, at most, of its own size. Raises `SnugfitError` for a model that cannot be kept."""
-    tensors = weights_of(state.model, state.optimizer).tensors()
+    tensors = map(_local, weights_of(state.model, state.optimizer).tensors())
     weights = [value.nbytes for value in {value.data_ptr(): value for value in tensors}.values()]
-    trained = [weight.nbytes for group in state.optimizer.param_groups for weight in group["params"]]
+    trained = [_local(weight).nbytes for weight in parameters_of(state.optimizer)]
     return [*weights, *trained, *trained]
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """What this process holds of a tensor."""
+    held: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return held
 
 
 def release_unused_memory(device: torch.device) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from snugfit.errors import SnugfitError
 from snugfit.step.applier import loader_arguments
+from snugfit.training.checkpoint.shards import is_sharded, shards_of
 from snugfit.training.checkpoint.state import RunProgress, TrainState, check_packable, snapshot
 from snugfit.training.recovery import Exhausted
 from snugfit.training.rng import all_rng_states, preserve_rng, rng_states, set_rng_states
@@ -63,10 +64,12 @@ class ActiveRun:
         self.step = TrainingStep(run.job, self.setup, run.device, exchange)
         self.step.rejects = lambda loss: spikes.reject(loss, self.progress)
         self._rng_at_step_start: tuple[torch.Tensor, ...] = ()
-        self._is_update_checked = False
         self.state: TrainState = open_run(
             run, self.setup, self.steps, checkpoint, lambda text: journal.tell("note", text=text)
         )
+        self._is_sharded = is_sharded(self.state.model)
+        self._is_ended = self._has_stepped = False
+        self._is_update_checked = self._is_sharded  # torch's own AdamW and SGD are what is sharded
         checkpoints.about = run.about(recipe)
         checkpoints.saved_step = checkpoint.step if checkpoint else None
         if run.options.save_strategy != "no":
@@ -113,6 +116,7 @@ class ActiveRun:
             self.step.norm = fault.norm
             self._count(False)
             return StepResult(loss=fault.loss, updated=False)
+        self._has_stepped = True
         if isinstance(result, StepResult):
             self._count(result.updated)
             self._spikes.remember(result.loss, self.progress)
@@ -155,6 +159,16 @@ class ActiveRun:
         self.step.check_weights(self.state)
         self._logger.write(self.step.norm)
 
+    def _keeps_whole(self) -> bool:
+        """Whether a checkpoint of this boundary has the whole model, though no process holds it."""
+        return self._is_ended or self.progress.step == self.steps
+
+    def save_end(self) -> None:
+        """A checkpoint of the run's end, which has the whole model whoever holds it."""
+        if self._is_sharded and not self._keeps_whole() and self._has_stepped:
+            self._is_ended, self._checkpoints.saved_step = True, None
+        self.save()
+
     def save(self) -> None:
         """A checkpoint of this boundary, unless there is one."""
         if self._checkpoints.saved_step == self.progress.step:
@@ -167,4 +181,6 @@ class ActiveRun:
         """What this process keeps of this boundary; None where another one keeps all of it."""
         ranks = self._run.ranks
         random = ranks.gather(all_rng_states(self._run.device)) if ranks.are_many else []
+        if self._is_sharded:
+            return shards_of(self.state, staging, random=random, is_last=self._keeps_whole())
         return snapshot(self.state, staging, random=random) if ranks.is_first else None

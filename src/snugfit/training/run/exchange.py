@@ -1,10 +1,10 @@
 """What the processes of a run tell each other in each step, on the host.
 
-    before the forward pass      how many items count in each one's micro-batches. A micro-batch's loss is
-                                 scaled by its share of all of them, times the processes: DDP and FSDP2 average
-                                 gradients over processes, so the average is the gradient of the mean over the
-                                 global batch, however the samples are padded
-    after the forward pass       each one's part of the loss, tokens, and what it has heard from outside
+    before the forward pass    how many items count in each one's micro-batches. A micro-batch's loss is
+                               scaled by its share of all of them, times the processes: DDP and FSDP2
+                               average gradients over processes, so the average is the gradient of the mean
+                               over the global batch, however the samples are padded
+    after the forward pass     each one's part of the loss, tokens, and what it has heard from outside
 
 The second is made while the device is at the backward pass. A run of one process tells nobody.
 """

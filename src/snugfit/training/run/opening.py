@@ -19,6 +19,7 @@ from snugfit.training.checkpoint.model_state import (
     load_model_state,
     names_kept_beside,
 )
+from snugfit.training.checkpoint.shards import has_shards, is_sharded, keep_parts, load_shards
 from snugfit.training.checkpoint.state import TrainState, restore
 from snugfit.training.checkpoint.weights import load_weights
 from snugfit.training.rng import seed_all
@@ -61,6 +62,11 @@ def open_run(
         seed_all(seed, run.ranks.rank)
     if checkpoint is not None:
         kept = restore(state, checkpoint.folder)
+        if is_sharded(model):
+            keep_parts(optimizer)
+        if has_shards(checkpoint.folder):
+            load_shards(state, checkpoint.folder)
+            load_model_state(model, checkpoint.folder)
         if kept < run.ranks.size:
             tell(f"The random numbers of {run.ranks.size - kept} of {run.ranks.size} GPUs begin anew.")
         if lengthens(run, checkpoint.about, checkpoint.step):
@@ -83,6 +89,10 @@ def _model(
     run: Run, setup: Setup, checkpoint: Checkpoint | None, tell: Callable[[str], None]
 ) -> torch.nn.Module:
     """A transformers model is built from its weights; whatever else is built first and then filled."""
+    if checkpoint is not None and has_shards(checkpoint.folder):  # which are read when it stands
+        model = build_model(run.job, setup, run.device)
+        beginning_of(model)
+        return model
     whole = checkpoint is not None and not is_adapted(setup) and run.job.model.module is None
     weights = checkpoint.folder if checkpoint is not None and whole else run.weights
 

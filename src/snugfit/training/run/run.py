@@ -130,8 +130,8 @@ class Run:
         return on_gpus(recipe.setup(), self.ranks.size)
 
     def recipe_after(self, about: Mapping[str, Any]) -> Recipe:
-        """The recipe that a run goes on with whose checkpoint says this: the last one that it had, on the GPUs
-        that there are now."""
+        """The recipe that a run goes on with whose checkpoint says this: the last one that it had, with the
+        sharding that is asked for now."""
         return Recipe.parse(about["recipe"]).with_(self.recipe[Slot.SHARDING])
 
     def order(self, micro_batches: int) -> SampleOrder:

@@ -325,8 +325,10 @@ class Session:
         signal = self._stops.stopping
         if outcome == STOPPED:
             self._stops.begin_last_save()
-        if options.save_strategy != "no" or outcome == STOPPED:
+        if outcome == STOPPED:
             self._active.save()
+        elif options.save_strategy != "no":
+            self._active.save_end()
         self._checkpoints.wait()
         self._logger.end(outcome, progress.step)
         self._reports.end(self._active.state.model)
