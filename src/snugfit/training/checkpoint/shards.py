@@ -17,6 +17,7 @@ the manifest and renames, as for any checkpoint (`store.py`).
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -124,10 +125,11 @@ class ShardedSnapshot:
         from_first(None if folder is None else str(folder), self.ranks.writing)
 
     def _write_parts(self, folder: Path) -> None:
-        from torch.distributed import checkpoint
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import save
 
-        writer = checkpoint.FileSystemWriter(folder / SHARDS)
-        checkpoint.save(dict(self.parts), storage_writer=writer, process_group=self.ranks.writing)
+        writer = FileSystemWriter(folder / SHARDS)
+        save(dict(self.parts), storage_writer=writer, process_group=self.ranks.writing)
 
 
 def shards_of(
@@ -209,9 +211,10 @@ def load_shards(state: TrainState, folder: Path) -> None:
     """Puts weights and optimizer states that were written by parts into a run that stands, whole or in other
     parts. Raises `SnugfitError` when they are another model's."""
     import torch
-    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
-    reader = checkpoint.FileSystemReader(folder / SHARDS)
+    reader = FileSystemReader(folder / SHARDS)
     known = reader.read_metadata().state_dict_metadata
     values = dict(_weights(state.model))
     lost = sorted(values.keys() - known.keys()) or sorted(
@@ -222,13 +225,10 @@ def load_shards(state: TrainState, folder: Path) -> None:
         raise SnugfitError(f"{folder} has the weights of another model: {name} is in one of them alone.")
     moments = _room_for_moments(state, known)
     values |= moments
-    with torch.no_grad():
-        checkpoint.load(
-            values,
-            storage_reader=reader,
-            process_group=state.ranks.host,
-            no_dist=not state.ranks.are_many,
-        )
+    alone = not state.ranks.are_many
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is meant
+        load(values, storage_reader=reader, process_group=state.ranks.host, no_dist=alone)
 
 
 def _room_for_moments(state: TrainState, known: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -251,9 +251,8 @@ def keep_parts(optimizer: torch.optim.Optimizer) -> None:
     it holds a part of. Nothing is exchanged, for each process has them whole."""
     from torch.distributed.tensor import distribute_tensor
 
-    for weight, values in optimizer.state.items():
+    held: Any
+    for held, values in optimizer.state.items():
         for key, value in values.items():
-            if is_part(weight) and getattr(value, "shape", None) == weight.shape and weight.dim():
-                values[key] = distribute_tensor(
-                    value, weight.device_mesh, weight.placements, src_data_rank=None
-                )
+            if is_part(held) and held.dim() and getattr(value, "shape", None) == held.shape:
+                values[key] = distribute_tensor(value, held.device_mesh, held.placements, src_data_rank=None)

@@ -84,8 +84,11 @@ def evaluate(
                 answers += int(valid.sum())
     finally:
         model.train(before)
-    lost, items, right, answers = ranks.sum([lost, items, right, answers])
-    return Evaluated(loss=lost / items if items else math.nan, accuracy=right / answers if answers else None)
+    lost, all_items, all_right, all_answers = ranks.sum([lost, items, right, answers])
+    return Evaluated(
+        loss=lost / all_items if all_items else math.nan,
+        accuracy=all_right / all_answers if all_answers else None,
+    )
 
 
 def in_order(

@@ -167,7 +167,7 @@ class Run:
             "samples": len(self.data.samples),
             "data": self.data.fingerprint(),
             "device": _device_name(self.device),
-            **({"gpus": self.ranks.size} if self.ranks.are_many else {}),
+            "gpus": self.ranks.size,
             "versions": versions(),
         }
 
@@ -220,7 +220,7 @@ def compare_runs(before: Mapping[str, Any], run: Run, step: int = -1) -> tuple[l
     options = before.get("options", {})
     depends = depends_on_length(run.options.lr_scheduler_type, run.options.warmup_steps)
     free = FREE_OPTIONS | (LENGTH_OPTIONS if not depends or lengthens(run, before, step) else frozenset())
-    before, asked = _on_these_gpus(before, run)
+    before, asked = _on_these_gpus({"gpus": 1, **before}, run)
     wrong = differences(before, now, ("asked", "weights", "samples"))
     wrong += differences(_earlier_job(before.get("job", {}), now["job"]), now["job"], prefix="job.")
     wrong += compare_facts(before, now)
