@@ -128,6 +128,9 @@ GpuName = Annotated[
         autocompletion=_complete_gpu,
     ),
 ]
+Gpus = Annotated[
+    int | None, option(WHERE, "How many such GPUs train together; the global batch stays. [1]", "--gpus")
+]
 Memory = Annotated[
     str | None, option(WHERE, "How much GPU memory may be used: 24GiB, 16GB, 16000MiB. \\[all of the GPU's]")
 ]

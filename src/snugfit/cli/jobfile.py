@@ -31,9 +31,10 @@ from snugfit.training.options import TrainOptions
 from snugfit.user_files import LimitedLoader, load_yaml, read_text
 
 DEEPEST = 3
-_OUTSIDE_THE_JOB = dict.fromkeys(
-    ("recipe", "gpu", "memory", "headroom", "keep", "free", "loop", "software"), str
-)
+_OUTSIDE_THE_JOB: dict[str, type] = {
+    **dict.fromkeys(("recipe", "gpu", "memory", "headroom", "keep", "free", "loop", "software"), str),
+    "gpus": int,
+}
 _DATA = {
     "dataset": str, "eval_dataset": str, "tokenizer": str, "processor": str, "columns": str, "pack": bool,
     "weights": str, "from_scratch": bool, "output_dir": str, "device": str,

@@ -54,6 +54,7 @@ TraceFile = Annotated[
 def predict(
     request: Request,
     *,
+    gpus: given.Gpus = None,
     routing: given.Routing = None,
     compare: Compare = None,
     software: Software = None,
@@ -114,6 +115,7 @@ def _predict_all(request: Request, compared: list[str]) -> list[Prediction]:
             request.job,
             recipe,
             gpu=request.gpu,
+            gpus=request.gpus,
             memory_bytes=request.memory_bytes,
             headroom=request.headroom,
             loop=request.loop,
@@ -128,6 +130,8 @@ def _largest(request: Request, of: str, *, quiet: bool) -> Prediction:
         raise UsageError("--largest needs a limit. Add --gpu NAME or --memory 24GiB.")
     if request.software != "installed":
         raise UsageError("--largest works for the installed software only. Leave --software out.")
+    if request.gpus != 1:
+        raise UsageError("--largest is for one GPU. Leave --gpus out.")
     from snugfit.planning.largest import largest as search
 
     size, prediction = search(

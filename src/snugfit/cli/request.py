@@ -40,6 +40,9 @@ class Request:
     gpu: Gpu | None
     """The GPU that was named."""
 
+    gpus: int
+    """How many such GPUs train together."""
+
     memory_bytes: int | None
     """The memory that was named; it goes before the GPU's own."""
 
@@ -95,6 +98,7 @@ class Request:
             recipe=Recipe.parse(text if rest is None else rest),
             has_auto=rest is not None,
             gpu=find_gpu(settings["gpu"]) if "gpu" in settings else None,
+            gpus=settings.get("gpus", 1),
             memory_bytes=parse_bytes(settings["memory"], what="memory") if "memory" in settings else None,
             headroom=settings.get("headroom"),
             keep=settings.get("keep"),

@@ -66,6 +66,8 @@ def _reason(kind: str, blocks: Sequence[Block], setup: Setup) -> str:
         + (", or recomputed from checkpoints" if setup.checkpoint else ""),
         Kind.CACHES: f"copies of weights that autocast cast to {setup.autocast} once",
         Kind.INPUTS: "the batch",
+        Kind.GATHERED: "of the layer that computes, and of the next",
+        Kind.COMMUNICATION: "what other GPUs are sent, or send",
     }
     if kind in fixed:
         return fixed[Kind(kind)]

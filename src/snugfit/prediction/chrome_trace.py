@@ -1,7 +1,7 @@
 """The steady step as a trace of Chrome's format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
 Two tracks each for the host and the device, its phases and its kernels, one for copies of activations beside
-the computation, and a counter of live bytes by kind.
+the computation and one for exchanges with other GPUs, and a counter of live bytes by kind.
 When a kernel is launched and runs follows from the queue (`timeline.py`). Which allocations come between two
 kernels a trace does not say, so the events of a phase are spread evenly over the host's time in it.
 """
@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from snugfit.prediction.timeline import phase_spans
-from snugfit.rehearsal.trace.trace import COPIES
+from snugfit.rehearsal.trace.trace import COLLECTIVES, COPIES
 
 if TYPE_CHECKING:
     from snugfit.prediction.timeline import TimedKernel
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MICRO = 1e6
 """The format counts in microseconds."""
 
-TRACKS = {"host phases": 1, "host": 2, "device phases": 3, "device": 4, "copies": 5}
+TRACKS = {"host phases": 1, "host": 2, "device phases": 3, "device": 4, "copies": 5, "communication": 6}
 
 
 def chrome_trace(trace: Trace, timed: Sequence[TimedKernel]) -> dict[str, Any]:
@@ -52,6 +52,7 @@ def _kernels(timed: Iterable[TimedKernel]) -> Iterator[dict[str, Any]]:
         yield _entry("X", kernel.operator, TRACKS["host"], cat="host", **launch)
         run = {"ts": MICRO * one.start, "dur": MICRO * one.device_seconds}
         track = "copies" if kernel.operator in COPIES else "device"
+        track = "communication" if kernel.operator in COLLECTIVES else track
         yield _entry("X", kernel.operator, TRACKS[track], cat="device", **run, args=about | work)
 
 

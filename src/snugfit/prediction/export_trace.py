@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from snugfit.errors import UsageError
 from snugfit.prediction.chrome_trace import chrome_trace
+from snugfit.prediction.communication import interconnect_of
 from snugfit.prediction.memory_snapshot import memory_snapshot
 from snugfit.prediction.predict import rehearse_again
 from snugfit.prediction.rates import rates_for
@@ -28,5 +29,10 @@ def export_trace(prediction: Prediction, form: str) -> bytes:
     if form == SNAPSHOT:
         return pickle.dumps(memory_snapshot(trace, expandable=setup.expandable_segments))
     assert prediction.gpu is not None
-    timed = time_kernels(trace, rates_for(prediction.gpu), workers=setup.loader.workers)
+    timed = time_kernels(
+        trace,
+        rates_for(prediction.gpu),
+        interconnect_of(prediction.gpu),
+        workers=setup.loader.workers,
+    )
     return json.dumps(chrome_trace(trace, timed), allow_nan=False, separators=(",", ":")).encode()

@@ -26,6 +26,7 @@ from snugfit.prediction.rates import ALIGNMENT, FP8, PRECISIONS, MatmulRate, Rat
 from snugfit.rehearsal.trace.trace import (
     AWAIT_COPY,
     BY_HOST,
+    COLLECTIVES,
     COPIES,
     COPY_IN,
     GENERATED,
@@ -38,6 +39,7 @@ from snugfit.rehearsal.trace.trace import (
 )
 
 if TYPE_CHECKING:
+    from snugfit.prediction.communication import Interconnect
     from snugfit.rehearsal.trace.trace import Kernel
 
 TILES = (
@@ -85,18 +87,23 @@ FEW_CHANNELS_FLOPS = 0.4
 precision (15 to 29e12 FLOPs per second were measured on one H200)."""
 
 
-class KernelClock:
-    """The seconds of kernels on one GPU; kernels of the same shapes are computed once."""
+WITHOUT_WORK = BY_HOST | COLLECTIVES | {AWAIT_COPY, PREFETCH}
+"""What takes this device no time, and exchanges, which take the link."""
 
-    def __init__(self, rates: Rates) -> None:
-        self.rates = rates
+
+class KernelClock:
+    """The seconds of kernels on one GPU, and of exchanges with others that are so `connected`; kernels of the
+    same shapes are computed once."""
+
+    def __init__(self, rates: Rates, connected: Interconnect | None = None) -> None:
+        self.rates, self._connected = rates, connected
         self._cache: dict[tuple[object, ...], float] = {}
 
     def seconds(self, kernel: Kernel) -> float:
         """Seconds of this kernel alone, when nothing else runs."""
         key = (
             kernel.operator, kernel.shapes, kernel.dtype, kernel.nbytes, kernel.flops, kernel.layout,
-            kernel.leading, kernel.tensors,
+            kernel.leading, kernel.tensors, kernel.peers,
         )  # fmt: skip
         seconds = self._cache.get(key)
         if seconds is None:
@@ -106,8 +113,8 @@ class KernelClock:
     def _seconds(self, kernel: Kernel) -> float:
         if kernel.operator in MATRIX_PRODUCTS and len(kernel.shapes) > 1:
             return self._matmul(kernel)
-        if kernel.operator in BY_HOST or kernel.operator in (AWAIT_COPY, PREFETCH):
-            return 0.0
+        if kernel.operator in WITHOUT_WORK:
+            return 0.0 if self._connected is None else self._connected.seconds(kernel)
         if kernel.operator in COPIES | STAGED or kernel.operator in (COPY_IN, PREPARED):
             link = self.rates.link if kernel.operator != COPY_IN else min(PAGEABLE, self.rates.link)
             return self.rates.start + kernel.nbytes / 2 / link

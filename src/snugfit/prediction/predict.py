@@ -9,6 +9,7 @@ from snugfit.job.gpu import Gpu, find_gpu
 from snugfit.job.job import refuse_what_is_no_job
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.anatomy import anatomy, by_kind
+from snugfit.prediction.communication import communication_bytes, doubts_about_seconds, interconnect_of
 from snugfit.prediction.device import context_of, doubts_about, policy_for
 from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.pinned import host_state_bytes, managed_bytes, pinned_bytes
@@ -24,6 +25,7 @@ from snugfit.results.prediction import Prediction
 from snugfit.results.step_seconds import PhaseSpan, StepSeconds
 from snugfit.step.wishes.engine_config import group_bytes
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.units import MIB
 
 if TYPE_CHECKING:
@@ -70,6 +72,7 @@ def predict(
     recipe: Recipe | str = "plain",
     *,
     gpu: Gpu | str | None = None,
+    gpus: int = 1,
     memory_bytes: int | None = None,
     headroom: int | str | None = None,
     loop: str = "plain",
@@ -77,7 +80,8 @@ def predict(
     trainer_class: type[Any] | None = None,
     rates: Rates | None = None,
 ) -> Prediction:
-    """The prediction for `job` under `recipe` on `gpu`, made without a GPU. Both may be given as text.
+    """The prediction for `job` under `recipe` on `gpu`, made without a GPU. Both may be given as text. On
+    several such `gpus` the global batch stays, and each takes its share.
 
     `memory_bytes` is what may be used, when it is not all of the GPU's. What fits and leaves less of it than
     `headroom` (bytes, or text such as `2%`) is marked as tight; by default 2 % of the GPU's, and more where
@@ -91,10 +95,14 @@ def predict(
     headroom_bytes = headroom_of(headroom, gpu, memory_bytes)
     profile = find_software(software)
     recipe = profile.with_defaults(recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe))
-    warnings = recipe.check(job, gpu.compute_capability if gpu else None)
-    setup = profile.setup(recipe)
-    trace = _rehearse(job, setup, gpu, profile, loop, trainer_class)
-    context, about_context = context_of(gpu, profile, trace, group=group_bytes(setup, loop))
+    setup = on_gpus(profile.setup(recipe), gpus)
+    part = job_of_rank(job, setup)
+    warnings = recipe.check(part, gpu.compute_capability if gpu else None)
+    trace = _rehearse(part, setup, gpu, profile, loop, trainer_class)
+    communication, about_nccl = communication_bytes(trace)
+    group = group_bytes(setup, loop) + communication
+    context, about_context = context_of(gpu, profile, trace, group=group)
+    about_context += about_nccl
     limit = gpu.memory_bytes - context if gpu and gpu.memory_bytes else None
     after = replay(trace, expandable=setup.expandable_segments, limit=limit)
     if limit is not None and after.retries and after.reserved_peak <= limit:
@@ -109,22 +117,26 @@ def predict(
         gpu=gpu,
         memory_bytes=available,
         headroom_bytes=headroom_bytes,
-        footprint=_footprint(trace, peak, after, context, _host_bytes(job, setup, trace, loop), available),
-        anatomy=anatomy(trace, peak, after.reserved, job, setup),
+        footprint=_footprint(
+            trace, peak, after, context, _host_bytes(part, setup, trace, loop), available, communication
+        ),
+        anatomy=anatomy(trace, peak, after.reserved, part, setup),
         versions=installed_versions(),
         doubts=(*warnings, *trace.doubts, *about_context, *doubts_about(gpu, profile), *about_seconds),
         timing=timing,
         startup=_startup(trace, job, setup, timing) if loop == "plain" else None,
         software=software,
         timeline=timeline,
+        gpus=gpus,
     )
 
 
 def rehearse_again(prediction: Prediction) -> Trace:
     """The trace that a prediction was made from, which it does not hold. Not for a subclass of Trainer."""
     profile = find_software(prediction.software)
-    setup = profile.setup(prediction.recipe)
-    return _rehearse(prediction.job, setup, prediction.gpu, profile, prediction.loop, None)
+    setup = on_gpus(profile.setup(prediction.recipe), prediction.gpus)
+    part = job_of_rank(prediction.job, setup)
+    return _rehearse(part, setup, prediction.gpu, profile, prediction.loop, None)
 
 
 def _rehearse(
@@ -169,7 +181,13 @@ def _host_bytes(job: Job, setup: Setup, trace: Trace, loop: str) -> int:
 
 
 def _footprint(
-    trace: Trace, peak: int, after: Replay, context: int, host: int, memory: int | None
+    trace: Trace,
+    peak: int,
+    after: Replay,
+    context: int,
+    host: int,
+    memory: int | None,
+    communication: int = 0,
 ) -> Footprint:
     taken = context + after.reserved_peak
     managed = managed_bytes(trace.kernels)
@@ -180,7 +198,8 @@ def _footprint(
         allocated_bytes=after.allocated_peak,
         reserved_bytes=after.reserved_peak,
         nvml_bytes=taken + managed,
-        context_bytes=context,
+        context_bytes=context - communication,
+        communication_bytes=communication,
         managed_bytes=managed,
         host_bytes=host,
         pinned_bytes=pinned_bytes(trace.kernels),
@@ -205,7 +224,8 @@ def _seconds(
         doubts = (*doubts, WHOLE_SECONDS if setup.compile.what == "model" else COMPILED_SECONDS)
     workers = setup.loader.workers
     timing = step_seconds(trace, gpu, batch_size=job.batch_size, rates=rates, workers=workers)
-    return timing, phase_spans(time_kernels(trace, rates, workers=workers)), doubts
+    timed = time_kernels(trace, rates, interconnect_of(gpu), workers=workers)
+    return timing, phase_spans(timed), (*doubts, *doubts_about_seconds(trace, gpu))
 
 
 def _startup(trace: Trace, job: Job, setup: Setup, timing: StepSeconds | None) -> Startup | None:

@@ -16,11 +16,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from snugfit.prediction.communication import interconnect_of
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import PRECISIONS, HostLaunchCosts, Rates, rates_for
+from snugfit.prediction.streams import simulate_streams
 from snugfit.rehearsal.trace.trace import (
     AWAIT_COPY,
     BY_HOST,
+    COLLECTIVES,
     COPIES,
     COPY_IN,
     GENERATED,
@@ -31,7 +34,7 @@ from snugfit.rehearsal.trace.trace import (
     UPDATE_ON_HOST,
     WORK_ON_HOST,
 )
-from snugfit.results.step_seconds import LINK, PhaseSeconds, StepSeconds
+from snugfit.results.step_seconds import COMMUNICATION, LINK, PhaseSeconds, StepSeconds
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
 SIMULATED_STEPS = 3
 """Steps that are simulated; the length of the last one is the answer."""
 
-BY_LINK_OR_HOST = COPIES | STAGED | BY_HOST
+BY_LINK_OR_HOST = COPIES | STAGED | BY_HOST | COLLECTIVES
 """What the device neither computes nor moves in its own memory."""
 
 UPDATE_PASSES, HOST_BANDWIDTH = 7, {4: 90e9, 2: 63e9}
@@ -92,22 +95,32 @@ def step_seconds(
     that make the batches. Raises `GpuError` when the GPU's rates are not known.
     """
     rates = rates or rates_for(gpu)
-    clock, costs = KernelClock(rates), rates.host.slower(host)
+    clock, costs = KernelClock(rates, interconnect_of(gpu)), rates.host.slower(host)
     kernels = with_worker_batches(workers, trace.kernels)
     device = [clock.seconds(kernel) for kernel in kernels]
     launches = [launch_seconds(kernel, costs) for kernel in kernels]
     roles = queue_roles(kernels)
     on_device = [0.0 if role == TRAVELS else s for role, s in zip(roles, device, strict=True)]
-    phases = _by_phase(kernels, on_device, launches, gpu)
+    exchanges = [s if k.operator in COLLECTIVES else 0.0 for k, s in zip(kernels, device, strict=True)]
+    computing = [s - exchange for s, exchange in zip(on_device, exchanges, strict=True)]
+    phases = _by_phase(kernels, computing, launches, gpu)
     syncs, loading = (
         sync_points(kernels, trace.waits),
         sum(loader_seconds(kernel, costs) for kernel in kernels),
     )
-    length = max(simulate_queue(device, launches, syncs, costs, roles), loading)
-    busy, link = sum(on_device), sum(device) - sum(on_device)
+    exposed = 0.0
+    if communication := sum(exchanges):
+        length, _ = simulate_streams(kernels, device, launches, syncs, costs)
+        exposed = max(0.0, length - simulate_streams(kernels, computing, launches, syncs, costs)[0])
+    else:
+        length = simulate_queue(device, launches, syncs, costs, roles)
+    length = max(length, loading)
+    busy, link = sum(computing), sum(device) - sum(on_device)
     bound = "loading" if loading == length > 0 else _bottleneck(length, busy, phases)
     if link and length > LINK_BOUND_ABOVE * simulate_queue(on_device, launches, syncs, costs):
         bound = LINK
+    if exposed and length > LINK_BOUND_ABOVE * (length - exposed):
+        bound = COMMUNICATION
     return StepSeconds(
         step_seconds=length,
         samples_per_second=batch_size / length if length else 0.0,
@@ -118,6 +131,8 @@ def step_seconds(
         measured_rates=rates.measured,
         peak_seconds=model_peak_seconds(kernels, gpu),
         link_seconds=link,
+        communication_seconds=communication,
+        exposed_communication_seconds=exposed,
     )
 
 

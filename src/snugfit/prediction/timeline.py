@@ -17,10 +17,12 @@ from snugfit.prediction.seconds import (
     sync_points,
     with_worker_batches,
 )
-from snugfit.rehearsal.trace.trace import COPIES
+from snugfit.prediction.streams import simulate_streams
+from snugfit.rehearsal.trace.trace import ALONE, COLLECTIVES, COPIES
 from snugfit.results.step_seconds import PhaseSpan
 
 if TYPE_CHECKING:
+    from snugfit.prediction.communication import Interconnect
     from snugfit.prediction.rates import HostLaunchCosts, Rates
     from snugfit.rehearsal.trace.trace import Kernel, Trace
 
@@ -45,14 +47,22 @@ class TimedKernel(NamedTuple):
     """How long the device takes to run it."""
 
 
-def time_kernels(trace: Trace, rates: Rates, *, workers: int = 0) -> list[TimedKernel]:
+def time_kernels(
+    trace: Trace, rates: Rates, connected: Interconnect | None = None, *, workers: int = 0
+) -> list[TimedKernel]:
     """The kernels of the trace's steady step in order, each with its moments; by the queue that
     `simulate_queue` adds up, with an end."""
-    clock = KernelClock(rates)
+    clock = KernelClock(rates, connected)
     kernels = with_worker_batches(workers, trace.kernels)
     device = [clock.seconds(kernel) for kernel in kernels]
     launches = [launch_seconds(kernel, rates.host) for kernel in kernels]
     waits = sync_points(kernels, trace.waits)
+    if any(kernel.peers != ALONE for kernel in kernels):
+        _, timed = simulate_streams(kernels, device, launches, waits, rates.host)
+        return [
+            TimedKernel(kernel, launch, launch_time, start, end - start)
+            for kernel, launch_time, (launch, start, end) in zip(kernels, launches, timed, strict=True)
+        ]
     moments = queue_moments(device, launches, waits, rates.host, queue_roles(kernels))
     return [
         TimedKernel(kernel, launch, launch_time, start, device_time)
@@ -67,7 +77,7 @@ def phase_spans(timed: Iterable[TimedKernel]) -> tuple[PhaseSpan, ...]:
     spans: list[PhaseSpan] = []
     for phase, members in groupby(timed, key=lambda one: one.kernel.phase):
         part = list(members)
-        run = [one for one in part if one.kernel.operator not in COPIES] or part
+        run = [one for one in part if one.kernel.operator not in COPIES | COLLECTIVES] or part
         first, last = part[0], part[-1]
         spans.append(
             PhaseSpan(

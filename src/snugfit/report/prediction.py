@@ -14,10 +14,18 @@ from snugfit.report.text.table import PlainTable, table
 from snugfit.report.text.terminal import words
 from snugfit.results.footprint import Footprint
 from snugfit.results.prediction import Anatomy, Prediction
-from snugfit.results.step_seconds import LINK, PhaseSeconds, StepSeconds
+from snugfit.results.step_seconds import COMMUNICATION, LINK, PhaseSeconds, StepSeconds
 from snugfit.units import show_bytes, show_mib, show_seconds
 
 LARGEST_SHOWN = 12
+
+BOUND_BY = {
+    "host": "the host",
+    LINK: "the link to the host's memory",
+    COMMUNICATION: "what the GPUs exchange",
+}
+"""How what bounds a step is called."""
+
 _PHASE_ORDER = ("build", "load", "forward", "backward", "clip", "update")
 
 
@@ -44,6 +52,7 @@ def render(prediction: Prediction, *, operators: bool = False) -> RenderableType
 def heading(prediction: Prediction) -> Text:
     """Job, recipe, loop and GPU, on two lines."""
     where = prediction.gpu.name if prediction.gpu else "no GPU named"
+    where = f"{prediction.gpus} x {where}" if prediction.gpus > 1 else where
     text = words(job_line(prediction.job), "bold").append("\n")
     text.append(words(f"recipe {prediction.recipe} · {prediction.loop} loop · {where}"))
     return text.append("" if prediction.software == "installed" else f" · software {prediction.software}")
@@ -57,6 +66,7 @@ def footprint_table(footprint: Footprint) -> PlainTable:
         ("allocated", footprint.allocated_bytes, "the same, rounded up by the allocator"),
         ("reserved", footprint.reserved_bytes, "what the allocator reserves on the GPU"),
         ("on the GPU", footprint.nvml_bytes, f"reserved{also} and the CUDA context: what NVML counts"),
+        ("NCCL", footprint.communication_bytes or None, "of the above: to exchange tensors with other GPUs"),
         ("managed", footprint.managed_bytes or None, "of the above: paged states; they give way to the rest"),
         ("CUDA context", footprint.context_bytes, "of the above: CUDA and its loaded libraries"),
         ("host", footprint.host_bytes, "resident memory of the process"),
@@ -87,13 +97,27 @@ def about_pace(prediction: Prediction) -> list[Text]:
     if timing is None or speed is None:
         return []
     roofline = sum(line.roofline_seconds for line in timing.phases)
-    bound = {"host": "the host", LINK: "the link to the host's memory"}.get(timing.bound, timing.bound)
+    bound = BOUND_BY.get(timing.bound, timing.bound)
     travels = f", and activations travel for {show_seconds(timing.link_seconds)}" * bool(timing.link_seconds)
     return [
         words(
             f"A step takes {pace(speed)}. It is bound by {bound}: the GPU is busy for "
             f"{show_seconds(timing.device_seconds)} of it, and would need {show_seconds(roofline)} at the "
             f"rates of its data sheet{travels}."
+        ),
+        *_about_exchanges(timing),
+    ]
+
+
+def _about_exchanges(timing: StepSeconds) -> list[Text]:
+    """How long GPUs exchange tensors, and how much of it the step waits for."""
+    if (efficiency := timing.scaling_efficiency) is None:
+        return []
+    return [
+        words(
+            f"The GPUs exchange tensors for {show_seconds(timing.communication_seconds)}, of which "
+            f"{show_seconds(timing.exposed_communication_seconds)} are not hidden behind the computation: "
+            f"scaling efficiency {100 * efficiency:.0f} %."
         )
     ]
 

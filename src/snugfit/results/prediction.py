@@ -98,6 +98,7 @@ class Prediction(Tabular):
     recipe: Recipe
     loop: str
     gpu: Gpu | None
+    """Each of the GPUs, where there are several."""
     memory_bytes: int | None
     """What may be used: the GPU's memory without the driver's reserve, or what the user named."""
     footprint: Footprint
@@ -114,6 +115,9 @@ class Prediction(Tabular):
     """The start-up; None where the seconds are not known, and outside the plain loop."""
     timeline: tuple[PhaseSpan, ...] = ()
     """When host and device work in the steady step, phase by phase; empty where the seconds are not known."""
+    gpus: int = 1
+    """How many train together. Bytes are those of one of them, the first rank, and so are the kernels;
+    samples per second are of all."""
     software: str = "installed"
     """`installed`, or the name of a software profile that was emulated."""
 

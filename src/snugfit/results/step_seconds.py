@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+COMMUNICATION = "communication"
+"""`StepSeconds.bound` of a step that would be shorter if its GPUs exchanged nothing."""
+
 LINK = "link"
 """`StepSeconds.bound` of a step that would be shorter if its activations did not travel."""
 
@@ -71,7 +74,8 @@ class StepSeconds:
     bound: str
     """`host` when the device waits for work most of the time that it does not work, `loading` when all wait
     for the processes that make batches, `link` when the device waits for activations that travel between it
-    and the host's memory, else the operator group that keeps the device longest."""
+    and the host's memory, `communication` when it waits for other GPUs, else the operator group that keeps
+    the device longest."""
 
     measured_rates: bool
     """Whether the GPU's rates were measured; else they were scaled from another's by data sheet."""
@@ -82,6 +86,20 @@ class StepSeconds:
 
     link_seconds: float = 0.0
     """Of the step, in which activations travel to the host's memory or back, beside the computation."""
+
+    communication_seconds: float = 0.0
+    """Of exchanges with other GPUs, each as long as it takes alone, added up."""
+
+    exposed_communication_seconds: float = 0.0
+    """Of the step, by which it is longer than if exchanges took no time: what is not hidden behind the
+    computation."""
+
+    @property
+    def scaling_efficiency(self) -> float | None:
+        """The share of the step that it would take if exchanges took no time; None where there are none."""
+        if not self.communication_seconds or not self.step_seconds:
+            return None
+        return 1 - self.exposed_communication_seconds / self.step_seconds
 
     @property
     def mfu(self) -> float | None:

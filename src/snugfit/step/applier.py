@@ -190,6 +190,12 @@ def pass_context(setup: Setup, model: torch.nn.Module, *, is_last: bool) -> Abst
     return _join(handler.around_pass(value, model, is_last=is_last) for handler, value in _wishes(setup))
 
 
+def after_update(setup: Setup, model: torch.nn.Module, step: int) -> None:
+    """Does what is to be done once the optimizer step of this number is made, from 0."""
+    for handler, value in _wishes(setup):
+        handler.after_update(value, model, step)
+
+
 def run_context(setup: Setup, skip: Collection[Slot] = ()) -> AbstractContextManager[Any]:
     """What all of a run's steps run in."""
     return _join(handler.around_run(value) for handler, value in _wishes(setup, skip))

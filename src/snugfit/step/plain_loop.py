@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.job.batch import label_items
 from snugfit.step.applier import (
+    after_update,
     distribute_model,
     forward_context,
     make_scaler,
@@ -90,6 +91,7 @@ class OptimizerLoop(Step):
                     scaler.step(optimizer)
                     scaler.update()
                 optimizer.zero_grad(set_to_none=not self.keep_gradients)
+                after_update(self.setup, runs, index)
                 observer.step_ends(index)
                 if self.keep_losses and loss is not None:
                     losses.append(loss)

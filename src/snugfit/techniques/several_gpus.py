@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 MOST_GPUS = 1 << 16
 """More are taken for a mistake."""
 
-PLANNED_FOR_ONE = "plans are for one GPU. Predict it: snugfit predict ... --gpus N --recipe ..."
-
 ONE_GPU = "trains on several GPUs, and one was named. Add --gpus 2 (gpus=2 in Python) or leave it out"
 
 ADAMW = ("torch.optim:AdamW", "torch.optim:SGD")

@@ -64,17 +64,14 @@ class RankRecorder(Recorder):
     def phase(self, name: str) -> None:
         """Everything from here on belongs to this phase. After the backward pass the device has waited for
         all gradients that were being averaged."""
-        if name == "backward":
-            self._averaged.clear()
-        elif self._phase == "backward":
+        if self._phase == "backward" and name != "backward":
             self.order.wait(DEFAULT_STREAM, self._unawaited)
             self._unawaited = frozenset()
         super().phase(name)
 
     def average(self, bucket: torch.Tensor) -> None:
-        """A bucket of gradients is averaged over all ranks, in NCCL's own stream. What exchanged it keeps it
-        until the next backward pass begins (two H200s: the buckets that DDP replaces after its first step
-        lived so long)."""
+        """A bucket of gradients is averaged over all ranks, in NCCL's own stream. It is kept until something
+        is exchanged in another step (`step/wishes/parallel.py` says why)."""
         self.claim(bucket, Kind.COMMUNICATION)
         self._averaged.append(bucket)
         self._add_exchange(ALL_REDUCE, bucket.nbytes, dist.group.WORLD, own_stream=True)
@@ -91,6 +88,8 @@ class RankRecorder(Recorder):
         group = collectives.group_of(func, args)
         nbytes = collectives.carried_bytes(func, out, args, kwargs)
         own_stream = collectives.is_async(func, args, kwargs)
+        if own_stream:
+            self._averaged.clear()
         self._add_exchange(collectives.kernel_of(func), nbytes, group, own_stream=own_stream)
         return out
 

@@ -149,6 +149,9 @@ class Handler:
         """What the passes of a micro-batch run in, which may be the step's last; None where that is
         nothing."""
 
+    def after_update(self, value: Any, model: Any, step: int) -> None:
+        """Does what is to be done once this process has made its optimizer step of this number, from 0."""
+
     def around_run(self, value: Any) -> Context | None:
         """What all of a run's steps run in; None where that is nothing."""
 

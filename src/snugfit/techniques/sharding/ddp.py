@@ -40,10 +40,5 @@ class Ddp(Technique):
         """What is not simulated on several GPUs."""
         yield from several_gpus.objections(job, recipe, self._wish())
 
-    @classmethod
-    def planning_objection(cls, job: Job) -> str:
-        """Plans are for one GPU."""
-        return several_gpus.PLANNED_FOR_ONE
-
     def _wish(self) -> ParallelWish:
         return ParallelWish(weights="copied", bucket_views=self.bucket_views)

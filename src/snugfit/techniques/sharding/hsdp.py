@@ -42,10 +42,5 @@ class Hsdp(Technique):
         """What is not simulated on several GPUs."""
         yield from several_gpus.objections(job, recipe, self._wish())
 
-    @classmethod
-    def planning_objection(cls, job: Job) -> str:
-        """Plans are for one GPU."""
-        return several_gpus.PLANNED_FOR_ONE
-
     def _wish(self) -> ParallelWish:
         return ParallelWish(weights="sharded", shards=self.n, reshard=self.reshard)

@@ -1,0 +1,135 @@
+"""The queue of a step whose kernels run in several streams: computation, and exchanges beside it.
+
+As `seconds.py`, with more than one stream: the host launches one kernel after the other; each stream runs its
+own in order, each of them when it has been launched and those of other streams are done that it waits for.
+While an exchange and another kernel run at once both take longer, since they share the GPU's
+multiprocessors and its memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+from snugfit.prediction.communication import SLOWED_EXCHANGE, SLOWED_KERNEL
+from snugfit.prediction.rates import HostLaunchCosts
+from snugfit.rehearsal.trace.trace import COLLECTIVES, DEFAULT_STREAM, Kernel
+
+SIMULATED_STEPS = 3
+"""Steps that are simulated; the length of the last one is the answer."""
+
+Moments = list[tuple[float, float, float]]
+"""When each kernel's launch begins, when it starts to run and when it ends, in seconds."""
+
+
+def simulate_streams(
+    kernels: Sequence[Kernel],
+    device: Sequence[float],
+    launches: Sequence[float],
+    syncs: Sequence[int],
+    host: HostLaunchCosts,
+) -> tuple[float, Moments]:
+    """Seconds between the ends of two steady steps, and the moments of the last one's kernels since the host
+    began it. `device` and `launches` are seconds of each kernel on the device while nothing else runs, and of
+    the host; before the kernels whose numbers are in `syncs` the host waits for the stream that computes."""
+    simulation = _Simulation(kernels, device, launches, syncs, host)
+    end = 0.0
+    for _ in range(SIMULATED_STEPS):
+        began, before = simulation.host_at, end
+        moments, end = simulation.run_step()
+    return end - before, [(launch - began, start - began, stop - began) for launch, start, stop in moments]
+
+
+class _Simulation:
+    """Streams, and a host that fills them."""
+
+    def __init__(
+        self,
+        kernels: Sequence[Kernel],
+        device: Sequence[float],
+        launches: Sequence[float],
+        syncs: Sequence[int],
+        host: HostLaunchCosts,
+    ) -> None:
+        self._kernels, self._device, self._launches = kernels, device, launches
+        self._syncs, self._host = sorted(syncs), host
+        self._exchanges = [kernel.operator in COLLECTIVES for kernel in kernels]
+        self.now = self.host_at = 0.0
+        """The moment that is simulated, and the moment at which the host begins what comes next."""
+
+    def run_step(self) -> tuple[Moments, float]:
+        """Runs one step to the end of its last kernel."""
+        self._waiting: defaultdict[int, deque[int]] = defaultdict(deque)  # launched, by stream
+        self._running: dict[int, int] = {}  # kernel by stream
+        self._left: dict[int, float] = {}  # seconds that a kernel still takes by itself
+        self._starts: list[float] = [math.nan] * len(self._kernels)
+        self._ends: list[float] = [math.nan] * len(self._kernels)
+        begins = [math.nan] * len(self._kernels)
+        self.host_at += self._host.step
+        syncs = deque(self._syncs)
+        for number, kernel in enumerate(self._kernels):
+            while syncs and syncs[0] <= number:
+                syncs.popleft()
+                self._wait_for_default()
+            begins[number] = self.host_at
+            self.host_at += self._launches[number]
+            self._advance(self.host_at)
+            self._waiting[kernel.stream].append(number)
+            self._begin()
+        for _ in syncs:
+            self._wait_for_default()
+        while self._running:
+            self._advance(self.now + self._next_end())
+        self.host_at = max(self.host_at, self.now) if self._syncs else self.host_at
+        moments = list(zip(begins, self._starts, self._ends, strict=True))
+        return moments, max(self.host_at, max(self._ends, default=0.0))
+
+    def _wait_for_default(self) -> None:
+        """The host waits until the stream that computes has caught up."""
+        while DEFAULT_STREAM in self._running or self._waiting[DEFAULT_STREAM]:
+            self._advance(self.now + self._next_end())
+        self.host_at = max(self.host_at, self.now) + self._host.wait
+
+    def _rate(self, number: int) -> float:
+        """Seconds of work that a running kernel does in a second."""
+        both = len({self._exchanges[other] for other in self._running.values()}) > 1
+        if not both:
+            return 1.0
+        return 1 / (SLOWED_EXCHANGE if self._exchanges[number] else SLOWED_KERNEL)
+
+    def _next_end(self) -> float:
+        """Seconds until the next kernel ends."""
+        return min(self._left[number] / self._rate(number) for number in self._running.values())
+
+    def _advance(self, moment: float) -> None:
+        """Lets the streams run until then."""
+        while self._running and self.now + (step := self._next_end()) <= moment:
+            self._pass(step)
+            for stream, number in [*self._running.items()]:
+                if self._left[number] <= 1e-12:  # seconds: what rounding leaves
+                    self._ends[number] = self.now
+                    del self._running[stream]
+            self._begin()
+        if self._running and moment > self.now:
+            self._pass(moment - self.now)
+        self.now = max(self.now, moment)
+
+    def _pass(self, seconds: float) -> None:
+        rates = {number: self._rate(number) for number in self._running.values()}
+        for number, rate in rates.items():
+            self._left[number] -= seconds * rate
+        self.now += seconds
+
+    def _begin(self) -> None:
+        """Starts whatever may start now."""
+        for stream, waiting in self._waiting.items():
+            if not waiting or stream in self._running:
+                continue
+            number = waiting[0]
+            if any(math.isnan(self._ends[other]) for other in self._kernels[number].after):
+                continue
+            waiting.popleft()
+            self._running[stream] = number
+            self._left[number] = max(self._device[number], 1e-9)
+            self._starts[number] = self.now
