@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from snugfit.cli import arguments as given
+from snugfit.cli.launch import COMMAND_LINE, launch
 from snugfit.cli.request import Request
 from snugfit.cli.streams import say_last
 from snugfit.errors import NothingFits, UsageError
 from snugfit.measurement.target import gpu_here
+from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+from snugfit.training.ranks import Ranks, world
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -79,6 +82,7 @@ DryRun = Annotated[
 def train(
     request: Request,
     *,
+    gpus: given.Gpus = None,
     dataset: Dataset = None,
     eval_dataset: EvalDataset = None,
     tokenizer: Tokenizer = None,
@@ -105,6 +109,7 @@ def train(
     from snugfit.training.options import TrainOptions
 
     _refuse(request)
+    processes = _processes(request, gpus)
     asked = request.training
     request = request.with_least(lambda: gpu_here(asked.get("device")))
     options = {field.name: asked[field.name] for field in fields(TrainOptions) if field.name in asked}
@@ -120,8 +125,12 @@ def train(
         "device": asked.get("device"),
     }
     if dry_run:
+        how["ranks"] = Ranks(size=processes)
         run_here = make_run(request.job, request.recipe, _require(asked, "dataset"), **how)
         return _show_run(request, run_here, _start(run_here.folder, resume_from_checkpoint, restart=restart))
+    if processes > 1 and world() is None:
+        job_of_rank(request.job, on_gpus(request.recipe.setup(), processes))
+        return launch(processes, COMMAND_LINE.get())
     with Watching(logged) as shown:
         trained = run(
             request.job,
@@ -155,7 +164,8 @@ def _show_run(request: Request, run: Run, start: Path | None) -> int:
     job, order = run.job, run.order(1)
     steps, weights = run.steps(order), f"the weights in {run.weights}" if run.weights else "random weights"
     gpu = request.gpu or gpu_here(str(run.device))
-    typer.echo(f"would train {job.model.name}, {job.task.value}, under {run.recipe} on {run.device}")
+    where = str(run.device) if not run.ranks.are_many else f"{run.ranks.size} times {run.device.type}"
+    typer.echo(f"would train {job.model.name}, {job.task.value}, under {run.recipe} on {where}")
     typer.echo(
         f"{steps:,} steps of {job.batch_size:,} samples, {steps / order.steps_per_epoch:.3g} times through "
         f"{len(run.data.samples):,}; starts from {start or weights}; writes into {run.folder}"
@@ -174,7 +184,7 @@ def _show_prediction(request: Request, run: Run, gpu: Gpu | str | None, steps: i
     from snugfit.prediction.predict import predict
     from snugfit.units import show_bytes, show_seconds
 
-    predicted = predict(run.job, run.recipe, gpu=gpu, memory_bytes=request.memory_bytes)
+    predicted = predict(run.job, run.recipe, gpu=gpu, gpus=run.ranks.size, memory_bytes=request.memory_bytes)
     reserved, allocated = predicted.footprint.reserved_bytes, predicted.footprint.allocated_bytes
     memory = f"{show_bytes(reserved)} reserved" if reserved else f"{show_bytes(allocated or 0)} allocated"
     named = predicted.gpu.name if predicted.gpu else "any GPU"
@@ -196,6 +206,24 @@ def _refuse(request: Request) -> None:
         raise UsageError(f"--loop {request.loop}: snugfit train uses its own loop. Leave --loop out.")
     if request.software != "installed":
         raise UsageError("Training uses the installed software. Leave the software profile out.")
+
+
+def _processes(request: Request, gpus: int | None) -> int:
+    """How many processes train: as many as were started together, else as many as GPUs were named. Raises
+    `UsageError` where both are said and differ."""
+    here, named = world(), request.gpus if gpus is None else gpus
+    if here is None or (gpus is None and named == 1):
+        processes = here.size if here else named
+    elif here.size != named:
+        raise UsageError(
+            f"{named} GPUs were named, but {here.size} processes were started (WORLD_SIZE). Start {named} "
+            "with torchrun --nproc-per-node, or leave gpus out."
+        )
+    else:
+        processes = named
+    if processes > 1 and request.has_auto:
+        raise UsageError("'auto' searches for one GPU. Name a recipe with ddp or fsdp for several.")
+    return processes
 
 
 def _require(asked: Mapping[str, Any], key: str) -> str:

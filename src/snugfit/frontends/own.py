@@ -96,8 +96,8 @@ def train(
         heard = watch if ranks.is_first else _nobody
         how |= {"output_dir": output_dir, "watch": heard, "ranks": ranks}
         run = ranks.all_do(lambda: make_run(job, recipe, dataset, **how))
-        foresees = foresee and not ranks.are_many
-        predict = run_predictor(run.device) if foresees else predict_nothing
+        foresees = foresee and ranks.is_first
+        predict = run_predictor(run.device, ranks.size) if foresees else predict_nothing
         how = {"restart": restart, "resume_from": resume_from_checkpoint, "predict": predict, "watch": heard}
         return run_to_its_end(run, replan=next_recipe(run.device), compare=compare_cut, **how)
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.documents import write_document
 from snugfit.errors import SnugfitError
+from snugfit.step.applier import after_update
 from snugfit.step.memory_errors import memory_cause
 from snugfit.step.plain_loop import Built, PlainStep
 from snugfit.step.step import Observer
@@ -117,6 +118,7 @@ class TrainingStep(PlainStep):
         self._check = FiniteCheck(device)
         self.computed = self._check.record_loss
         self._unchecked = False
+        self._taken = 0
         self.unread = False
         """Whether the last step's norm is still to be read (`read_norm`)."""
         self.sync_before_update = device.type != "cuda"
@@ -192,6 +194,8 @@ class TrainingStep(PlainStep):
         if updated:
             state.scheduler.step()
         optimizer.zero_grad(set_to_none=True)
+        after_update(self.setup, built.runs, self._taken)
+        self._taken += 1
         self.phases.phase("load")
         return StepResult(loss=loss, updated=updated)
 

@@ -289,7 +289,8 @@ class Session:
         is only short, the next step, if there is such a recipe."""
         before, step = self._recipe, self._progress.step
         if self._run.ranks.are_many:
-            raise out_of_memory(exhausted, before, step, f"{NOT_BY_SEVERAL} {WHAT_TO_TRY}")
+            text = f"It was rank {self._run.ranks.rank}. {NOT_BY_SEVERAL} {WHAT_TO_TRY}"
+            raise out_of_memory(exhausted, before, step, text)
         if exhausted.phase != "update":
             self._active.check_weights()
         self._compare_cut()
