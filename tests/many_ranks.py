@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import socket
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ import torch
 from clean_forks import Forks
 from small_models import small_job
 from small_runs import rows
+from snugfit.errors import SnugfitError
 from snugfit.frontends.own import train
+from snugfit.training.run.loop import TrainingStep
 from snugfit.training.run.trained import Trained
 
 
@@ -46,7 +50,7 @@ def run_of(
     data = [{"input_ids": row["input_ids"]} if job == "gpt2" else row for row in rows(samples)]
     how = {"max_steps": 12, "save_steps": 500, **options}
     return train(
-        small, recipe, data, output_dir=folder, device="cpu", foresee=False, weights="random",
+        small, recipe, data, output_dir=folder, device="cpu", foresee=False, weights="random", evaluation=data,
         tokenizer=None, **how,
     )  # fmt: skip
 
@@ -58,7 +62,49 @@ def one_rank(rank: int, size: int, port: int, folder: str, asked: dict[str, Any]
         MASTER_PORT=str(port), OMP_NUM_THREADS="1",
     )  # fmt: skip
     torch.set_num_threads(1)
-    return run_of(folder, **asked).exit_code
+    asked = dict(asked)
+    fault_of = asked.pop("fault", {}).get(str(rank))
+    try:
+        with FAULTS[fault_of]() if fault_of else contextlib.nullcontext():
+            return run_of(folder, **asked).exit_code
+    except SnugfitError as error:
+        Path(f"{folder}.rank-{rank}").write_text(f"{type(error).__name__}: {error}")
+        return error.exit_code
+
+
+def fault_told(folder: Path, rank: int) -> str:
+    """The error that ended a process: its kind and text."""
+    return Path(f"{folder}.rank-{rank}").read_text()
+
+
+@contextlib.contextmanager
+def exhausted() -> Iterator[None]:
+    """Memory runs out in the third step."""
+    plain = TrainingStep.take
+
+    def take(self: TrainingStep, state: Any, *given: Any, **more: Any) -> Any:
+        if state.progress.step == 2:
+            raise MemoryError("no memory")
+        return plain(self, state, *given, **more)
+
+    TrainingStep.take = take  # type: ignore[method-assign]
+    yield
+
+
+@contextlib.contextmanager
+def slow() -> Iterator[None]:
+    """Each forward pass takes longer than elsewhere."""
+    plain = TrainingStep.forward_context
+
+    def forward_context(self: TrainingStep) -> Any:
+        time.sleep(0.02)
+        return plain(self)
+
+    TrainingStep.forward_context = forward_context  # type: ignore[method-assign]
+    yield
+
+
+FAULTS = {"exhausted": exhausted, "slow": slow}
 
 
 def start(forks: Forks, folder: Path, size: int, asked: dict[str, Any]) -> list[int]:
@@ -78,10 +124,6 @@ def weights_in(folder: Path, step: int) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return load_file(folder / f"checkpoint-{step}" / "model.safetensors")
-
-
-def manifest_of(folder: Path, step: int) -> dict[str, Any]:
-    return dict(json.loads((folder / f"checkpoint-{step}" / "manifest.json").read_text()))
 
 
 def warm() -> None:

@@ -141,16 +141,8 @@ def _order(failure: Any) -> int:
 
 
 def _told(failure: Any) -> str | None:
-    """The error that a process has written down before it ended."""
+    """The error that a process has written down before it ended (`ranks.py`)."""
     message = failure.error_file_data.get("message")
     if not isinstance(message, Mapping):
         return None
-    kind, _, text = str(message.get("message", "")).partition(": ")
-    known = {one.__name__ for one in _kinds(SnugfitError)}
-    return text if kind in known else str(message.get("extraInfo", {}).get("py_callstack", text)).strip()
-
-
-def _kinds(root: type[Exception]) -> Iterator[type[Exception]]:
-    yield root
-    for kind in root.__subclasses__():
-        yield from _kinds(kind)
+    return str(message.get("extraInfo", {}).get("py_callstack", message.get("message", ""))).strip()

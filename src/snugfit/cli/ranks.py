@@ -10,14 +10,16 @@ When the launcher dies, so do they: the kernel is asked for it.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from snugfit.errors import SnugfitError, escape_controls
-from snugfit.training.ranks import ToldElsewhere, World, world
+from snugfit.training.ranks import ToldElsewhere, world
 
 LAUNCHED = "SNUGFIT_LAUNCHED"
 """The variable by which processes know that `launch.py` started them."""
@@ -48,18 +50,22 @@ def one_of_several() -> Iterator[None]:
             if not here.rank:
                 raise
             if _are_joined():
-                print(escape_controls(_text(fault, here)), file=stderr, flush=True)
+                text = f"snugfit: rank {here.rank}: {_text(fault)}"
+                print(escape_controls(text), file=stderr, flush=True)
         raise ToldElsewhere(str(fault), code) from fault
     finally:
         sys.stdout, sys.stderr = stdout, stderr
 
 
 def _record(fault: Exception) -> None:
-    """Writes the fault where torch's launcher reads it, if one has started this process."""
-    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        get_error_handler().record_exception(fault)
+    """Writes the fault where torch's launcher reads it, if one has started this process, as
+    `ErrorHandler.record_exception` does; for an error on purpose without the traceback that torchrun would
+    print."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        more = {"py_callstack": _text(fault), "timestamp": str(int(time.time()))}
+        document = {"message": {"message": f"{type(fault).__name__}: {fault}", "extraInfo": more}}
+        with suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            json.dump(document, file)
 
 
 def _are_joined() -> bool:
@@ -71,7 +77,6 @@ def _are_joined() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _text(fault: Exception, here: World) -> str:
-    if isinstance(fault, SnugfitError):
-        return f"snugfit: rank {here.rank}: {fault}"
-    return f"snugfit: rank {here.rank}:\n{''.join(traceback.format_exception(fault))}"
+def _text(fault: Exception) -> str:
+    """What is said of it: the message alone of an error that is raised on purpose."""
+    return str(fault) if isinstance(fault, SnugfitError) else "".join(traceback.format_exception(fault))

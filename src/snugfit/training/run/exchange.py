@@ -31,7 +31,8 @@ class StepExchange:
         """Tokens of the last step, in all processes, that are not padding."""
         self.own_seconds = 0.0
         """What this process took of the last step by itself: up to its loss, without the exchanges."""
-        self._began, self._items, self._own_tokens = 0.0, 0, 0
+        self._began = self._forwarded = 0.0
+        self._items = self._own_tokens = 0
 
     def weights(self, pieces: Sequence[Mapping[str, Any]], items: Sequence[int]) -> list[float | None]:
         """By what the loss of each host micro-batch is multiplied, in which so many items count."""
@@ -40,14 +41,19 @@ class StepExchange:
             return [None] if len(items) == 1 else [share / (self._items or 1) for share in items]
         self._own_tokens = sum(tokens_of(piece) for piece, share in zip(pieces, items) if share)
         self._items = int(self.ranks.sum([sum(items)])[0])
-        self._began = time.perf_counter()
+        self._began, self._forwarded = time.perf_counter(), 0.0
         return [self.ranks.size * share / (self._items or 1) for share in items]
+
+    def forward_ends(self) -> None:
+        """This process has computed a micro-batch's loss, where a backward pass that exchanges gradients is
+        over when its call returns: on the CPU."""
+        self._forwarded = time.perf_counter()
 
     def loss(self, part: float) -> float:
         """The mean over the global batch, of what this process's weighted micro-batches came to."""
         if not self.ranks.are_many:
             return part
-        self.own_seconds = time.perf_counter() - self._began
+        self.own_seconds = (self._forwarded or time.perf_counter()) - self._began
         own = [part / self.ranks.size, self._own_tokens, *self._stops.flags]
         total, tokens, *flags = self.ranks.sum(own)
         self.tokens = int(tokens)

@@ -116,7 +116,7 @@ class TrainingStep(PlainStep):
         """Whether nothing of a micro-batch counts that is computed because other processes wait for it."""
         self.phases = PhaseTracker()
         self._check = FiniteCheck(device)
-        self.computed = self._check.record_loss
+        self.computed = self._hear_loss
         self._unchecked = False
         self._taken = 0
         self.unread = False
@@ -210,6 +210,11 @@ class TrainingStep(PlainStep):
             if not share and "labels" in piece and not piece["labels"].is_floating_point():
                 piece["labels"].clamp_(min=0)
         return self._exchange.weights(pieces, items)
+
+    def _hear_loss(self, total: torch.Tensor) -> None:
+        self._check.record_loss(total)
+        if self._exchange is not None and self.device.type == "cpu":
+            self._exchange.forward_ends()
 
     def read_norm(self, state: TrainState) -> None:
         """Reads the last step's norm, where that was left for later. Raises `WeightsNonFinite` when it is no

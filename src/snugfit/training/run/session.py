@@ -37,6 +37,7 @@ from snugfit.training.run.opening import open_run
 from snugfit.training.run.reporting import Reports
 from snugfit.training.run.run import Run
 from snugfit.training.run.spikes import Spikes
+from snugfit.training.run.stragglers import Stragglers
 from snugfit.training.run.trained import EARLY, FINISHED, STOPPED, LastNotKept, Trained
 from snugfit.training.step_logger import StepLogger
 from snugfit.training.stops import Stops
@@ -63,6 +64,7 @@ class Session:
         self._run, self._checkpoints, self._journal = run, checkpoints, journal
         self._stops, self._reports = stops, reports
         self._exchange = StepExchange(run.ranks, stops)
+        self._stragglers = Stragglers(run.ranks, journal, every=run.options.logging_steps)
         self._logger = StepLogger(journal, run.device, every=run.options.logging_steps, predict=predict)
         self._recovery, self._compare = Recovery(run.job, journal, replan), compare
         self._spikes = Spikes(run.options, journal)
@@ -174,6 +176,7 @@ class Session:
                     return result
                 self._last = result
                 stalled = 0.0 if active.step.device_was_busy else prefetcher.fetching_seconds
+                self._stragglers.note(self._progress.step, self._exchange.own_seconds + stalled)
                 self._note(result, micro_batches, rate, time.perf_counter() - began, stalled)
                 if outcome := self._at_boundary():
                     return outcome
