@@ -17,6 +17,7 @@ from small_models import small_job
 from small_runs import rows
 from snugfit.errors import SnugfitError
 from snugfit.frontends.own import train
+from snugfit.step import plain_loop
 from snugfit.training.run.loop import TrainingStep
 from snugfit.training.run.trained import Trained
 
@@ -50,8 +51,8 @@ def run_of(
     data = [{"input_ids": row["input_ids"]} if job == "gpt2" else row for row in rows(samples)]
     how = {"max_steps": 12, "save_steps": 500, **options}
     return train(
-        small, recipe, data, output_dir=folder, device="cpu", foresee=False, weights="random", evaluation=data,
-        tokenizer=None, **how,
+        small, recipe, data, output_dir=folder, device="cpu", foresee=False, weights="random",
+        evaluation=data, **how,
     )  # fmt: skip
 
 
@@ -94,13 +95,14 @@ def exhausted() -> Iterator[None]:
 @contextlib.contextmanager
 def slow() -> Iterator[None]:
     """Each forward pass takes longer than elsewhere."""
-    plain = TrainingStep.forward_context
+    plain = plain_loop._loss
 
-    def forward_context(self: TrainingStep) -> Any:
-        time.sleep(0.02)
-        return plain(self)
+    def loss(model: Any, batch: Any) -> Any:
+        computed = plain(model, batch)
+        time.sleep(0.03)
+        return computed
 
-    TrainingStep.forward_context = forward_context  # type: ignore[method-assign]
+    plain_loop._loss = loss
     yield
 
 
