@@ -186,7 +186,7 @@ def test_a_killed_process_ends_all_and_nothing_is_lost(
     """SIGKILL for one process at seeded moments: the other ends by itself, silently, and who starts them
     again has the numbers of a run that nobody touched."""
     draw = random.Random(seed)
-    how: dict[str, Any] = {"recipe": recipe, "dropout": True, "layers": 1, "max_steps": 40, "save_steps": 1}
+    how: dict[str, Any] = {"recipe": recipe, "dropout": True, "layers": 1, "max_steps": 24, "save_steps": 1}
     assert trained(forks, tmp_path / "whole", 2, **how) == [0, 0]
     for _ in range(KILLS):
         done = steps_told(tmp_path / "run")
@@ -203,7 +203,7 @@ def test_a_killed_process_ends_all_and_nothing_is_lost(
         assert fault_told(tmp_path / "run", 1 - victim).startswith("ToldElsewhere: Another process")
     assert trained(forks, tmp_path / "run", 2, **how) == [0, 0]
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    assert equal(weights_in(tmp_path / "run", 40), weights_in(tmp_path / "whole", 40))
+    assert equal(weights_in(tmp_path / "run", 24), weights_in(tmp_path / "whole", 24))
     assert not Store(tmp_path / "run").broken
 
 
@@ -231,6 +231,30 @@ def test_out_of_memory_names_the_process(tmp_path: Path, forks: Forks) -> None:
     assert codes == [1, 4]
     assert "It was rank 1. Several GPUs do not go on by themselves" in fault_told(tmp_path / "run", 1)
     assert fault_told(tmp_path / "run", 0).startswith("ToldElsewhere")
+
+
+def test_a_loss_that_is_no_number_stops_all_before_the_update(tmp_path: Path, forks: Forks) -> None:
+    """It is none in one process, and so none of all; one of them says so, with the samples of all."""
+    assert trained(forks, tmp_path / "run", 2, recipe="fsdp", fault={"1": "no_number"}) == [1, 1]
+    assert fault_told(tmp_path / "run", 0).startswith("SnugfitError: Step 4: The loss is nan")
+    assert fault_told(tmp_path / "run", 1).startswith("ToldElsewhere")
+    assert Store(tmp_path / "run").newest() is not None
+    written = json.loads((tmp_path / "run" / "nonfinite-step-4.json").read_text())
+    assert len(written["samples"]) == 2
+    assert list(losses(tmp_path / "run")) == [1, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fsdp", "ddp"])
+def test_the_best_model_comes_back(tmp_path: Path, forks: Forks, recipe: str) -> None:
+    how: dict[str, Any] = {
+        "recipe": recipe, "eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True,
+        "early_stopping_patience": 1, "early_stopping_threshold": 1.0,
+    }  # fmt: skip
+    assert trained(forks, tmp_path / "run", 2, **how) == [0, 0]
+    (ended,) = events(tmp_path / "run", "ended")
+    assert (ended["outcome"], ended["step"]) == ("stopped early", 6)
+    assert len(weights_in(tmp_path / "run", 6)) > 0
 
 
 def test_a_straggler_is_named(tmp_path: Path, forks: Forks) -> None:

@@ -103,7 +103,7 @@ def train(
     dry_run: DryRun = False,
 ) -> int:
     """Train a model under a recipe, resumably. Further options: in the job file, or by --set."""
-    from snugfit.frontends.own import make_run, options_of
+    from snugfit.frontends.own import make_run, options_of, refuse_more_than_here
     from snugfit.frontends.own import train as run
     from snugfit.report.watching import Watching
     from snugfit.training.options import TrainOptions
@@ -130,6 +130,7 @@ def train(
         return _show_run(request, run_here, _start(run_here.folder, resume_from_checkpoint, restart=restart))
     if processes > 1 and world() is None:
         job_of_rank(request.job, on_gpus(request.recipe.setup(), processes))
+        refuse_more_than_here(processes, asked.get("device"))
         return launch(processes, COMMAND_LINE.get())
     with Watching(logged) as shown:
         trained = run(

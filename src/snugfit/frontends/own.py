@@ -236,6 +236,18 @@ def device_of(name: str | None) -> torch.device:
     return torch.device("cuda", int(number or 0))
 
 
+def refuse_more_than_here(processes: int, device: str | None) -> None:
+    """Raises `UsageError` where fewer GPUs are here than processes are to train on; without any they train on
+    the CPU."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if device != "cpu" and processes > count and (count or device is not None):
+        raise UsageError(
+            f"{processes} GPUs were named, but torch can use {count} here. Name {count} or fewer."
+        )
+
+
 def weights_of(job: Job, given: str | os.PathLike[str] | None) -> Path | None:
     """The folder of weights to begin with: the one that is given, or the model's own, here or in the hub's
     local cache. None for random ones, where they are asked for, or the model was made in Python. Raises
