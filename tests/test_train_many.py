@@ -26,9 +26,9 @@ from clean_forks import Forks
 from many_ranks import fault_told, run_of, start, trained, weights_in
 from small_models import small_job
 from small_runs import events, losses, rows
-from snugfit.cli.launch import RankFailed, _ending
 from snugfit.cli.train import _processes
 from snugfit.errors import UsageError
+from snugfit.frontends.launch import RankFailed, _ending
 from snugfit.training.checkpoint.manifest import verify
 from snugfit.training.checkpoint.store import Store
 from snugfit.training.journal import Journal
@@ -150,7 +150,7 @@ def test_resumed_on_others_it_has_the_same_numbers(
     assert any("no longer bit for bit" in text for text in said)
     notes = [event["text"] for event in events(folder, "note")]
     were = 1 if before == "plain" else 2
-    new = f"The random numbers of {size - were} of {size} GPUs begin anew."
+    new = f"The random numbers of {size - were} of {size} GPUs start again."
     assert (new in notes) == (size > were)
 
 
@@ -229,7 +229,7 @@ def test_a_signal_to_one_stops_all_at_one_boundary(
 def test_out_of_memory_names_the_process(tmp_path: Path, forks: Forks) -> None:
     codes = trained(forks, tmp_path / "run", 2, recipe="ddp", fault={"1": "exhausted"})
     assert codes == [1, 4]
-    assert "It was rank 1. Several GPUs do not go on by themselves" in fault_told(tmp_path / "run", 1)
+    assert "It was rank 1. With several GPUs a run does not continue" in fault_told(tmp_path / "run", 1)
     assert fault_told(tmp_path / "run", 0).startswith("ToldElsewhere")
 
 
@@ -287,7 +287,7 @@ def test_shares_make_the_batch_of_one(cut: int) -> None:
         pieces = [order.step(step) for order in ranks]
         assert tuple(itertools.chain(*itertools.chain(*pieces))) == whole
         assert len({len(piece) for piece in pieces}) == 1
-        assert all(itertools.chain(*(order.loaded(step) for order in ranks)))
+        assert all(itertools.chain(*(order.with_stand_ins(step) for order in ranks)))
         assert ranks[0].step_of_all(step) == tuple(itertools.chain(*pieces))
 
 

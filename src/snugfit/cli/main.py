@@ -32,16 +32,16 @@ from snugfit.cli.doctor import doctor
 from snugfit.cli.export import export
 from snugfit.cli.gpus import gpus
 from snugfit.cli.guide import guide
-from snugfit.cli.launch import COMMAND_LINE
 from snugfit.cli.lengths import lengths
 from snugfit.cli.measure import measure
 from snugfit.cli.plan import plan
 from snugfit.cli.predict import predict
-from snugfit.cli.ranks import one_of_several
 from snugfit.cli.streams import forget, keep_libraries_off_stdout, open_all
 from snugfit.cli.techniques import techniques
 from snugfit.cli.train import train
 from snugfit.errors import SnugfitError, escape_controls, nearest
+from snugfit.frontends.launch import COMMAND_LINE
+from snugfit.frontends.one_of_several import one_of_several
 from snugfit.training.ranks import ToldElsewhere
 
 _TypingMistake: type[Exception] = typer.BadParameter.__bases__[0]

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from snugfit.cli import arguments as given
-from snugfit.cli.launch import COMMAND_LINE, launch
 from snugfit.cli.request import Request
 from snugfit.cli.streams import say_last
 from snugfit.errors import NothingFits, UsageError
+from snugfit.frontends.launch import COMMAND_LINE, launch
 from snugfit.measurement.target import gpu_here
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.training.ranks import Ranks, world
@@ -103,35 +103,22 @@ def train(
     dry_run: DryRun = False,
 ) -> int:
     """Train a model under a recipe, resumably. Further options: in the job file, or by --set."""
-    from snugfit.frontends.own import make_run, options_of, refuse_more_than_here
+    from snugfit.frontends.own import make_run, options_of
     from snugfit.frontends.own import train as run
     from snugfit.report.watching import Watching
-    from snugfit.training.options import TrainOptions
 
     _refuse(request)
     processes = _processes(request, gpus)
     asked = request.training
     request = request.with_least(lambda: gpu_here(asked.get("device")))
-    options = {field.name: asked[field.name] for field in fields(TrainOptions) if field.name in asked}
-    logged = options_of(options).logging_steps
-    how = options | {
-        "output_dir": _require(asked, "output_dir"),
-        "evaluation": asked.get("eval_dataset"),
-        "tokenizer": asked.get("tokenizer") or _own_folder(request),
-        "processor": asked.get("processor"),
-        "columns": _columns(asked.get("columns")),
-        "pack": asked.get("pack", False),
-        "weights": _weights(request),
-        "device": asked.get("device"),
-    }
+    options = _options(asked)
+    logged, how = options_of(options).logging_steps, options | _run_arguments(request)
     if dry_run:
         how["ranks"] = Ranks(size=processes)
         run_here = make_run(request.job, request.recipe, _require(asked, "dataset"), **how)
         return _show_run(request, run_here, _start(run_here.folder, resume_from_checkpoint, restart=restart))
     if processes > 1 and world() is None:
-        job_of_rank(request.job, on_gpus(request.recipe.setup(), processes))
-        refuse_more_than_here(processes, asked.get("device"))
-        return launch(processes, COMMAND_LINE.get())
+        return _launch(request, processes)
     with Watching(logged) as shown:
         trained = run(
             request.job,
@@ -145,6 +132,38 @@ def train(
         )
     say_last(f"{trained.outcome} after step {trained.step:,}: {trained.folder}")
     return trained.exit_code
+
+
+def _options(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the run that were given, by name."""
+    from snugfit.training.options import TrainOptions
+
+    return {field.name: asked[field.name] for field in fields(TrainOptions) if field.name in asked}
+
+
+def _run_arguments(request: Request) -> dict[str, Any]:
+    """The other arguments of `snugfit.train`, but the data."""
+    asked = request.training
+    return {
+        "output_dir": _require(asked, "output_dir"),
+        "evaluation": asked.get("eval_dataset"),
+        "tokenizer": asked.get("tokenizer") or _own_folder(request),
+        "processor": asked.get("processor"),
+        "columns": _columns(asked.get("columns")),
+        "pack": asked.get("pack", False),
+        "weights": _weights(request),
+        "device": asked.get("device"),
+    }
+
+
+def _launch(request: Request, processes: int) -> int:
+    """The same command in so many processes; gives their exit code. Raises `UsageError` for what all of them
+    would refuse."""
+    from snugfit.frontends.own import refuse_more_than_here
+
+    job_of_rank(request.job, on_gpus(request.recipe.setup(), processes))
+    refuse_more_than_here(processes, request.training.get("device"))
+    return launch(processes, COMMAND_LINE.get())
 
 
 def _start(folder: Path, resume_from: str | None, *, restart: bool) -> Path | None:
@@ -212,12 +231,12 @@ def _refuse(request: Request) -> None:
 def _processes(request: Request, gpus: int | None) -> int:
     """How many processes train: as many as were started together, else as many as GPUs were named. Raises
     `UsageError` where both are said and differ."""
-    here, named = world(), request.gpus if gpus is None else gpus
-    if here is None or (gpus is None and named == 1):
-        processes = here.size if here else named
-    elif here.size != named:
+    process, named = world(), request.gpus if gpus is None else gpus
+    if process is None or (gpus is None and named == 1):
+        processes = process.size if process else named
+    elif process.size != named:
         raise UsageError(
-            f"{named} GPUs were named, but {here.size} processes were started (WORLD_SIZE). Start {named} "
+            f"{named} GPUs were named, but {process.size} processes were started (WORLD_SIZE). Start {named} "
             "with torchrun --nproc-per-node, or leave gpus out."
         )
     else:

@@ -29,7 +29,7 @@ from snugfit.techniques.recipe import Recipe, without_auto
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.training.options import TrainOptions
 from snugfit.training.predicted import predict_nothing
-from snugfit.training.ranks import ALONE, Ranks, joined, world
+from snugfit.training.ranks import ALONE, Ranks, process_group, world
 from snugfit.training.recovery import cut_warning
 from snugfit.training.run.dataset import Source, data_of
 from snugfit.training.run.reporting import callbacks_for
@@ -92,7 +92,7 @@ def train(
         "evaluation": evaluation, "tokenizer": tokenizer, "processor": processor, "columns": columns,
         "pack": pack, "collate": collate, "weights": weights, "device": device, "compare_code": compare_code,
     }  # fmt: skip
-    with joined(device_of(device)) as ranks:
+    with process_group(device_of(device)) as ranks:
         heard = watch if ranks.is_first else _nobody
         how |= {"output_dir": output_dir, "watch": heard, "ranks": ranks}
         run = ranks.all_do(lambda: make_run(job, recipe, dataset, **how))
@@ -213,17 +213,18 @@ def device_of(name: str | None) -> torch.device:
     has a GPU of its own."""
     import torch
 
-    count, here = torch.cuda.device_count(), world()
-    if here is not None and here.size > 1 and (name or count) and name != "cpu":
+    count, process = torch.cuda.device_count(), world()
+    if process is not None and process.size > 1 and (name or count) and name != "cpu":
         if name not in (None, "cuda"):
             raise UsageError(
-                f"device is {name!r}, but {here.size} processes train together; write cuda or cpu."
+                f"device is {name!r}, but {process.size} processes train together; write cuda or cpu."
             )
-        if here.local_rank >= count:
+        if process.local_rank >= count:
             raise UsageError(
-                f"{here.local_rank + 1} processes were started on this host, but torch can use {count} GPUs."
+                f"This host has {process.local_rank + 1} or more processes, but torch can use {count} GPUs "
+                "here. Start one for each."
             )
-        return torch.device("cuda", here.local_rank)
+        return torch.device("cuda", process.local_rank)
     if name is None:
         return torch.device("cuda", torch.cuda.current_device()) if count else torch.device("cpu")
     kind, _, number = str(name).partition(":")

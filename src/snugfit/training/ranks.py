@@ -125,19 +125,19 @@ class Ranks:
         if not self.are_many:
             return ask()
         fault: Exception | None = None
-        told: list[Any] = [None, None]
+        values: list[Any] = [None, None]
         if self.is_first:
             try:
-                told[0] = ask()
+                values[0] = ask()
             except Exception as error:
                 fault = error
-                told[1] = (str(error), getattr(error, "exit_code", 1))
-        _broadcast(told, self.host)
+                values[1] = (str(error), getattr(error, "exit_code", 1))
+        _broadcast(values, self.host)
         if fault is not None:
             raise fault
-        if told[1] is not None:
-            raise ToldElsewhere(*told[1])
-        answer: Answer = told[0]
+        if values[1] is not None:
+            raise ToldElsewhere(*values[1])
+        answer: Answer = values[0]
         return answer
 
     def all_do(self, do: Callable[[], Answer]) -> Answer:
@@ -211,11 +211,11 @@ def is_broken_exchange(fault: BaseException) -> bool:
 
 
 @contextmanager
-def joined(device: torch.device) -> Iterator[Ranks]:
+def process_group(device: torch.device) -> Iterator[Ranks]:
     """This process among those that were started with it, while the context is entered; `ALONE` where there
     are no others. Groups of torch.distributed that somebody else has made are used, and left."""
-    here = world()
-    if here is None or here.size == 1:
+    process = world()
+    if process is None or process.size == 1:
         yield ALONE
         return
     import torch
@@ -224,12 +224,12 @@ def joined(device: torch.device) -> Iterator[Ranks]:
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device)
-    made = not dist.is_initialized()
+    is_ours = not dist.is_initialized()
     with talking():
-        if made:
+        if is_ours:
             dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
         host, writing = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
-    ranks = Ranks(here.rank, here.size, host=host, writing=writing)
+    ranks = Ranks(process.rank, process.size, host=host, writing=writing)
     try:
         yield ranks
     except RuntimeError as fault:
@@ -237,5 +237,5 @@ def joined(device: torch.device) -> Iterator[Ranks]:
             raise
         raise ToldElsewhere("Another process of this run has ended, so this one ends too.") from fault
     ranks.wait()  # the first may still have been writing: whoever leaves sooner would be missed by it
-    if made:
+    if is_ours:
         dist.destroy_process_group()

@@ -61,14 +61,14 @@ def open_run(
     if run.ranks.rank:
         seed_all(seed, run.ranks.rank)
     if checkpoint is not None:
-        kept = restore(state, checkpoint.folder)
+        streams = restore(state, checkpoint.folder)
         if is_sharded(model):
             keep_parts(optimizer)
         if has_shards(checkpoint.folder):
             load_shards(state, checkpoint.folder)
             load_model_state(model, checkpoint.folder)
-        if kept < run.ranks.size:
-            tell(f"The random numbers of {run.ranks.size - kept} of {run.ranks.size} GPUs begin anew.")
+        if streams < run.ranks.size:
+            tell(f"The random numbers of {run.ranks.size - streams} of {run.ranks.size} GPUs start again.")
         if lengthens(run, checkpoint.about, checkpoint.step):
             _set_rates(state.scheduler)
     return state

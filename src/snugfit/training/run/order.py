@@ -127,7 +127,7 @@ class SampleOrder:
         count = max(-(-len(share) // size) for share in shares)
         return [_cut(share, count) for share in shares]
 
-    def loaded(self, step: int) -> MicroBatchIndices:
+    def with_stand_ins(self, step: int) -> MicroBatchIndices:
         """The same with a sample of the step in the place of each empty micro-batch: a process computes
         there too, for the others wait for it, and nothing of it counts."""
         return tuple(piece or self.batch(step)[:1] for piece in self.step(step))

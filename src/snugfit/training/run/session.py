@@ -42,7 +42,7 @@ from snugfit.training.run.trained import EARLY, FINISHED, STOPPED, LastNotKept, 
 from snugfit.training.step_logger import StepLogger
 from snugfit.training.stops import Stops
 
-NOT_BY_SEVERAL = "Several GPUs do not go on by themselves under another recipe."
+NOT_BY_SEVERAL = "With several GPUs a run does not continue by itself under another recipe."
 TO_TRAIN_ANEW = "--restart starts from the beginning and renames the old checkpoints."
 
 
@@ -213,8 +213,8 @@ class Session:
         try:
             return prefetcher.take()
         except Exception:
-            kept = self._run.options.save_strategy != "no" and not self._run.ranks.are_many
-            if self._progress.step and kept:
+            keeps = self._run.options.save_strategy != "no" and not self._run.ranks.are_many
+            if self._progress.step and keeps:
                 self._active.save()
             raise
 

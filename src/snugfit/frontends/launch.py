@@ -23,8 +23,8 @@ from dataclasses import fields
 from types import FrameType
 from typing import Any
 
-from snugfit.cli.ranks import LAUNCHED
 from snugfit.errors import SnugfitError
+from snugfit.frontends.one_of_several import LAUNCHED
 from snugfit.training.interrupt import AT_ONCE, EXIT_CODES
 
 COMMAND_LINE: ContextVar[tuple[str, ...]] = ContextVar("COMMAND_LINE", default=())
@@ -114,15 +114,15 @@ def _ending(failures: Mapping[int, Any], passed: Sequence[int]) -> int:
     rank = min(failures, key=lambda one: (_order(failures[one]), failures[one].timestamp, one))
     failure = failures[rank]
     code = failure.exitcode
-    told = _told(failure)
-    if told is None and code in STOPPED:
+    error = _error_of(failure)
+    if error is None and code in STOPPED:
         return int(code)
-    if told is None and code < 0 and -code in passed:
+    if error is None and code < 0 and -code in passed:
         return AT_ONCE.get(signal.Signals(-code), 1)
-    if told is not None:
-        alike = len({_told(other) for other in failures.values() if _told(other)}) == 1
-        by_all = alike and sum(_told(other) is not None for other in failures.values()) > 1
-        raise RankFailed(told if by_all else f"rank {rank}: {told}", code if code > 0 else 1)
+    if error is not None:
+        alike = len({_error_of(other) for other in failures.values() if _error_of(other)}) == 1
+        by_all = alike and sum(_error_of(other) is not None for other in failures.values()) > 1
+        raise RankFailed(error if by_all else f"rank {rank}: {error}", code if code > 0 else 1)
     if code < 0:
         name = signal.Signals(-code).name
         why = " The system does this when the machine's memory runs out." if -code == signal.SIGKILL else ""
@@ -133,15 +133,15 @@ def _ending(failures: Mapping[int, Any], passed: Sequence[int]) -> int:
 def _order(failure: Any) -> int:
     """How near to the cause a process's end is, the nearest first: torch ends all others by SIGTERM, and
     those by SIGKILL that do not hear it."""
-    if _told(failure) is not None:
+    if _error_of(failure) is not None:
         return 0
     if failure.exitcode < 0:
         return 1 if -failure.exitcode != signal.SIGTERM else 4
     return 2 if failure.exitcode in STOPPED else 3
 
 
-def _told(failure: Any) -> str | None:
-    """The error that a process has written down before it ended (`ranks.py`)."""
+def _error_of(failure: Any) -> str | None:
+    """The error that a process has written down before it ended (`one_of_several.py`)."""
     message = failure.error_file_data.get("message")
     if not isinstance(message, Mapping):
         return None

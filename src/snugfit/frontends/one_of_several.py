@@ -29,8 +29,8 @@ LAUNCHED = "SNUGFIT_LAUNCHED"
 def one_of_several() -> Iterator[None]:
     """Within it the command runs. Nothing is done where no launcher has started several processes. Raises
     `ToldElsewhere` for an error that was told, or is told by another process."""
-    here = world()
-    if here is None or here.size == 1:
+    process = world()
+    if process is None or process.size == 1:
         yield
         return
     from snugfit.measurement.process import die_with_parent
@@ -38,7 +38,7 @@ def one_of_several() -> Iterator[None]:
     die_with_parent(os.getppid())
     stdout, stderr = sys.stdout, sys.stderr
     try:
-        if here.rank:
+        if process.rank:
             sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the end
         yield
     except ToldElsewhere:
@@ -47,10 +47,10 @@ def one_of_several() -> Iterator[None]:
         code = int(getattr(fault, "exit_code", 1))
         _record(fault)
         if LAUNCHED not in os.environ:
-            if not here.rank:
+            if not process.rank:
                 raise
             if _are_joined():
-                text = f"snugfit: rank {here.rank}: {_text(fault)}"
+                text = f"snugfit: rank {process.rank}: {_text(fault)}"
                 print(escape_controls(text), file=stderr, flush=True)
         raise ToldElsewhere(str(fault), code) from fault
     finally:
