@@ -216,7 +216,7 @@ def compare_runs(before: Mapping[str, Any], run: Run, step: int = -1) -> tuple[l
     """How `run` differs from the run that a checkpoint after `step` says it is of: in what would change a
     number, so that it cannot be resumed, and in what only keeps the numbers from being the same bit for bit.
     A run that was finished may be made longer."""
-    now = json.loads(json.dumps(run.about(run.recipe)))
+    now = {"gpus": 1, **json.loads(json.dumps(run.about(run.recipe)))}
     options = before.get("options", {})
     depends = depends_on_length(run.options.lr_scheduler_type, run.options.warmup_steps)
     free = FREE_OPTIONS | (LENGTH_OPTIONS if not depends or lengthens(run, before, step) else frozenset())
