@@ -23,10 +23,12 @@ from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.measurement import child as child_room
 from snugfit.measurement import contamination
-from snugfit.measurement import measure as measure_room
 from snugfit.measurement.child_result import ChildResult
+from snugfit.measurement.experiment import run as run_room
+from snugfit.measurement.experiment.request import MeasurementRequest
+from snugfit.measurement.experiment.run import read_result, run_experiment
 from snugfit.measurement.host import HostLoad, crowding, host_load
-from snugfit.measurement.measure import MeasurementRequest, measure, read_result, run_experiment
+from snugfit.measurement.measure import measure
 from snugfit.measurement.nvml import open_nvml
 from snugfit.measurement.process import TAIL_BYTES, Child, ChildExit
 from snugfit.measurement.stopwatch import Stopwatch, timing_of
@@ -564,7 +566,7 @@ def test_a_mistake_that_the_child_finds_writes_nothing(
         write_document(result, child_room.run(read_document(request), tmp_path / "none").to_json())
         return [sys.executable, "-S", "-c", "raise SystemExit(1)"]
 
-    monkeypatch.setattr(measure_room, "child_command", done_here)
+    monkeypatch.setattr(run_room, "child_command", done_here)
     facts = tiny_job().model.config | {"hidden_act": "swoosh"}
     job = replace(tiny_job(), model=Model.from_config(facts, name="wrong"))
     with pytest.raises(UsageError, match=r"wrong.*swoosh"):
@@ -656,9 +658,9 @@ def test_one_that_takes_too_long_is_ended_and_kept(tmp_path: Path) -> None:
 def test_too_little_memory_on_the_host(tmp_path: Path) -> None:
     """A model of 16 GB in a process that may have 8: refused by the kernel, and the message says so."""
     job = tiny_job(config={"vocab_size": 4_000_000, "hidden_size": 1024})
-    request = measure_room._request_document(experiment_of(job), Target(type="cpu"), None)
+    request = experiment_of(job).document(Target(type="cpu"), None)
     write_document(tmp_path / "request.json", request)
-    command = measure_room.child_command(tmp_path / "request.json", tmp_path / "result.json")
+    command = run_room.child_command(tmp_path / "request.json", tmp_path / "result.json")
     limited = ["bash", "-c", 'ulimit -v 8000000; exec "$@"', "limited", *command]
     with Child(limited, environment=os.environ) as running:
         ending = running.wait(120)
@@ -669,7 +671,7 @@ def test_too_little_memory_on_the_host(tmp_path: Path) -> None:
 
 
 def test_what_the_child_raises_becomes_a_cause(tmp_path: Path) -> None:
-    request = measure_room._request_document(experiment_of(tiny_job()), Target(type="cpu"), None)
+    request = experiment_of(tiny_job()).document(Target(type="cpu"), None)
     refused = child_room.run(request | {"loop": "none"}, tmp_path / "h")
     assert refused.outcome == "refused"
     assert "Unknown loop" in refused.message
@@ -707,7 +709,7 @@ class TestOnAGpu:
         go, library = tmp_path / "go", FakeNvml(gpu)
         body = FAKE_CHILD.format(reported=json.dumps(reported.to_json()), go=str(go), code=code)
         monkeypatch.setattr(
-            measure_room,
+            run_room,
             "child_command",
             lambda request, result: [sys.executable, "-S", "-c", body, str(request), str(result)],
         )
@@ -737,7 +739,7 @@ class TestOnAGpu:
                 deadline_seconds=60,
                 history=None,
             )
-            return run_experiment(experiment, target)[0]
+            return run_experiment(experiment, (target,))[0]
 
     REPORTED = ChildResult(
         outcome="ok",

@@ -18,6 +18,7 @@ import snugfit
 from made_up import guide_result, measurement, timing
 from small_models import small_job
 from snugfit.planning.fleet.prices import Prices, document
+from snugfit.results.measurement import RankMeasured
 from test_gpus_command import made_up as plans_for_gpus
 from test_lengths_command import made_up as of_lengths
 
@@ -86,7 +87,8 @@ def answers() -> Iterator[tuple[str, Any]]:
     measured = measurement(timing=timing(), startup=predicted.startup, job=job, recipe=predicted.recipe)
     yield "predict --json", predicted
     yield "predict --compare --json", snugfit.compare(job, ["plain"], gpu="h200")
-    yield "measure --json", measured
+    ranks = (RankMeasured(rank=0, gpu_index=0, uuid=None, footprint=measured.footprint, step_seconds=0.1),)
+    yield "measure --json", replace(measured, ranks=ranks)
     yield "measure --predict --json", snugfit.compare(predicted, measured)
     kept = "full + sdpa + as_loaded + ieee + keep_all + whole_batch + default"
     how: dict[str, Any] = {"gpu": "h200", "keep": kept, "workers": 1, "fresh": True}

@@ -74,6 +74,7 @@ def accuracy(
     draw: Draw = DRAWS,
     seed: Seed = 0,
     gpu: given.GpuName = None,
+    gpus: given.Gpus = None,
     within_job: WithinJob = None,
     top: Top = None,
     job: Jobs = None,
@@ -94,9 +95,12 @@ def accuracy(
     chosen = [mode for mode, value in modes.items() if value is not None]
     _refuse(chosen, rates, job, plot)
     _refuse_idle(chosen, {
-        "draw": draw != DRAWS, "seed": seed != 0, "gpu": gpu is not None, "predict-only": predict_only,
+        "draw": draw != DRAWS, "seed": seed != 0, "gpu": gpu is not None, "gpus": gpus is not None,
+        "predict-only": predict_only,
         "output": output != OUTPUT, "workers": workers is not None,
     })  # fmt: skip
+    if gpus is not None and (within_job or top):
+        raise UsageError("--gpus draws single runs. Leave --within-job and --top out.")
     if job and draw != DRAWS:
         raise UsageError(f"--draw {draw}: the jobs come from --job. Leave --draw out.")
     if show is not None:
@@ -112,8 +116,9 @@ def accuracy(
         kind = "within-job" if within_job else "top" if top else "drawn"
         known_gpu = _gpu(gpu, predict_only)
         result, file = _draw(
-            kind, recipes or 0, known_gpu, output, workers, draw, seed, named, measured=not predict_only
-        )
+            kind, recipes or 0, known_gpu, output, workers, draw, seed, named, measured=not predict_only,
+            gpus=gpus or 1,
+        )  # fmt: skip
     _print([result], form, plot)
     typer.echo(f"Written: {file}", err=form != "terminal")
     if result.outside:
@@ -170,6 +175,7 @@ def _draw(
     files: list[Path],
     *,
     measured: bool,
+    gpus: int = 1,
 ) -> tuple[Accuracy, Path]:
     """A new draw of the `kind` that was asked for, with its file."""
     from snugfit.cli.progress import show_progress
@@ -179,6 +185,7 @@ def _draw(
 
     named = [_job(file) for file in files]
     stem = "-".join(file.stem for file in files)[:80] or f"seed{seed}"
+    stem = f"{stem}-gpus{gpus}" if gpus > 1 else stem
     file = writable_folder(output) / file_name(stem, kind, recipes)
     with show_progress() as tell:
         writer = draws.DrawWriter(file, measured, tell)
@@ -189,7 +196,7 @@ def _draw(
             drawn_from = None if named else seed
             result = draws.accuracy_of_best(jobs, recipes, rank, gpu, writer, seed=drawn_from)
         else:
-            result = draws.accuracy(seed, count, gpu, writer, workers=workers)
+            result = draws.accuracy(seed, count, gpu, writer, gpus=gpus, workers=workers)
     return result, file
 
 

@@ -129,7 +129,7 @@ GpuName = Annotated[
     ),
 ]
 Gpus = Annotated[
-    int | None, option(WHERE, "How many such GPUs train together; the global batch stays. [1]", "--gpus")
+    int | None, option(WHERE, "How many such GPUs train together; the global batch stays. \\[1]", "--gpus")
 ]
 Memory = Annotated[
     str | None, option(WHERE, "How much GPU memory may be used: 24GiB, 16GB, 16000MiB. \\[all of the GPU's]")

@@ -41,6 +41,7 @@ def measure(
     steps: Steps = 10,
     warmup: Warmup = 3,
     device: Device = None,
+    gpus: given.Gpus = None,
     deadline: Deadline = 600.0,
     ledger: Ledger = Path("snugfit-runs"),
     predict: Predict = False,
@@ -64,12 +65,14 @@ def measure(
         typer.echo(f"Note: {spills}.", err=True)
     request = request.with_least(lambda: gpu_here(device))
     # Whatever is wrong with the prediction is said before minutes are spent on the run.
-    predicted = _predict(request, device) if predict else None
+    count = 1 if gpus is None else gpus
+    predicted = _predict(request, device, count) if predict else None
     measured = run(
         request.job,
         request.recipe,
         loop=request.loop,
         device=device,
+        gpus=count,
         warmup=warmup,
         steps=steps,
         deadline_seconds=deadline,
@@ -85,8 +88,8 @@ def measure(
     return OutOfMemory.exit_code if measured.outcome.startswith("oom") else 1
 
 
-def _predict(request: Request, device: str | None) -> Prediction:
-    """The prediction for the GPU that was named, or for the one that will be measured on."""
+def _predict(request: Request, device: str | None, gpus: int) -> Prediction:
+    """The prediction for the GPU that was named, or for the one that will be measured on, and as many."""
     from snugfit.job.gpu import find_gpu
     from snugfit.prediction.predict import predict
 
@@ -98,7 +101,7 @@ def _predict(request: Request, device: str | None) -> Prediction:
                 "--predict: the measurement runs on the CPU. Add --gpu NAME to say which GPU to predict for."
             )
         gpu = find_gpu(name)
-    return predict(request.job, request.recipe, gpu=gpu, loop=request.loop)
+    return predict(request.job, request.recipe, gpu=gpu, gpus=gpus, loop=request.loop)
 
 
 def _print(

@@ -115,7 +115,7 @@ def _beside(prediction: Prediction, measurement: Measurement) -> Comparison:
         raise UsageError(
             f"The prediction and the measurement belong to different experiments: {other}. Predict the "
             "measured one: snugfit.predict(measurement.job, measurement.recipe, loop=measurement.loop, "
-            "gpu=...)."
+            "gpu=..., gpus=measurement.gpus)."
         )
     if measurement.footprint is None:
         raise MeasurementError(f"Nothing to compare: the run ended with {measurement.outcome}.")
@@ -139,6 +139,7 @@ def _differences(prediction: Prediction, measurement: Measurement) -> Iterator[s
         same_name = "the models have different configurations" if one == other else ""
         yield same_name or f"model is {one} predicted and {other} measured"
     pairs |= {"recipe": (prediction.recipe, measurement.recipe), "loop": (prediction.loop, measurement.loop)}
+    pairs["gpus"] = (prediction.gpus, measurement.gpus)
     yield from (f"{name} is {a} predicted and {b} measured" for name, (a, b) in pairs.items() if a != b)
 
 
@@ -150,8 +151,8 @@ def step_seconds_line(predicted: float | None, measured: float | None) -> ErrorL
 
 
 def error_lines(predicted: Footprint, measured: Footprint) -> tuple[ErrorLine, ...]:
-    """The bytes that both footprints know. With the context goes managed memory, which older measurements do
-    not tell apart."""
+    """The bytes that both footprints know. With the context go managed memory, which older measurements do
+    not tell apart, and what NCCL keeps, of which a measurement knows only what its first exchange took."""
     pairs = ((figure, _bytes_of(predicted, figure), _bytes_of(measured, figure)) for figure in COMPARED)
     return tuple(
         ErrorLine(figure=figure, predicted=before, measured=after)
@@ -163,5 +164,5 @@ def error_lines(predicted: Footprint, measured: Footprint) -> tuple[ErrorLine, .
 def _bytes_of(footprint: Footprint, figure: str) -> int | None:
     nbytes: int | None = getattr(footprint, figure)
     if figure == "context_bytes" and nbytes is not None:
-        return nbytes + footprint.managed_bytes
+        return nbytes + footprint.managed_bytes + footprint.communication_bytes
     return nbytes

@@ -32,6 +32,8 @@ class ComparedRun:
     """The model's family, as `families.py` names it."""
     job: Job
     recipe: Recipe
+    gpus: int = 1
+    """How many train together: predicted for so many, and measured on them."""
     passed_over: tuple[str, ...] = ()
     """Recipes that were drawn before it and that the model does not take, each with the reason."""
 

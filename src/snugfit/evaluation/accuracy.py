@@ -74,10 +74,12 @@ class DrawWriter(NamedTuple):
         return result
 
 
-def accuracy(seed: int, count: int, gpu: Gpu, writer: DrawWriter, *, workers: int = 1) -> Accuracy:
-    """Draws `count` runs from `seed`, predicts each for `gpu`, and has them recorded."""
+def accuracy(
+    seed: int, count: int, gpu: Gpu, writer: DrawWriter, *, gpus: int = 1, workers: int = 1
+) -> Accuracy:
+    """Draws `count` runs from `seed`, predicts each for so many of `gpu`, and has them recorded."""
     writer.tell("predicting the first draw")
-    runs = map_in_processes(partial(predict_draw, seed, gpu), range(count), workers=workers)
+    runs = map_in_processes(partial(predict_draw, seed, gpu, gpus=gpus), range(count), workers=workers)
     return writer.record(_empty(gpu, seed, "drawn"), runs, count)
 
 
@@ -216,6 +218,7 @@ def measure_run(
         measurement = measure(
             run.job,
             run.recipe,
+            gpus=run.gpus,
             warmup=WARMUP,
             steps=steady_steps(run.predicted_step_seconds, host=run.bound == "host"),
             deadline_seconds=DEADLINE_SECONDS,

@@ -18,7 +18,7 @@ import json
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from snugfit.errors import SnugfitError
 from snugfit.evaluation.families import FAMILIES, Family, ModelSizes, draw_config
@@ -28,6 +28,7 @@ from snugfit.job.job import Job, Phase, Task
 from snugfit.job.model import Model
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.several_gpus import on_gpus
 from snugfit.techniques.technique import Slot
 from snugfit.units import GIB
 
@@ -59,14 +60,16 @@ class DrawnJob:
     recipe: Recipe
 
 
-def proposals(seed: int, number: int) -> Iterator[DrawnJob]:
-    """Valid draws for this number, in order; the first is the draw unless its model cannot be built."""
+def proposals(seed: int, number: int, gpus: int = 1) -> Iterator[DrawnJob]:
+    """Valid draws for this number on so many GPUs, in order; the first is the draw unless its model cannot be
+    built. On several, sizes are those of one GPU's share."""
     family = _family(seed, number)
     rng = random.Random(f"snugfit {seed} {number}")
     for _ in range(MAX_PROPOSALS):
         job = _draw_job(family, rng)
-        recipe = _draw_recipe(job, rng) if job else None
+        recipe = _draw_recipe(job, rng, gpus) if job else None
         if job and recipe:
+            job = replace(job, batch_size=job.batch_size * gpus)
             yield DrawnJob(number=number, family=family.name, job=job, recipe=recipe)
 
 
@@ -152,19 +155,22 @@ def _is_size_allowed(sizes: ModelSizes, task: Task, batch: int, sequence: int, t
     return MIN_BYTES <= 20 * parameters + activations + logits <= MAX_BYTES and flops <= MAX_FLOPS
 
 
-def _draw_recipe(job: Job, rng: random.Random) -> Recipe | None:
+def _draw_recipe(job: Job, rng: random.Random, gpus: int = 1) -> Recipe | None:
     """A technique in each slot, with a setting that it proposes for the job; None when they are not valid
-    together. Whether packages are installed here does not count: a missing one fails, and that is shown."""
+    together, or not for so many GPUs. Whether packages are installed here does not count: a missing one
+    fails, and that is shown."""
     drawn = []
     for slot in Slot:
         candidates = [technique for technique in roster.techniques() if technique.slot is slot]
         active = [technique for technique in candidates if not technique.plain]
-        technique = rng.choice(active) if active and rng.random() >= PLAIN_SHARE else candidates[0]
+        plain_share = 0.0 if gpus > 1 and slot is Slot.SHARDING else PLAIN_SHARE
+        technique = rng.choice(active) if active and rng.random() >= plain_share else candidates[0]
         settings = list(technique.settings(job)) or [candidates[0]()]
         drawn.append(rng.choice(settings))
     recipe = Recipe(tuple(drawn))
     try:
         recipe.check(job, installed=False)
+        on_gpus(recipe.setup(), gpus)
     except SnugfitError:
         return None
     return recipe

@@ -51,9 +51,10 @@ class PlannedRecipe:
         )
 
 
-def predict_draw(seed: int, gpu: Gpu, number: int) -> ComparedRun:
-    """The draw of this number, predicted. A recipe that the model turns out not to take is skipped."""
-    run = next(_predict_each(proposals(seed, number), gpu), None)
+def predict_draw(seed: int, gpu: Gpu, number: int, *, gpus: int = 1) -> ComparedRun:
+    """The draw of this number, predicted for so many GPUs. A recipe that the model turns out not to take is
+    skipped."""
+    run = next(_predict_each(proposals(seed, number, gpus), gpu, gpus), None)
     if run is None:
         raise SnugfitError(f"Draw {number} of seed {seed} gave no valid job and recipe.")
     return run
@@ -96,7 +97,7 @@ def predict_again(gpu: Gpu, rates: Rates | None, run: ComparedRun) -> ComparedRu
         return replace(blank, refused=_one_line(failure))
 
 
-def _predict_each(candidates: Iterable[DrawnJob], gpu: Gpu) -> Iterator[ComparedRun]:
+def _predict_each(candidates: Iterable[DrawnJob], gpu: Gpu, gpus: int = 1) -> Iterator[ComparedRun]:
     """The candidates as runs. Recipes that the model does not take are skipped; the next run names them."""
     passed_over: list[str] = []
     for drawn in candidates:
@@ -105,6 +106,7 @@ def _predict_each(candidates: Iterable[DrawnJob], gpu: Gpu) -> Iterator[Compared
             family=drawn.family,
             job=drawn.job,
             recipe=drawn.recipe,
+            gpus=gpus,
             passed_over=tuple(passed_over),
         )
         try:
@@ -120,7 +122,7 @@ def _predict_each(candidates: Iterable[DrawnJob], gpu: Gpu) -> Iterator[Compared
 def _predict(run: ComparedRun, gpu: Gpu, rates: Rates | None = None) -> ComparedRun:
     """The run with its prediction."""
     began = time.monotonic()
-    prediction = predict(run.job, run.recipe, gpu=gpu, rates=rates)
+    prediction = predict(run.job, run.recipe, gpu=gpu, gpus=run.gpus, rates=rates)
     return replace(
         run,
         predicted=prediction.footprint,

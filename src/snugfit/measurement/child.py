@@ -9,6 +9,9 @@ The start-up is timed by the wall clock, from the moment at which the parent lau
 model's code, which building would import, is imported before the context is made, so that each stage of the
 start-up is one thing.
 
+Of several ranks each is such a process: its group is made right after the context, and where it is on a GPU
+everything is read before a few more steps that the first rank profiles.
+
 Whatever is raised becomes a cause in the result, with the allocator's peaks so far, and exit code 1.
 """
 
@@ -28,6 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from snugfit.documents import read_document, write_document
 from snugfit.measurement import causes
 from snugfit.measurement.child_result import ChildResult
+from snugfit.measurement.experiment.group import RankGroup, open_group
 from snugfit.measurement.host import HostLoad, crowding, host_load, peak_resident_bytes
 from snugfit.measurement.kept_peaks import keep_peaks, with_kept
 from snugfit.measurement.nvml import NvmlUnavailable, open_nvml
@@ -40,6 +44,8 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
+    from snugfit.measurement.stopwatch import Stopwatch
+    from snugfit.step.step import Step
     from snugfit.techniques.setup import Setup
 
 SEED = 0
@@ -69,10 +75,11 @@ def run(request: Mapping[str, Any], history: Path) -> ChildResult:
     try:
         return _run_steps(request, history)
     except Exception as error:
+        failed = time.monotonic()
         traceback.print_exc()
         cause = causes.cause_of_exception(error)
         text = str(error) if cause == causes.REFUSED else f"{type(error).__name__}: {error}"
-    return replace(_peaks(), outcome=cause, message=text[:4000], versions=_versions())
+    return replace(_peaks(), outcome=cause, message=text[:4000], failed_at=failed, versions=_versions())
 
 
 def _run_steps(request: Mapping[str, Any], history: Path) -> ChildResult:
@@ -89,18 +96,19 @@ def _run_steps(request: Mapping[str, Any], history: Path) -> ChildResult:
     _import_code_of(job, setup)
     imported = time.monotonic()
     on_gpu = device.type == "cuda"
-    context = _make_context(device, request) if on_gpu else _Context(growth_bytes=None, ready=imported)
+    context = _make_context(device, request) if on_gpu else _on_cpu(device, request, imported)
     torch.manual_seed(SEED)
     records = bool(request["history"])
     if records:
         torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES)
-    loads: list[HostLoad | None] = [host_load()]
-    last = request["warmup"] + request["steps"] - 1
-    core = QuietCore() if on_gpu else None
+    family = request["parent"] if context.group else None  # whose processes are this run's
+    loads: list[HostLoad | None] = [host_load(family)]
+    steps = request["warmup"] + request["steps"]
+    core = QuietCore((request["rank"], request["ranks"])) if on_gpu else None
 
     def after_step(index: int) -> None:
-        if index in (request["warmup"] - 1, last):  # before the first steady step, after the last
-            loads.append(host_load())
+        if index in (request["warmup"] - 1, steps - 1):  # before the first steady step, after the last
+            loads.append(host_load(family))
         if records:
             _dump_history(index, history)
 
@@ -108,16 +116,17 @@ def _run_steps(request: Mapping[str, Any], history: Path) -> ChildResult:
     # Predictions are compared to the byte, so nothing of ours may stay on a GPU: kept losses would.
     step = open_step(job, setup, request["loop"], device, keep_losses=not on_gpu)
     step.trainer_arguments = request.get("trainer_arguments", {})
-    losses = step.run(request["warmup"] + request["steps"], stopwatch)
-    seconds = stopwatch.seconds()
-    peaks = _peaks()
-    uuid = request["uuid"]
-    nvml_bytes = _used_bytes(uuid) if on_gpu else None
-    smi_bytes = smi_used_bytes(uuid) if uuid and nvml_bytes is not None else None
+    if context.group is not None and on_gpu:
+        read = _run_with_further_steps(step, steps, stopwatch, request)
+        losses: list[float] = []
+    else:
+        losses = step.run(steps, stopwatch)
+        read = _read_idle(request, stopwatch)
+    if context.group is not None:
+        context.group.leave()
     return replace(
-        peaks,
+        read,
         outcome=causes.OK,
-        seconds=tuple(seconds),
         quiet=tuple(stopwatch.quiet()),
         startup=stopwatch.startup(
             imports_seconds=max(0.0, imported - request["launched"]),
@@ -128,10 +137,39 @@ def _run_steps(request: Mapping[str, Any], history: Path) -> ChildResult:
         disturbed=core.disturbed_share() if core else None,
         host_loop_seconds=core.loop_seconds() if core else None,
         first_context_bytes=context.growth_bytes,
-        smi_bytes=smi_bytes,
-        smi_nvml_bytes=nvml_bytes,
+        communication_bytes=context.communication_bytes,
         versions=_versions(),
     )
+
+
+def _read_idle(request: Mapping[str, Any], stopwatch: Stopwatch) -> ChildResult:
+    """The seconds and the peaks so far, and what NVML and nvidia-smi count once the device is idle."""
+    seconds = tuple(stopwatch.seconds())
+    peaks = _peaks()
+    uuid = request["uuid"]
+    nvml_bytes = _used_bytes(uuid) if request["device"] != "cpu" else None
+    smi_bytes = smi_used_bytes(uuid) if uuid and nvml_bytes is not None else None
+    return replace(peaks, seconds=seconds, smi_bytes=smi_bytes, smi_nvml_bytes=nvml_bytes)
+
+
+def _run_with_further_steps(
+    step: Step, steps: int, stopwatch: Stopwatch, request: Mapping[str, Any]
+) -> ChildResult:
+    """Runs the steps, reads what an experiment measures, and goes on for a few steps, in which the first rank
+    measures the exchange with the others."""
+    from snugfit.measurement.experiment.fabric import EXTRA_STEPS, FabricProfiler, FurtherSteps
+
+    profiler = FabricProfiler() if request["rank"] == 0 else None
+    read: list[ChildResult] = []
+
+    def when_timed() -> None:
+        read.append(replace(_read_idle(request, stopwatch), peaks_at=time.monotonic()))
+
+    step.run(steps + EXTRA_STEPS, FurtherSteps(stopwatch, steps - 1, when_timed, profiler))
+    fabric = profiler.fabric() if profiler else None
+    if fabric is None:
+        return read[0]
+    return replace(read[0], fabric_seconds=fabric.seconds, exposed_fabric_seconds=fabric.exposed_seconds)
 
 
 def _import_code_of(job: Job, setup: Setup) -> None:
@@ -147,17 +185,29 @@ def _import_code_of(job: Job, setup: Setup) -> None:
 
 
 class _Context(NamedTuple):
-    """The CUDA context of this process."""
+    """The CUDA context of this process, and its group of ranks."""
 
     growth_bytes: int | None
     """What the device's used bytes grew by; None on a CPU, and where NVML does not answer."""
 
     ready: float
-    """The moment at which it was there, by the monotonic clock."""
+    """The moment at which all of it was there, by the monotonic clock."""
+
+    group: RankGroup | None = None
+    """None where one process trains."""
+
+    communication_bytes: int | None = None
+    """What the device's used bytes grew by when the group first exchanged something; None as above."""
+
+
+def _on_cpu(device: torch.device, request: Mapping[str, Any], imported: float) -> _Context:
+    """No context, and the group of ranks, where there is one."""
+    group = open_group(request, device)
+    return _Context(None, time.monotonic() if group else imported, group)
 
 
 def _make_context(device: torch.device, request: Mapping[str, Any]) -> _Context:
-    """Makes the CUDA context with one tiny tensor."""
+    """Makes the CUDA context with one tiny tensor, and the group of ranks, where there is one, after it."""
     import torch
 
     torch.cuda.set_device(device)
@@ -165,13 +215,19 @@ def _make_context(device: torch.device, request: Mapping[str, Any]) -> _Context:
     torch.cuda.synchronize(device)
     ready = time.monotonic()
     used = _used_bytes(request["uuid"])
+    group = open_group(request, device)
+    with_group = None
+    if group is not None:
+        ready = time.monotonic()
+        with_group = _used_bytes(request["uuid"])
     del tiny
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     keep_peaks()
     if used is None or request["baseline_bytes"] is None:
-        return _Context(None, ready)
-    return _Context(max(0, used - int(request["baseline_bytes"])), ready)
+        return _Context(None, ready, group)
+    communication = None if with_group is None else max(0, with_group - used)
+    return _Context(max(0, used - int(request["baseline_bytes"])), ready, group, communication)
 
 
 def _peaks() -> ChildResult:

@@ -21,10 +21,20 @@ _COUNTS = (
     "host_bytes",
     "retries",
     "first_context_bytes",
+    "communication_bytes",
     "paged_bytes",
     "smi_bytes",
     "smi_nvml_bytes",
     "total_bytes",
+)
+
+_SECONDS = (
+    "disturbed",
+    "host_loop_seconds",
+    "peaks_at",
+    "failed_at",
+    "fabric_seconds",
+    "exposed_fabric_seconds",
 )
 
 _OUTCOME = re.compile(r"ok|refused|host-oom|oom:[a-z]+|exit:1")
@@ -64,6 +74,9 @@ class ChildResult:
     first_context_bytes: int | None = None
     """Growth of the device's used bytes by the first tiny tensor."""
 
+    communication_bytes: int | None = None
+    """Growth of the device's used bytes by the process group and its first exchange."""
+
     paged_bytes: int | None = None
     """Managed memory of its optimizer, on the GPU or not."""
 
@@ -90,6 +103,18 @@ class ChildResult:
 
     host_loop_seconds: float | None = None
     """How long a short loop takes that core (`QuietCore.loop_seconds`)."""
+
+    peaks_at: float | None = None
+    """When the peaks were read, by the monotonic clock; None at the end of all."""
+
+    failed_at: float | None = None
+    """When an exception ended it, by the same clock."""
+
+    fabric_seconds: float | None = None
+    """Seconds a step of NCCL's kernels, in steps after the timed ones."""
+
+    exposed_fabric_seconds: float | None = None
+    """Of these, while no other kernel ran."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of the packages and the CUDA libraries."""
@@ -140,8 +165,7 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "device_name": _is_text_or_none,
     "crowded": _is_text_or_none,
     **dict.fromkeys(_COUNTS, _is_count_or_none),
-    "disturbed": lambda value: value is None or _are_durations([value]),
-    "host_loop_seconds": lambda value: value is None or _are_durations([value]),
+    **dict.fromkeys(_SECONDS, lambda value: value is None or _are_durations([value])),
     "seconds": _are_durations,
     "quiet": lambda value: _is_list_of(value, bool),
     "losses": lambda value: _is_list_of(value, int, float, type(None)),

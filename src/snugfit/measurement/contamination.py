@@ -74,15 +74,16 @@ def first_reason(
     reserved_bytes: int | None,
     context_bytes: int | None,
     outside_bytes: int = 0,
+    until: float | None = None,
 ) -> str | None:
     """The first reason why the GPU was not a run's alone, or could not be proven so; waits as `after` does.
 
     `reserved_bytes` is the allocator's peak, `context_bytes` the context's size at the first tensor and
     `outside_bytes` what the run is known to take without torch's allocator: its process group, and managed
-    memory.
+    memory. Bytes are looked at `until` a moment of the monotonic clock; None looks at all.
     """
     reasons = [baseline.reason, during(sampler.censuses.values(), baseline)]
-    grown = baseline.growth(sampler.peak_bytes)
+    grown = baseline.growth(sampler.peak_until(until))
     if grown is not None and reserved_bytes is not None and context_bytes is not None:
         known = context_bytes + outside_bytes
         reasons.append(unexplained_growth(grown, reserved_bytes=reserved_bytes, context_bytes=known))

@@ -90,11 +90,12 @@ class HostLoad:
     """Of all cores of the machine together."""
 
     own: float
-    """Of this process and its living and waited-for children."""
+    """Of this process and its living and waited-for children, or of all living processes of a family."""
 
 
-def host_load() -> HostLoad | None:
-    """The counters now; None where the system has none."""
+def host_load(family: int | None = None) -> HostLoad | None:
+    """The counters now; None where the system has none. With `family`, a process id, all that descends from
+    that process counts as own."""
     import psutil
 
     try:
@@ -102,8 +103,8 @@ def host_load() -> HostLoad | None:
     except (OSError, RuntimeError, ValueError):
         return None
     busy = sum(getattr(times, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
-    own = sum(os.times()[:4])
-    for process in psutil.Process().children(recursive=True):
+    own = sum(os.times()[:4]) if family is None else 0.0
+    for process in psutil.Process(family).children(recursive=True):
         try:
             own += sum(process.cpu_times()[:2])
         except psutil.Error:

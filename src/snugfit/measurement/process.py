@@ -74,6 +74,7 @@ class Child:
         self._command, self._environment = list(command), dict(environment)
         self._grace, self._count = grace_seconds, count_oom_kills
         self._tail = bytearray()
+        self._reaping = threading.Lock()
 
     def __enter__(self) -> Self:
         self._kills_before = self._count()
@@ -110,6 +111,12 @@ class Child:
             return os.getsid(pid) == self.pid
         except OSError:
             return False
+
+    def kill(self) -> None:
+        """Kills the child and its group at once; another thread may be waiting for it."""
+        with self._reaping:
+            if self._process.returncode is None:
+                self._signal_group(signal.SIGKILL)
 
     def wait(self, deadline_seconds: float) -> ChildExit:
         """Sleeps until the child has ended, or ends it at its deadline."""
@@ -171,10 +178,11 @@ class Child:
 
     def _end(self) -> None:
         """Kills what remains of the group, reaps it, and reads the rest of the output. Safe to call twice."""
-        if self._process.returncode is None:
-            self._signal_group(signal.SIGKILL)
-            self._process.wait()
-            self._reap_group()
+        with self._reaping:
+            if self._process.returncode is None:
+                self._signal_group(signal.SIGKILL)
+                self._process.wait()
+                self._reap_group()
         for _ in range(64):  # bounded: a descendant that left the group may write for ever
             if self._output is None or not select.select([self._output], [], [], 0)[0]:
                 break

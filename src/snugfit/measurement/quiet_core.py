@@ -48,10 +48,14 @@ ALL_CORES: set[int] = set()
 class QuietCore:
     """Keeps the calling thread, and autograd's, on a quiet core. Does nothing where the system cannot pin."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: tuple[int, int] = (0, 1)) -> None:
+        """Of several processes that do so, `share` says which this is and how many: each keeps to cores of
+        its own. (Of the two threads of a core, numbers i and i + n/2 on most hosts, both go to one.)"""
         self._cores = (
             os.sched_getaffinity(0) if hasattr(os, "sched_setaffinity") and TASKS.is_dir() else set()
         )
+        self._candidates = sorted(self._cores)[share[0] :: share[1]]
+        """The cores that the loop may move to."""
         self._loop_seconds: dict[int, float] = {}
         """The last measured of each core."""
         self._best = math.inf
@@ -70,7 +74,7 @@ class QuietCore:
 
     def rebalance(self) -> None:
         """Checks the core, when it is time to, and moves away from a disturbed one."""
-        if time.perf_counter() < self._next_check or len(self._cores) < 2:
+        if time.perf_counter() < self._next_check or len(self._candidates) < 2:
             return
         seconds = self._time_core()
         self._samples.append(seconds)
@@ -102,7 +106,7 @@ class QuietCore:
 
     def _move(self) -> bool:
         """To the first quiet core, at the first check to the quietest of all; whether one was quiet."""
-        candidates = sorted(self._cores, key=lambda core: self._loop_seconds.get(core, 0.0))
+        candidates = sorted(self._candidates, key=lambda core: self._loop_seconds.get(core, 0.0))
         ALL_CORES.update(self._cores)
         for core in candidates[:MAX_CORES_TRIED]:
             with suppress(OSError):  # a core may be taken away

@@ -9,6 +9,7 @@ also records which processes hold a context, and how many bytes each.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -54,6 +55,8 @@ class Sampler:
         self._thread = threading.Thread(target=self._run, name="snugfit-sampler", daemon=True)
         self.peak_bytes: int | None = None
         """Largest used bytes so far; None before the first reading."""
+        self._rises: list[tuple[float, int]] = []
+        """When the used bytes rose above all before, by the monotonic clock, and to what."""
         self.censuses: dict[frozenset[int], Census] = {}
         """For each distinct set of process ids, the census in which the device was fullest."""
         self.refusal: str | None = None
@@ -83,8 +86,15 @@ class Sampler:
         except NvmlUnavailable as reason:
             self.refusal = str(reason)
             return False
-        self.peak_bytes = max(self.peak_bytes or 0, used)
+        if self.peak_bytes is None or used > self.peak_bytes:
+            self.peak_bytes = used
+            self._rises.append((time.monotonic(), used))
         return True
+
+    def peak_until(self, moment: float | None) -> int | None:
+        """The peak until a moment of the monotonic clock, or of all readings; None before the first."""
+        rises = (used for when, used in self._rises if moment is None or when <= moment)
+        return max(rises, default=None)
 
     def count(self) -> None:
         """Takes one census; does nothing where the driver hides the processes."""

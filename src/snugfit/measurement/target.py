@@ -1,7 +1,10 @@
 """The device that is measured, found without touching CUDA, and the environment of the process that uses it.
 
 The measuring process must not hold a context on the GPU that it measures, so it asks NVML and the environment
-only. The child then sees that one GPU and no other, by its UUID. Where NVML does not answer, a GPU is used
+only. The child then sees that one GPU and no other, by its UUID. Processes that train together see all of
+theirs, as under torchrun, each with the one that its rank names as its current device: NCCL finds the links
+between GPUs that a process sees in any version, and a context that strays onto another's GPU, which a user
+pays for too, shows in that one's bytes. Where NVML does not answer, a GPU is used
 only when it was asked for by name, and the measurement says that it could not be proven clean.
 
 The child's environment is ours without secrets, with one device and the recipe's allocator. A list of what is
@@ -26,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import GpuError
 from snugfit.measurement.host import cpu_name
-from snugfit.measurement.nvml import Card, NvmlUnavailable, open_nvml
-from snugfit.measurement.visible_devices import VISIBLE_DEVICES, card_at, hides_all
+from snugfit.measurement.nvml import Card, Nvml, NvmlUnavailable, open_nvml
+from snugfit.measurement.visible_devices import VISIBLE_DEVICES, card_at, hides_all, visible_cards
 from snugfit.versions import torch_cuda
 
 if TYPE_CHECKING:
@@ -35,6 +38,10 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 _SECRET = re.compile(r"(?:^|_)(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?:_|$)", re.IGNORECASE)
+
+
+MAX_ON_CPU = 16
+"""Processes that train together without a GPU: chosen, as many as a node has GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,23 +57,31 @@ class Target:
     driver: str | None = None
 
     index: int = 0
-    """CUDA's index of the GPU where no card is known."""
+    """CUDA's index of the GPU, as this process counts."""
 
     doubt: str | None = None
     """Why no card is known though a GPU is used."""
 
+    beside: tuple[str, ...] = ()
+    """The UUIDs of all GPUs that train together, this one's among them; empty for one alone."""
+
     @property
     def torch_device(self) -> str:
-        """The device as the child calls it: the only one it sees, where the card is known."""
+        """The device as the child calls it: the only one it sees, where the card is known and alone."""
         if self.type == "cpu":
             return "cpu"
+        if self.card and self.beside:
+            return f"cuda:{self.beside.index(self.card.uuid)}"
         return "cuda:0" if self.card else f"cuda:{self.index}"
 
     @property
     def visibility(self) -> dict[str, str]:
-        """What the child's environment must say, so that it sees this device and no other."""
+        """What the child's environment must say, so that it sees this device and no other, or all that train
+        together."""
         if self.type == "cpu":
             return {VISIBLE_DEVICES: ""}
+        if self.beside:
+            return {VISIBLE_DEVICES: ",".join(self.beside)}
         return {VISIBLE_DEVICES: self.card.uuid} if self.card else {}
 
     def describe(self, torch_name: str | None, torch_bytes: int | None) -> Device:
@@ -90,21 +105,31 @@ class Target:
 def open_target(
     device: str | None, index: int, *, environment: Mapping[str, str], library: Any | None = None
 ) -> Iterator[Target]:
-    """The target for `device`: `cpu`, `cuda`, `cuda:1`, or None for a GPU if there is one.
+    """The one target for `device`, as `open_targets` gives it."""
+    with open_targets(device, index, 1, environment=environment, library=library) as targets:
+        yield targets[0]
+
+
+@contextmanager
+def open_targets(
+    device: str | None, index: int, count: int, *, environment: Mapping[str, str], library: Any | None = None
+) -> Iterator[tuple[Target, ...]]:
+    """The targets for `device`: `cpu`, `cuda`, `cuda:1`, or None for GPUs if there are any; so many, in
+    CUDA's order from that GPU on.
 
     NVML stays open inside. Raises `GpuError` for a GPU that was asked for, or is meant by
     CUDA_VISIBLE_DEVICES, and cannot be used.
     """
     kind, index = _parse_device(device, index)
     if kind == "cpu":
-        yield Target(type="cpu")
+        yield _on_cpu(count)
         return
     if torch_cuda() is None:
         if kind == "cuda":
             raise GpuError(
                 "The installed torch is built without CUDA. Install one with CUDA, or use the CPU."
             )
-        yield Target(type="cpu")
+        yield _on_cpu(count)
         return
     try:
         nvml = open_nvml(library)
@@ -114,13 +139,43 @@ def open_target(
                 f"No GPU: CUDA's driver is not installed here, and NVML does not answer ({reason}). Use "
                 "--device cpu, or a machine with a GPU."
             ) from None
-        yield Target(type="cpu") if kind is None else Target(type="cuda", index=index, doubt=str(reason))
+        unknown = (Target(type="cuda", index=index + rank, doubt=str(reason)) for rank in range(count))
+        yield _on_cpu(count) if kind is None else tuple(unknown)
         return
     with nvml:
         if kind is None and (hides_all(environment) or not nvml.cards()):
-            yield Target(type="cpu")
+            yield _on_cpu(count)
         else:
-            yield Target(type="cuda", card=card_at(nvml, environment, index), driver=nvml.driver())
+            yield _on_cards(nvml, environment, range(index, index + count))
+
+
+def _on_cpu(count: int) -> tuple[Target, ...]:
+    """The CPU, for so many processes. Raises `GpuError` for more than it is meant for."""
+    if count > MAX_ON_CPU:
+        raise GpuError(
+            f"{count} processes on the CPU, which takes the place of GPUs only to try things out: at "
+            f"most {MAX_ON_CPU} are allowed."
+        )
+    return (Target(type="cpu"),) * count
+
+
+def _on_cards(nvml: Nvml, environment: Mapping[str, str], indices: range) -> tuple[Target, ...]:
+    """The cards that CUDA calls by these indices. Raises `GpuError` where there are not so many."""
+    if len(indices) > 1:
+        shown = visible_cards(nvml, environment)
+        if shown and indices.stop > len(shown):
+            listed = ", ".join(f"{number}: {card}" for number, card in enumerate(shown))
+            first = f", from GPU {indices.start} on" if indices.start else ""
+            raise GpuError(
+                f"{len(indices)} GPUs were asked for{first}, and CUDA shows {len(shown)} here: {listed}. "
+                "Name fewer, or predict for more: snugfit predict ... --gpus N."
+            )
+    cards = [card_at(nvml, environment, index) for index in indices]
+    beside = tuple(card.uuid for card in cards) if len(cards) > 1 else ()
+    return tuple(
+        Target(type="cuda", card=card, index=index, driver=nvml.driver(), beside=beside)
+        for index, card in zip(indices, cards, strict=True)
+    )
 
 
 def gpu_here(device: str | None = None) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -11,7 +13,7 @@ from snugfit.report.text.table import PlainTable, table
 from snugfit.report.text.terminal import words
 from snugfit.results.footprint import Startup, Timing
 from snugfit.results.measurement import HIGH_DISTURBANCE, Measurement
-from snugfit.units import MIB, show_bytes, show_seconds
+from snugfit.units import MIB, show_bytes, show_mib, show_seconds
 
 
 def render(measurement: Measurement) -> RenderableType:
@@ -19,10 +21,12 @@ def render(measurement: Measurement) -> RenderableType:
     parts: list[RenderableType] = [_heading(measurement)]
     if measurement.footprint:
         parts.append(footprint_table(measurement.footprint))
+    if measurement.ranks and measurement.footprint:
+        parts.append(ranks_table(measurement))
     if measurement.timing:
-        parts.append(timing_table(measurement.timing))
+        parts.append(timing_table(measurement.timing, fabric_rows(measurement)))
     if measurement.startup and measurement.timing:
-        parts.append(startup_table(measurement.startup, measurement.timing.step_seconds))
+        parts.append(startup_table(measurement.startup, measurement.timing, several=measurement.gpus > 1))
     parts += [words(note, style) for note, style in _notes(measurement)]
     return Group(*parts)
 
@@ -30,7 +34,10 @@ def render(measurement: Measurement) -> RenderableType:
 def _heading(measurement: Measurement) -> Text:
     job, device = measurement.job, measurement.device
     text = words(job_line(job), "bold")
-    text.append("\n").append(words(f"recipe {measurement.recipe} · {measurement.loop} loop · {device.name}"))
+    where = device.name
+    if measurement.gpus > 1:
+        where = f"{measurement.gpus} {'processes on' if device.type == 'cpu' else 'x'} {where}"
+    text.append("\n").append(words(f"recipe {measurement.recipe} · {measurement.loop} loop · {where}"))
     if job.model.module is None:
         text.append(" · random weights")
     if device.type == "cpu":
@@ -38,13 +45,47 @@ def _heading(measurement: Measurement) -> Text:
     return text
 
 
-def timing_table(timing: Timing) -> PlainTable:
+def ranks_table(measurement: Measurement) -> PlainTable:
+    """One line for each process; the one whose bytes stand above is marked."""
+    on_gpu = measurement.device.type != "cpu"
+    rows = []
+    for rank in measurement.ranks:
+        shape = rank.footprint
+        needs = (shape.reserved_bytes, shape.nvml_bytes) if shape else (None, None)
+        rows.append(
+            (
+                str(rank.rank),
+                *((f"{rank.gpu_index}", *map(_mib, needs)) if on_gpu else ()),
+                _mib(shape.host_bytes if shape else None),
+                "" if rank.step_seconds is None else show_seconds(rank.step_seconds),
+                "the worst" if shape is not None and shape == measurement.footprint else "",
+            )
+        )
+    of_gpu = ("GPU>", "Reserved MiB>", "On the GPU MiB>") if on_gpu else ()
+    return table(("Rank>", *of_gpu, "Host MiB>", "A step>", ""), rows)
+
+
+def _mib(nbytes: int | None) -> str:
+    return "" if nbytes is None else show_mib(nbytes)
+
+
+def fabric_rows(measurement: Measurement) -> list[tuple[str, str, str]]:
+    """The seconds that GPUs exchange tensors in a step, where they are known."""
+    seconds, exposed = measurement.fabric_seconds, measurement.exposed_fabric_seconds
+    if seconds is None or exposed is None:
+        return []
+    about = f"NCCL's kernels on rank 0; {show_seconds(exposed)} of it while no other kernel ran"
+    return [("exchange", show_seconds(seconds), about)]
+
+
+def timing_table(timing: Timing, more: Sequence[tuple[str, str, str]] = ()) -> PlainTable:
     """Seconds of a step, and what follows from them."""
     rows = [
         ("step", show_seconds(timing.step_seconds), f"mean of {timing.steps} steady steps"),
         *_with_disturbed(timing),
         ("spread", f"{100 * timing.spread:.1f} %", "(90th - 10th percentile) / mean"),
         ("samples/s", f"{timing.samples_per_second:.2f}", ""),
+        *more,
     ]
     return table(("Time", ">", ""), rows)
 
@@ -57,18 +98,19 @@ def _with_disturbed(timing: Timing) -> list[tuple[str, str, str]]:
     return [("all steps", show_seconds(timing.every_seconds), about)]
 
 
-def startup_table(startup: Startup, step_seconds: float) -> PlainTable:
-    """The stages of a start and their sum, the start-up, in seconds."""
+def startup_table(startup: Startup, timing: Timing, *, several: bool) -> PlainTable:
+    """The stages of a start and their sum, the start-up, in seconds; of the slowest of `several` ranks."""
+    group = ", and the group of all ranks" if several else ""
     rows = [
         ("imports", startup.imports_seconds, "from the start of the process: torch and the model's code"),
-        ("context", startup.context_seconds, "CUDA and the context on the GPU"),
+        ("context", startup.context_seconds, f"CUDA and the context on the GPU{group}"),
         ("build", startup.build_seconds, "model and optimizer"),
         ("first step", startup.first_step_seconds, "loads kernels, starts worker processes"),
     ]
     if startup.settling_steps:
         steps = f"{startup.settling_steps} more before the steady ones"
         rows.append(("further steps", startup.settling_seconds, steps))
-    once = startup.total_seconds(step_seconds)
+    once = startup.total_seconds(timing.step_seconds)
     rows.append(("start-up", once, "the sum, minus the time of the same steps when steady"))
     return table(
         ("Start", ">", ""), [(what, show_seconds(seconds), about) for what, seconds, about in rows if seconds]

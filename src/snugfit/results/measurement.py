@@ -34,6 +34,28 @@ class Device:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankMeasured:
+    """One of several processes that trained together; what it did not live to report is None."""
+
+    rank: int
+    """Its number, from 0."""
+    gpu_index: int | None
+    """Of its GPU, as CUDA counts; None on a CPU."""
+    uuid: str | None
+    """Of its GPU; None on a CPU, and where NVML does not answer."""
+    footprint: Footprint | None
+    """Its bytes at their peak."""
+    step_seconds: float | None
+    """The mean of its steady steps, as in `Timing`."""
+    contaminated: str | None = None
+    """Why its GPU was not this run's alone, when it was not."""
+    crowded: str | None = None
+    """What other processes took of the host's cores, as in `Measurement`."""
+    disturbed: float | None = None
+    """Share of the checks that found this rank's core disturbed, as in `Measurement`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measurement(Tabular):
     """The result of one experiment in a process of its own."""
 
@@ -45,7 +67,10 @@ class Measurement(Tabular):
     """`ok`, or the cause of death: `oom:torch`, `host-oom`, `signal:SEGV`, `timeout`, `exit:1`, `no-result`,
     `bad-result`."""
     footprint: Footprint | None
+    """Of several ranks: of the one that needs the most, by NVML, else reserved, else on the host; `device` is
+    its GPU."""
     timing: Timing | None
+    """Of several ranks: of the slowest."""
     versions: Mapping[str, str]
     when: str
     """Start, ISO 8601 in UTC."""
@@ -70,6 +95,15 @@ class Measurement(Tabular):
     on a CPU and in older measurements."""
     message: str = ""
     """For a run that died: the last lines it wrote."""
+    gpus: int = 1
+    """How many trained together."""
+    ranks: tuple[RankMeasured, ...] = ()
+    """Each of several processes; empty for one alone."""
+    fabric_seconds: float | None = None
+    """Seconds a step that kernels of NCCL ran on the first rank, in steps after the timed ones, under torch's
+    profiler: the exchange of tensors, and waiting for other ranks. None for one GPU, and on a CPU."""
+    exposed_fabric_seconds: float | None = None
+    """Of these: while no other kernel ran."""
 
     @property
     def ok(self) -> bool:
@@ -83,6 +117,7 @@ class Measurement(Tabular):
             {
                 "recipe": str(self.recipe),
                 "device": self.device.name,
+                "gpus": self.gpus,
                 "outcome": self.outcome,
                 "requested_bytes": shape and shape.requested_bytes,
                 "allocated_bytes": shape and shape.allocated_bytes,

@@ -240,8 +240,9 @@ class ParallelWish:
     """Over how many of them one copy of the weights is spread; 0 spreads one over all. Fewer make several
     copies, whose gradients are averaged."""
 
-    reshard: bool = True
-    """Whether gathered weights are dropped after the forward pass and gathered again for the backward one."""
+    reshard: str = "layers"
+    """Which gathered weights are dropped after the forward pass and gathered again for the backward one:
+    those of the `layers`, `all`, or `none`. What is not in a layer is needed again at once."""
 
     on_host: bool = False
     """Whether the host keeps the parts, and updates them."""

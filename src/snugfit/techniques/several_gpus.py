@@ -76,7 +76,7 @@ def on_gpus(setup: Setup, gpus: int) -> Setup:
     if wish is None:
         raise UsageError(
             f"{gpus} GPUs were named, but the recipe trains on one. Add a technique of the slot 'sharding' "
-            "for several: ddp where one GPU holds the model, fsdp where none does."
+            "for several: ddp if the model fits on one GPU, else fsdp."
         )
     if gpus == 1:
         raise UsageError(f"The recipe {ONE_GPU}.")

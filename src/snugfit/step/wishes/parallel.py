@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import ParallelWish
 
 NOT_YET = "several GPUs are predicted, measured and trained by snugfit's own loop. Leave --loop out"
-LIVE = "a model that stands already is not given to several GPUs. `snugfit train` does it"
+LIVE = "a live model cannot be spread over several GPUs. `snugfit train` does it"
 
 
 class ParallelHandler(Handler):
@@ -108,7 +108,7 @@ def in_fsdp(wish: ParallelWish, model: torch.nn.Module) -> torch.nn.Module:
     device = next(model.parameters()).device
     options: dict[str, Any] = {
         "mesh": mesh_of(wish, device.type),
-        "reshard_after_forward": wish.reshard,
+        "reshard_after_forward": wish.reshard != "none",
         "mp_policy": MixedPrecisionPolicy(),
     }
     if wish.dtype is not None:
@@ -120,7 +120,7 @@ def in_fsdp(wish: ParallelWish, model: torch.nn.Module) -> torch.nn.Module:
     for stack in layer_stacks(model):
         for layer in stack:
             fully_shard(layer, **options)
-    fully_shard(model, **options)
+    fully_shard(model, **options | {"reshard_after_forward": wish.reshard == "all"})
     return model
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from snugfit.techniques import several_gpus
 from snugfit.techniques.setup import ParallelWish, Setup
@@ -28,9 +28,9 @@ class Fsdp(Technique):
     elsewhere: ClassVar = ("fully_shard", "fsdp2", "full_shard")
     searched: ClassVar = False
 
-    reshard: bool = True
-    """Whether gathered weights are dropped after the forward pass and gathered again for the backward one
-    (`reshard_after_forward`)."""
+    reshard: Literal["layers", "all", "none"] = "layers"
+    """Which gathered weights are dropped after the forward pass and gathered again for the backward one
+    (`reshard_after_forward`): those of the `layers`, as FSDP2 does by itself, `all`, or `none`."""
 
     def install(self, setup: Setup) -> Setup:
         """Spreads the model over all GPUs."""

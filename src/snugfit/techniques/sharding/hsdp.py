@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from snugfit.techniques import several_gpus
 from snugfit.techniques.setting import between
@@ -31,8 +31,8 @@ class Hsdp(Technique):
     n: int = between(2, several_gpus.MOST_GPUS)
     """GPUs of a group, all of which it is best to have in one host."""
 
-    reshard: bool = True
-    """Whether gathered weights are dropped after the forward pass, as for `fsdp`."""
+    reshard: Literal["layers", "all", "none"] = "layers"
+    """Which gathered weights are dropped after the forward pass, as for `fsdp`."""
 
     def install(self, setup: Setup) -> Setup:
         """Spreads each copy of the model over its group."""
@@ -41,6 +41,11 @@ class Hsdp(Technique):
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """What is not simulated on several GPUs."""
         yield from several_gpus.objections(job, recipe, self._wish())
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """Groups that fit into one host."""
+        yield from (cls(n=n) for n in (2, 4, 8))
 
     def _wish(self) -> ParallelWish:
         return ParallelWish(weights="sharded", shards=self.n, reshard=self.reshard)

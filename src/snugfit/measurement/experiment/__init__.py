@@ -1,0 +1,1 @@
+"""One experiment: its request, the processes that run it, and what becomes of their results."""

@@ -1,0 +1,158 @@
+"""Seconds that the exchange between ranks takes of a step, in a few steps after the timed ones.
+
+torch's profiler needs memory of the GPU and slows the host, so it runs when bytes are read and steps are
+timed. All ranks go on for these steps, and the first one profiles: it is then the last to arrive at each
+exchange, so that its kernels of NCCL show the exchange itself and little waiting for the computing.
+
+    fabric    the sum of what NCCL's kernels take
+    exposed   of the time in which one of them runs: without any other kernel beside it, so that the step is
+              longer by it
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from snugfit.step.step import Observer
+
+if TYPE_CHECKING:
+    import torch
+
+WARM_STEPS, PROFILED_STEPS = 1, 2
+"""Of the steps after the timed ones: the first starts the profiler up and does not count."""
+
+EXTRA_STEPS = WARM_STEPS + PROFILED_STEPS
+
+
+MARKS = ("nccl:", "ProfilerStep")
+"""How torch's own marks begin, which lie around kernels and are none. A kernel of NCCL's is called
+`ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)`."""
+
+
+class KernelSpan(NamedTuple):
+    """One kernel, copy or fill on the device."""
+
+    name: str
+    begin: float
+    end: float
+
+
+class Fabric(NamedTuple):
+    """What ranks exchange in a step, in seconds of the device."""
+
+    seconds: float
+    exposed_seconds: float
+
+
+class FabricProfiler:
+    """Profiles the steps after the timed ones, on a GPU. Where the profiler fails, which a driver may forbid
+    it to work, the run goes on without it."""
+
+    def __init__(self) -> None:
+        from torch import profiler
+
+        self._profiler = profiler.profile(
+            activities=[profiler.ProfilerActivity.CUDA],
+            schedule=profiler.schedule(wait=0, warmup=WARM_STEPS, active=PROFILED_STEPS),
+        )
+        self._left = EXTRA_STEPS
+        self._failed = False
+
+    def begin(self) -> None:
+        """Starts at the end of the last timed step."""
+        self._try(self._profiler.start)
+
+    def step_ends(self) -> None:
+        """At the end of each further step, once the device has done it too; stops after the last."""
+        import torch
+
+        torch.cuda.synchronize()
+        self._left -= 1
+        self._try(self._profiler.step if self._left else self._profiler.stop)
+
+    def fabric(self) -> Fabric | None:
+        """What was seen; None when no kernel of NCCL was."""
+        spans: list[KernelSpan] = []
+        self._try(lambda: spans.extend(self._spans()))
+        return fabric_of(spans, PROFILED_STEPS)
+
+    def _spans(self) -> Iterator[KernelSpan]:
+        for event in self._profiler.events() or ():
+            if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False):
+                span = event.time_range
+                yield KernelSpan(event.name, span.start / 1e6, span.end / 1e6)
+
+    def _try(self, action: Callable[[], None]) -> None:
+        if self._failed:
+            return
+        try:
+            action()
+        except Exception as fault:
+            self._failed = True
+            print(f"The exchange between ranks was not measured: {fault}", file=sys.stderr)
+
+
+class FurtherSteps(Observer):
+    """Hands the timed steps on to an observer, then calls `when_timed` and has a profiler watch the rest."""
+
+    def __init__(
+        self,
+        timed: Observer,
+        last: int,
+        when_timed: Callable[[], None],
+        profiler: FabricProfiler | None,
+    ) -> None:
+        self._timed, self._last = timed, last
+        self._when_timed, self._profiler = when_timed, profiler
+        self._is_timed = True
+
+    def step_begins(self, index: int) -> None:
+        """Of a timed step."""
+        if self._is_timed:
+            self._timed.step_begins(index)
+
+    def step_ends(self, index: int) -> None:
+        """Of a timed step, of the last of them, or of a further one."""
+        if not self._is_timed:
+            if self._profiler:
+                self._profiler.step_ends()
+            return
+        self._timed.step_ends(index)
+        if index == self._last:
+            self._is_timed = False
+            self._when_timed()
+            if self._profiler:
+                self._profiler.begin()
+
+    def phase(self, name: str) -> None:
+        """Of a timed step."""
+        if self._is_timed:
+            self._timed.phase(name)
+
+    def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Before the first step."""
+        self._timed.build_ends(model, optimizer)
+
+
+def fabric_of(spans: Iterable[KernelSpan], steps: int) -> Fabric | None:
+    """Seconds a step of NCCL's kernels among these, in seconds of one clock; None when there are none."""
+    exchanges: list[tuple[float, float]] = []
+    computing: list[tuple[float, float]] = []
+    for span in spans:
+        if not span.name.startswith(MARKS):
+            (exchanges if span.name.startswith("nccl") else computing).append((span.begin, span.end))
+    if not exchanges:
+        return None
+    both = _union_length(exchanges + computing) - _union_length(computing)
+    return Fabric(sum(end - begin for begin, end in exchanges) / steps, both / steps)
+
+
+def _union_length(spans: Sequence[tuple[float, float]]) -> float:
+    """The time in which at least one of the spans is."""
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total

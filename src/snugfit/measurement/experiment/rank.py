@@ -1,0 +1,123 @@
+"""One process of an experiment, once it has ended: its bytes, and whether its GPU was its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from snugfit.measurement import contamination
+from snugfit.measurement.child_result import ChildResult
+from snugfit.measurement.contamination import GpuBaseline
+from snugfit.measurement.experiment.request import MeasurementRequest
+from snugfit.measurement.process import ChildExit
+from snugfit.measurement.sampler import Sampler
+from snugfit.measurement.stopwatch import timing_of
+from snugfit.measurement.target import Target
+from snugfit.results.footprint import Footprint, Timing
+from snugfit.results.measurement import RankMeasured
+from snugfit.step.bitsandbytes_optimizers import on_gpu_bytes
+from snugfit.step.wishes.engine_config import group_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRun:
+    """What is known of one process: where it ran, what it reported, how it ended."""
+
+    request: MeasurementRequest
+    target: Target
+    baseline: GpuBaseline | None
+    """Of its GPU; None on the CPU, and without NVML."""
+    sampler: Sampler | None
+    result: ChildResult
+    exited: ChildExit
+
+    def footprint(self) -> Footprint | None:
+        """Its bytes at their peak; None without a result."""
+        peak = None
+        if self.baseline and self.sampler:
+            peak = self.baseline.growth(self.sampler.peak_until(self.result.peaks_at))
+        return measured_footprint(self.result, peak)
+
+    def timing(self) -> Timing | None:
+        """The seconds of its steps, in each of which all ranks together take a global batch."""
+        return timing_of(self.result.seconds, self.request.job.batch_size, self.result.quiet)
+
+    def contamination(self) -> str | None:
+        """Why the GPU was not this run's alone, or could not be proven so; None when it was. The memory of a
+        process group is the run's own."""
+        target, result = self.target, self.result
+        if target.card is None or self.baseline is None or self.sampler is None:
+            doubt = target.doubt
+            return f"it is not known whether other processes used the GPU: {doubt}" if doubt else None
+        return contamination.first_reason(
+            target.card,
+            self.baseline,
+            self.sampler,
+            reserved_bytes=result.reserved_bytes,
+            context_bytes=result.first_context_bytes,
+            outside_bytes=group_bytes(self.request.setup, self.request.loop)
+            + (result.communication_bytes or 0)
+            + on_gpu_bytes(result.paged_bytes or 0),
+            until=result.peaks_at,
+        )
+
+    def to_measured(self, rank: int, footprint: Footprint | None, contaminated: str | None) -> RankMeasured:
+        """What a measurement keeps of this rank."""
+        timing = self.timing()
+        on_gpu = self.target.type != "cpu"
+        return RankMeasured(
+            rank=rank,
+            gpu_index=self.target.index if on_gpu else None,
+            uuid=self.target.card.uuid if self.target.card else None,
+            footprint=footprint,
+            step_seconds=timing.step_seconds if timing else None,
+            contaminated=contaminated,
+            crowded=self.result.crowded,
+            disturbed=self.result.disturbed,
+        )
+
+
+def worst_of(footprints: Sequence[Footprint | None]) -> int:
+    """The number of the one that needs the most: by NVML, else reserved, else on the host."""
+
+    def needs(number: int) -> tuple[int, int, int]:
+        one = footprints[number]
+        if one is None:
+            return (-1, -1, -1)
+        return (one.nvml_bytes or 0, one.reserved_bytes or 0, one.host_bytes or 0)
+
+    return max(range(len(footprints)), key=needs)
+
+
+def slowest_of(runs: Sequence[RankRun]) -> int:
+    """The number of the one whose steps took longest. Ranks wait for each other, so they differ little."""
+    timings = [run.timing() for run in runs]
+    return max(range(len(runs)), key=lambda number: getattr(timings[number], "step_seconds", 0.0))
+
+
+def measured_footprint(result: ChildResult, nvml_bytes: int | None) -> Footprint | None:
+    """The measured bytes; None without a result.
+
+    Managed memory and the context are what NVML counts beyond the allocator's segments and what the process
+    group took when it was made, when all peaked together; pages are taken to be on the GPU as far as there is
+    more than the first context. Without retries the allocator never gives a segment back, so they did.
+    """
+    if result.host_bytes is None:
+        return None
+    context, managed = result.first_context_bytes, 0
+    communication = result.communication_bytes or 0
+    if nvml_bytes is not None and result.reserved_bytes is not None and not result.retries:
+        beyond = max(0, nvml_bytes - result.reserved_bytes - communication)
+        managed = min(on_gpu_bytes(result.paged_bytes or 0), max(0, beyond - (context or 0)))
+        context = beyond - managed
+    return Footprint(
+        requested_bytes=result.requested_bytes,
+        allocated_bytes=result.allocated_bytes,
+        reserved_bytes=result.reserved_bytes,
+        nvml_bytes=nvml_bytes,
+        context_bytes=context,
+        communication_bytes=communication,
+        managed_bytes=managed,
+        host_bytes=result.host_bytes,
+        retries=result.retries or 0,
+    )

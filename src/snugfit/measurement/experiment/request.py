@@ -1,0 +1,74 @@
+"""What one experiment is asked, and how each of its processes reads that.
+
+An experiment on several GPUs has a process for each (a rank). Every rank trains on its share of the global
+batch, with the same seed and the same samples: weights must be alike, and ranks then differ by their GPUs
+alone.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from snugfit.job.job import Job
+from snugfit.measurement.contamination import GpuBaseline
+from snugfit.measurement.target import Target
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasurementRequest:
+    """What is to be measured, and how long."""
+
+    job: Job
+    recipe: Recipe
+    loop: str
+    warmup: int
+    """Steps before the steady ones, not timed; their bytes count."""
+    steps: int
+    """Number of steady steps."""
+    deadline_seconds: float
+    history: Path | None
+    """Where the allocator's recorded history goes (the first rank's); None records none."""
+    trainer_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Of `TrainingArguments`, besides those that the recipe gives."""
+    gpus: int = 1
+    """How many train together."""
+
+    @property
+    def setup(self) -> Setup:
+        """The Setup of each process. Raises `UsageError` where the recipe is not for so many GPUs."""
+        return on_gpus(self.recipe.setup(), self.gpus)
+
+    @property
+    def rank_job(self) -> Job:
+        """The job of each process. Raises `UsageError` for a batch that cannot be shared evenly."""
+        return job_of_rank(self.job, self.setup)
+
+    def document(
+        self, target: Target, baseline: GpuBaseline | None, *, rank: int = 0, store: Path | None = None
+    ) -> dict[str, object]:
+        """The request as one process reads it. `store` is the file by which ranks find each other."""
+        return {
+            "parent": os.getpid(),
+            "launched": time.monotonic(),
+            "job": self.rank_job.to_json(),
+            "setup": self.setup.to_json(),
+            "loop": self.loop,
+            "device": target.torch_device,
+            "uuid": target.card.uuid if target.card else None,
+            "baseline_bytes": baseline.used_bytes if baseline else None,
+            "warmup": self.warmup,
+            "steps": self.steps,
+            "history": self.history is not None and rank == 0,
+            "trainer_arguments": dict(self.trainer_arguments),
+            "rank": rank,
+            "ranks": self.gpus,
+            "store": str(store) if store else None,
+        }

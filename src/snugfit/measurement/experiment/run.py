@@ -1,0 +1,207 @@
+"""Runs one experiment in processes of its own, one for each GPU, and puts their results together.
+
+The figures of several ranks are those of the one that matters: the bytes of the rank that needs the most, the
+seconds of the slowest one. All are kept beside (`Measurement.ranks`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from snugfit.documents import BadDocument, read_document, write_document
+from snugfit.errors import UsageError
+from snugfit.measurement import causes, contamination
+from snugfit.measurement.child_result import ChildResult
+from snugfit.measurement.contamination import GpuBaseline
+from snugfit.measurement.experiment.children import Children
+from snugfit.measurement.experiment.rank import RankRun, slowest_of, worst_of
+from snugfit.measurement.experiment.request import MeasurementRequest
+from snugfit.measurement.process import ChildExit
+from snugfit.measurement.sampler import Sampler
+from snugfit.measurement.target import Target, child_environment
+from snugfit.results.measurement import Measurement
+
+_MESSAGE_LINES = 20
+"""Lines of a dead child's output that the measurement keeps; the ledger keeps up to 64 KiB of it."""
+
+
+def run_experiment(request: MeasurementRequest, targets: Sequence[Target]) -> tuple[Measurement, str]:
+    """The measurement of one request, one process on each target, and the end of the processes' output."""
+    baselines = _baselines(targets)
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    with tempfile.TemporaryDirectory(prefix="snugfit-") as folder:
+        folders = [Path(folder) / f"rank{rank}" for rank in range(len(targets))]
+        store = Path(folder) / "store" if len(targets) > 1 else None
+        for rank, (own, target, baseline) in enumerate(zip(folders, targets, baselines, strict=True)):
+            own.mkdir()
+            document = request.document(target, baseline, rank=rank, store=store)
+            write_document(own / "request.json", document)
+        commands = [child_command(own / "request.json", own / "result.json") for own in folders]
+        with Children(commands, _environments(request, targets)) as children:
+            with ExitStack() as sampling:
+                samplers = [
+                    sampling.enter_context(Sampler(target.card, belongs=children.owns))
+                    if target.card
+                    else None
+                    for target in targets
+                ]
+                exits = children.wait(request.deadline_seconds)
+        results = [
+            read_result(exited, own / "result.json") for exited, own in zip(exits, folders, strict=True)
+        ]
+        history = folders[0] / "history.pickle"
+        if request.history is not None and history.is_file():
+            shutil.move(history, request.history)
+    runs = [
+        RankRun(
+            request=request,
+            target=targets[rank],
+            baseline=baselines[rank],
+            sampler=samplers[rank],
+            result=results[rank],
+            exited=exits[rank],
+        )
+        for rank in range(len(targets))
+    ]
+    cause = _first_cause(children, runs)
+    if runs[cause].result.outcome == causes.REFUSED:
+        raise UsageError(runs[cause].result.message)
+    return _measurement(request, runs, cause, when), _output(exits)
+
+
+def child_command(request: Path, result: Path) -> list[str]:
+    """The command of the measured process. `-P`: no file of the working directory shadows a module."""
+    return [sys.executable, "-P", "-m", "snugfit.measurement.child", str(request), str(result)]
+
+
+def read_result(exited: ChildExit, file: Path) -> ChildResult:
+    """The child's result, empty where the file holds none; its outcome is that of the whole process."""
+    try:
+        result = ChildResult.from_json(read_document(file))
+    except FileNotFoundError:
+        result = ChildResult(outcome=causes.NO_RESULT)
+    except BadDocument as fault:
+        result = ChildResult(outcome=causes.BAD_RESULT, message=str(fault))
+    if result.outcome == causes.OK and not result.seconds:
+        result = ChildResult(outcome=causes.BAD_RESULT, message="a result without a single timed step")
+    return replace(result, outcome=causes.cause_of_exit(exited, result.outcome))
+
+
+def rank_environment(inherited: Mapping[str, str], rank: int, ranks: int) -> dict[str, str]:
+    """The variables of one of several processes: those that torchrun sets, but for an address, which a file
+    stands for; and its share of the host's cores, where the user named none."""
+    if ranks == 1:
+        return {}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    variables = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": inherited.get("OMP_NUM_THREADS") or str(max(1, cores // ranks)),
+    }
+    if sys.platform == "linux":  # gloo would ask for the host's own name, which a container may not know
+        variables["GLOO_SOCKET_IFNAME"] = inherited.get("GLOO_SOCKET_IFNAME") or "lo"
+    return variables
+
+
+def _baselines(targets: Sequence[Target]) -> list[GpuBaseline | None]:
+    """Each GPU once it is clean. All of them together are waited for as long as one."""
+    deadline = time.monotonic() + contamination.PATIENCE
+    return [
+        contamination.before(target.card, patience=max(0.0, deadline - time.monotonic()))
+        if target.card
+        else None
+        for target in targets
+    ]
+
+
+def _environments(request: MeasurementRequest, targets: Sequence[Target]) -> list[dict[str, str]]:
+    return [
+        child_environment(os.environ, request.setup, visibility=target.visibility)
+        | rank_environment(os.environ, rank, len(targets))
+        for rank, target in enumerate(targets)
+    ]
+
+
+def _first_cause(children: Children, runs: Sequence[RankRun]) -> int:
+    """The rank whose end decides how the run ended: the first that failed, or any when none did."""
+    cause = children.first_cause(lambda rank: runs[rank].result.failed_at)
+    if cause is not None:
+        return cause
+    bad = (rank for rank, run in enumerate(runs) if run.result.outcome != causes.OK)
+    return next(bad, 0)
+
+
+def _measurement(request: MeasurementRequest, runs: Sequence[RankRun], cause: int, when: str) -> Measurement:
+    """The measurement of all ranks together, which ended as the rank `cause` did."""
+    footprints = [run.footprint() for run in runs]
+    reasons = [run.contamination() for run in runs]
+    worst, outcome = worst_of(footprints), runs[cause].result.outcome
+    slowest = slowest_of(runs) if outcome == causes.OK else cause
+    decisive, result = runs[worst].result, runs[slowest].result
+    several = len(runs) > 1
+    return Measurement(
+        job=request.job,
+        recipe=request.recipe,
+        loop=request.loop,
+        device=runs[worst].target.describe(decisive.device_name, decisive.total_bytes),
+        outcome=outcome,
+        footprint=footprints[worst],
+        timing=runs[slowest].timing() if outcome == causes.OK or not several else None,
+        versions=result.versions,
+        when=when,
+        startup=result.startup if outcome == causes.OK or not several else None,
+        first_context_bytes=decisive.first_context_bytes,
+        smi_bytes=decisive.smi_bytes,
+        smi_nvml_bytes=decisive.smi_nvml_bytes,
+        contaminated=_of_ranks(reasons, runs),
+        crowded=result.crowded,
+        disturbed=result.disturbed,
+        host_loop_seconds=result.host_loop_seconds,
+        losses=runs[0].result.losses,
+        message=_message(runs, cause),
+        gpus=len(runs),
+        ranks=tuple(run.to_measured(rank, footprints[rank], reasons[rank]) for rank, run in enumerate(runs))
+        if several
+        else (),
+        fabric_seconds=runs[0].result.fabric_seconds,
+        exposed_fabric_seconds=runs[0].result.exposed_fabric_seconds,
+    )
+
+
+def _of_ranks(reasons: Sequence[str | None], runs: Sequence[RankRun]) -> str | None:
+    """The first of the reasons, with its GPU where there are several."""
+    if len(runs) == 1:
+        return reasons[0]
+    return next((f"GPU {runs[rank].target.index}: {why}" for rank, why in enumerate(reasons) if why), None)
+
+
+def _message(runs: Sequence[RankRun], cause: int) -> str:
+    """The end of a dead run's output, or its exception; empty for a run that did not die."""
+    run = runs[cause]
+    if run.result.outcome == causes.OK:
+        return ""
+    output = "\n".join(run.exited.tail.strip().splitlines()[-_MESSAGE_LINES:])[-4000:]
+    if run.result.outcome == causes.TIMEOUT:
+        return f"Still running after {run.request.deadline_seconds:g} s, so it was stopped.\n{output}".strip()
+    said = run.result.message or output
+    if len(runs) == 1:
+        return said
+    return f"Rank {cause} of {len(runs)}{f': {said}' if said else ' ended first, and said nothing.'}"
+
+
+def _output(exits: Sequence[ChildExit]) -> str:
+    """What the processes wrote last, one after the other."""
+    if len(exits) == 1:
+        return exits[0].tail
+    return "\n".join(f"--- rank {rank} ---\n{exited.tail}" for rank, exited in enumerate(exits))

@@ -1,0 +1,264 @@
+"""Several GPUs that train together: what a recipe asks, what one rank takes, and how long exchanges take."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from small_models import small_job
+from snugfit.cli.main import run
+from snugfit.errors import RecipeError, UsageError
+from snugfit.job.gpu import find_gpu
+from snugfit.prediction.communication import (
+    BUS,
+    FIRST_GROUP,
+    FURTHER_GROUP,
+    OTHER_BUS,
+    START,
+    Interconnect,
+    communication_bytes,
+    interconnect_of,
+)
+from snugfit.prediction.predict import predict
+from snugfit.prediction.rates import packaged_rates
+from snugfit.prediction.streams import simulate_streams
+from snugfit.rehearsal.device.policy import CudaPolicy
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.trace.trace import ALL_GATHER, ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, Kernel, Trace
+from snugfit.results.footprint import Kind
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+
+JOB = replace(small_job("llama", 4), batch_size=8, clip=1.0)
+
+
+def trace_of(recipe: str, gpus: int, rank: int = 0) -> Trace:
+    setup = on_gpus(Recipe.parse(recipe).setup(), gpus)
+    return rehearse(job_of_rank(JOB, setup), setup, CudaPolicy(), rank=rank)
+
+
+def exchanges(trace: Trace, operator: str) -> list[Kernel]:
+    return [kernel for kernel in trace.kernels if kernel.operator == operator]
+
+
+# ---- what a recipe asks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpus", "why"),
+    [
+        ("bf16", 2, "the recipe trains on one. Add a technique of the slot 'sharding'"),
+        ("ddp", 1, "trains on several GPUs, and one was named"),
+        ("hsdp(4)", 6, "Name a multiple of 4, or a divisor of 6"),
+        ("fsdp", 0, "must be a whole number from 1"),
+        ("fsdp", 3, "cannot be shared evenly by 3 GPUs. Try 6 or 9"),
+    ],
+)
+def test_gpus_that_do_not_go_with_the_recipe_or_the_batch(recipe: str, gpus: int, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        predict(JOB, recipe, gpu="h200", gpus=gpus)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "why"),
+    [
+        ("fsdp + adamw_8bit", "is not simulated on shards of weights. Try 'adamw'"),
+        ("fsdp + fp16", "weights are gathered in bf16 or as they are"),
+        ("ddp + lora(r=2)", "is not simulated together with lora"),
+        ("hsdp(2) + host(all)", "is not simulated together with host"),
+    ],
+)
+def test_what_several_gpus_do_not_go_with(recipe: str, why: str) -> None:
+    with pytest.raises(RecipeError, match=why):
+        Recipe.parse(recipe).check(JOB, installed=False)
+
+
+@pytest.mark.parametrize("loop", ["accelerate", "trainer"])
+def test_other_loops_refuse_it_by_name(loop: str) -> None:
+    with pytest.raises(UsageError, match="parallel"):
+        predict(JOB, "fsdp", gpu="h200", gpus=2, loop=loop)
+
+
+def test_autocast_becomes_the_dtype_of_gathered_weights_and_stays_where_weights_are_copied() -> None:
+    sharded, copied = (Recipe.parse(f"bf16 + {name}").setup() for name in ("fsdp", "ddp"))
+    assert sharded.autocast is None
+    assert sharded.parallel is not None
+    assert sharded.parallel.dtype == "bfloat16"
+    assert copied.autocast == "bfloat16"
+    assert Setup.from_json(json.loads(json.dumps(sharded.to_json()))) == sharded
+
+
+# ---- what one rank takes -----------------------------------------------------------------------------------
+
+
+def test_each_rank_holds_its_part_of_weights_and_states() -> None:
+    of_two, of_four = (predict(JOB, "adamw_fused + fsdp", gpu="h200", gpus=n).footprint.kinds for n in (2, 4))
+    for kind in (Kind.WEIGHTS, Kind.OPTIMIZER_STATES):
+        assert of_four[kind] / of_two[kind] == pytest.approx(0.5, abs=0.05)
+    assert Kind.GATHERED in of_four
+
+
+def test_a_rank_of_a_group_takes_what_one_of_so_many_takes() -> None:
+    """Two groups of two hold what one group of two holds, and add their gradients up besides."""
+    job_of_four = replace(JOB, batch_size=8)
+    job_of_two = replace(JOB, batch_size=4)
+    grouped = predict(job_of_four, "fp32 + hsdp(2)", gpu="h200", gpus=4).footprint
+    single = predict(job_of_two, "fp32 + fsdp", gpu="h200", gpus=2).footprint
+    assert grouped.requested_bytes == single.requested_bytes
+    assert grouped.reserved_bytes == single.reserved_bytes
+    assert grouped.communication_bytes == single.communication_bytes + FURTHER_GROUP
+
+
+def test_weights_that_stay_gathered_are_gathered_once() -> None:
+    again, once = (trace_of(recipe, 4) for recipe in ("fsdp", "fsdp(reshard=none)"))
+    layers = JOB.model.layers
+    assert len(exchanges(again, ALL_GATHER)) == 2 * layers + 1  # the rest of the model stays gathered
+    assert len(exchanges(once, ALL_GATHER)) == layers + 1
+    assert len(exchanges(once, REDUCE_SCATTER)) == layers + 1
+    assert all(kernel.peers == (4, 1) for kernel in exchanges(once, ALL_GATHER))
+
+
+def test_groups_average_among_ranks_that_are_far_apart() -> None:
+    trace = trace_of("hsdp(2)", 4)
+    averaged = [kernel.peers for kernel in exchanges(trace, ALL_REDUCE) if kernel.phase == "backward"]
+    assert averaged == [(2, 2)] * (JOB.model.layers + 1)
+    assert {kernel.peers for kernel in exchanges(trace, ALL_GATHER)} == {(2, 1)}
+
+
+def test_gradients_of_the_last_micro_batch_alone_are_exchanged() -> None:
+    whole, cut = (trace_of(f"{cut}fsdp", 2) for cut in ("", "micro_batches(2) + "))
+    assert len(exchanges(cut, REDUCE_SCATTER)) == len(exchanges(whole, REDUCE_SCATTER))
+    whole, cut = (trace_of(f"{cut}ddp", 2) for cut in ("", "micro_batches(2) + "))
+    assert len(exchanges(cut, ALL_REDUCE)) == len(exchanges(whole, ALL_REDUCE))
+
+
+def test_an_exchange_waits_for_what_it_carries_and_is_waited_for() -> None:
+    """A layer's weights are copied together, gathered in another stream, and used after that."""
+    trace = trace_of("fsdp", 2)
+    first = next(n for n, kernel in enumerate(trace.kernels) if kernel.operator == ALL_GATHER)
+    gathered = trace.kernels[first]
+    assert gathered.stream != 0
+    assert any("all_gather_copy_in" in trace.kernels[number].operator for number in gathered.after)
+    users = [kernel for kernel in trace.kernels if first in kernel.after]
+    assert users
+    assert all(kernel.stream == 0 for kernel in users)
+
+
+def test_the_update_waits_for_the_last_bucket() -> None:
+    trace = trace_of("ddp", 2)
+    last = max(n for n, k in enumerate(trace.kernels) if k.operator == ALL_REDUCE and k.phase == "backward")
+    assert any(last in kernel.after and kernel.phase in ("clip", "update") for kernel in trace.kernels)
+
+
+def test_blocks_of_another_stream_come_from_pools_of_their_own() -> None:
+    trace = trace_of("fsdp", 2)
+    streams = set(trace.streams.values())
+    assert len(streams) > 1
+    assert {trace.blocks[index].kind for index in trace.streams} >= {Kind.COMMUNICATION}
+
+
+def test_a_prediction_says_how_many_gpus_and_what_nccl_keeps() -> None:
+    made = predict(JOB, "fsdp", gpu="h200", gpus=4)
+    assert made.gpus == 4
+    assert made.to_json()["gpus"] == 4
+    assert made.footprint.communication_bytes == FIRST_GROUP
+    assert made.footprint.nvml_bytes == (
+        made.footprint.reserved_bytes + made.footprint.context_bytes + made.footprint.communication_bytes
+    )
+    assert any("NCCL's own memory" in doubt for doubt in made.doubts)
+    assert made.timing is not None
+    assert made.timing.samples_per_second == pytest.approx(JOB.batch_size / made.timing.step_seconds)
+    assert made.timing.communication_seconds > made.timing.exposed_communication_seconds >= 0
+    assert predict(JOB, "fp32", gpu="h200").footprint.communication_bytes == 0
+
+
+def test_the_command_takes_gpus(capsys: pytest.CaptureFixture[str], tmp_path: object) -> None:
+    arguments = ["predict", "bert-base-uncased", "--task", "sequence-classification", "--gpu", "h200"]
+    assert run([*arguments, "--gpus", "2", "--recipe", "ddp", "--sequence-length", "64"]) == 0
+    shown = capsys.readouterr().out
+    assert "2 x NVIDIA H200" in shown
+    assert "NCCL" in shown
+    assert "scaling efficiency" in shown
+    assert run([*arguments, "--gpus", "2"]) == 2
+    assert "Add a technique of the slot 'sharding'" in capsys.readouterr().err
+
+
+# ---- seconds -----------------------------------------------------------------------------------------------
+
+LINK = Interconnect(link=100e9)
+
+
+def exchange(
+    operator: str, nbytes: int, peers: tuple[int, int], stream: int = 1, after: tuple[int, ...] = ()
+):
+    kernel = Kernel(operator, "", "backward", 0, nbytes, (), "", 1)
+    return kernel._replace(peers=peers, stream=stream, after=after)
+
+
+def compute(after: tuple[int, ...] = ()) -> Kernel:
+    return Kernel("aten::mm", "", "backward", 0, 0, (), "", 1)._replace(after=after)
+
+
+def test_seconds_of_exchanges_within_a_host() -> None:
+    size = 10**9
+    summed = LINK.seconds(exchange(ALL_REDUCE, size, (2, 1)))
+    assert summed == pytest.approx(START + 2 * 0.5 * size / (100e9 * BUS[ALL_REDUCE][0]))
+    gathered = LINK.seconds(exchange(ALL_GATHER, size, (4, 1)))
+    assert gathered == pytest.approx(START + 0.75 * size / (100e9 * OTHER_BUS[1]))
+    assert LINK.seconds(exchange(ALL_REDUCE, size, (1, 0))) == 0
+
+
+def test_between_hosts_as_many_adapters_work_as_gpus_of_the_group_are_in_one() -> None:
+    size = 10**10
+    slow = replace(LINK, network=10e9)
+    whole = slow.seconds(exchange(ALL_GATHER, size, (16, 1)))
+    across = slow.seconds(exchange(ALL_GATHER, size, (2, 8)))
+    assert whole == pytest.approx(size * 15 / 16 / 68e9, rel=0.01)
+    assert across == pytest.approx(size / 2 / 8.5e9, rel=0.01)
+
+
+def test_a_gpu_without_a_link_of_its_own_exchanges_over_pcie() -> None:
+    assert interconnect_of(find_gpu("l40s")).is_pcie
+    assert interconnect_of(find_gpu("h200")).link == 450e9
+
+
+def test_each_group_of_ranks_takes_memory_of_its_own() -> None:
+    assert communication_bytes(trace_of("hsdp(2)", 4))[0] == FIRST_GROUP + FURTHER_GROUP
+    assert communication_bytes(trace_of("fsdp", 4))[0] == FIRST_GROUP
+    assert communication_bytes(rehearse(JOB, Setup(), CudaPolicy())) == (0, [])
+
+
+def seconds_of(kernels: list[Kernel], device: list[float], launches: float = 0.0) -> float:
+    host = packaged_rates(find_gpu("h200")).host.slower(0.0)
+    return simulate_streams(kernels, device, [launches] * len(kernels), [], host)[0]
+
+
+def test_what_nothing_waits_for_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("snugfit.prediction.streams.SLOWED_EXCHANGE", 1.0)
+    monkeypatch.setattr("snugfit.prediction.streams.SLOWED_KERNEL", 1.0)
+    beside = [exchange(ALL_GATHER, 1, (2, 1)), compute()]
+    assert seconds_of(beside, [3.0, 4.0]) == pytest.approx(4.0)
+    awaited = [exchange(ALL_GATHER, 1, (2, 1)), compute(after=(0,))]
+    assert seconds_of(awaited, [3.0, 4.0]) == pytest.approx(7.0)
+    in_one_stream = [exchange(ALL_GATHER, 1, (2, 1), stream=0), compute()]
+    assert seconds_of(in_one_stream, [3.0, 4.0]) == pytest.approx(7.0)
+
+
+def test_kernels_and_exchanges_slow_each_other_down_while_both_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("snugfit.prediction.streams.SLOWED_EXCHANGE", 2.0)
+    monkeypatch.setattr("snugfit.prediction.streams.SLOWED_KERNEL", 1.25)
+    beside = [exchange(ALL_GATHER, 1, (2, 1)), compute()]
+    # For 5 s both run: the kernel's 4 s are done then, and 2.5 s of the exchange's 3; the rest runs alone.
+    assert seconds_of(beside, [3.0, 4.0]) == pytest.approx(5.5)
+
+
+def test_the_host_may_be_what_a_step_waits_for() -> None:
+    assert seconds_of([compute(), compute()], [1.0, 1.0], launches=5.0) == pytest.approx(10.0)
+
+
+def test_all_exchanges_have_a_name() -> None:
+    trace = trace_of("hsdp(2)", 4)
+    assert {k.operator for k in trace.kernels if k.peers != (1, 0)} <= COLLECTIVES
