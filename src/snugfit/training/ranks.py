@@ -3,8 +3,9 @@
 torchrun starts them, or `snugfit train --gpus N`, which asks torch for the same. Each learns its number (its
 rank) and theirs from the environment. Three groups are made of them:
 
-    the default one     gradients and weights: NCCL between GPUs, gloo between CPUs. torch's own DDP and FSDP2
-                        use it
+    the default one     gradients and weights: NCCL between GPUs, gloo for what is on the CPU. torch's own DDP
+                        and FSDP2 use it. As in most scripts it is bound to no device when it is made
+                        (`measurement/experiment/group.py`)
     on the host         what is decided together: sums, and what the first has found out. A few numbers a
                         step, by gloo, so that no GPU is waited for
     for writing         checkpoints, which a thread writes while the steps use the other two
@@ -227,7 +228,7 @@ def process_group(device: torch.device) -> Iterator[Ranks]:
     is_ours = not dist.is_initialized()
     with talking():
         if is_ours:
-            dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
         host, writing = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
     ranks = Ranks(process.rank, process.size, host=host, writing=writing)
     try:

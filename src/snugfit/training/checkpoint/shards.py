@@ -248,11 +248,13 @@ def _room_for_moments(state: TrainState, known: Mapping[str, Any]) -> dict[str, 
 
 def keep_parts(optimizer: torch.optim.Optimizer) -> None:
     """After states were put back that had been kept whole: this process keeps its part of each whose weight
-    it holds a part of. Nothing is exchanged, for each process has them whole."""
-    from torch.distributed.tensor import distribute_tensor
+    it holds a part of, where that is. Nothing is exchanged, for each process has them whole."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
 
     held: Any
     for held, values in optimizer.state.items():
         for key, value in values.items():
             if is_part(held) and held.dim() and getattr(value, "shape", None) == held.shape:
-                values[key] = distribute_tensor(value, held.device_mesh, held.placements, src_data_rank=None)
+                part = distribute_tensor(value, held.device_mesh, held.placements, src_data_rank=None)
+                local = part.to_local().to(held.to_local().device)
+                values[key] = DTensor(local, part._spec, requires_grad=False)

@@ -10,6 +10,7 @@ from typing import Any
 
 from snugfit.errors import OutOfMemory, SnugfitError
 from snugfit.job.batch import tokens_of
+from snugfit.step.applier import after_evaluation
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.checkpoint.manager import CheckpointManager
 from snugfit.training.checkpoint.manifest import Checkpoint, verify
@@ -103,6 +104,7 @@ class Session:
         self._is_compared, active = True, self._active
         before = self._recovery.job
         after = self._compare(before, active.step, active.state.model, active.first_samples())
+        after_evaluation(active.setup, active.state.model)
         self._recovery.job = after
         for warning in cut_warning(after, self._recipe) if after is not before else ():
             self._journal.tell("warning", text=warning["text"])
@@ -263,22 +265,25 @@ class Session:
         options, progress = self._run.options, self._progress
         ranks = self._run.ranks
         micro_batch = self._run.job.batch_size // ranks.size // self._active.setup.micro_batches
-        evaluated = evaluate(
-            self._active.state.model,
-            self._run.job,
-            in_order(
-                self._run.evaluation,
-                options.per_device_eval_batch_size or micro_batch,
+        try:
+            evaluated = evaluate(
+                self._active.state.model,
                 self._run.job,
-                self._active.setup,
+                in_order(
+                    self._run.evaluation,
+                    options.per_device_eval_batch_size or micro_batch,
+                    self._run.job,
+                    self._active.setup,
+                    self._run.device,
+                    ranks,
+                ),
                 self._run.device,
+                self._active.step.forward_context(),
+                self._stops.raise_if_stopping,
                 ranks,
-            ),
-            self._run.device,
-            self._active.step.forward_context(),
-            self._stops.raise_if_stopping,
-            ranks,
-        )
+            )
+        finally:
+            after_evaluation(self._active.setup, self._active.state.model)
         progress.evaluated = asdict(evaluated)
         self._journal.tell("evaluated", step=progress.step, loss=evaluated.loss, accuracy=evaluated.accuracy)
         return progress.judge(
