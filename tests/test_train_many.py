@@ -77,7 +77,7 @@ SAME = [
     ("ddp", 2, "bert"), ("fsdp + micro_batches(2)", 2, "gpt2"), ("hsdp(2)", 4, "bert"), ("fsdp", 2, "bert"),
     ("ddp + micro_batches(2)", 2, "gpt2"), ("ddp", 2, "gpt2"), ("fsdp", 2, "gpt2"), ("hsdp(2)", 4, "gpt2"),
     ("ddp + micro_batches(2)", 2, "bert"), ("fsdp + micro_batches(4)", 2, "bert"), ("fsdp", 4, "gpt2"),
-    ("ddp(bucket_views=True)", 2, "bert"), ("fsdp(reshard=none)", 2, "bert"),
+    ("ddp(bucket_views=true)", 2, "bert"), ("fsdp(reshard=none)", 2, "bert"),
 ]  # fmt: skip
 
 

@@ -53,7 +53,8 @@ def launch(processes: int, command_line: Sequence[str]) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ[LAUNCHED] = "1"
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
     _quieten()
     with tempfile.TemporaryDirectory(prefix="snugfit-") as logs, _passing_on_signals() as passed:
         more: dict[str, Any] = {"signals_to_handle": "SIGQUIT"}

@@ -107,7 +107,8 @@ class ActiveRun:
         """One step; where it must not be made, what the options say of it."""
         self._rng_at_step_start = rng_states(self._run.device)
         self.step.sync_before_update |= self.progress.step < self._sync_to
-        self.step.idle = [not indices for indices in self.order.step(self.progress.step)]
+        if self._run.ranks.are_many:
+            self.step.idle = [not indices for indices in self.order.step(self.progress.step)]
         try:
             result = self.step.attempt(self.state, micro_batches, meanwhile)
         except StepRejected as fault:

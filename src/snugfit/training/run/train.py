@@ -12,7 +12,7 @@ same numbers as one that was not.
 Events (`journal.py`): `started` (job, recipe, steps, samples, resumed_from), `step`, `foreseen` and `ended`
 (`step_logger.py`), `evaluated` (step, loss, accuracy), `saved` (step, folder, bytes, blocked_seconds that
 training waited, seconds of writing meanwhile), `replanned` (step, cause, before, recipe), `warning` and
-`note` (text).
+`note` (text; a warning of a straggler has its rank too).
 """
 
 from __future__ import annotations
