@@ -52,18 +52,18 @@ class Stragglers:
     def compare(self, step: int, seconds: list[float]) -> None:
         """Looks at the seconds of all processes, by rank, and warns of one that keeps being slow."""
         slowest = max(range(len(seconds)), key=seconds.__getitem__)
-        others = statistics.median(value for rank, value in enumerate(seconds) if rank != slowest)
-        is_slow = seconds[slowest] > max(SLOWER * others, others + LEAST_SECONDS)
+        rest = statistics.median(value for rank, value in enumerate(seconds) if rank != slowest)
+        is_slow = seconds[slowest] > max(SLOWER * rest, rest + LEAST_SECONDS)
         self._rounds = (self._rounds + 1 if slowest == self._slowest else 1) if is_slow else 0
         self._slowest = slowest
         if self._rounds == ROUNDS and not self._is_told:
             self._is_told = True
-            self._journal.tell("warning", text=_text(step, slowest, seconds[slowest], others), rank=slowest)
+            self._journal.tell("warning", text=_text(step, slowest, seconds[slowest], rest), rank=slowest)
 
 
-def _text(step: int, rank: int, seconds: float, others: float) -> str:
+def _text(step: int, rank: int, seconds: float, rest: float) -> str:
     return (
         f"Step {step}: rank {rank} is slower than the others, and they wait for it: {show_seconds(seconds)} "
-        f"for its own part of a step, where they take {show_seconds(others)}. Look at its GPU's clock and at "
+        f"for its own part of a step, where they take {show_seconds(rest)}. Look at its GPU's clock and at "
         "what else runs there, at its loader, and whether its samples are longer."
     )

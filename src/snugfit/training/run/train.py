@@ -103,11 +103,11 @@ def _one_store(run: Run) -> Iterator[Store]:
     """The run's folder, which the first process holds for all."""
     with ExitStack() as held:
 
-        def opened() -> bool:
+        def hold() -> bool:
             held.enter_context(open_store(run.folder, begin_anew=BEGIN_ANEW))
             return True
 
-        run.ranks.first_answers(opened)
+        run.ranks.first_answers(hold)
         yield Store(run.folder, begin_anew=BEGIN_ANEW)
 
 
