@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from clean_forks import Forks
 from many_ranks import fault_told, run_of, start, trained, weights_in
@@ -28,11 +29,12 @@ from small_models import small_job
 from small_runs import events, losses, rows
 from snugfit.cli.train import _processes
 from snugfit.errors import UsageError
-from snugfit.frontends.launch import RankFailed, _ending
+from snugfit.frontends.launch import RankFailed, _ending, _error_of
+from snugfit.frontends.one_of_several import LAUNCHED, one_of_several
 from snugfit.training.checkpoint.manifest import verify
 from snugfit.training.checkpoint.store import Store
 from snugfit.training.journal import Journal
-from snugfit.training.ranks import Ranks, world
+from snugfit.training.ranks import Ranks, ToldElsewhere, world
 from snugfit.training.run.order import SampleOrder
 from snugfit.training.run.stragglers import ROUNDS, Stragglers
 from tiers import slow_but
@@ -357,6 +359,48 @@ def command(folder: Path) -> dict[str, Any]:
         "sequence_length": 16, "dataset": folder / "rows.jsonl", "from_scratch": "true", "recipe": "fsdp",
         "output_dir": folder / "out", "device": "cpu", "max_steps": 5000, "save_steps": 5,
     }  # fmt: skip
+
+
+@pytest.fixture
+def second_of_two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """This process as the second of two that a launcher has started; the file that it looks for."""
+    monkeypatch.setattr("snugfit.measurement.process.die_with_parent", lambda parent: None)
+    file = tmp_path / "error.json"
+    for name, value in {
+        "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1",
+        "TORCHELASTIC_ERROR_FILE": str(file),
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    return file
+
+
+@pytest.mark.parametrize("fault", [UsageError("no model"), ValueError("a mistake of ours")])
+def test_an_error_reaches_the_launcher(
+    second_of_two: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], fault: Exception
+) -> None:
+    """By torch's own file, and by no other way; the exit code is the error's."""
+    monkeypatch.setenv(LAUNCHED, "1")
+
+    def work() -> None:
+        with one_of_several():
+            print("what the first process says too")
+            print("the same on stderr", file=sys.stderr)
+            raise fault
+
+    with pytest.raises(ToldElsewhere) as ended:
+        work()
+    assert ended.value.exit_code == getattr(fault, "exit_code", 1)
+    assert capfd.readouterr() == ("", "")
+    read = ProcessFailure(local_rank=1, pid=1, exitcode=2, error_file=str(second_of_two))
+    error = _error_of(read)
+    assert error is not None
+    assert error == "no model" or error.endswith("ValueError: a mistake of ours")
+
+
+def test_a_process_that_another_has_ended_writes_nothing(second_of_two: Path) -> None:
+    with pytest.raises(ToldElsewhere), one_of_several():
+        raise ToldElsewhere("Another process has ended")
+    assert not second_of_two.exists()
 
 
 def failure(code: int, told: str | None = None, at: int = 0) -> Any:

@@ -72,7 +72,7 @@ class ActiveRun:
         self._is_update_checked = self._is_sharded  # torch's own AdamW and SGD are what is sharded
         checkpoints.about = run.about(recipe)
         checkpoints.saved_step = checkpoint.step if checkpoint else None
-        if run.options.save_strategy != "no":
+        if run.options.save_strategy != "no" and (run.ranks.is_first or self._is_sharded):
             checkpoints.prepare(self.state)
 
     @property
