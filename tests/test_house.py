@@ -55,8 +55,11 @@ HEAVY_THEMSELVES = {
     "step/wishes/four_bit_adamw.py",
     "step/wishes/stochastic_adamw.py",
     "rehearsal/sharded/accelerator.py",
+    "rehearsal/sharded/collectives.py",
     "rehearsal/sharded/engine.py",
     "rehearsal/sharded/host_tensors.py",
+    "rehearsal/sharded/offloaded_shards.py",
+    "rehearsal/sharded/ranks.py",
     "step/muon.py",
 }
 """Their classes derive from torch's, or they run at every operator of a rehearsal."""

@@ -62,10 +62,12 @@ def accuracy(recipe: Recipe, rate: float = RATES[0]) -> float:
 
 
 def candidates(fidelity: Fidelity) -> list[Technique]:
-    """Every technique of this fidelity that is not plain, as a planner would try it first on this model."""
+    """Every technique of this fidelity that is not plain, as a planner would try it first on this model; of
+    those that one process trains with."""
     job, found = digits_job(), []
     for technique in roster.techniques():
         settings = [each for each in technique.settings(job) if each != roster.plain(technique.slot)]
+        settings = [each for each in settings if Recipe((each,)).setup().parallel is None]
         if technique.fidelity is fidelity and settings:
             lawful = (each for each in settings if not any(each.objections(job, Recipe((each,)))))
             found.append(next(lawful, settings[0]))

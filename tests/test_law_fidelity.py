@@ -84,10 +84,12 @@ def job(name: str, **changes: Any) -> Job:
 
 
 def candidates(fidelity: Fidelity) -> list[Technique]:
-    """Every technique of this fidelity that is not plain, at each setting a planner may try."""
+    """Every technique of this fidelity that is not plain and that one process trains with, at each setting a
+    planner may try. What takes several processes is held to the law in `test_ranks.py`."""
     found = [technique for technique in roster.techniques() if technique.fidelity is fidelity]
     settings = [setting for technique in found for setting in technique.settings(job("bert"))]
-    return [setting for setting in settings if setting != roster.plain(setting.slot)]
+    alone = [setting for setting in settings if Recipe((setting,)).setup().parallel is None]
+    return [setting for setting in alone if setting != roster.plain(setting.slot)]
 
 
 class Silent:

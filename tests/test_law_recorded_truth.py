@@ -39,7 +39,7 @@ from snugfit.prediction.profile import Software, installed_versions
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Block
 from snugfit.results.measurement import Measurement
-from snugfit.step.wishes.engine_config import group_bytes
+from snugfit.step.wishes.engine.config import group_bytes
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.units import MIB

@@ -233,15 +233,22 @@ def goes(family: str, recipe: Recipe) -> bool:
     return True
 
 
+def runs_alone(technique: Technique) -> bool:
+    """Whether one process trains with it, without an engine."""
+    setup = Recipe((technique,)).setup()
+    return setup.sharding is None and setup.parallel is None
+
+
 @functools.cache
 def settings() -> dict[Slot, list[Technique]]:
     """What a planner may try of every technique whose packages are here, by slot. DeepSpeed's engines wait on
-    the host, and on a CPU that is the device: without offload `test_sharding.py` holds them to this law."""
+    the host, and on a CPU that is the device: without offload `test_sharding.py` holds them to this law, and
+    `test_ranks.py` what takes several processes."""
     found: dict[Slot, list[Technique]] = {slot: [] for slot in Slot}
     for technique in roster.techniques():
         if not technique.missing_package():
             settings = technique.settings(job("bert"))
-            found[technique.slot] += [one for one in settings if Recipe((one,)).setup().sharding is None]
+            found[technique.slot] += [one for one in settings if runs_alone(one)]
     return found
 
 

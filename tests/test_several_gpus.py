@@ -11,7 +11,9 @@ from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.errors import RecipeError, UsageError
 from snugfit.job.gpu import find_gpu
-from snugfit.prediction.communication import (
+from snugfit.prediction.predict import predict
+from snugfit.prediction.rates import packaged_rates
+from snugfit.prediction.several_gpus.communication import (
     BUS,
     FIRST_GROUP,
     FURTHER_GROUP,
@@ -21,9 +23,7 @@ from snugfit.prediction.communication import (
     communication_bytes,
     interconnect_of,
 )
-from snugfit.prediction.predict import predict
-from snugfit.prediction.rates import packaged_rates
-from snugfit.prediction.streams import simulate_streams
+from snugfit.prediction.several_gpus.streams import simulate_streams
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import ALL_GATHER, ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, Kernel, Trace
@@ -237,8 +237,8 @@ def seconds_of(kernels: list[Kernel], device: list[float], launches: float = 0.0
 
 
 def test_what_nothing_waits_for_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("snugfit.prediction.streams.SLOWED_EXCHANGE", 1.0)
-    monkeypatch.setattr("snugfit.prediction.streams.SLOWED_KERNEL", 1.0)
+    monkeypatch.setattr("snugfit.prediction.several_gpus.streams.SLOWED_EXCHANGE", 1.0)
+    monkeypatch.setattr("snugfit.prediction.several_gpus.streams.SLOWED_KERNEL", 1.0)
     beside = [exchange(ALL_GATHER, 1, (2, 1)), compute()]
     assert seconds_of(beside, [3.0, 4.0]) == pytest.approx(4.0)
     awaited = [exchange(ALL_GATHER, 1, (2, 1)), compute(after=(0,))]
@@ -248,8 +248,8 @@ def test_what_nothing_waits_for_is_hidden(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_kernels_and_exchanges_slow_each_other_down_while_both_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("snugfit.prediction.streams.SLOWED_EXCHANGE", 2.0)
-    monkeypatch.setattr("snugfit.prediction.streams.SLOWED_KERNEL", 1.25)
+    monkeypatch.setattr("snugfit.prediction.several_gpus.streams.SLOWED_EXCHANGE", 2.0)
+    monkeypatch.setattr("snugfit.prediction.several_gpus.streams.SLOWED_KERNEL", 1.25)
     beside = [exchange(ALL_GATHER, 1, (2, 1)), compute()]
     # For 5 s both run: the kernel's 4 s are done then, and 2.5 s of the exchange's 3; the rest runs alone.
     assert seconds_of(beside, [3.0, 4.0]) == pytest.approx(5.5)

@@ -51,14 +51,14 @@ from snugfit.rehearsal.trace.trace import STAGE_BACK, STAGE_OUT, SWAPPED, UPDATE
 from snugfit.step.host_link import LinkObserver, MetaLink
 from snugfit.step.open_step import open_step
 from snugfit.step.step import LOOPS, Observer
-from snugfit.step.wishes.engine_config import (
+from snugfit.step.wishes.engine.config import (
     PROCESS_GROUP,
     bucket_sizes,
     engine_config,
     group_bytes,
     refuse_without_file_operator,
 )
-from snugfit.step.wishes.engine_loop import in_numbers
+from snugfit.step.wishes.engine.loop import in_numbers
 from snugfit.techniques import technique
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup

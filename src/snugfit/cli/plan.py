@@ -18,6 +18,7 @@ from snugfit.errors import NothingFits, UsageError
 
 if TYPE_CHECKING:
     from snugfit.planning.plan import Plan
+    from snugfit.planning.several_gpus.plan import SeveralGpusPlan
 
 RUN = "The run"
 
@@ -76,6 +77,15 @@ All = Annotated[
         "more, none five times slower than the answer]",
     ),
 ]
+Gpus = Annotated[
+    str | None,
+    given.option(
+        given.WHERE,
+        "How many GPUs train together: 8; 2,4,8 to compare; or 1..64, powers of two. \\[1]",
+        "--gpus",
+        metavar="N",
+    ),
+]
 NoPeers = Annotated[
     bool, typer.Option("--no-peers", help="With --verify: do not measure what the plain Trainer takes.")
 ]
@@ -86,6 +96,7 @@ NoLearn = Annotated[bool, typer.Option("--no-learn", help="With --verify: do not
 def plan(
     request: Request,
     *,
+    gpus: Gpus = None,
     routing: given.Routing = None,
     memory: given.Memory = None,
     headroom: given.Headroom = None,
@@ -110,6 +121,7 @@ def plan(
 ) -> int:
     """Find the fastest recipe that fits, without a GPU."""
     from snugfit.report.plan.plan import render
+    from snugfit.report.plan.several_gpus import render as render_several
     from snugfit.report.text.page import print_as
 
     if export and verify:
@@ -117,6 +129,16 @@ def plan(
             "--export and --verify cannot be used together, because --verify may find another answer. "
             "Give one of them."
         )
+    if gpus is not None or request.gpus != 1:
+        refused = {
+            "--verify": verify, "--lengths": lengths, "--export": export, "--plot": plot, "--html": html,
+            "--samples": samples, "--steps": steps, "--all": everything,
+        }  # fmt: skip
+        request = _check_several(request, [flag for flag, value in refused.items() if value], objective)
+        how = {"fidelity": fidelity, "keep": request.keep, "free": request.free, "headroom": request.headroom}
+        made = _plan_several(request, gpus or str(request.gpus), how, workers, fresh=fresh)
+        print_as("json" if as_json else form, made.to_json(), render_several(made))
+        return 0 if made.fitting else NothingFits.exit_code
     request = _check(request, verify)
     check_export(export, request.job)
     asked = {
@@ -172,3 +194,62 @@ def _plan(request: Request, asked: dict[str, Any], workers: int | None, *, fresh
         start=request.recipe if request.reading else None,
         **asked,
     )
+
+
+# ---- several GPUs that train together ----------------------------------------------------------------------
+
+COUNTS = "Write a number (8), several (2,4,8), or a range of powers of two (1..64)."
+
+
+def _check_several(request: Request, refused: list[str], objective: str) -> Request:
+    """The request, for several GPUs. Raises `UsageError` for options that are `refused` beside them, and for
+    what no such plan takes."""
+    if refused:
+        raise UsageError(f"A plan with --gpus does not take {', '.join(refused)}. Leave it out.")
+    if objective == "memory":
+        raise UsageError(
+            "A plan with --gpus finds the fastest, the fewest and the cheapest. Leave --objective out."
+        )
+    request.refuse_recipe_and_loop()
+    if request.software != "installed":
+        raise UsageError("A plan is for the installed software only. Leave the software profile out.")
+    if request.gpu is None:
+        raise UsageError("A plan compares seconds, which need a GPU. Add --gpu NAME.")
+    return request
+
+
+def _plan_several(
+    request: Request, counts: str, how: dict[str, Any], workers: int | None, *, fresh: bool
+) -> SeveralGpusPlan:
+    """The plan for the numbers of GPUs that `counts` says, remembered or searched for."""
+    from snugfit.cli.plan_cache import answer
+    from snugfit.planning.several_gpus.plan import SeveralGpusPlan
+    from snugfit.planning.several_gpus.search import plan_several_gpus
+
+    gpu = request.gpu
+    assert gpu is not None
+    asked = {"gpus": read_counts(counts), "memory_bytes": request.memory_bytes, **how}
+    return answer(
+        SeveralGpusPlan.from_json,
+        lambda tell: plan_several_gpus(request.job, gpu=gpu, workers=workers, tell=tell, **asked),
+        request.job,
+        gpu,
+        fresh=fresh,
+        what="several gpus",
+        **asked,
+    )
+
+
+def read_counts(text: str) -> list[int]:
+    """The numbers of GPUs in what was written: `8`, `2,4,8` or `1..64`. Raises `UsageError`."""
+    low, dots, high = text.partition("..")
+    try:
+        if not dots:
+            return [int(part) for part in text.split(",")]
+        first, last = int(low), int(high)
+        powers = [first * 2**power for power in range(17) if first * 2**power <= last]
+    except ValueError:
+        powers, first = [], 0
+    if first < 1 or not powers:
+        raise UsageError(f"--gpus {text!r} is not a number of GPUs. {COUNTS}")
+    return powers

@@ -87,7 +87,7 @@ def predict(
     _print(predictions, operators=operators, as_json=as_json)
     given.write_pictures(html, plot, predictions[0] if len(predictions) == 1 else _side_by_side(predictions))
     if trace:
-        from snugfit.prediction.export_trace import export_trace
+        from snugfit.prediction.traces.export_trace import export_trace
         from snugfit.report.text.files import write_atomically
 
         write_atomically(trace, export_trace(predictions[0], trace.suffix))

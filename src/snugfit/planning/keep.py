@@ -45,6 +45,9 @@ class Kept:
     start: Recipe | None = None
     """The user's own recipe."""
 
+    several_gpus: bool = False
+    """Whether the search is for GPUs that train together."""
+
     def why(self, slot: Slot) -> str:
         """Why a slot is kept, and how it is freed; empty for one that is searched."""
         if slot not in self.slots:
@@ -76,6 +79,8 @@ class Kept:
                 )
         for slot in self.asked:
             technique = self.slots[slot][0]
+            if technique.needs_several_gpus and not self.several_gpus:
+                raise UsageError(f"keep: {technique} needs several GPUs. Add --gpus N (snugfit plan).")
             if not technique.is_searched():
                 raise UsageError(
                     f"keep: plans do not search with {technique}, since each of its recipes is simulated in "

@@ -15,7 +15,7 @@ from snugfit.errors import GpuError
 from snugfit.prediction.pinned import pinned_bytes
 from snugfit.prediction.profile import INSTALLED
 from snugfit.rehearsal.trace.trace import COPY_OUT, TRITON
-from snugfit.step.wishes.engine_config import PROCESS_GROUP
+from snugfit.step.wishes.engine.config import PROCESS_GROUP
 from snugfit.units import GIB, MIB, show_mib
 from snugfit.versions import version_of
 

@@ -39,7 +39,7 @@ from snugfit.rehearsal.trace.trace import (
 )
 
 if TYPE_CHECKING:
-    from snugfit.prediction.communication import Interconnect
+    from snugfit.prediction.several_gpus.communication import Interconnect
     from snugfit.rehearsal.trace.trace import Kernel
 
 TILES = (

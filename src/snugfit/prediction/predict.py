@@ -9,13 +9,17 @@ from snugfit.job.gpu import Gpu, find_gpu
 from snugfit.job.job import refuse_what_is_no_job
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.anatomy import anatomy, by_kind
-from snugfit.prediction.communication import communication_bytes, doubts_about_seconds, interconnect_of
 from snugfit.prediction.device import context_of, doubts_about, policy_for
 from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.pinned import host_state_bytes, managed_bytes, pinned_bytes
 from snugfit.prediction.profile import INSTALLED, Software, find_software, installed_versions
 from snugfit.prediction.rates import Rates, rates_for
 from snugfit.prediction.seconds import step_seconds
+from snugfit.prediction.several_gpus.communication import (
+    communication_bytes,
+    doubts_about_seconds,
+    interconnect_of,
+)
 from snugfit.prediction.startup import count_in_programs, distinct_kernels, startup
 from snugfit.prediction.timeline import phase_spans, time_kernels
 from snugfit.rehearsal.few_layers import rehearse_from_few_layers
@@ -23,7 +27,7 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.results.footprint import Footprint, Kind, Moment, Startup
 from snugfit.results.prediction import Prediction
 from snugfit.results.step_seconds import PhaseSpan, StepSeconds
-from snugfit.step.wishes.engine_config import group_bytes
+from snugfit.step.wishes.engine.config import group_bytes
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.units import MIB

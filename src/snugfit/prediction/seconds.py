@@ -16,10 +16,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from snugfit.prediction.communication import interconnect_of
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import PRECISIONS, HostLaunchCosts, Rates, rates_for
-from snugfit.prediction.streams import simulate_streams
+from snugfit.prediction.several_gpus.communication import interconnect_of
+from snugfit.prediction.several_gpus.streams import simulate_streams
 from snugfit.rehearsal.trace.trace import (
     AWAIT_COPY,
     BY_HOST,

@@ -17,13 +17,13 @@ from snugfit.prediction.seconds import (
     sync_points,
     with_worker_batches,
 )
-from snugfit.prediction.streams import simulate_streams
+from snugfit.prediction.several_gpus.streams import simulate_streams
 from snugfit.rehearsal.trace.trace import ALONE, COLLECTIVES, COPIES
 from snugfit.results.step_seconds import PhaseSpan
 
 if TYPE_CHECKING:
-    from snugfit.prediction.communication import Interconnect
     from snugfit.prediction.rates import HostLaunchCosts, Rates
+    from snugfit.prediction.several_gpus.communication import Interconnect
     from snugfit.rehearsal.trace.trace import Kernel, Trace
 
 QUEUE_DEPTH = 1024

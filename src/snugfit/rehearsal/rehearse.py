@@ -189,7 +189,14 @@ def _engine(step: Step, recorder: Recorder) -> Iterator[contextlib.AbstractConte
 
         assert isinstance(recorder, RankRecorder)
         with rank_on_shapes(recorder, step.rank, step.setup.parallel.ranks):
-            yield contextlib.nullcontext()
+            if not step.setup.parallel.on_host:
+                yield contextlib.nullcontext()
+                return
+            from snugfit.rehearsal.sharded.offloaded_shards import shards_on_host
+
+            with shards_on_host(recorder) as host:
+                recorder.host = recorder.shards = host
+                yield host
         return
     if step.setup.sharding is None:
         yield contextlib.nullcontext()

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError, UsageError
 from snugfit.step.wishes.batching import ExpandableSegmentsHandler, LoaderHandler, MicroBatchesHandler
+from snugfit.step.wishes.engine.sharding import ShardingHandler
 from snugfit.step.wishes.float8 import Float8Handler
 from snugfit.step.wishes.handler import Handler
 from snugfit.step.wishes.model import (
@@ -37,7 +38,6 @@ from snugfit.step.wishes.optimizer import OptimizerHandler
 from snugfit.step.wishes.parallel import ParallelHandler
 from snugfit.step.wishes.precision import AutocastHandler, MatmulHandler, ScaleGradientsHandler
 from snugfit.step.wishes.quantize import QuantizeHandler
-from snugfit.step.wishes.sharding import ShardingHandler
 from snugfit.techniques.setup import Setup
 
 if TYPE_CHECKING:
@@ -61,11 +61,11 @@ HANDLERS: tuple[Handler, ...] = (
     CompileHandler(),  # what is compiled is recomputed
     CheckpointHandler(),
     ActivationOffloadHandler(),
+    ParallelHandler(),  # the optimizer is of what it leaves
     OptimizerHandler(),
     AutocastHandler(),
     ScaleGradientsHandler(),
     MicroBatchesHandler(),
-    ParallelHandler(),
     ShardingHandler(),
     LoaderHandler(),
     ExpandableSegmentsHandler(),

@@ -16,6 +16,7 @@ from snugfit.job.build import OnLoaded, instantiate
 from snugfit.job.quantized import scales_in_order
 from snugfit.step.applier import adapt_model, model_arguments, wrap_model
 from snugfit.step.wishes.optimizer import make_optimizer
+from snugfit.step.wishes.parallel import sharded_optimizer
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 
@@ -40,13 +41,15 @@ def build_model(
 
     A model that is built on the host and then moved makes its device tensors in the order of its modules. A
     rehearsal has no host to build on: it builds out of its recorder's sight, and then moves. Quantized
-    weights are made on the device, as transformers loads them.
+    weights are made on the device, as transformers loads them. A model whose weights the host keeps stays
+    there until it is given to its processes.
     """
     on_host = on_host and setup.quantize is None
-    if on_host or job.build_on == "host":
+    stays = setup.parallel is not None and setup.parallel.on_host
+    if on_host or stays or job.build_on == "host":
         with _host(device):
             model = _instantiate(job, setup, weights, on_loaded)
-        model = _move(model, device)
+        model = model if stays else _move(model, device)
     else:
         with device:
             model = _instantiate(job, setup, weights, on_loaded)
@@ -128,6 +131,8 @@ def build_optimizer(
     more = {"weight_decay": weight_decay} if weight_decay is not None and wish.weight_decay else {}
     if job.decay_groups and wish.weight_decay:
         groups = decay_groups(model, **more)
+    if setup.parallel is not None and setup.parallel.states == "sharded":
+        return sharded_optimizer(wish, groups, lr=job.learning_rate, **more)
     return make_optimizer(wish, model, groups, lr=job.learning_rate, **more)
 
 

@@ -41,9 +41,9 @@ def open_step(job: Job, setup: Setup, loop: str, device: torch.device, *, keep_l
 def _engine_step(loop: str) -> type[Step]:
     """The loop's Step whose engine is DeepSpeed's."""
     if loop == "plain":
-        from snugfit.step.wishes.engine_loop import EngineStep
+        from snugfit.step.wishes.engine.loop import EngineStep
 
         return EngineStep
-    from snugfit.step.wishes.engine_frontends import EngineAccelerateStep, EngineTrainerStep
+    from snugfit.step.wishes.engine.frontends import EngineAccelerateStep, EngineTrainerStep
 
     return EngineTrainerStep if loop == "trainer" else EngineAccelerateStep

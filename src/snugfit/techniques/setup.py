@@ -233,6 +233,10 @@ class ParallelWish:
     """What each of them holds of weights, gradients and optimizer states: `copied`, all of it, and gradients
     are averaged (DDP); `sharded`, a part, and weights are gathered where a layer computes (FSDP2)."""
 
+    states: str = "copied"
+    """What each of them holds of optimizer states where weights are copied: all of them, or, `sharded`, those
+    of a part of the weights, which it updates and sends to the others (`ZeroRedundancyOptimizer`)."""
+
     ranks: int = 0
     """How many they are; 0 while that is open."""
 

@@ -23,6 +23,11 @@ MOST_GPUS = 1 << 16
 
 ONE_GPU = "trains on several GPUs, and one was named. Add --gpus 2 (gpus=2 in Python) or leave it out"
 
+SHARDS_ON_HOST = (
+    "The host keeps and updates weights: in one run on two H200s the GPU's bytes were as predicted. The "
+    "seconds of its copies and updates were measured nowhere, nor was its memory."
+)
+
 ADAMW = ("torch.optim:AdamW", "torch.optim:SGD")
 """Optimizers of torch that update shards as they update whole weights (chosen: others look at a weight's
 shape, or are code that knows no shards)."""
@@ -61,8 +66,11 @@ def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterato
             yield f"it is not simulated together with {recipe[slot]}. Leave one of them out."
     if wish.weights == "sharded" and setup.scale_gradients:
         yield f"weights are gathered in bf16 or as they are, so it does not go with {recipe[Slot.PRECISION]}."
-    if wish.weights == "sharded" and setup.optimizer.factory.path not in ADAMW:
-        yield f"{recipe[Slot.OPTIMIZER]} is not simulated on shards of weights. Try 'adamw' or 'adamw_fused'."
+    shared = "shards of weights" if wish.weights == "sharded" else "states that GPUs share"
+    if "sharded" in (wish.weights, wish.states) and setup.optimizer.factory.path not in ADAMW:
+        yield f"{recipe[Slot.OPTIMIZER]} is not simulated on {shared}. Try 'adamw' or 'adamw_fused'."
+    if wish.on_host and setup.optimizer.factory.arguments.get("fused"):
+        yield f"the host updates weights, and {recipe[Slot.OPTIMIZER]} is for GPUs. Try 'adamw'."
 
 
 def on_gpus(setup: Setup, gpus: int) -> Setup:

@@ -109,6 +109,9 @@ class Technique(ABC):
     searched: ClassVar[bool] = True
     """Whether a plan can look for recipes around it; otherwise one predicts a recipe that has it."""
 
+    needs_several_gpus: ClassVar[bool] = False
+    """Whether it is a way for several GPUs to train together, which one GPU has no use for."""
+
     least_capability: ClassVar[tuple[int, int] | None] = None
     """The compute capability below which the GPU cannot do this at all."""
 

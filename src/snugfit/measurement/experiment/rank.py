@@ -16,7 +16,7 @@ from snugfit.measurement.target import Target
 from snugfit.results.footprint import Footprint, Timing
 from snugfit.results.measurement import RankMeasured
 from snugfit.step.bitsandbytes_optimizers import on_gpu_bytes
-from snugfit.step.wishes.engine_config import group_bytes
+from snugfit.step.wishes.engine.config import group_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

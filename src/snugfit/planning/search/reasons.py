@@ -136,6 +136,7 @@ def cures(
         if technique.fidelity in looser
         and technique.slot not in fixed.slots
         and not technique.planning_objection(job)
+        and not technique.needs_several_gpus
     ]
     if more:
         yield f"--fidelity {looser[-1].value} allows more: {', '.join(more)}."

@@ -212,7 +212,9 @@ def _choices(
     for technique in roster.techniques():
         if technique.slot is not slot:
             continue
-        if (why := _missing_on(technique, capability)) or (why := technique.planning_objection(job)):
+        if technique.needs_several_gpus:
+            excluded.append(Exclusion(what=technique.name, why="it needs several GPUs (--gpus N)"))
+        elif (why := _missing_on(technique, capability)) or (why := technique.planning_objection(job)):
             excluded.append(Exclusion(what=technique.name, why=why))
         elif many_gpus and (technique.lowered or technique.grades(job)):
             word = technique.last_resort or next(iter(technique.grades(job)), technique.name)

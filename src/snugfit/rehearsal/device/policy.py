@@ -51,6 +51,10 @@ class Policy(ABC):
     runs_cudnn: ClassVar[bool]
     """Whether recurrent networks are cuDNN's."""
 
+    keeps_exchanged: ClassVar[bool]
+    """Whether tensors that ranks exchange in a stream of their own are kept until the next such exchange
+    begins (NCCL's stash in place of `record_stream`, `ProcessGroupNCCL.cpp`)."""
+
     remembers_scratch: ClassVar[bool] = True
     """Whether the scratch of a call need not be asked twice."""
 
@@ -111,6 +115,7 @@ class CudaPolicy(Policy):
     softmax_upcasts_fp16 = True
     fuses_rms_norm = True
     runs_cudnn = True
+    keeps_exchanged = True
 
     capability: tuple[int, int] = (9, 0)
     """Compute capability: major and minor."""
@@ -277,6 +282,7 @@ class CpuPolicy(Policy):
     softmax_upcasts_fp16 = False
     fuses_rms_norm = False
     runs_cudnn = False
+    keeps_exchanged = False
 
     def choose_attention(self, operands: attention_choice.Operands) -> str:
         """Flash attention for the CPU where it can, else math."""

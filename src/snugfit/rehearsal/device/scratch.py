@@ -33,7 +33,8 @@ On CUDA besides:
   `native/BatchLinearAlgebra.cpp`; `svd_cusolver`, `native/cuda/linalg/BatchLinearAlgebraLib.cpp`), and in a
   workspace of cuSOLVER's, of a size that it does not say beforehand and that is left out.
 - Indexing and embedding backward: `indexing.py`. Sorts and scans: `sorting.py`. Convolutions:
-  `convolution.py`. Recurrent layers: `recurrent_scratch.py`.
+  `convolution.py`. Recurrent layers: `recurrent_scratch.py`. What FSDP2 gathers and scatters:
+  `sharded/chunks.py`.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from typing import Any
 
 from snugfit.rehearsal.device import convolution, indexing, recurrent_scratch, reductions, sorting
 from snugfit.rehearsal.device.buffers import OUTPUTS, Buffer, GpuSize, Scratch, nest
+from snugfit.rehearsal.sharded import chunks
 
 
 def composed_scratch(operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
@@ -319,6 +321,8 @@ _CUDA: dict[str, Callable[[Sequence[Any], Any, GpuSize], Scratch]] = {
     "aten::index_put": indexing.index_put,
     "aten::index_put_": indexing.index_put,
     "aten::embedding_dense_backward": indexing.embedding_backward,
+    "fsdp::split_with_sizes_copy": chunks.split_with_sizes_copy,
+    "fsdp::chunk_cat": chunks.chunk_cat,
 }
 
 _COMPOSED: dict[str, Callable[[Sequence[Any], Any], Scratch]] = {

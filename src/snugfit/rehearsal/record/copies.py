@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 from unittest.mock import patch
 
 from snugfit.rehearsal.trace.trace import (
@@ -29,6 +29,16 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.record.kernels import KernelCost
 
     Write = Callable[[str, KernelCost], None]
+
+
+class HostCopies(Protocol):
+    """Weights and states on the host, and what is copied between them and the device."""
+
+    def copy_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operator gives that copies to the host; `NotImplemented` of any other."""
+
+    def copies_back(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether an operator copies from there to the device."""
 
 
 class CopyRecorder:

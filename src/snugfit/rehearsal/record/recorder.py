@@ -18,7 +18,7 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -64,6 +64,7 @@ from snugfit.step.step import Observer
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy
+    from snugfit.rehearsal.record.copies import HostCopies
     from snugfit.rehearsal.record.shape_cache import KnownCall, Operator
 
 aten = torch.ops.aten
@@ -73,16 +74,6 @@ STEPS_DIFFER = (
     "What a step allocates depends on the values in its batches, so it differs from step to step. The "
     "figures are for the third step on synthetic batches."
 )
-
-
-class HostCopies(Protocol):
-    """Weights and states on the host, and what is copied between them and the device."""
-
-    def copy_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operator gives that copies to the host; `NotImplemented` of any other."""
-
-    def copies_back(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether an operator copies from there to the device."""
 
 
 class Recorder(TorchDispatchMode, Observer):
@@ -317,7 +308,8 @@ class Recorder(TorchDispatchMode, Observer):
         in_place: bool,
     ) -> None:
         """What an operator has allocated, and the kernel that it ran."""
-        scratch = self._scratch.of(operator, None if in_place else call, args, out)
+        result = kwargs.get("out") if out is None else out
+        scratch = self._scratch.of(operator, None if in_place else call, args, result)
         name = name_of_call(operator.name, args, kwargs)
         self.memory.add_kernel(name, out, scratch, self.policy.workspaces(name, args))
         last_step = self._step == self.steps - 1

@@ -74,7 +74,7 @@ def carried_bytes(func: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, 
     return int(CollectiveOp.get_comm_tensor_size(func, out, args, kwargs))
 
 
-def carried(func: Any, out: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+def tensors_carried(func: Any, out: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
     """The whole tensors that are gathered or scattered, which exist to be exchanged. What is summed or sent
     belongs to somebody else."""
     kernel = kernel_of(func)

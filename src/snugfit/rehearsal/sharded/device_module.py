@@ -9,19 +9,23 @@ waits for, so that is kept (`StreamOrder`).
 from __future__ import annotations
 
 import contextlib
-from typing import Any
-
-import torch
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from snugfit.rehearsal.sharded.streams import Moment, StreamOrder
 from snugfit.rehearsal.trace.trace import DEFAULT_STREAM
+
+if TYPE_CHECKING:
+    import torch
 
 
 class ShapesModule:
     """`torch.meta`, in the place of `torch.cuda`, on a machine of so many devices."""
 
-    def __init__(self, order: StreamOrder, devices: int) -> None:
+    def __init__(self, order: StreamOrder, devices: int, wait: Callable[[], None]) -> None:
         self._order, self._devices = order, devices
+        self.wait = wait
+        """Called where the host waits for the device."""
         self._streams = {DEFAULT_STREAM: ShapesStream(self, DEFAULT_STREAM)}
 
     def Stream(self, *arguments: Any, **keywords: Any) -> ShapesStream:
@@ -75,6 +79,8 @@ class ShapesModule:
 
     def get_rng_state(self, *device: Any) -> torch.Tensor:
         """The state of a generator that draws nothing."""
+        import torch
+
         return torch.zeros(16, dtype=torch.uint8, device="cpu")
 
 
@@ -97,7 +103,8 @@ class ShapesEvent:
         order.wait(order.current if stream is None else stream.stream_id, self.moment)
 
     def synchronize(self) -> None:
-        """The host waits: on shapes all is done."""
+        """The host waits for it."""
+        self._module.wait()
 
     def query(self) -> bool:
         """Whether it has happened."""
@@ -108,6 +115,8 @@ class ShapesStream:
     """A stream that runs nothing. As a context it is the current one within it."""
 
     def __init__(self, module: ShapesModule, number: int) -> None:
+        import torch
+
         self._module, self.stream_id, self.device = module, number, torch.device("meta")
         self._before: list[ShapesStream] = []
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,8 @@ class HostTensors(TorchDispatchMode):
         """Bytes that live there now, and at most did."""
         self.pinned = 0
         """Of them, those that are page-locked."""
+        self._lent: dict[int, int] = {}  # page-locked bytes of a storage, by its address
+        self._unused: Counter[int] = Counter()  # page-locked blocks that wait for use, by their bytes
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -76,7 +79,7 @@ class HostTensors(TorchDispatchMode):
     def copy_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an operator gives that copies to the host. A copy that nobody waits for converts on the device
         (`native/cuda/Copy.cu`)."""
-        if func is aten.copy_.default and self._holds(args[0]) and args[1].is_meta:
+        if func is aten.copy_.default and self.holds(args[0]) and args[1].is_meta:
             to, source = args[:2]
             waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
             if not waits and source.dtype is not to.dtype:
@@ -95,8 +98,8 @@ class HostTensors(TorchDispatchMode):
     def copies_back(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether an operator copies from here to the device."""
         if func is aten.copy_.default:
-            return args[0].is_meta and self._holds(args[1])
-        if func is not aten._to_copy.default or not self._holds(args[0]):
+            return args[0].is_meta and self.holds(args[1])
+        if func is not aten._to_copy.default or not self.holds(args[0]):
             return False
         return kwargs.get("device") is not None and not _is_host(kwargs["device"])
 
@@ -124,6 +127,18 @@ class HostTensors(TorchDispatchMode):
         self.pinned += taken
         self._grow(taken - nbytes)
 
+    def lend(self, tensor: torch.Tensor) -> None:
+        """The same for as long as the tensor lives; then whoever asks for as many is given these bytes."""
+        storage = tensor.untyped_storage()
+        taken = 1 << max(0, storage.nbytes() - 1).bit_length()
+        self._lent[storage._cdata] = taken
+        if self._unused[taken]:
+            self._unused[taken] -= 1
+            self.nbytes -= storage.nbytes()
+        else:
+            self.pinned += taken
+            self._grow(taken - storage.nbytes())
+
     def lock(self, tensor: torch.Tensor) -> None:
         """The tensor's bytes are page-locked as they are (`posix_memalign` and `mlock`)."""
         self.pinned += tensor.untyped_storage().nbytes()
@@ -134,15 +149,19 @@ class HostTensors(TorchDispatchMode):
 
     def _give_back(self, key: int, nbytes: int) -> None:
         self._storages.discard(key)
-        self.nbytes -= nbytes
+        if taken := self._lent.pop(key, 0):
+            self._unused[taken] += 1
+        else:
+            self.nbytes -= nbytes
 
-    def _holds(self, value: Any) -> bool:
+    def holds(self, value: Any) -> bool:
+        """Whether it is a tensor of memory that is counted here."""
         return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in self._storages
 
     def _any_held(self, args: tuple[Any, ...]) -> bool:
         """Whether an operand, or one of a list of them, is here."""
         return any(
-            any(map(self._holds, one)) if isinstance(one, (tuple, list)) else self._holds(one) for one in args
+            any(map(self.holds, one)) if isinstance(one, (tuple, list)) else self.holds(one) for one in args
         )
 
     # ---- operators ---------------------------------------------------------------------------------------

@@ -27,9 +27,11 @@ from snugfit.rehearsal.record.kernels import KernelCost
 from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.rehearsal.sharded import collectives
 from snugfit.rehearsal.sharded.device_module import ShapesModule
+from snugfit.rehearsal.sharded.offloaded_shards import TO_COPY, HostShards
 from snugfit.rehearsal.sharded.streams import Moment, StreamOrder
 from snugfit.rehearsal.trace.trace import ALL_REDUCE, DEFAULT_STREAM
 from snugfit.results.footprint import Kind
+from snugfit.step.host_link import MetaLink
 
 FAKE = torch._C._TorchDispatchModeKey.FAKE
 
@@ -43,9 +45,12 @@ class RankRecorder(Recorder):
         super().__init__(*arguments, **keywords)
         self.order = StreamOrder(self.memory.use_stream)
         """Which stream is current, and which kernels wait for which."""
+        self.shards: HostShards | None = None
+        """The host's memory, where it keeps the shards."""
         self._of_group: dict[str, int] = {}  # NCCL's own stream of a process group
         self._unawaited: Moment = frozenset()  # exchanges that nobody has waited for
-        self._averaged: list[torch.Tensor] = []
+        self._kept: list[torch.Tensor] = []  # by NCCL
+        self._first_to_come = True  # of the buckets of a backward pass
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -55,25 +60,45 @@ class RankRecorder(Recorder):
             return func(*args, **kwargs)
         if collectives.is_collective(func) and DTensor not in types:
             return self._exchange(func, args, kwargs)
+        if self.shards is not None and DTensor not in types:
+            if self.shards.works_here(func, args, kwargs):
+                return func(*args, **kwargs)
+            if self._phase == "backward" and _copies_out(func, args, kwargs):  # a shard's gradient
+                return self.shards.keep(args[0])
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
         """The bytes of this tensor, or of a sharded one's own part, are of this kind."""
+        if kind is Kind.WEIGHTS and self._phase != "build":  # a shard that comes from the host
+            kind = Kind.GATHERED
         super().claim(tensor.to_local() if isinstance(tensor, DTensor) else tensor, kind, module)
 
     def phase(self, name: str) -> None:
         """Everything from here on belongs to this phase. After the backward pass the device has waited for
         all gradients that were being averaged."""
-        if self._phase == "backward" and name != "backward":
+        if name == "backward":
+            self._first_to_come = True
+        elif self._phase == "backward":
             self.order.wait(DEFAULT_STREAM, self._unawaited)
             self._unawaited = frozenset()
         super().phase(name)
 
+    def step_ends(self, index: int) -> None:
+        """Optimizer step `index` has ended: what the host holds is told."""
+        if self.shards is not None and MetaLink.observer is not None:
+            MetaLink.observer.hold_on_host(self.shards.most, self.shards.pinned)
+        super().step_ends(index)
+
     def average(self, bucket: torch.Tensor) -> None:
-        """A bucket of gradients is averaged over all ranks, in NCCL's own stream. It is kept until something
-        is exchanged in another step (`step/wishes/parallel.py` says why)."""
+        """A bucket of gradients is averaged over all ranks, in NCCL's own stream. NCCL keeps it until the
+        next backward pass begins to average, or something else is exchanged beside the computation
+        (`step/wishes/parallel.py` says why; two H200s showed it where nothing else was)."""
+        if self._first_to_come:
+            self._kept.clear()
+            self._first_to_come = False
         self.claim(bucket, Kind.COMMUNICATION)
-        self._averaged.append(bucket)
+        if self.policy.keeps_exchanged:
+            self._kept.append(bucket)
         self._add_exchange(ALL_REDUCE, bucket.nbytes, dist.group.WORLD, own_stream=True)
 
     def _exchange(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -83,13 +108,13 @@ class RankRecorder(Recorder):
             self._unawaited = frozenset()
             return out
         self.memory.add_outputs(collectives.kernel_of(func), out)
-        for tensor in collectives.carried(func, out, args):
+        for tensor in collectives.tensors_carried(func, out, args):
             self.claim(tensor, Kind.COMMUNICATION)
         group = collectives.group_of(func, args)
         nbytes = collectives.carried_bytes(func, out, args, kwargs)
         own_stream = collectives.is_async(func, args, kwargs)
-        if own_stream:
-            self._averaged.clear()
+        if own_stream and collectives.kernel_of(func) == ALL_REDUCE:
+            self._kept.clear()  # after broadcasts, which DDP begins a step with, NCCL's thread still held all
         self._add_exchange(collectives.kernel_of(func), nbytes, group, own_stream=own_stream)
         return out
 
@@ -109,6 +134,24 @@ class RankRecorder(Recorder):
 
     def _place(self, number: int) -> tuple[int, tuple[int, ...]]:
         return self.order.place(number)
+
+
+class _Unlogged:
+    """DDP's log of its own seconds, which on shapes would only say that it has no clock for them."""
+
+    def __init__(self, log: Any) -> None:
+        self._log = log  # the reducer has a weak reference to it
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._log, name)
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Nothing is written: there are no times."""
+
+
+def _copies_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    to = kwargs.get("device")
+    return bool(func is TO_COPY and args[0].is_meta and to is not None and torch.device(to).type == "cpu")
 
 
 @contextlib.contextmanager
@@ -136,6 +179,7 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[No
     def make_and_hook(self: Any, *arguments: Any, **keywords: Any) -> None:
         make(self, *arguments, **keywords)
         self.register_comm_hook(recorder, average)
+        self.logger = _Unlogged(self.logger)
 
     average.__annotations__.update(  # which torch compares, and wants the classes themselves
         bucket=vars(dist)["GradBucket"], **{"return": torch.futures.Future[torch.Tensor]}
@@ -150,7 +194,9 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[No
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(process_group(rank, ranks))
-        stack.enter_context(patch.object(torch, "meta", ShapesModule(recorder.order, ranks), create=True))
+        stack.enter_context(
+            patch.object(torch, "meta", ShapesModule(recorder.order, ranks, recorder.wait), create=True)
+        )
         for owner, name, instead in replaced:
             stack.enter_context(patch.object(owner, name, instead))
         yield

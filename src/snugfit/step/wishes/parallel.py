@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from snugfit.techniques.setup import ParallelWish
+    from snugfit.techniques.setup import OptimizerWish, ParallelWish
 
 NOT_YET = "several GPUs are predicted, measured and trained by snugfit's own loop. Leave --loop out"
 LIVE = "a live model cannot be spread over several GPUs. `snugfit train` does it"
@@ -45,6 +45,7 @@ class ParallelHandler(Handler):
         """torch's own, before anything is watched."""
         if value is not None:
             import torch.distributed.fsdp
+            import torch.distributed.optim
             import torch.nn.parallel  # noqa: F401
 
     def distribute(self, value: ParallelWish | None, model: Any) -> Any:
@@ -115,9 +116,9 @@ def in_fsdp(wish: ParallelWish, model: torch.nn.Module) -> torch.nn.Module:
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    device = next(model.parameters()).device
+    device = _device_of(model)
     options: dict[str, Any] = {
-        "mesh": mesh_of(wish, device.type),
+        "mesh": mesh_of(wish, device),
         "reshard_after_forward": wish.reshard != "none",
         "mp_policy": MixedPrecisionPolicy(),
     }
@@ -126,12 +127,29 @@ def in_fsdp(wish: ParallelWish, model: torch.nn.Module) -> torch.nn.Module:
             param_dtype=getattr(torch, wish.dtype), reduce_dtype=torch.float32
         )
     if wish.on_host:
-        options["offload_policy"] = CPUOffloadPolicy()
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device != "cpu")
     for stack in layer_stacks(model):
         for layer in stack:
             fully_shard(layer, **options)
     fully_shard(model, **options | {"reshard_after_forward": wish.reshard == "all"})
     return model
+
+
+def sharded_optimizer(wish: OptimizerWish, groups: Any, **numbers: Any) -> torch.optim.Optimizer:
+    """The optimizer, whose states are spread over the processes; numbers that the recipe has chosen win over
+    these."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    kind: Any = wish.factory.resolve()
+    return ZeroRedundancyOptimizer(groups, kind, **{**numbers, **wish.factory.arguments})
+
+
+def _device_of(model: torch.nn.Module) -> str:
+    """The kind of device that this process computes on, while the model may wait on the host."""
+    import torch.distributed as dist
+
+    kind = next(model.parameters()).device.type
+    return "cuda" if kind == "cpu" and "nccl" in str(dist.get_backend_config()) else kind
 
 
 def mesh_of(wish: ParallelWish, device: str) -> DeviceMesh:

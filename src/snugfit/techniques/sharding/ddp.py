@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from snugfit.techniques import several_gpus
 from snugfit.techniques.setup import ParallelWish, Setup
@@ -26,7 +26,7 @@ class Ddp(Technique):
     fidelity: ClassVar = Fidelity.SAME
     source: ClassVar = "Li et al., PyTorch Distributed, arXiv 2006.15704; torch.nn.parallel"
     elsewhere: ClassVar = ("data_parallel", "distributed_data_parallel")
-    searched: ClassVar = False
+    needs_several_gpus: ClassVar = True
 
     bucket_views: bool = False
     """Whether gradients lie in the buckets that are averaged, and nowhere else
@@ -39,6 +39,11 @@ class Ddp(Technique):
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """What is not simulated on several GPUs."""
         yield from several_gpus.objections(job, recipe, self._wish())
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """Without a second copy of the gradients, which nothing needs."""
+        yield cls(bucket_views=True)
 
     def _wish(self) -> ParallelWish:
         return ParallelWish(weights="copied", bucket_views=self.bucket_views)

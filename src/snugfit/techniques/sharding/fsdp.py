@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from snugfit.techniques import several_gpus
 from snugfit.techniques.setup import ParallelWish, Setup
@@ -26,11 +26,15 @@ class Fsdp(Technique):
     fidelity: ClassVar = Fidelity.ROUNDS
     source: ClassVar = "Zhao et al., PyTorch FSDP, arXiv 2304.11277; torch.distributed.fsdp.fully_shard"
     elsewhere: ClassVar = ("fully_shard", "fsdp2", "full_shard")
-    searched: ClassVar = False
+    needs_several_gpus: ClassVar = True
 
     reshard: Literal["layers", "all", "none"] = "layers"
     """Which gathered weights are dropped after the forward pass and gathered again for the backward one
     (`reshard_after_forward`): those of the `layers`, as FSDP2 does by itself, `all`, or `none`."""
+
+    offload: Literal["none", "cpu"] = "none"
+    """Who keeps the parts: `cpu` has the host keep and update them (`CPUOffloadPolicy`). Weights then come
+    over the link whenever they are gathered."""
 
     def install(self, setup: Setup) -> Setup:
         """Spreads the model over all GPUs."""
@@ -40,5 +44,15 @@ class Fsdp(Technique):
         """What is not simulated on several GPUs."""
         yield from several_gpus.objections(job, recipe, self._wish())
 
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """Gathered once, or twice."""
+        yield from (cls(reshard="none"), cls())
+
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """How far shards on the host were measured."""
+        if self.offload == "cpu":
+            yield several_gpus.SHARDS_ON_HOST
+
     def _wish(self) -> ParallelWish:
-        return ParallelWish(weights="sharded", reshard=self.reshard)
+        return ParallelWish(weights="sharded", reshard=self.reshard, on_host=self.offload == "cpu")

@@ -26,13 +26,17 @@ class Hsdp(Technique):
     fidelity: ClassVar = Fidelity.ROUNDS
     source: ClassVar = "Zhao et al., PyTorch FSDP, arXiv 2304.11277, section 3.2.2; fully_shard"
     elsewhere: ClassVar = ("hybrid_shard", "hybrid_sharded")
-    searched: ClassVar = False
+    needs_several_gpus: ClassVar = True
 
     n: int = between(2, several_gpus.MOST_GPUS)
     """GPUs of a group, all of which it is best to have in one host."""
 
     reshard: Literal["layers", "all", "none"] = "layers"
     """Which gathered weights are dropped after the forward pass, as for `fsdp`."""
+
+    offload: Literal["none", "cpu"] = "none"
+    """Who keeps the parts: `cpu` has the host keep and update them (`CPUOffloadPolicy`). Weights then come
+    over the link whenever they are gathered."""
 
     def install(self, setup: Setup) -> Setup:
         """Spreads each copy of the model over its group."""
@@ -42,10 +46,17 @@ class Hsdp(Technique):
         """What is not simulated on several GPUs."""
         yield from several_gpus.objections(job, recipe, self._wish())
 
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """How far shards on the host were measured."""
+        if self.offload == "cpu":
+            yield several_gpus.SHARDS_ON_HOST
+
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
         """Groups that fit into one host."""
         yield from (cls(n=n) for n in (2, 4, 8))
 
     def _wish(self) -> ParallelWish:
-        return ParallelWish(weights="sharded", shards=self.n, reshard=self.reshard)
+        return ParallelWish(
+            weights="sharded", shards=self.n, reshard=self.reshard, on_host=self.offload == "cpu"
+        )

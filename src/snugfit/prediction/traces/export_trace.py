@@ -7,12 +7,12 @@ import pickle
 from typing import TYPE_CHECKING
 
 from snugfit.errors import UsageError
-from snugfit.prediction.chrome_trace import chrome_trace
-from snugfit.prediction.communication import interconnect_of
-from snugfit.prediction.memory_snapshot import memory_snapshot
 from snugfit.prediction.predict import rehearse_again
 from snugfit.prediction.rates import rates_for
+from snugfit.prediction.several_gpus.communication import interconnect_of
 from snugfit.prediction.timeline import time_kernels
+from snugfit.prediction.traces.chrome_trace import chrome_trace
+from snugfit.prediction.traces.memory_snapshot import memory_snapshot
 
 if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction

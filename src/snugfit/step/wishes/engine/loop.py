@@ -20,7 +20,7 @@ from snugfit.step.applier import run_context
 from snugfit.step.batches import place
 from snugfit.step.build import build_model, build_optimizer
 from snugfit.step.plain_loop import PlainStep
-from snugfit.step.wishes.engine_config import (
+from snugfit.step.wishes.engine.config import (
     engine_config,
     refuse_without_file_operator,
     remove_swap_folder,

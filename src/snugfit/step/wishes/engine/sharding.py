@@ -6,7 +6,7 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from snugfit.step.wishes.engine_config import swap_folder
+from snugfit.step.wishes.engine.config import swap_folder
 from snugfit.step.wishes.handler import Handler, ScriptContext
 from snugfit.techniques.deepspeed_zero import AUTO, FROM_ARGUMENTS, zero_section
 from snugfit.techniques.setup import ShardingWish

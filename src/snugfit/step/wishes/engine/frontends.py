@@ -20,8 +20,8 @@ from snugfit.step.accelerate_loop import AccelerateStep
 from snugfit.step.applier import run_context
 from snugfit.step.trainer_loop import TrainerStep
 from snugfit.step.transformers_internals import place_state, placed_on
-from snugfit.step.wishes.engine_config import engine_config, width_of
-from snugfit.step.wishes.engine_loop import built_by_transformers, group_of_one
+from snugfit.step.wishes.engine.config import engine_config, width_of
+from snugfit.step.wishes.engine.loop import built_by_transformers, group_of_one
 
 if TYPE_CHECKING:
     import torch

@@ -12,8 +12,8 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
-from snugfit.prediction.communication import SLOWED_EXCHANGE, SLOWED_KERNEL
 from snugfit.prediction.rates import HostLaunchCosts
+from snugfit.prediction.several_gpus.communication import SLOWED_EXCHANGE, SLOWED_KERNEL
 from snugfit.rehearsal.trace.trace import COLLECTIVES, DEFAULT_STREAM, Kernel
 
 SIMULATED_STEPS = 3

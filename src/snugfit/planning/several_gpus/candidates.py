@@ -1,0 +1,142 @@
+"""What may be put together on so many GPUs: how the work is shared, what is recomputed, how the batch is cut.
+
+The rest of a recipe (precision, products, optimizer's kernels) is decided once for all numbers of GPUs, by
+what takes the least time (`search.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from snugfit.errors import SnugfitError
+from snugfit.job.job import Job
+from snugfit.planning.keep import Kept
+from snugfit.prediction.several_gpus.communication import GPUS_PER_HOST
+from snugfit.techniques import roster
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+from snugfit.techniques.technique import Fidelity, Slot, Technique
+
+KEPT = "none"
+"""The value of `ParallelWish.reshard` with which nothing that was gathered is dropped."""
+
+DECIDED_ONCE = (Slot.PRECISION, Slot.MATMUL, Slot.OPTIMIZER)
+"""Slots that are filled by what takes the least time, whatever the number of GPUs."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """How GPUs share the work, and what of the model is recomputed; the batch is not cut yet."""
+
+    gpus: int
+    recipe: Recipe
+
+    @property
+    def recomputing(self) -> Technique:
+        """What is recomputed."""
+        return self.recipe[Slot.CHECKPOINTING]
+
+    def is_slower_than(self, other: Shared) -> bool:
+        """Whether no step of it is shorter than the other's, which takes more memory: where both share the
+        work in one way, and this recomputes, or gathers weights, where the other keeps them."""
+        mine, others = (one.recipe[Slot.SHARDING].install(Setup()).parallel for one in (self, other))
+        if self.recipe[Slot.SHARDING] == other.recipe[Slot.SHARDING]:
+            return True
+        if mine is None or others is None or self.recomputing != other.recomputing:
+            return False
+        return replace(mine, reshard=others.reshard) == others and others.reshard == KEPT
+
+    def cut(self, pieces: Technique) -> Recipe:
+        """The recipe whose global batch is cut so."""
+        return with_technique(self.recipe, pieces)
+
+
+def with_technique(recipe: Recipe, technique: Technique) -> Recipe:
+    """The recipe with this technique in its slot."""
+    return Recipe(tuple(technique if one.slot is technique.slot else one for one in recipe))
+
+
+def ways(job: Job, base: Recipe, gpus: int, kept: Kept) -> Iterator[Shared]:
+    """Every way to share the work of this job among so many GPUs, with what it recomputes; from what keeps
+    most to what recomputes most."""
+    for recomputing in recomputings(job, kept):
+        for sharing in sharings(job, gpus, kept):
+            recipe = with_technique(with_technique(base, sharing), recomputing)
+            if is_valid(job, recipe, gpus):
+                yield Shared(gpus, recipe)
+
+
+def sharings(job: Job, gpus: int, kept: Kept) -> Iterator[Technique]:
+    """Techniques of several GPUs, or of one where there is one. Groups of GPUs are those of whole hosts,
+    where there are several."""
+    slot_is_open = Slot.SHARDING not in kept.slots
+    for technique in _of_slot(job, Slot.SHARDING, kept):
+        wish = technique.install(Setup()).parallel
+        if (wish is None) is not (gpus == 1) or technique.install(Setup()).sharding is not None:
+            continue
+        if wish and wish.shards and slot_is_open and not GPUS_PER_HOST <= wish.shards < gpus:
+            continue
+        yield technique
+
+
+def recomputings(job: Job, kept: Kept) -> list[Technique]:
+    """What keeps everything, then each technique that has one setting only, the one that keeps more first."""
+    settings = [one for one in _of_slot(job, Slot.CHECKPOINTING, kept) if one.plain or _is_alone(one, job)]
+
+    def recomputed(one: Technique) -> tuple[bool, bool]:
+        wish = one.install(Setup()).checkpoint
+        return wish is not None, wish is not None and not wish.keep
+
+    return sorted(settings, key=recomputed)
+
+
+def fillings(job: Job, slot: Slot, kept: Kept, fidelity: Fidelity) -> list[Technique]:
+    """What may stand in a slot that is decided once, at this fidelity."""
+    degrees = list(Fidelity)
+    plain = roster.plain(slot)
+    return [
+        one
+        for one in _of_slot(job, slot, kept)
+        if slot in kept.slots
+        or (degrees.index(one.fidelity) <= degrees.index(fidelity) and one.family == plain.family)
+    ]
+
+
+def cuts(job: Job, shared: Shared, kept: Kept) -> list[Technique]:
+    """Every way to cut a GPU's part of the batch, from the whole to single samples."""
+    part = job_of_rank(job, on_gpus(shared.recipe.setup(), shared.gpus))
+    known: Mapping[Slot, tuple[Technique, ...]] = kept.slots
+    if Slot.BATCHING in known:
+        return list(known[Slot.BATCHING])
+    pieces = [
+        one for one in _of_slot(part, Slot.BATCHING, kept) if is_valid(job, shared.cut(one), shared.gpus)
+    ]
+    return sorted(pieces, key=lambda one: one.install(Setup()).micro_batches)
+
+
+def is_valid(job: Job, recipe: Recipe, gpus: int) -> bool:
+    """Whether this recipe trains the job on so many GPUs."""
+    try:
+        setup = on_gpus(recipe.setup(), gpus)
+        recipe.check(job_of_rank(job, setup))
+    except SnugfitError:
+        return False
+    return True
+
+
+def _of_slot(job: Job, slot: Slot, kept: Kept) -> Iterator[Technique]:
+    if slot in kept.slots:
+        yield from kept.slots[slot]
+        return
+    for kind in roster.techniques():
+        if kind.slot is slot and not kind.missing_package() and not kind.planning_objection(job):
+            yield from kind.settings(job)
+
+
+def _is_alone(technique: Technique, job: Job) -> bool:
+    wish = technique.install(Setup()).checkpoint
+    return (
+        wish is not None and len(list(type(technique).settings(job))) == 1 and not type(technique).grades(job)
+    )

@@ -1,0 +1,115 @@
+"""The answer: for each number of GPUs the fastest recipe that fits them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from snugfit.documents import decode_fields, encode_fields
+from snugfit.job.gpu import Gpu
+from snugfit.job.job import Job
+from snugfit.planning.plan import Exclusion, KeptSlot
+from snugfit.results.frame import Tabular
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnGpus:
+    """A recipe on so many GPUs, and what it takes."""
+
+    gpus: int
+    """How many train together."""
+
+    recipe: str
+    """In the notation of recipes."""
+
+    needed_bytes: int
+    """What must be free on each of them."""
+
+    step_seconds: float
+    """Seconds of the steady step."""
+
+    samples_per_second: float
+    """Global batch over `step_seconds`."""
+
+    scaling_efficiency: float | None = None
+    """The share of the step that it would take if exchanges between GPUs took no time; None on one GPU."""
+
+    bound: str = ""
+    """What bounds the step (`StepSeconds.bound`)."""
+
+    fits: bool = True
+    """Whether it fits; else it is the nearest miss."""
+
+    @property
+    def gpu_seconds(self) -> float:
+        """Seconds of a step times GPUs: what a step costs, at whatever price."""
+        return self.gpus * self.step_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeveralGpusPlan(Tabular):
+    """The fastest recipe for each number of GPUs."""
+
+    job: Job
+    gpu: Gpu
+    """Each of them."""
+    memory_bytes: int
+    """What may be used of each."""
+    headroom_bytes: int
+    """How much of it stays free."""
+    fidelity: str
+    """The least exact that was allowed."""
+    answers: tuple[OnGpus, ...]
+    """For each number of GPUs, in order: the fastest that fits, or the nearest miss."""
+    others: tuple[OnGpus, ...] = ()
+    """On the fastest answer's GPUs: what else was simulated in full, the fastest first."""
+    kept: tuple[KeptSlot, ...] = ()
+    """Slots that were not searched."""
+    refused: tuple[Exclusion, ...] = ()
+    """What was not considered, and why."""
+    screened: int = 0
+    """How many recipes were simulated on few layers, or in full where the model has no such layers."""
+    doubts: tuple[str, ...] = ()
+    """Sentences on what is uncertain in the answers."""
+    versions: Mapping[str, str]
+    """Package versions that the search ran with."""
+
+    @property
+    def fitting(self) -> tuple[OnGpus, ...]:
+        """The answers that fit."""
+        return tuple(answer for answer in self.answers if answer.fits)
+
+    @property
+    def fastest(self) -> OnGpus | None:
+        """The answer with the shortest step; None where nothing fits."""
+        return min(self.fitting, key=lambda one: (one.step_seconds, one.gpus), default=None)
+
+    @property
+    def fewest(self) -> OnGpus | None:
+        """The answer on the fewest GPUs."""
+        return min(self.fitting, key=lambda one: one.gpus, default=None)
+
+    @property
+    def cheapest(self) -> OnGpus | None:
+        """The answer whose steps cost least, where each GPU costs the same."""
+        return min(self.fitting, key=lambda one: (one.gpu_seconds, one.gpus), default=None)
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """The answers, a row each."""
+        return [asdict(answer) for answer in self.answers]
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that `snugfit plan --gpus ... --json` prints."""
+        named = {name: one and one.gpus for name, one in self._named().items()}
+        return {"schema": SCHEMA, "what": "plan for several GPUs", **encode_fields(self, **named)}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """The plan that `to_json` wrote."""
+        return decode_fields(cls, document)
+
+    def _named(self) -> dict[str, OnGpus | None]:
+        return {"fastest": self.fastest, "fewest": self.fewest, "cheapest": self.cheapest}

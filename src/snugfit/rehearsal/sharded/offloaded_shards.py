@@ -1,0 +1,98 @@
+"""FSDP2's shards on the host, in a rehearsal: torch's own code for `CPUOffloadPolicy`, on shapes.
+
+Gathered weights and gradients are tensors of the device, so on `meta`; shards, their gradients and the
+optimizer's states are the host's (`host_tensors.py`), where they would be. Left to itself, FSDP2 takes what
+is on `meta` for a model that is still to be loaded and moves nothing of it. So it is told here what to move:
+a layer's weights to the device while it is sharded, and its shards back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from snugfit.rehearsal.sharded.host_tensors import HostTensors
+from snugfit.step.host_link import MetaLink
+
+if TYPE_CHECKING:
+    from snugfit.rehearsal.record.recorder import Recorder
+
+TO_COPY = torch.ops.aten._to_copy.default
+
+
+class HostShards(HostTensors):
+    """The host's memory of one rank. What is page-locked is used again once it is free, whole or not at all
+    (`CachingHostAllocator`)."""
+
+    def keep(self, like: torch.Tensor) -> torch.Tensor:
+        """A page-locked tensor of the host in the place of one of the device, which is copied there."""
+        if MetaLink.observer is not None:
+            MetaLink.observer.stage_out(like.nbytes)
+        with _disable_current_modes():
+            alone = torch.empty(like.shape, dtype=like.dtype, device="meta")
+        tensor = self.take(alone)
+        self.lend(tensor)
+        return tensor
+
+    def works_here(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether an operator works on the host's tensors alone."""
+        if self.copies_back(func, args, kwargs):
+            return False
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        return any(map(self.holds, tensors)) and not any(one.is_meta for one in tensors)
+
+
+@contextlib.contextmanager
+def shards_on_host(recorder: Recorder) -> Iterator[HostShards]:
+    """Within it, what FSDP2 keeps on the host is there; gives the host's memory."""
+    import torch.distributed.fsdp._fully_shard._fsdp_init as first
+    import torch.distributed.fsdp._fully_shard._fully_shard as second
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    host = HostShards(
+        lambda tensor, dtype: recorder.__torch_dispatch__(TO_COPY, (), (tensor,), {"dtype": dtype})
+    )
+    shard = FSDPParam._init_sharded_param
+
+    def shard_and_keep(parameter: Any, *arguments: Any, **keywords: Any) -> None:
+        shard(parameter, *arguments, **keywords)
+        if parameter.offload_to_cpu:
+            _keep_on_host(parameter, host)
+
+    replaced: list[tuple[Any, str, Callable[..., Any]]] = [
+        (FSDPParam, "_init_sharded_param", shard_and_keep),
+        (torch.Tensor, "is_pinned", lambda tensor, *device: host.holds(tensor)),
+    ]
+    moving = "_move_states_to_device"  # which module has it depends on torch's version
+    replaced += [(module, moving, _make_anew) for module in (first, second) if hasattr(module, moving)]
+    with contextlib.ExitStack() as stack:
+        for owner, name, instead in replaced:
+            stack.enter_context(patch.object(owner, name, instead))
+        yield host
+
+
+def _make_anew(parameters: list[Any], buffers: list[torch.Tensor], device: torch.device) -> None:
+    """Each tensor is made on the device, as moving it there would: it was built out of the recorder's
+    sight."""
+    for tensor in (*parameters, *buffers):
+        tensor.data = torch.empty_like(tensor, device=device)
+
+
+def _keep_on_host(parameter: Any, host: HostShards) -> None:
+    """What FSDP2 does after it has cut out a shard, unless that is on `meta`."""
+    before = parameter.sharded_param
+    shard = parameter._sharded_param_data
+    parameter._sharded_param_data = host.keep(shard)
+    dim = parameter.fsdp_placement.dim
+    padded = parameter._sharded_param_data.view(parameter.padded_sharded_param_size)
+    own = padded.narrow(dim, 0, before._local_tensor.size(dim))
+    parameter.sharded_param = torch.nn.Parameter(
+        parameter.to_sharded_dtensor(own), requires_grad=before.requires_grad
+    )
+    parameter._setattr_on_modules(parameter.sharded_param)

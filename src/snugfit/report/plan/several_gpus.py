@@ -1,0 +1,86 @@
+"""A plan for several GPUs, in a terminal and as Markdown: how many, and with which recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from snugfit.planning.several_gpus.plan import OnGpus, SeveralGpusPlan
+from snugfit.report.text.grid import Grid
+from snugfit.report.text.job import beside_note, job_line, recipes_beside
+from snugfit.report.text.page import Page, Sentence
+from snugfit.units import GIB, show_bytes, show_seconds
+
+
+def render(plan: SeveralGpusPlan) -> Page:
+    """The answers, the table by numbers of GPUs, and what else was looked at."""
+    return Page(
+        [Sentence(f"{job_line(plan.job)} · {plan.gpu.name} · fidelity {plan.fidelity}", "heading")],
+        (Sentence(line, "good" if plan.fitting else "bad") for line in _headline(plan)),
+        _kept(plan),
+        [_table("The fastest recipe on each number of GPUs", plan.answers)],
+        [_table("What else fits them", plan.others)] if plan.others else [],
+        [
+            f"{plan.screened:,} recipes were simulated on models of few layers, and those of these tables in "
+            "full."
+        ],
+        (Sentence(f"Left out: {one.what}: {one.why}") for one in plan.refused),
+        (Sentence(f"Uncertain: {doubt}", "uncertain") for doubt in plan.doubts),
+    )
+
+
+def _headline(plan: SeveralGpusPlan) -> Iterator[str]:
+    if not plan.fitting:
+        miss = min(plan.answers, key=lambda one: one.needed_bytes)
+        spare = plan.memory_bytes - plan.headroom_bytes
+        yield (
+            f"Nothing fits. The nearest miss is on {miss.gpus} GPUs and is short by "
+            f"{show_bytes(miss.needed_bytes - spare)} on each: {miss.recipe}."
+        )
+        return
+    named = {
+        "The fewest GPUs that fit": plan.fewest,
+        "The fastest": plan.fastest,
+        "The cheapest": plan.cheapest,
+    }
+    for what, one in named.items():
+        if one is not None:
+            yield (
+                f"{what}: {one.gpus} x {plan.gpu.key}, {show_seconds(one.step_seconds)} a step, "
+                f"{one.samples_per_second:,.1f} samples/s, {show_bytes(one.needed_bytes)} each, with "
+                f"{one.recipe}."
+            )
+        if len(plan.answers) == 1:
+            return
+
+
+def _kept(plan: SeveralGpusPlan) -> Iterator[str]:
+    if plan.kept:
+        shown = ", ".join(f"{slot.slot} ({' or '.join(slot.techniques)})" for slot in plan.kept)
+        yield f"Kept: {shown}."
+
+
+def _table(title: str, answers: Sequence[OnGpus]) -> Grid:
+    recipes = [one.recipe for one in answers]
+    shown = recipes_beside(recipes, recipes[0])
+    rows: list[tuple[str, ...]] = [
+        (
+            f"{one.gpus:,}",
+            f"{one.needed_bytes / GIB:,.2f}",
+            "" if one.fits else "does not fit",
+            f"{one.step_seconds * 1e3:,.1f}",
+            f"{one.samples_per_second:,.1f}",
+            "" if one.scaling_efficiency is None else f"{100 * one.scaling_efficiency:.0f} %",
+            f"{one.gpu_seconds:,.3g}",
+            recipe,
+        )
+        for one, recipe in zip(answers, shown, strict=True)
+    ]
+    heads: tuple[str, ...] = (
+        "GPUs>", "needs GiB each>", "", "ms a step>", "samples/s>", "scaling>", "GPU s a step>", "Recipe<",
+    )  # fmt: skip
+    if not any(row[2] for row in rows):
+        heads, rows = (*heads[:2], *heads[3:]), [(*row[:2], *row[3:]) for row in rows]
+    note = "Scaling: the share of a step that it would take if exchanges between GPUs took no time."
+    return Grid(
+        title=title, heads=heads, rows=tuple(rows), note=" ".join(filter(None, (note, beside_note(shown))))
+    )

@@ -1,0 +1,44 @@
+"""ZeRO's first stage by torch: as `ddp`, with the optimizer's states spread over the GPUs.
+
+Each GPU updates a part of the weights, whole tensors of them, and sends them to the others. It is torch's
+`ZeroRedundancyOptimizer` and not DeepSpeed's first stage: a rank of it is torch's own code and nothing else,
+whose bytes agree with two H200s to the last one; DeepSpeed's would keep flat copies of weights and gradients
+besides. `zero2` and `zero3` are DeepSpeed's, on one GPU. Where it helps, `fsdp` helps more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from snugfit.techniques import several_gpus
+from snugfit.techniques.setup import ParallelWish, Setup
+from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero1(Technique):
+    """Each of several GPUs holds the model and a part of the optimizer's states."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    source: ClassVar = "Rajbhandari et al., ZeRO, arXiv 1910.02054; torch's ZeroRedundancyOptimizer"
+    elsewhere: ClassVar = ("zero_redundancy_optimizer", "deepspeed_zero1", "deepspeed_stage1")
+    needs_several_gpus: ClassVar = True
+
+    bucket_views: bool = False
+    """Whether gradients lie in the buckets that are averaged, and nowhere else, as for `ddp`."""
+
+    def install(self, setup: Setup) -> Setup:
+        """Wraps the model in DDP, and shares out the optimizer."""
+        return several_gpus.with_parallel(setup, self._wish())
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """What is not simulated on several GPUs."""
+        yield from several_gpus.objections(job, recipe, self._wish())
+
+    def _wish(self) -> ParallelWish:
+        return ParallelWish(weights="copied", states="sharded", bucket_views=self.bucket_views)

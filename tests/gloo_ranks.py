@@ -1,0 +1,141 @@
+"""Several real ranks on the CPU: gloo processes, each of which runs a Step while the allocator reports.
+
+`run_ranks` starts them once for many recipes and gives back what each rank's allocator did, and the losses
+of a second run, in which all ranks draw the same weights and the same batches. Each
+rank is a process of its own, as torchrun starts it: a default process group is one for a whole process.
+
+Gloo works in threads of its own, which let go of a tensor some time after it is exchanged; torch's profiler
+does not hear of it when a tensor is freed by them. So gloo has one thread here, and each exchange that is
+asked for in Python is waited for and followed by another one, of nothing, before anybody goes on: by then the
+thread has let go. What DDP exchanges by itself is left as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from aligned import Event
+    from snugfit.job.job import Job
+    from snugfit.techniques.setup import Setup
+
+TIME_LIMIT = 600
+"""Seconds after which a rank that waits for another is taken to wait for ever."""
+
+Case = tuple["Job", str]
+"""The job of all ranks together, and the recipe."""
+
+
+class Ran(NamedTuple):
+    """What a rank did in one case."""
+
+    account: list[Event]
+    losses: list[float]
+
+
+def run_ranks(ranks: int, cases: Sequence[Case]) -> list[list[Ran]]:
+    """What each of so many ranks did in each case."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "cases").write_bytes(pickle.dumps(list(cases)))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        command = [sys.executable, __file__, str(folder), str(ranks)]
+        processes = [
+            subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
+            for rank in range(ranks)
+        ]
+        try:
+            said = [process.communicate(timeout=TIME_LIMIT)[1] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        failed = [text for process, text in zip(processes, said, strict=True) if process.returncode]
+        assert not failed, "\n".join(failed)
+        read = [pickle.loads((folder / f"ran{rank}").read_bytes()) for rank in range(ranks)]
+        return [[Ran(*one) for one in of_rank] for of_rank in read]
+
+
+def losses_of(job: Job, setup: Setup) -> list[float]:
+    """The losses of a few real steps, whose weights and batches are those of one seed."""
+    import torch
+
+    from snugfit.step.open_step import open_step
+    from snugfit.step.step import Observer
+
+    class SeedAfterBuilding(Observer):
+        """However many numbers were drawn while the model was built."""
+
+        def build_ends(self, model: Any, optimizer: Any) -> None:
+            torch.manual_seed(5)
+
+    torch.manual_seed(0)
+    step = open_step(job, setup, "plain", torch.device("cpu"), keep_losses=True)
+    return list(step.run(3, SeedAfterBuilding()))
+
+
+def run_rank(folder: Path, ranks: int, rank: int) -> None:
+    """What each process does."""
+    import torch.distributed as dist
+
+    from reported import reports
+    from snugfit.techniques.recipe import Recipe
+    from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+
+    cases: list[Case] = pickle.loads((folder / "cases").read_bytes())
+    _wait_for_the_thread()
+    dist.init_process_group("one_thread", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    ran = []
+    for job, recipe in cases:
+        setup = on_gpus(Recipe.parse(recipe).setup(), ranks)
+        part = job_of_rank(job, setup)
+        ran.append((reports(part, setup), losses_of(part, setup)))
+    (folder / f"ran{rank}").write_bytes(pickle.dumps(ran))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+EXCHANGES = (
+    "all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor",
+    "all_reduce",
+)  # fmt: skip
+"""Functions of torch.distributed by which FSDP2 exchanges, under the names of all its versions."""
+
+
+def _wait_for_the_thread() -> None:
+    import torch.distributed as dist
+
+    def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        device = dist.ProcessGroupGloo.create_device(interface="lo")
+        options._devices, options._timeout, options._threads = [device], timeout, 1
+        return dist.ProcessGroupGloo(store, rank, size, options)
+
+    dist.Backend.register_backend("one_thread", make, devices=["cpu"])
+    for name in EXCHANGES:
+        if (exchange := getattr(dist, name, None)) is not None:
+            setattr(dist, name, _waited_for(exchange))
+
+
+def _waited_for(exchange: Callable[..., Any]) -> Callable[..., Any]:
+    import torch.distributed as dist
+
+    def wait(*arguments: Any, **keywords: Any) -> Any:
+        work = exchange(*arguments, **keywords)
+        if work is not None:
+            work.wait()
+        dist.barrier(keywords.get("group"))
+        return work
+
+    return wait
+
+
+if __name__ == "__main__":
+    run_rank(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
