@@ -267,7 +267,10 @@ def test_a_straggler_is_named(tmp_path: Path, forks: Forks) -> None:
     assert "rank 1 is slower than the others" in warning["text"]
 
 
-@pytest.mark.parametrize(("recipe", "part"), [("plain", "2 GPUs were named"), ("hsdp(4)", "hsdp(4) spreads")])
+@pytest.mark.parametrize(
+    ("recipe", "part"),
+    [("plain", "2 GPUs were named"), ("hsdp(4)", "hsdp(4) spreads"), ("zero1", "zero1: checkpoints cannot")],
+)
 def test_what_cannot_be_is_told_by_the_first_alone(
     tmp_path: Path, forks: Forks, recipe: str, part: str
 ) -> None:

@@ -27,6 +27,7 @@ from snugfit.report.text.files import writable_folder
 from snugfit.step.applier import refuse_unsupported
 from snugfit.techniques.recipe import Recipe, without_auto
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+from snugfit.techniques.technique import Slot
 from snugfit.training.options import TrainOptions
 from snugfit.training.predicted import predict_nothing
 from snugfit.training.ranks import ALONE, Ranks, process_group, world
@@ -172,6 +173,11 @@ def _recipe_for(
     if isinstance(recipe, str):
         recipe = _without_auto(job, recipe, target, watch)
     setup = on_gpus(recipe.setup(), gpus)
+    if setup.parallel is not None and setup.parallel.states == "sharded":
+        raise UsageError(
+            f"{recipe[Slot.SHARDING]}: checkpoints cannot have its optimizer states yet, so it is only "
+            "predicted and measured. Train with ddp or fsdp."
+        )
     recipe.check(job_of_rank(job, setup), capability_of(target))
     refuse_unsupported("plain", setup)
     for warning in cut_warning(job, recipe):
