@@ -67,6 +67,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("snugfit.planning.lengths.lengths.plan_lengths", lambda *_, **__: of_lengths())
     trained = SimpleNamespace(outcome="finished", exit_code=0, step=1, folder=tmp_path)
     monkeypatch.setattr("snugfit.frontends.own.train", lambda *_, **__: trained)
+    monkeypatch.setattr("snugfit.cli.train.launch", lambda *_: 0)
     (tmp_path / "lengths.json").write_text('{"128": 60, "500": 4}')
     monkeypatch.setattr("snugfit.cli.calibration.learn", lambda *_, **__: nothing_learned("made up"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -40,6 +40,9 @@ from snugfit.cli.streams import forget, keep_libraries_off_stdout, open_all
 from snugfit.cli.techniques import techniques
 from snugfit.cli.train import train
 from snugfit.errors import SnugfitError, escape_controls, nearest
+from snugfit.frontends.launch import COMMAND_LINE
+from snugfit.frontends.one_of_several import one_of_several
+from snugfit.training.ranks import ToldElsewhere
 
 _TypingMistake: type[Exception] = typer.BadParameter.__bases__[0]
 """Typer's root of all usage errors. It carries click with it under a private name, so the class is reached
@@ -94,9 +97,13 @@ def run(arguments: Sequence[str]) -> int:
     """Runs one command line and gives its exit code; every expected error becomes a message on stderr."""
     keep_libraries_off_stdout()
     code: object = 0
+    COMMAND_LINE.set(tuple(arguments))
     try:
-        code = app(args=list(arguments), prog_name="snugfit", standalone_mode=False)
-        sys.stdout.flush()
+        with one_of_several():
+            code = app(args=list(arguments), prog_name="snugfit", standalone_mode=False)
+            sys.stdout.flush()
+    except ToldElsewhere as told:
+        return told.exit_code
     except SnugfitError as error:
         return _tell(str(error), error.exit_code)
     except _TypingMistake as mistake:

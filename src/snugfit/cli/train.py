@@ -17,7 +17,10 @@ from snugfit.cli import arguments as given
 from snugfit.cli.request import Request
 from snugfit.cli.streams import say_last
 from snugfit.errors import NothingFits, UsageError
+from snugfit.frontends.launch import COMMAND_LINE, launch
 from snugfit.measurement.target import gpu_here
+from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+from snugfit.training.ranks import Ranks, world
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -79,6 +82,7 @@ DryRun = Annotated[
 def train(
     request: Request,
     *,
+    gpus: given.Gpus = None,
     dataset: Dataset = None,
     eval_dataset: EvalDataset = None,
     tokenizer: Tokenizer = None,
@@ -102,26 +106,19 @@ def train(
     from snugfit.frontends.own import make_run, options_of
     from snugfit.frontends.own import train as run
     from snugfit.report.watching import Watching
-    from snugfit.training.options import TrainOptions
 
     _refuse(request)
+    processes = _processes(request, gpus)
     asked = request.training
     request = request.with_least(lambda: gpu_here(asked.get("device")))
-    options = {field.name: asked[field.name] for field in fields(TrainOptions) if field.name in asked}
-    logged = options_of(options).logging_steps
-    how = options | {
-        "output_dir": _require(asked, "output_dir"),
-        "evaluation": asked.get("eval_dataset"),
-        "tokenizer": asked.get("tokenizer") or _own_folder(request),
-        "processor": asked.get("processor"),
-        "columns": _columns(asked.get("columns")),
-        "pack": asked.get("pack", False),
-        "weights": _weights(request),
-        "device": asked.get("device"),
-    }
+    options = _options(asked)
+    logged, how = options_of(options).logging_steps, options | _run_arguments(request)
     if dry_run:
+        how["ranks"] = Ranks(size=processes)
         run_here = make_run(request.job, request.recipe, _require(asked, "dataset"), **how)
         return _show_run(request, run_here, _start(run_here.folder, resume_from_checkpoint, restart=restart))
+    if processes > 1 and world() is None:
+        return _launch(request, processes)
     with Watching(logged) as shown:
         trained = run(
             request.job,
@@ -135,6 +132,38 @@ def train(
         )
     say_last(f"{trained.outcome} after step {trained.step:,}: {trained.folder}")
     return trained.exit_code
+
+
+def _options(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the run that were given, by name."""
+    from snugfit.training.options import TrainOptions
+
+    return {field.name: asked[field.name] for field in fields(TrainOptions) if field.name in asked}
+
+
+def _run_arguments(request: Request) -> dict[str, Any]:
+    """The other arguments of `snugfit.train`, but the data."""
+    asked = request.training
+    return {
+        "output_dir": _require(asked, "output_dir"),
+        "evaluation": asked.get("eval_dataset"),
+        "tokenizer": asked.get("tokenizer") or _own_folder(request),
+        "processor": asked.get("processor"),
+        "columns": _columns(asked.get("columns")),
+        "pack": asked.get("pack", False),
+        "weights": _weights(request),
+        "device": asked.get("device"),
+    }
+
+
+def _launch(request: Request, processes: int) -> int:
+    """The same command in so many processes; gives their exit code. Raises `UsageError` for what all of them
+    would refuse."""
+    from snugfit.frontends.own import refuse_more_than_here
+
+    job_of_rank(request.job, on_gpus(request.recipe.setup(), processes))
+    refuse_more_than_here(processes, request.training.get("device"))
+    return launch(processes, COMMAND_LINE.get())
 
 
 def _start(folder: Path, resume_from: str | None, *, restart: bool) -> Path | None:
@@ -155,7 +184,8 @@ def _show_run(request: Request, run: Run, start: Path | None) -> int:
     job, order = run.job, run.order(1)
     steps, weights = run.steps(order), f"the weights in {run.weights}" if run.weights else "random weights"
     gpu = request.gpu or gpu_here(str(run.device))
-    typer.echo(f"would train {job.model.name}, {job.task.value}, under {run.recipe} on {run.device}")
+    where = str(run.device) if not run.ranks.are_many else f"{run.ranks.size} times {run.device.type}"
+    typer.echo(f"would train {job.model.name}, {job.task.value}, under {run.recipe} on {where}")
     typer.echo(
         f"{steps:,} steps of {job.batch_size:,} samples, {steps / order.steps_per_epoch:.3g} times through "
         f"{len(run.data.samples):,}; starts from {start or weights}; writes into {run.folder}"
@@ -174,7 +204,7 @@ def _show_prediction(request: Request, run: Run, gpu: Gpu | str | None, steps: i
     from snugfit.prediction.predict import predict
     from snugfit.units import show_bytes, show_seconds
 
-    predicted = predict(run.job, run.recipe, gpu=gpu, memory_bytes=request.memory_bytes)
+    predicted = predict(run.job, run.recipe, gpu=gpu, gpus=run.ranks.size, memory_bytes=request.memory_bytes)
     reserved, allocated = predicted.footprint.reserved_bytes, predicted.footprint.allocated_bytes
     memory = f"{show_bytes(reserved)} reserved" if reserved else f"{show_bytes(allocated or 0)} allocated"
     named = predicted.gpu.name if predicted.gpu else "any GPU"
@@ -196,6 +226,24 @@ def _refuse(request: Request) -> None:
         raise UsageError(f"--loop {request.loop}: snugfit train uses its own loop. Leave --loop out.")
     if request.software != "installed":
         raise UsageError("Training uses the installed software. Leave the software profile out.")
+
+
+def _processes(request: Request, gpus: int | None) -> int:
+    """How many processes train: as many as were started together, else as many as GPUs were named. Raises
+    `UsageError` where both are said and differ."""
+    process, named = world(), request.gpus if gpus is None else gpus
+    if process is None or (gpus is None and named == 1):
+        processes = process.size if process else named
+    elif process.size != named:
+        raise UsageError(
+            f"{named} GPUs were named, but {process.size} processes were started (WORLD_SIZE). Start {named} "
+            "with torchrun --nproc-per-node, or leave gpus out."
+        )
+    else:
+        processes = named
+    if processes > 1 and request.has_auto:
+        raise UsageError("'auto' searches for one GPU. Name a recipe with ddp or fsdp for several.")
+    return processes
 
 
 def _require(asked: Mapping[str, Any], key: str) -> str:

@@ -26,8 +26,11 @@ from snugfit.job.weights import find_weights, own_folder
 from snugfit.report.text.files import writable_folder
 from snugfit.step.applier import refuse_unsupported
 from snugfit.techniques.recipe import Recipe, without_auto
+from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+from snugfit.techniques.technique import Slot
 from snugfit.training.options import TrainOptions
 from snugfit.training.predicted import predict_nothing
+from snugfit.training.ranks import ALONE, Ranks, process_group, world
 from snugfit.training.recovery import cut_warning
 from snugfit.training.run.dataset import Source, data_of
 from snugfit.training.run.reporting import callbacks_for
@@ -90,10 +93,14 @@ def train(
         "evaluation": evaluation, "tokenizer": tokenizer, "processor": processor, "columns": columns,
         "pack": pack, "collate": collate, "weights": weights, "device": device, "compare_code": compare_code,
     }  # fmt: skip
-    run = make_run(job, recipe, dataset, output_dir=output_dir, watch=watch, **how)
-    predict, replan = run_predictor(run.device) if foresee else predict_nothing, next_recipe(run.device)
-    how = {"restart": restart, "resume_from": resume_from_checkpoint, "predict": predict, "watch": watch}
-    return run_to_its_end(run, replan=replan, compare=compare_cut, **how)
+    with process_group(device_of(device)) as ranks:
+        heard = watch if ranks.is_first else _nobody
+        how |= {"output_dir": output_dir, "watch": heard, "ranks": ranks}
+        run = ranks.all_do(lambda: make_run(job, recipe, dataset, **how))
+        foresees = foresee and ranks.is_first
+        predict = run_predictor(run.device, ranks.size) if foresees else predict_nothing
+        how = {"restart": restart, "resume_from": resume_from_checkpoint, "predict": predict, "watch": heard}
+        return run_to_its_end(run, replan=next_recipe(run.device), compare=compare_cut, **how)
 
 
 def make_run(
@@ -108,15 +115,16 @@ def make_run(
     device: str | None = None,
     compare_code: bool = True,
     watch: Callable[[Event], None] = lambda event: None,
+    ranks: Ranks = ALONE,
     **options: Any,
 ) -> Run:
-    """What `train` would run, from its arguments: the data is read, nothing is written. Raises `UsageError`
-    for what cannot be run."""
+    """What `train` would run, from its arguments, in this process of several: the data is read, nothing is
+    written. Raises `UsageError` for what cannot be run."""
     folder = writable_folder(folder_of(output_dir))
     how = {name: options.pop(name, None) for name in ("tokenizer", "processor", "columns")}
     pack = options.pop("pack", False)
     chosen, target = _options_for(options, evaluation), device_of(device)
-    recipe = _recipe_for(job, recipe, target, watch)
+    recipe = _recipe_for(job, recipe, target, watch, ranks.size)
     begins_with = weights_of(job, weights)
     read: Callable[..., Data] = functools.partial(
         data_of, job=job, collate=collate, options=chosen, pack=pack, **how
@@ -132,7 +140,12 @@ def make_run(
         weights=begins_with,
         device=target,
         compare_code=compare_code,
+        ranks=ranks,
     )
+
+
+def _nobody(event: Event) -> None:
+    """Hears the events of a process that does not speak for the run."""
 
 
 def compare_cut(job: Job, step: TrainingStep, model: Any, batch: Mapping[str, Any]) -> Job:
@@ -150,16 +163,23 @@ def _options_for(given: Mapping[str, Any], evaluation: Source | None) -> TrainOp
 
 
 def _recipe_for(
-    job: Job, recipe: Recipe | str, target: torch.device, watch: Callable[[Event], None]
+    job: Job, recipe: Recipe | str, target: torch.device, watch: Callable[[Event], None], gpus: int
 ) -> Recipe:
-    """The recipe, when it can train this job there; `watch` hears where it changes what is trained."""
+    """The recipe, when it can train this job there, on so many GPUs; `watch` hears where it changes what is
+    trained."""
     refuse_what_is_no_job(job)
     if not job.trains:
         raise JobError("The job's phase is 'evaluate', but this command trains. Leave the phase out.")
     if isinstance(recipe, str):
         recipe = _without_auto(job, recipe, target, watch)
-    recipe.check(job, capability_of(target))
-    refuse_unsupported("plain", recipe.setup())
+    setup = on_gpus(recipe.setup(), gpus)
+    if setup.parallel is not None and setup.parallel.states == "sharded":
+        raise UsageError(
+            f"{recipe[Slot.SHARDING]}: checkpoints cannot have its optimizer states yet, so it is only "
+            "predicted and measured. Train with ddp or fsdp."
+        )
+    recipe.check(job_of_rank(job, setup), capability_of(target))
+    refuse_unsupported("plain", setup)
     for warning in cut_warning(job, recipe):
         watch(warning)
     if target.type == "cpu":  # for a GPU the prediction says it
@@ -195,10 +215,22 @@ def options_of(given: Mapping[str, Any]) -> TrainOptions:
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device of this name; without one a GPU if there is one, else the CPU."""
+    """The device of this name; without one a GPU if there is one, else the CPU. Of several processes each
+    has a GPU of its own."""
     import torch
 
-    count = torch.cuda.device_count()
+    count, process = torch.cuda.device_count(), world()
+    if process is not None and process.size > 1 and (name or count) and name != "cpu":
+        if name not in (None, "cuda"):
+            raise UsageError(
+                f"device is {name!r}, but {process.size} processes train together; write cuda or cpu."
+            )
+        if process.local_rank >= count:
+            raise UsageError(
+                f"This host has {process.local_rank + 1} or more processes, but torch can use {count} GPUs "
+                "here. Start one for each."
+            )
+        return torch.device("cuda", process.local_rank)
     if name is None:
         return torch.device("cuda", torch.cuda.current_device()) if count else torch.device("cpu")
     kind, _, number = str(name).partition(":")
@@ -209,6 +241,18 @@ def device_of(name: str | None) -> torch.device:
     if int(number or 0) >= count:
         raise UsageError(f"device is {name!r}, but torch can use {count} GPUs here. Try cpu.")
     return torch.device("cuda", int(number or 0))
+
+
+def refuse_more_than_here(processes: int, device: str | None) -> None:
+    """Raises `UsageError` where fewer GPUs are here than processes are to train on; without any they train on
+    the CPU."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if device != "cpu" and processes > count and (count or device is not None):
+        raise UsageError(
+            f"{processes} GPUs were named, but torch can use {count} here. Name {count} or fewer."
+        )
 
 
 def weights_of(job: Job, given: str | os.PathLike[str] | None) -> Path | None:

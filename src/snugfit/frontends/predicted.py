@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
 
-def run_predictor(device: torch.device) -> PredictRun:
-    """For runs on this device: what a job under a recipe should take, or why that is not known."""
+def run_predictor(device: torch.device, gpus: int = 1) -> PredictRun:
+    """For runs on this device, or on so many such: what a job under a recipe should take, or why that is not
+    known."""
     if device.type != "cuda":
         return predict_nothing
 
@@ -30,7 +31,7 @@ def run_predictor(device: torch.device) -> PredictRun:
         from snugfit.prediction.predict import predict
 
         try:
-            return run_figures(predict(job, recipe, gpu=torch.cuda.get_device_name(device)))
+            return run_figures(predict(job, recipe, gpu=torch.cuda.get_device_name(device), gpus=gpus))
         except SnugfitError as unknown:
             return f"This run cannot be predicted: {unknown}"
 

@@ -196,6 +196,12 @@ def after_update(setup: Setup, model: torch.nn.Module, step: int) -> None:
         handler.after_update(value, model, step)
 
 
+def after_evaluation(setup: Setup, model: torch.nn.Module) -> None:
+    """Does what is to be done after forward passes that no backward pass follows."""
+    for handler, value in _wishes(setup):
+        handler.after_evaluation(value, model)
+
+
 def run_context(setup: Setup, skip: Collection[Slot] = ()) -> AbstractContextManager[Any]:
     """What all of a run's steps run in."""
     return _join(handler.around_run(value) for handler, value in _wishes(setup, skip))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -136,10 +136,10 @@ class PlainStep(OptimizerLoop):
         model, scaler, observer = built.runs, built.scaler, built.observer
         observer.phase("load")
         pieces = next(built.batches)
-        items = [self.items_of(piece) for piece in pieces] if len(pieces) > 1 else [1]
+        weights = self._weights_of(pieces)
         total: torch.Tensor | None = None
-        for number, (piece, share) in enumerate(zip(pieces, items, strict=True), 1):
-            if not share:  # nothing of it counts, and the mean over nothing is no number
+        for number, (piece, weight) in enumerate(zip(pieces, weights, strict=True), 1):
+            if weight == 0 and self.setup.parallel is None:  # the mean over nothing is no number
                 continue
             observer.phase("load")
             batch = place(piece, self.device)
@@ -147,8 +147,8 @@ class PlainStep(OptimizerLoop):
                 observer.phase("forward")
                 with self.forward_context():
                     loss = self.loss_of(model, batch)
-                if len(pieces) > 1:
-                    loss = loss * (share / sum(items))
+                if weight is not None:
+                    loss = loss * weight
                 if self.keep_losses:  # added up in fp32, as the Trainer does, whatever a model's loss is in
                     total = loss.detach().float() if total is None else total + loss.detach()
                     self.computed(total)
@@ -156,6 +156,14 @@ class PlainStep(OptimizerLoop):
                 (loss if scaler is None else scaler.scale(loss)).backward()
                 del loss
         return total
+
+    def _weights_of(self, pieces: Sequence[Mapping[str, Any]]) -> Sequence[float | None]:
+        """By what the loss of each host micro-batch is multiplied: its share of the items that count, 0 for
+        one of which nothing does. None leaves it as it is."""
+        if len(pieces) == 1:
+            return [None]
+        items = [self.items_of(piece) for piece in pieces]
+        return [share / (sum(items) or 1) for share in items]
 
     def _evaluate(self, steps: int, observer: Observer) -> list[float]:
         import torch

@@ -39,12 +39,17 @@ class EvaluationStopped(BaseException):
 
 
 class Interrupts:
-    """What was asked of the run while the context is entered."""
+    """What was asked of the run while the context is entered; without a folder by signals alone."""
 
     def __init__(
-        self, folder: Path, *, stop_seconds: float | None = None, at_once: Callable[[int], Any] = os._exit
+        self,
+        folder: Path | None,
+        *,
+        stop_seconds: float | None = None,
+        at_once: Callable[[int], Any] = os._exit,
     ) -> None:
-        self._trigger, self._stop_seconds, self._at_once = folder / TRIGGER, stop_seconds, at_once
+        self._trigger = None if folder is None else folder / TRIGGER
+        self._stop_seconds, self._at_once = stop_seconds, at_once
         self._stopping: signal.Signals | None = None
         self._deadline = float("inf")
         self._wants_checkpoint = False
@@ -116,6 +121,8 @@ class Interrupts:
     def wants_checkpoint(self) -> bool:
         """Whether a checkpoint was asked for since the last time this was asked."""
         asked, self._wants_checkpoint = self._wants_checkpoint, False
+        if self._trigger is None:
+            return asked
         try:
             self._trigger.unlink()
         except OSError:  # most often: there is none

@@ -11,6 +11,19 @@ if TYPE_CHECKING:
     import torch
 
 
+def seed_all(seed: int, rank: int = 0) -> None:
+    """Sets all generators. Each process of several has its own streams, which follow from the run's seed and
+    its number; the first's are those of a run of one process."""
+    import numpy
+    import torch
+
+    if rank:
+        seed = int(numpy.random.SeedSequence([seed, rank]).generate_state(1, numpy.uint64)[0] >> 1)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def rng_states(device: torch.device) -> tuple[torch.Tensor, ...]:
     """The states of the generators that a forward pass draws from: torch's of the host, and of the GPU, each
     (bytes,) of uint8."""

@@ -152,6 +152,9 @@ class Handler:
     def after_update(self, value: Any, model: Any, step: int) -> None:
         """Does what is to be done once this process has made its optimizer step of this number, from 0."""
 
+    def after_evaluation(self, value: Any, model: Any) -> None:
+        """Does what is to be done after forward passes that no backward pass follows."""
+
     def around_run(self, value: Any) -> Context | None:
         """What all of a run's steps run in; None where that is nothing."""
 

@@ -67,6 +67,16 @@ class ParallelHandler(Handler):
         if value is not None and value.weights == "copied" and step == 0:
             _release_first_buckets(model)
 
+    def after_evaluation(self, value: ParallelWish | None, model: Any) -> None:
+        """Drops the gathered weights that FSDP2 keeps for a backward pass: until then they are the model's
+        parameters, in the place of the parts that are trained and kept."""
+        if value is not None and value.weights == "sharded":
+            from torch.distributed.fsdp import FSDPModule
+
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
 
 def _release_first_buckets(model: Any) -> None:
     """DDP makes its buckets anew in the second step. What averaged the first ones holds them until a thread

@@ -15,9 +15,9 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
 
 from snugfit.errors import SnugfitError, UsageError
 from snugfit.training.checkpoint.lock import hold_folder
@@ -26,6 +26,7 @@ from snugfit.training.checkpoint.save_failed import SaveFailed
 from snugfit.training.checkpoint.staging import Staging
 from snugfit.training.checkpoint.state import TrainState, tensor_bytes
 from snugfit.training.checkpoint.store import Store
+from snugfit.training.ranks import ALONE, Ranks, ToldElsewhere
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +50,17 @@ class Writable(Protocol):
 
     def write(self, folder: Path) -> None:
         """Writes the checkpoint's files into `folder`."""
+
+
+@runtime_checkable
+class WrittenByAll(Writable, Protocol):
+    """A checkpoint that several processes write, each its part."""
+
+    def write_share(self) -> None:
+        """What another process than the first does while the first does `write`."""
+
+    def close(self) -> None:
+        """In the first: it is written, or will not be. The others wait for that."""
 
 
 @contextmanager
@@ -87,8 +99,17 @@ def named_step(folder: Path, root: Path, *, in_root: bool = True) -> int:
 class CheckpointManager:
     """Saves snapshots into a store, one after the other, and finds what a run is resumed from."""
 
-    def __init__(self, store: Store, journal: Journal, device: torch.device, *, limit: int | None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        journal: Journal,
+        device: torch.device,
+        *,
+        limit: int | None,
+        ranks: Ranks = ALONE,
+    ) -> None:
         self.store, self._journal, self._limit = store, journal, limit
+        self._ranks = ranks
         self._staging = Staging(device)
         self._thread: threading.Thread | None = None
         self._is_waited_for = False
@@ -107,24 +128,28 @@ class CheckpointManager:
         """Takes the memory that snapshots of this state are copied to, while the first steps run."""
         self._staging.prepare(tensor_bytes(state))
 
-    def save(self, step: int, take: Callable[[Staging], Writable], *, best: int | None = None) -> None:
+    def save(self, step: int, take: Callable[[Staging], Writable | None], *, best: int | None = None) -> None:
         """Takes a snapshot of this boundary when the one before is written, and begins to write it; nothing
-        where there is one of this step. The checkpoint of step `best` stays."""
+        where there is one of this step. The checkpoint of step `best` stays. Of several processes the first
+        keeps the store; of another `take` gives what it writes beside that, or None."""
         if step == self.saved_step:
             return
         begun = time.perf_counter()
         self.wait()
         snapshot = take(self._staging)
+        self.saved_step = step
+        if snapshot is None:
+            return
         keep = frozenset(() if best is None else (best,))
         work = (snapshot, dict(self.about), keep, time.perf_counter() - begun)
-        thread = threading.Thread(target=self._write, args=work, name="snugfit-save")
+        write = self._write if self._ranks.is_first else _write_share
+        thread = threading.Thread(target=write, args=work, name="snugfit-save")
         try:
             thread.start()
         except RuntimeError:  # a limit on memory or processes leaves none: then training waits
-            self._write(*work)
+            write(*work)
         else:
             self._thread = thread
-        self.saved_step = step
 
     def _write(
         self, snapshot: Writable, about: Mapping[str, Any], keep: frozenset[int], blocked: float
@@ -140,6 +165,8 @@ class CheckpointManager:
                 needed_bytes=snapshot.bytes,
             )
             self.store.retain(self._limit, keep)
+        except ToldElsewhere as ended:  # the steps end by it too
+            self._failure = ended
         except SaveStopped as stopped:
             self._failure = stopped
             text = f"{stopped} The time allowed for stopping is over. Earlier checkpoints are unchanged."
@@ -160,6 +187,9 @@ class CheckpointManager:
                 blocked_seconds=blocked,
                 seconds=time.perf_counter() - begun,
             )
+        finally:
+            if isinstance(snapshot, WrittenByAll):
+                snapshot.close()
 
     def _is_told_to_stop(self) -> bool:
         return self._is_waited_for and self.is_too_late()
@@ -240,6 +270,13 @@ class CheckpointManager:
             self._journal.tell("warning", text=text)
         if note:
             self._journal.tell("note", text=note)
+
+
+def _write_share(snapshot: Writable, *_: Any) -> None:
+    """What another process than the first writes. Whether the checkpoint is whole is the first's to say."""
+    if isinstance(snapshot, WrittenByAll):
+        with suppress(Exception):
+            snapshot.write_share()
 
 
 def differences(

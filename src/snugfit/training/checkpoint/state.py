@@ -17,7 +17,7 @@ import contextlib
 import functools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from snugfit.training.checkpoint.optimizer_state import (
 )
 from snugfit.training.checkpoint.packed_state import PAIRS, pack, unpack
 from snugfit.training.checkpoint.weights import ModelWeights, weights_of
+from snugfit.training.ranks import ALONE, Ranks
 from snugfit.training.rng import all_rng_states, restore_all_rng_states
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
     from snugfit.training.checkpoint.staging import Staging
 
 STATE, TENSORS = "state.json", "state.safetensors"
+
+RANDOM_OF_OTHERS = "random_of_others"
+"""The generators of all processes after the first, by rank."""
 
 _KEPT = ("optimizer", "scheduler", "scaler", "random", "progress")
 """What every checkpoint's state has."""
@@ -105,6 +109,10 @@ class TrainState:
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
+    runs: torch.nn.Module | None = None
+    """What a step calls in the model's place, where several processes train it together."""
+    ranks: Ranks = ALONE
+    """This process among those."""
     scheduler: Any
     """The learning rate's schedule: torch's, or anything with a `step` and a `state_dict`."""
     scaler: torch.amp.GradScaler | None
@@ -169,11 +177,16 @@ class Snapshot:
 
 
 def snapshot(
-    state: TrainState, staging: Staging, *, files: Mapping[str, str] | None = None, processing: Any = None
+    state: TrainState,
+    staging: Staging,
+    *,
+    files: Mapping[str, str] | None = None,
+    processing: Any = None,
+    random: Sequence[Any] = (),
 ) -> Snapshot:
     """The run as it is, copied to the host. Waits for the device; call it between two steps, and not before
-    the last snapshot is written."""
-    tree, tensors = pack(_state_of(state), parameters_of(state.optimizer))
+    the last snapshot is written. `random` are the generators of all processes, where there are several."""
+    tree, tensors = pack(state_of(state, random), parameters_of(state.optimizer))
     staging.begin()
     copied = Snapshot(
         weights=weights_of(state.model, state.optimizer).with_copies(staging.copy),
@@ -213,10 +226,16 @@ def refuse_unpackable(part: str, owner: Any, value: Any, optimizer: torch.optim.
 def tensor_bytes(state: TrainState) -> list[int]:
     """Bytes of each tensor of a snapshot once the optimizer has its states: each weight that trains comes
     with two moments, at most, of its own size. Raises `SnugfitError` for a model that cannot be kept."""
-    tensors = weights_of(state.model, state.optimizer).tensors()
+    tensors = map(_local, weights_of(state.model, state.optimizer).tensors())
     weights = [value.nbytes for value in {value.data_ptr(): value for value in tensors}.values()]
-    trained = [weight.nbytes for group in state.optimizer.param_groups for weight in group["params"]]
+    trained = [_local(weight).nbytes for weight in parameters_of(state.optimizer)]
     return [*weights, *trained, *trained]
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """What this process holds of a tensor."""
+    held: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return held
 
 
 def release_unused_memory(device: torch.device) -> None:
@@ -230,14 +249,16 @@ def release_unused_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _state_of(state: TrainState) -> dict[str, Any]:
+def state_of(state: TrainState, random: Sequence[Any] = ()) -> dict[str, Any]:
+    """Everything but the model. `random` are the generators of all processes, by rank."""
     return {
         "optimizer": optimizer_state(state.optimizer),
         "optimized": _optimized_names(state),
         "frozen": frozen_parameters(state.model),
         "scheduler": state.scheduler.state_dict(),
         "scaler": state.scaler.state_dict() if state.scaler else None,
-        "random": all_rng_states(state.device),
+        "random": random[0] if random else all_rng_states(state.device),
+        **({RANDOM_OF_OTHERS: list(random[1:])} if random[1:] else {}),
         "progress": asdict(state.progress),
     }
 
@@ -261,8 +282,9 @@ def as_written(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def restore(state: TrainState, folder: Path) -> None:
-    """Makes a run that was just built (its weights from `folder` already) the one that was kept there.
+def restore(state: TrainState, folder: Path) -> int:
+    """Makes a run that was just built (its weights from `folder` already) the one that was kept there. Gives
+    of how many processes the random generators were kept: those of others stay as they are.
 
     Raises `SnugfitError` when it is another model's or another optimizer's.
     """
@@ -271,6 +293,7 @@ def restore(state: TrainState, folder: Path) -> None:
         saved = unpack(tree, tensors, state.device, parameters_of(state.optimizer))
         names = _optimized_names(state)
         optimized = saved.get("optimized", names)
+        random = [saved["random"], *saved.get(RANDOM_OF_OTHERS, ())]
         saved = {name: saved[name] for name in _KEPT} | {"frozen": saved.get("frozen")}
     for before, now in zip(optimized, names):
         if before != now:
@@ -290,7 +313,9 @@ def restore(state: TrainState, folder: Path) -> None:
     if state.scaler is not None and saved["scaler"] is not None:
         state.scaler.load_state_dict(saved["scaler"])
     state.progress = RunProgress(**saved["progress"])
-    restore_all_rng_states(saved["random"], state.device)
+    if state.ranks.rank < len(random):
+        restore_all_rng_states(random[state.ranks.rank], state.device)
+    return len(random)
 
 
 def restore_frozen(model: torch.nn.Module, folder: Path) -> None:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, final
 
 from snugfit.errors import SnugfitError
 from snugfit.step.applier import loader_arguments
+from snugfit.training.checkpoint.shards import is_sharded, shards_of
 from snugfit.training.checkpoint.state import RunProgress, TrainState, check_packable, snapshot
 from snugfit.training.recovery import Exhausted
-from snugfit.training.rng import preserve_rng, rng_states, set_rng_states
+from snugfit.training.rng import all_rng_states, preserve_rng, rng_states, set_rng_states
 from snugfit.training.run.loader import collate_for, feed
 from snugfit.training.run.loop import StepRejected, StepResult, TrainingStep
 from snugfit.training.run.opening import open_run
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.techniques.recipe import Recipe
-    from snugfit.training.checkpoint.manager import CheckpointManager
+    from snugfit.training.checkpoint.manager import CheckpointManager, Writable
     from snugfit.training.checkpoint.manifest import Checkpoint
+    from snugfit.training.checkpoint.staging import Staging
     from snugfit.training.journal import Journal
+    from snugfit.training.run.exchange import StepExchange
     from snugfit.training.run.run import Run
     from snugfit.training.run.spikes import Spikes
     from snugfit.training.step_logger import StepLogger
@@ -49,24 +52,27 @@ class ActiveRun:
         journal: Journal,
         logger: StepLogger,
         spikes: Spikes,
+        exchange: StepExchange,
         sync_to: int,
     ) -> None:
         self._run, self._checkpoints, self._journal, self._spikes = run, checkpoints, journal, spikes
         self._logger, self._sync_to = logger, sync_to
-        self.setup = recipe.setup()
+        self.setup = run.setup(recipe)
         self.order = run.order(self.setup.micro_batches)
         self.steps = run.steps(self.order)
         """Optimizer steps of the whole run."""
-        self.step = TrainingStep(run.job, self.setup, run.device)
+        self.step = TrainingStep(run.job, self.setup, run.device, exchange)
         self.step.rejects = lambda loss: spikes.reject(loss, self.progress)
         self._rng_at_step_start: tuple[torch.Tensor, ...] = ()
-        self._is_update_checked = False
         self.state: TrainState = open_run(
             run, self.setup, self.steps, checkpoint, lambda text: journal.tell("note", text=text)
         )
+        self._is_sharded = is_sharded(self.state.model)
+        self._is_ended = self._has_stepped = False
+        self._is_update_checked = self._is_sharded  # torch's own AdamW and SGD are what is sharded
         checkpoints.about = run.about(recipe)
         checkpoints.saved_step = checkpoint.step if checkpoint else None
-        if run.options.save_strategy != "no":
+        if run.options.save_strategy != "no" and (run.ranks.is_first or self._is_sharded):
             checkpoints.prepare(self.state)
 
     @property
@@ -101,37 +107,49 @@ class ActiveRun:
         """One step; where it must not be made, what the options say of it."""
         self._rng_at_step_start = rng_states(self._run.device)
         self.step.sync_before_update |= self.progress.step < self._sync_to
-        most = self._run.options.most_skipped_in_a_row
+        if self._run.ranks.are_many:
+            self.step.idle = [not indices for indices in self.order.step(self.progress.step)]
         try:
             result = self.step.attempt(self.state, micro_batches, meanwhile)
         except StepRejected as fault:
             self._logger.write(self.step.norm)
             self._stop_or_skip(fault)
             self.step.norm = fault.norm
-            self.progress.count(False, most_skipped=most)
+            self._count(False)
             return StepResult(loss=fault.loss, updated=False)
+        self._has_stepped = True
         if isinstance(result, StepResult):
-            self.progress.count(result.updated, most_skipped=most)
+            self._count(result.updated)
             self._spikes.remember(result.loss, self.progress)
             if not self._is_update_checked:  # the optimizer has its states now
                 self._is_update_checked = True
                 check_packable(self.state)
         return result
 
+    def _count(self, updated: bool) -> None:
+        """Counts a step. Raises `SnugfitError` when too many in a row have updated nothing."""
+        try:
+            self.progress.count(updated, most_skipped=self._run.options.most_skipped_in_a_row)
+        except SnugfitError as fault:
+            raise self._run.ranks.alike(fault) from None
+
     def _stop_or_skip(self, fault: StepRejected) -> None:
         """Writes down the samples of a step that was not made, and ends the run unless it may be skipped."""
         step = self.progress.step
-        file = fault.write(self._checkpoints.store.root, step + 1, self.order.step(step))
+        file = self._checkpoints.store.root
+        if self._run.ranks.is_first:
+            file = fault.write(file, step + 1, self.order.step_of_all(step))
         if getattr(self._run.options, fault.option) == "skip":
             self._journal.tell("warning", text=f"Step {step + 1}: {fault} It was skipped; see {file.name}.")
             return
         self.rewind_rng()
         self.save()
         self._checkpoints.wait()
-        raise SnugfitError(
+        text = (
             f"Step {step + 1}: {fault} The samples of its batch are in {file}. Look at them, use a smaller "
             f"learning rate or another precision, or skip such steps: {fault.option}='skip'."
         )
+        raise self._run.ranks.alike(SnugfitError(text))
 
     def rewind_rng(self) -> None:
         """Sets the random generators to what they were before the last step."""
@@ -142,10 +160,28 @@ class ActiveRun:
         self.step.check_weights(self.state)
         self._logger.write(self.step.norm)
 
+    def _keeps_whole(self) -> bool:
+        """Whether a checkpoint of this boundary has the whole model, though no process holds it."""
+        return self._is_ended or self.progress.step == self.steps
+
+    def save_end(self) -> None:
+        """A checkpoint of the run's end, which has the whole model whoever holds it."""
+        if self._is_sharded and not self._keeps_whole() and self._has_stepped:
+            self._is_ended, self._checkpoints.saved_step = True, None
+        self.save()
+
     def save(self) -> None:
         """A checkpoint of this boundary, unless there is one."""
         if self._checkpoints.saved_step == self.progress.step:
             return
         self.check_weights()
         best = self.progress.best_step if self._run.options.load_best_model_at_end else None
-        self._checkpoints.save(self.progress.step, lambda staging: snapshot(self.state, staging), best=best)
+        self._checkpoints.save(self.progress.step, self._snapshot, best=best)
+
+    def _snapshot(self, staging: Staging) -> Writable | None:
+        """What this process keeps of this boundary; None where another one keeps all of it."""
+        ranks = self._run.ranks
+        random = ranks.gather(all_rng_states(self._run.device)) if ranks.are_many else []
+        if self._is_sharded:
+            return shards_of(self.state, staging, random=random, is_last=self._keeps_whole())
+        return snapshot(self.state, staging, random=random) if ranks.is_first else None

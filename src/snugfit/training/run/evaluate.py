@@ -17,6 +17,7 @@ from snugfit.job.job import Task
 from snugfit.step.applier import loader_arguments
 from snugfit.step.batches import place
 from snugfit.step.loss import loss_of
+from snugfit.training.ranks import ALONE, Ranks
 from snugfit.training.run.loader import collate_for, feed
 from snugfit.training.run.order import SampleOrder
 
@@ -49,27 +50,31 @@ class Evaluated:
 def evaluate(
     model: torch.nn.Module,
     job: Job,
-    batches: Iterable[dict[str, Any]],
+    batches: Iterable[tuple[dict[str, Any], bool]],
     device: torch.device,
     autocast: contextlib.AbstractContextManager[Any],
     raise_if_stopping: Callable[[], None] = lambda: None,
+    ranks: Ranks = ALONE,
 ) -> Evaluated:
-    """The model's loss and accuracy over host batches. Before each of them `raise_if_stopping` is called,
-    which may abandon the evaluation."""
+    """The model's loss and accuracy over host batches, each with whether it counts; over those of all
+    processes, where there are several. Before each of them `raise_if_stopping` is called, which may abandon
+    the evaluation."""
     import torch
 
     before = model.training
     model.eval()
     counts, lost, items, right, answers = job.task in CLASSIFIERS and job.labels > 1, 0.0, 0, 0, 0
     try:
-        for host in batches:
+        for host, is_counted in batches:
             raise_if_stopping()
-            share = label_items(job, host)
-            if not share:
+            share = label_items(job, host) if is_counted else 0
+            if not share and not ranks.are_many:  # others wait for what this one computes
                 continue
             batch = place(host, device)
             with torch.no_grad(), autocast:
                 out = model(**batch)
+            if not share:
+                continue
             lost += float(loss_of(out)) * share
             items += share
             if counts:
@@ -79,15 +84,24 @@ def evaluate(
                 answers += int(valid.sum())
     finally:
         model.train(before)
-    return Evaluated(loss=lost / items if items else math.nan, accuracy=right / answers if answers else None)
+    lost, all_items, all_right, all_answers = ranks.sum([lost, items, right, answers])
+    return Evaluated(
+        loss=lost / all_items if all_items else math.nan,
+        accuracy=all_right / all_answers if all_answers else None,
+    )
 
 
-def in_order(data: Data, size: int, job: Job, setup: Setup, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Host batches of at most `size` samples, as the data lies, from as many workers as train."""
-    order = SampleOrder(len(data.samples), size, 1, seed=0, shuffle=False)
+def in_order(
+    data: Data, size: int, job: Job, setup: Setup, device: torch.device, ranks: Ranks = ALONE
+) -> Iterator[tuple[dict[str, Any], bool]]:
+    """Host batches of at most `size` samples, as the data lies, from as many workers as train; of several
+    processes this one's share. With each, whether it counts: at the end a process may have none left."""
+    order = SampleOrder(
+        len(data.samples), size * ranks.size, 1, seed=0, shuffle=False, rank=ranks.rank, ranks=ranks.size
+    )
     workers = loader_arguments(setup, device)["num_workers"]
     collate, steps = collate_for(job, setup, data.collate), order.steps_per_epoch
     batches = feed(data.samples, order, collate, start_step=0, stop_step=steps, workers=workers)
     with contextlib.closing(batches):
-        for (batch,) in batches:
-            yield batch
+        for step, (batch,) in enumerate(batches):
+            yield batch, bool(order.step(step)[0])

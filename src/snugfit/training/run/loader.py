@@ -125,7 +125,7 @@ def _epoch_keys(order: SampleOrder, start: int, stop: int) -> Iterator[list[tupl
     """For the loader: the (epoch, sample) pairs of one micro-batch after the other."""
     for step in range(start, stop):
         epoch = order.epoch(step)
-        for piece in order.step(step):
+        for piece in order.with_stand_ins(step):
             yield [(epoch, index) for index in piece]
 
 

@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.documents import write_document
 from snugfit.errors import SnugfitError
+from snugfit.step.applier import after_update
 from snugfit.step.memory_errors import memory_cause
 from snugfit.step.plain_loop import Built, PlainStep
 from snugfit.step.step import Observer
 from snugfit.training.recovery import Exhausted
-from snugfit.training.run.finite_check import FiniteCheck, all_finite
+from snugfit.training.run.finite_check import FiniteCheck, all_finite, whole
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.techniques.setup import Setup
     from snugfit.training.checkpoint.state import TrainState
+    from snugfit.training.run.exchange import StepExchange
 
 
 class StepRejected(SnugfitError):
@@ -105,12 +107,18 @@ def _nothing() -> None:
 class TrainingStep(PlainStep):
     """Optimizer steps of one job and Setup, over micro-batches that are handed in."""
 
-    def __init__(self, job: Job, setup: Setup, device: torch.device) -> None:
+    def __init__(
+        self, job: Job, setup: Setup, device: torch.device, exchange: StepExchange | None = None
+    ) -> None:
         super().__init__(job, setup, device, keep_losses=True)
+        self._exchange = exchange
+        self.idle: Sequence[bool] = ()
+        """Whether nothing of a micro-batch counts that is computed because other processes wait for it."""
         self.phases = PhaseTracker()
         self._check = FiniteCheck(device)
-        self.computed = self._check.record_loss
+        self.computed = self._hear_loss
         self._unchecked = False
+        self._taken = 0
         self.unread = False
         """Whether the last step's norm is still to be read (`read_norm`)."""
         self.sync_before_update = device.type != "cuda"
@@ -156,12 +164,14 @@ class TrainingStep(PlainStep):
         runs out.
         """
         optimizer, scaler = state.optimizer, state.scaler
-        model, pieces = state.model, iter([list(micro_batches)])
-        built = Built(model, model, optimizer, scaler, pieces, self.phases)
+        pieces = iter([list(micro_batches)])
+        built = Built(state.model, state.runs or state.model, optimizer, scaler, pieces, self.phases)
         total = self._accumulate(built)
         self.phases.phase("clip")
         self.read_norm(state)
         loss = math.nan if total is None else self._check.loss()
+        if self._exchange is not None:
+            loss = self._exchange.loss(loss)
         if not math.isfinite(loss):
             optimizer.zero_grad(set_to_none=True)
             self.check_weights(state)
@@ -184,8 +194,27 @@ class TrainingStep(PlainStep):
         if updated:
             state.scheduler.step()
         optimizer.zero_grad(set_to_none=True)
+        after_update(self.setup, built.runs, self._taken)
+        self._taken += 1
         self.phases.phase("load")
         return StepResult(loss=loss, updated=updated)
+
+    def _weights_of(self, pieces: Sequence[Mapping[str, Any]]) -> Sequence[float | None]:
+        """Over the items of all processes. Labels of a micro-batch that has nothing that counts are set, for
+        a mean over nothing is no number, not even times 0."""
+        if self._exchange is None or not self._exchange.ranks.are_many:
+            return super()._weights_of(pieces)
+        idle = self.idle or [False] * len(pieces)
+        items = [0 if skipped else self.items_of(piece) for piece, skipped in zip(pieces, idle, strict=True)]
+        for piece, share in zip(pieces, items, strict=True):
+            if not share and "labels" in piece and not piece["labels"].is_floating_point():
+                piece["labels"].clamp_(min=0)
+        return self._exchange.weights(pieces, items)
+
+    def _hear_loss(self, total: torch.Tensor) -> None:
+        self._check.record_loss(total)
+        if self._exchange is not None and self.device.type == "cpu":
+            self._exchange.forward_ends()
 
     def read_norm(self, state: TrainState) -> None:
         """Reads the last step's norm, where that was left for later. Raises `WeightsNonFinite` when it is no
@@ -212,7 +241,8 @@ class TrainingStep(PlainStep):
             return None
         if state.scaler is not None:
             state.scaler.unscale_(state.optimizer)
-        return torch.nn.utils.get_total_norm([weight.grad for weight in trained if weight.grad is not None])
+        norm = torch.nn.utils.get_total_norm([weight.grad for weight in trained if weight.grad is not None])
+        return whole(norm)
 
     def _raise_if_non_finite(self, state: TrainState, trained: list[torch.nn.Parameter], loss: float) -> None:
         """Raises `NonFinite`; waits for the gradients."""

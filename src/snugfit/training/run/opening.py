@@ -7,21 +7,22 @@ generators last, because building draws from them.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError, UsageError
 from snugfit.job.weights import LoadedWeights
-from snugfit.step.applier import is_adapted, make_scaler, set_process
+from snugfit.step.applier import distribute_model, is_adapted, make_scaler, set_process
 from snugfit.step.build import build_model, build_optimizer
 from snugfit.training.checkpoint.model_state import (
     beginning_of,
     load_model_state,
     names_kept_beside,
 )
+from snugfit.training.checkpoint.shards import has_shards, is_sharded, keep_parts, load_shards
 from snugfit.training.checkpoint.state import TrainState, restore
 from snugfit.training.checkpoint.weights import load_weights
+from snugfit.training.rng import seed_all
 from snugfit.training.run.run import lengthens
 
 if TYPE_CHECKING:
@@ -42,25 +43,32 @@ def open_run(
     """The run under `setup`, which takes `steps` optimizer steps in all: at its beginning, or as it was when
     `checkpoint` was taken. What a run that begins has new is told. Raises `SnugfitError` when the checkpoint
     does not fit the model."""
-    import numpy
-    import torch
-
     seed = run.options.seed
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    seed_all(seed)  # in all processes alike, so that they build the same weights
     set_process(setup, run.device)
     model = _model(run, setup, checkpoint, tell)
+    runs = distribute_model(setup, model)
     optimizer = build_optimizer(run.job, setup, model, weight_decay=run.options.weight_decay)
     state = TrainState(
         model=model,
+        runs=runs,
+        ranks=run.ranks,
         optimizer=optimizer,
         scheduler=schedule(run, optimizer, steps),
         scaler=make_scaler(setup, run.device),
         device=run.device,
     )
+    if run.ranks.rank:
+        seed_all(seed, run.ranks.rank)
     if checkpoint is not None:
-        restore(state, checkpoint.folder)
+        streams = restore(state, checkpoint.folder)
+        if is_sharded(model):
+            keep_parts(optimizer)
+        if has_shards(checkpoint.folder):
+            load_shards(state, checkpoint.folder)
+            load_model_state(model, checkpoint.folder)
+        if streams < run.ranks.size:
+            tell(f"The random numbers of {run.ranks.size - streams} of {run.ranks.size} GPUs start again.")
         if lengthens(run, checkpoint.about, checkpoint.step):
             _set_rates(state.scheduler)
     return state
@@ -81,6 +89,10 @@ def _model(
     run: Run, setup: Setup, checkpoint: Checkpoint | None, tell: Callable[[str], None]
 ) -> torch.nn.Module:
     """A transformers model is built from its weights; whatever else is built first and then filled."""
+    if checkpoint is not None and has_shards(checkpoint.folder):  # which are read when it stands
+        model = build_model(run.job, setup, run.device)
+        beginning_of(model)
+        return model
     whole = checkpoint is not None and not is_adapted(setup) and run.job.model.module is None
     weights = checkpoint.folder if checkpoint is not None and whole else run.weights
 

@@ -2,7 +2,8 @@
 
     epoch e          a permutation of all samples, drawn from (seed, e)
     step k           the (k mod steps)-th global batch of epoch k // steps
-    micro-batches    that batch, cut into pieces of one size
+    ranks            that batch, shared by the processes that train together, one part after the other
+    micro-batches    that share, cut into pieces of one size
 
 There is no state: asked for step 70,000, `SampleOrder` answers as it would have after 69,999 others. So a
 resumed run goes on with the very samples that come next, whatever happened before, and another cut into
@@ -17,6 +18,7 @@ comes last.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -46,7 +48,13 @@ class SampleOrder:
     """Samples of one optimizer step."""
 
     micro_batches: int
-    """Pieces that each step is cut into."""
+    """Pieces that each step is cut into: of a process's share, where several train together."""
+
+    ranks: int = field(default=1, kw_only=True)
+    """Processes that share each batch: each takes as many samples, one process those after the other's."""
+
+    rank: int = field(default=0, kw_only=True)
+    """The process whose pieces these are."""
 
     seed: int = field(kw_only=True)
     """Of the permutations of the samples."""
@@ -68,12 +76,16 @@ class SampleOrder:
             ("batch size", self.batch_size),
             ("micro-batches", self.micro_batches),
             ("samples", self.samples),
+            ("ranks", self.ranks),
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UsageError(f"{name}: {value!r} is not allowed; it must be a whole number from 1.")
-        if self.batch_size % self.micro_batches:
+        if self.batch_size % self.ranks:
+            raise UsageError(f"A batch of {self.batch_size} cannot be shared evenly by {self.ranks} GPUs.")
+        if self.batch_size // self.ranks % self.micro_batches:
             raise UsageError(
-                f"A batch of {self.batch_size} cannot be cut into {self.micro_batches} equal micro-batches."
+                f"A batch of {self.batch_size // self.ranks} cannot be cut into {self.micro_batches} equal "
+                "micro-batches."
             )
         if not self.steps_per_epoch:
             raise UsageError(
@@ -92,15 +104,39 @@ class SampleOrder:
         """The epoch that this step belongs to, from 0."""
         return step // self.steps_per_epoch
 
-    def step(self, step: int) -> MicroBatchIndices:
-        """The samples of the micro-batches of the `step`-th optimizer step of the whole run, from 0."""
+    def batch(self, step: int) -> tuple[int, ...]:
+        """The samples of the `step`-th optimizer step of the whole run, from 0, over all processes."""
         epoch, index = divmod(step, self.steps_per_epoch)
         first = index * self.batch_size
-        batch = _epoch(self, epoch)[first : first + self.batch_size].tolist()
-        size = self.batch_size // self.micro_batches
-        count = -(-len(batch) // size)
-        ends = [len(batch) * (number + 1) // count for number in range(count)]
-        return tuple(tuple(batch[start:end]) for start, end in zip([0, *ends], ends, strict=False))
+        return tuple(_epoch(self, epoch)[first : first + self.batch_size].tolist())
+
+    def step(self, step: int) -> MicroBatchIndices:
+        """The samples of this process's micro-batches of a step. Of an epoch's last batch, which may be
+        smaller, all processes have as many micro-batches, and some of them may be empty."""
+        return self._shares(step)[self.rank]
+
+    def step_of_all(self, step: int) -> MicroBatchIndices:
+        """The same of all processes, those of one after those of the other."""
+        return tuple(itertools.chain(*self._shares(step)))
+
+    def _shares(self, step: int) -> list[MicroBatchIndices]:
+        batch = self.batch(step)
+        bounds = [len(batch) * number // self.ranks for number in range(self.ranks + 1)]
+        shares = [batch[start:end] for start, end in itertools.pairwise(bounds)]
+        size = self.batch_size // self.ranks // self.micro_batches
+        count = max(-(-len(share) // size) for share in shares)
+        return [_cut(share, count) for share in shares]
+
+    def with_stand_ins(self, step: int) -> MicroBatchIndices:
+        """The same with a sample of the step in the place of each empty micro-batch: a process computes
+        there too, for the others wait for it, and nothing of it counts."""
+        return tuple(piece or self.batch(step)[:1] for piece in self.step(step))
+
+
+def _cut(samples: tuple[int, ...], count: int) -> MicroBatchIndices:
+    """So many pieces, whose sizes differ by one at most."""
+    ends = [len(samples) * (number + 1) // count for number in range(count)]
+    return tuple(samples[start:end] for start, end in itertools.pairwise([0, *ends]))
 
 
 @lru_cache(maxsize=4)

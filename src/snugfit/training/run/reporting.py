@@ -72,7 +72,7 @@ class Reports:
     """Passes a run's events on to the trackers that its options name."""
 
     def __init__(self, run: Run, *, restart: bool, warn: Callable[[str], None]) -> None:
-        self._callbacks = callbacks_for(run.options)
+        self._callbacks = callbacks_for(run.options) if run.ranks.is_first else []
         self._run, self._restart, self._warn = run, restart, warn
         self._losses: list[float] = []
         self._saved: list[int] = []

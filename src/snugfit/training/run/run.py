@@ -17,17 +17,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from snugfit.errors import SnugfitError
 from snugfit.job.job import Job
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.several_gpus import on_gpus
+from snugfit.techniques.technique import Slot
 from snugfit.training.checkpoint.code_facts import code_facts
 from snugfit.training.checkpoint.facts import FACTS, Facts, compare_facts, forward_facts, model_facts
 from snugfit.training.checkpoint.manager import differences
 from snugfit.training.options import TrainOptions
+from snugfit.training.ranks import ALONE, Ranks
 from snugfit.training.run.order import SampleOrder
 from snugfit.versions import versions
 
 if TYPE_CHECKING:
     import torch
+
+    from snugfit.techniques.setup import Setup
 
 FREE_OPTIONS = frozenset({
     "save_strategy", "save_steps", "save_total_limit", "eval_strategy", "eval_steps",
@@ -116,6 +122,18 @@ class Run:
     compare_code: bool = True
     """Whether it is resumed with the code that it began with alone."""
 
+    ranks: Ranks = ALONE
+    """This process among those that train together."""
+
+    def setup(self, recipe: Recipe) -> Setup:
+        """What a recipe asks of the loop, with so many processes."""
+        return on_gpus(recipe.setup(), self.ranks.size)
+
+    def recipe_after(self, about: Mapping[str, Any]) -> Recipe:
+        """The recipe that a run goes on with whose checkpoint says this: the last one that it had, with the
+        sharding that is asked for now."""
+        return Recipe.parse(about["recipe"]).with_(self.recipe[Slot.SHARDING])
+
     def order(self, micro_batches: int) -> SampleOrder:
         """Which samples each step sees, in so many pieces."""
         sampling = self.options.train_sampling_strategy
@@ -127,6 +145,8 @@ class Run:
             shuffle=sampling != "sequential",
             drop_last=self.options.dataloader_drop_last,
             lengths=self.data.lengths,
+            rank=self.ranks.rank,
+            ranks=self.ranks.size,
             bucket=sampling == "group_by_length",
         )
 
@@ -147,6 +167,7 @@ class Run:
             "samples": len(self.data.samples),
             "data": self.data.fingerprint(),
             "device": _device_name(self.device),
+            "gpus": self.ranks.size,
             "versions": versions(),
         }
 
@@ -195,10 +216,11 @@ def compare_runs(before: Mapping[str, Any], run: Run, step: int = -1) -> tuple[l
     """How `run` differs from the run that a checkpoint after `step` says it is of: in what would change a
     number, so that it cannot be resumed, and in what only keeps the numbers from being the same bit for bit.
     A run that was finished may be made longer."""
-    now = json.loads(json.dumps(run.about(run.recipe)))
+    now = {"gpus": 1, **json.loads(json.dumps(run.about(run.recipe)))}
     options = before.get("options", {})
     depends = depends_on_length(run.options.lr_scheduler_type, run.options.warmup_steps)
     free = FREE_OPTIONS | (LENGTH_OPTIONS if not depends or lengthens(run, before, step) else frozenset())
+    before, asked = _on_these_gpus({"gpus": 1, **before}, run)
     wrong = differences(before, now, ("asked", "weights", "samples"))
     wrong += differences(_earlier_job(before.get("job", {}), now["job"]), now["job"], prefix="job.")
     wrong += compare_facts(before, now)
@@ -208,7 +230,21 @@ def compare_runs(before: Mapping[str, Any], run: Run, step: int = -1) -> tuple[l
     if before.get("data") != now["data"] and before.get("samples") == now["samples"]:
         wrong.append("data has the same number of samples, but other samples")
     changed = differences(before.get("versions", {}), now["versions"])
-    return wrong, changed + differences(before, now, ("device",))
+    return wrong, changed + asked + differences(before, now, ("device", "gpus"))
+
+
+def _on_these_gpus(before: Mapping[str, Any], run: Run) -> tuple[Mapping[str, Any], list[str]]:
+    """What a checkpoint says of its run, with the sharding of this one in its recipe, which may be another:
+    the same mathematics on other GPUs. And what was changed by that."""
+    try:
+        recipe = Recipe.parse(before["asked"])
+    except (KeyError, SnugfitError):
+        return before, []
+    own = run.recipe[Slot.SHARDING]
+    other = recipe[Slot.SHARDING]
+    if other == own or recipe.setup().sharding is not None or run.recipe.setup().sharding is not None:
+        return before, []
+    return {**before, "asked": str(recipe.with_(own))}, [f"sharding was {other} and is {own}"]
 
 
 def _earlier_job(before: Mapping[str, Any], now: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -10,11 +10,12 @@ from typing import Any
 
 from snugfit.errors import OutOfMemory, SnugfitError
 from snugfit.job.batch import tokens_of
+from snugfit.step.applier import after_evaluation
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.checkpoint.manager import CheckpointManager
 from snugfit.training.checkpoint.manifest import Checkpoint, verify
 from snugfit.training.checkpoint.state import RunProgress, release_unused_memory
-from snugfit.training.interrupt import EXIT_CODES, EvaluationStopped, Interrupts
+from snugfit.training.interrupt import EXIT_CODES, EvaluationStopped
 from snugfit.training.journal import Journal
 from snugfit.training.predicted import PredictRun
 from snugfit.training.recovery import (
@@ -25,19 +26,24 @@ from snugfit.training.recovery import (
     Recovery,
     Replan,
     cut_warning,
+    out_of_memory,
     short_of_memory,
 )
 from snugfit.training.run.active_run import ActiveRun
 from snugfit.training.run.evaluate import Evaluated, evaluate, in_order
+from snugfit.training.run.exchange import StepExchange
 from snugfit.training.run.loader import Prefetcher, report_worker_death
 from snugfit.training.run.loop import StepResult, WeightsNonFinite
 from snugfit.training.run.opening import open_run
 from snugfit.training.run.reporting import Reports
 from snugfit.training.run.run import Run
 from snugfit.training.run.spikes import Spikes
+from snugfit.training.run.stragglers import Stragglers
 from snugfit.training.run.trained import EARLY, FINISHED, STOPPED, LastNotKept, Trained
 from snugfit.training.step_logger import StepLogger
+from snugfit.training.stops import Stops
 
+NOT_BY_SEVERAL = "With several GPUs a run does not continue by itself under another recipe."
 TO_TRAIN_ANEW = "--restart starts from the beginning and renames the old checkpoints."
 
 
@@ -49,7 +55,7 @@ class Session:
         run: Run,
         checkpoints: CheckpointManager,
         journal: Journal,
-        interrupts: Interrupts,
+        stops: Stops,
         reports: Reports,
         *,
         replan: Replan,
@@ -57,18 +63,20 @@ class Session:
         predict: PredictRun,
     ) -> None:
         self._run, self._checkpoints, self._journal = run, checkpoints, journal
-        self._interrupts, self._reports = interrupts, reports
+        self._stops, self._reports = stops, reports
+        self._exchange = StepExchange(run.ranks, stops)
+        self._stragglers = Stragglers(run.ranks, journal, every=run.options.logging_steps)
         self._logger = StepLogger(journal, run.device, every=run.options.logging_steps, predict=predict)
         self._recovery, self._compare = Recovery(run.job, journal, replan), compare
         self._spikes = Spikes(run.options, journal)
         self._last: StepResult | None = None
         self._sync_to, self._is_compared = 0, False
-        checkpoints.is_too_late = lambda: interrupts.too_late
+        checkpoints.is_too_late = lambda: stops.too_late
 
     def train(self, checkpoint: Checkpoint | None) -> Trained:
         """To the end, from where `checkpoint` was taken or from the beginning."""
         run = self._run
-        recipe = Recipe.parse(checkpoint.about["recipe"]) if checkpoint is not None else run.recipe
+        recipe = run.recipe if checkpoint is None else run.recipe_after(checkpoint.about)
         self._open(recipe, checkpoint)
         self._journal.tell(
             "started",
@@ -96,6 +104,7 @@ class Session:
         self._is_compared, active = True, self._active
         before = self._recovery.job
         after = self._compare(before, active.step, active.state.model, active.first_samples())
+        after_evaluation(active.setup, active.state.model)
         self._recovery.job = after
         for warning in cut_warning(after, self._recipe) if after is not before else ():
             self._journal.tell("warning", text=warning["text"])
@@ -117,7 +126,8 @@ class Session:
         """Back to where the weights were right, and again up to the step that made them wrong, which then
         stops before its update."""
         step = self._progress.step
-        checkpoint = self._checkpoints.newest()
+        self._checkpoints.wait()
+        checkpoint = self._run.ranks.first_answers(self._checkpoints.newest)
         begin = checkpoint.step if checkpoint else 0
         text = f"Step {step}: a gradient was not a number. The run goes back to step {begin}."
         self._journal.tell("warning", text=text)
@@ -140,9 +150,13 @@ class Session:
             journal=self._journal,
             logger=self._logger,
             spikes=self._spikes,
+            exchange=self._exchange,
             sync_to=self._sync_to,
         )
-        self._logger.watch_retries()
+        if run.ranks.are_many:
+            self._logger.ignore_retries()  # one process alone cannot change the recipe
+        else:
+            self._logger.watch_retries()
         self._reports.open(self._active.state.model, self._progress.step, self._active.steps)
 
     @property
@@ -164,6 +178,7 @@ class Session:
                     return result
                 self._last = result
                 stalled = 0.0 if active.step.device_was_busy else prefetcher.fetching_seconds
+                self._stragglers.note(self._progress.step, self._exchange.own_seconds + stalled)
                 self._note(result, micro_batches, rate, time.perf_counter() - began, stalled)
                 if outcome := self._at_boundary():
                     return outcome
@@ -189,8 +204,8 @@ class Session:
             updated=result.updated,
             seconds=seconds,
             stall_seconds=stall_seconds,
-            samples=sum(len(indices) for indices in order.step(step - 1)),
-            tokens=sum(tokens_of(batch) for batch in micro_batches),
+            samples=len(order.batch(step - 1)),
+            tokens=self._exchange.tokens if self._run.ranks.are_many else sum(map(tokens_of, micro_batches)),
         )
         if not self._active.step.unread:
             self._logger.write(self._active.step.norm)
@@ -200,7 +215,8 @@ class Session:
         try:
             return prefetcher.take()
         except Exception:
-            if self._progress.step and self._run.options.save_strategy != "no":
+            keeps = self._run.options.save_strategy != "no" and not self._run.ranks.are_many
+            if self._progress.step and keeps:
                 self._active.save()
             raise
 
@@ -219,7 +235,7 @@ class Session:
                 better = self._run.evaluation is not None and self._evaluate()
             except EvaluationStopped:
                 self._progress.unevaluated = True
-        asked = self._interrupts.wants_checkpoint()
+        asked = self._stops.wants_checkpoint()
         due = self._is_due(options.save_strategy, options.save_steps)
         if asked or due or (better and options.load_best_model_at_end):
             self._active.save()
@@ -229,7 +245,7 @@ class Session:
         return outcome
 
     def _outcome(self) -> str | None:
-        if self._interrupts.stopping is not None:
+        if self._stops.stopping is not None:
             return STOPPED
         patience = self._run.options.early_stopping_patience
         if patience is not None and self._progress.evaluations_without_gain >= patience:
@@ -247,21 +263,27 @@ class Session:
         assert self._run.evaluation is not None
         self._active.check_weights()
         options, progress = self._run.options, self._progress
-        micro_batch = self._run.job.batch_size // self._active.setup.micro_batches
-        evaluated = evaluate(
-            self._active.state.model,
-            self._run.job,
-            in_order(
-                self._run.evaluation,
-                options.per_device_eval_batch_size or micro_batch,
+        ranks = self._run.ranks
+        micro_batch = self._run.job.batch_size // ranks.size // self._active.setup.micro_batches
+        try:
+            evaluated = evaluate(
+                self._active.state.model,
                 self._run.job,
-                self._active.setup,
+                in_order(
+                    self._run.evaluation,
+                    options.per_device_eval_batch_size or micro_batch,
+                    self._run.job,
+                    self._active.setup,
+                    self._run.device,
+                    ranks,
+                ),
                 self._run.device,
-            ),
-            self._run.device,
-            self._active.step.forward_context(),
-            self._interrupts.raise_if_stopping,
-        )
+                self._active.step.forward_context(),
+                self._stops.raise_if_stopping,
+                ranks,
+            )
+        finally:
+            after_evaluation(self._active.setup, self._active.state.model)
         progress.evaluated = asdict(evaluated)
         self._journal.tell("evaluated", step=progress.step, loss=evaluated.loss, accuracy=evaluated.accuracy)
         return progress.judge(
@@ -274,6 +296,9 @@ class Session:
         """After memory ran out: the same step again, under another recipe of the same global batch. Where it
         is only short, the next step, if there is such a recipe."""
         before, step = self._recipe, self._progress.step
+        if self._run.ranks.are_many:
+            text = f"It was rank {self._run.ranks.rank}. {NOT_BY_SEVERAL} {WHAT_TO_TRY}"
+            raise out_of_memory(exhausted, before, step, text)
         if exhausted.phase != "update":
             self._active.check_weights()
         self._compare_cut()
@@ -306,17 +331,21 @@ class Session:
     def _end(self, outcome: str) -> Trained:
         """Keeps the last boundary, and gives the result."""
         options, progress = self._run.options, self._progress
-        signal = self._interrupts.stopping
+        signal = self._stops.stopping
         if outcome == STOPPED:
-            self._interrupts.begin_last_save()
-        if options.save_strategy != "no" or outcome == STOPPED:
+            self._stops.begin_last_save()
+        if outcome == STOPPED:
             self._active.save()
+        elif options.save_strategy != "no":
+            self._active.save_end()
         self._checkpoints.wait()
         self._logger.end(outcome, progress.step)
         self._reports.end(self._active.state.model)
         model, root = self._active.state.model, self._checkpoints.store.root
-        if options.load_best_model_at_end and progress.best_step not in (None, progress.step):
-            best = verify(root / f"checkpoint-{progress.best_step}", progress.best_step)
+        best_step = progress.best_step
+        if options.load_best_model_at_end and best_step is not None and best_step != progress.step:
+            folder, step = root / f"checkpoint-{best_step}", best_step
+            best = self._run.ranks.first_answers(lambda: verify(folder, step))
             model = open_run(self._run, self._active.setup, self._active.steps, best).model
         trained = Trained(
             outcome=outcome,

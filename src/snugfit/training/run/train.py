@@ -12,19 +12,22 @@ same numbers as one that was not.
 Events (`journal.py`): `started` (job, recipe, steps, samples, resumed_from), `step`, `foreseen` and `ended`
 (`step_logger.py`), `evaluated` (step, loss, accuracy), `saved` (step, folder, bytes, blocked_seconds that
 training waited, seconds of writing meanwhile), `replanned` (step, cause, before, recipe), `warning` and
-`note` (text).
+`note` (text; a warning of a straggler has its rank too).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from snugfit.errors import UsageError
 from snugfit.step.applier import run_context
 from snugfit.training.checkpoint.manager import CheckpointManager, named_step, open_store
+from snugfit.training.checkpoint.manifest import Checkpoint
+from snugfit.training.checkpoint.store import Store
 from snugfit.training.checkpoint.weights import no_progress_bars
 from snugfit.training.interrupt import Interrupts
 from snugfit.training.journal import Event, Journal
@@ -34,6 +37,7 @@ from snugfit.training.run.reporting import Reports
 from snugfit.training.run.run import Run, compare_runs, lengthens
 from snugfit.training.run.session import Session
 from snugfit.training.run.trained import Trained
+from snugfit.training.stops import Stops
 
 BEGIN_ANEW = "with --restart (from Python restart=True)"
 
@@ -71,35 +75,60 @@ def train(
     if named is not None:
         named_step(named, run.folder)
     _refuse_engine(run)
+    ranks = run.ranks
     reports = Reports(run, restart=restart, warn=lambda text: journal.tell("warning", text=text))
-    journal = Journal(run.folder.absolute(), watch, reports)
+    journal = Journal(run.folder.absolute(), watch, reports) if ranks.is_first else Journal(None)
     with (
-        open_store(run.folder, begin_anew=BEGIN_ANEW) as store,
-        run_context(run.recipe.setup()),
+        _one_store(run) as store,
+        run_context(run.setup(run.recipe)),
         no_progress_bars(),
     ):
-        if restart:
-            store.restart()
-        checkpoints = CheckpointManager(store, journal, run.device, limit=run.options.save_total_limit)
-        checkpoint = (
-            checkpoints.newest() if named is None else checkpoints.checkpoint_at(named, in_store=True)
-        )
-        for note in run.data.notes:
-            journal.tell("note", text=note)
-        if checkpoint is not None:
-            wrong, changed = compare_runs(checkpoint.about, run, checkpoint.step)
-            checkpoints.refuse_another_run(checkpoint, wrong, changed, cure=CURE)
-            if note := lengthens(run, checkpoint.about, checkpoint.step):
-                journal.tell("warning", text=note)
-            if named is not None:
-                checkpoints.go_back_to(checkpoint)
-        with Interrupts(store.root, stop_seconds=run.options.stop_seconds) as interrupts:
+        limit = run.options.save_total_limit
+        checkpoints = CheckpointManager(store, journal, run.device, limit=limit, ranks=ranks)
+        checkpoint = ranks.first_answers(lambda: _start(run, checkpoints, journal, named, restart))
+        with Interrupts(
+            store.root if ranks.is_first else None, stop_seconds=run.options.stop_seconds
+        ) as interrupts:
             asked: dict[str, Any] = {"replan": replan, "compare": compare, "predict": predict}
-            session = Session(run, checkpoints, journal, interrupts, reports, **asked)
+            stops = Stops(interrupts, ranks)
+            session = Session(run, checkpoints, journal, stops, reports, **asked)
             try:
                 return session.train(checkpoint)
             finally:
                 reports.end(None)
+
+
+@contextmanager
+def _one_store(run: Run) -> Iterator[Store]:
+    """The run's folder, which the first process holds for all."""
+    with ExitStack() as held:
+
+        def hold() -> bool:
+            held.enter_context(open_store(run.folder, begin_anew=BEGIN_ANEW))
+            return True
+
+        run.ranks.first_answers(hold)
+        yield Store(run.folder, begin_anew=BEGIN_ANEW)
+
+
+def _start(
+    run: Run, checkpoints: CheckpointManager, journal: Journal, named: Path | None, restart: bool
+) -> Checkpoint | None:
+    """The checkpoint that the run is resumed from; None where it begins. What stands in its way is renamed.
+    Raises `UsageError` for another run's."""
+    if restart:
+        checkpoints.store.restart()
+    checkpoint = checkpoints.newest() if named is None else checkpoints.checkpoint_at(named, in_store=True)
+    for note in run.data.notes:
+        journal.tell("note", text=note)
+    if checkpoint is not None:
+        wrong, changed = compare_runs(checkpoint.about, run, checkpoint.step)
+        checkpoints.refuse_another_run(checkpoint, wrong, changed, cure=CURE)
+        if note := lengthens(run, checkpoint.about, checkpoint.step):
+            journal.tell("warning", text=note)
+        if named is not None:
+            checkpoints.go_back_to(checkpoint)
+    return checkpoint
 
 
 def _refuse_engine(run: Run) -> None:

@@ -1,0 +1,149 @@
+"""`--gpus N`: the same command in N processes, started and watched by torch's own launcher.
+
+What `torchrun --nproc-per-node N -m snugfit ...` does, with three things besides. Signals are passed on, and
+not followed by SIGKILL after 30 seconds as torchrun has it: a checkpoint may take longer, and a second signal
+ends the run at once. How processes ended becomes one message and one exit code. And their processors are
+shared: each gets as many threads as there are cores for it.
+
+Nothing is started again: a run that has ended in an error is resumed by the same command.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import fields
+from types import FrameType
+from typing import Any
+
+from snugfit.errors import SnugfitError
+from snugfit.frontends.one_of_several import LAUNCHED
+from snugfit.training.interrupt import AT_ONCE, EXIT_CODES
+
+COMMAND_LINE: ContextVar[tuple[str, ...]] = ContextVar("COMMAND_LINE", default=())
+"""The words of the command that runs, without its name."""
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+STOPPED = {*EXIT_CODES.values(), *AT_ONCE.values()}
+
+NEXT = "Start the command again to resume the run."
+
+
+class RankFailed(SnugfitError):
+    """A process of several has ended, and the run with it."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+def launch(processes: int, command_line: Sequence[str]) -> int:
+    """Runs the command in so many processes on this host; gives their exit code, 0 or that of a run that was
+    stopped. Raises `RankFailed` with the first cause where one of them has failed."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ[LAUNCHED] = "1"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    _quieten()
+    with tempfile.TemporaryDirectory(prefix="snugfit-") as logs, _passing_on_signals() as passed:
+        more: dict[str, Any] = {"signals_to_handle": "SIGQUIT"}
+        known = {field.name for field in fields(LaunchConfig)}
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=processes,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=logs),
+            **{name: value for name, value in more.items() if name in known},
+        )
+        words = ("-m", "snugfit", *command_line)
+        try:
+            elastic_launch(config=config, entrypoint=sys.executable)(*words)
+        except ChildFailedError as ended:
+            return _ending(ended.failures, passed)
+        except SignalException as stopped:  # of a launcher that takes the signal itself
+            return EXIT_CODES.get(signal.Signals(stopped.sigval), 1)
+    return 0
+
+
+def _quieten() -> None:
+    """torch's launcher logs each process that it ends; what became of them is said in our words."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).disabled = True
+
+
+@contextmanager
+def _passing_on_signals() -> Iterator[list[int]]:
+    """Passes signals on to the processes that are started within it; gives those that came. The processes
+    have a session of their own, so Ctrl-C reaches them by this alone."""
+    import psutil
+
+    passed: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        passed.append(number)
+        for child in psutil.Process().children():
+            with suppress(psutil.Error):
+                child.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in SIGNALS}
+    try:
+        yield passed
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ending(failures: Mapping[int, Any], passed: Sequence[int]) -> int:
+    """The exit code of processes that were stopped. Raises `RankFailed` for any other end: of a process that
+    told its error, else of one that a signal killed; those that ended because of it come last."""
+    rank = min(failures, key=lambda one: (_order(failures[one]), failures[one].timestamp, one))
+    failure = failures[rank]
+    code = failure.exitcode
+    error = _error_of(failure)
+    if error is None and code in STOPPED:
+        return int(code)
+    if error is None and code < 0 and -code in passed:
+        return AT_ONCE.get(signal.Signals(-code), 1)
+    if error is not None:
+        alike = len({_error_of(other) for other in failures.values() if _error_of(other)}) == 1
+        by_all = alike and sum(_error_of(other) is not None for other in failures.values()) > 1
+        raise RankFailed(error if by_all else f"rank {rank}: {error}", code if code > 0 else 1)
+    if code < 0:
+        name = signal.Signals(-code).name
+        why = " The system does this when the machine's memory runs out." if -code == signal.SIGKILL else ""
+        raise RankFailed(f"rank {rank}: its process was ended by {name}.{why} {NEXT}", 1)
+    raise RankFailed(f"rank {rank}: its process ended with exit code {code}, without a word. {NEXT}", code)
+
+
+def _order(failure: Any) -> int:
+    """How near to the cause a process's end is, the nearest first: torch ends all others by SIGTERM, and
+    those by SIGKILL that do not hear it."""
+    if _error_of(failure) is not None:
+        return 0
+    if failure.exitcode < 0:
+        return 1 if -failure.exitcode != signal.SIGTERM else 4
+    return 2 if failure.exitcode in STOPPED else 3
+
+
+def _error_of(failure: Any) -> str | None:
+    """The error that a process has written down before it ended (`one_of_several.py`)."""
+    message = failure.error_file_data.get("message")
+    if not isinstance(message, Mapping):
+        return None
+    return str(message.get("extraInfo", {}).get("py_callstack", message.get("message", ""))).strip()

@@ -1,0 +1,260 @@
+"""Checkpoints of a model that several processes hold parts of: each writes its own, by torch's own format.
+
+    shards/__0_0.distcp ...     torch.distributed.checkpoint: the parts of weights and of optimizer states, by
+           .metadata            name and place in the whole (a pickle of torch's, which it reads itself)
+    state.json, .safetensors    everything else, as of any run (`state.py`), by the first process
+    model_state.json, ...       buffers, and what modules remember (`model_state.py`), by the first process
+    config.json, model...       at the end of a run: the whole weights, as libraries load them
+
+Since each part says where it belongs, another number of processes reads what it needs of them, and so does
+one alone: torch's resharding. The other way round a whole checkpoint is read by all, and each keeps its part.
+
+Parts are copied to the host between two steps and written while the next ones run, over a group of processes
+of their own. The first process names the folder, waits until all have written, takes the checksums, writes
+the manifest and renames, as for any checkpoint (`store.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import SnugfitError
+from snugfit.training.checkpoint.model_state import ModelState, model_state_of
+from snugfit.training.checkpoint.optimizer_state import parameters_of
+from snugfit.training.checkpoint.packed_state import pack
+from snugfit.training.checkpoint.state import STATE, TENSORS, TrainState, state_of
+from snugfit.training.checkpoint.weights import WEIGHTS, ModelWeights
+from snugfit.training.ranks import Ranks, from_first
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.training.checkpoint.staging import Staging
+
+SHARDS = "shards"
+"""The folder within a checkpoint."""
+
+_MODEL, _OPTIMIZER = "model.", "optimizer."
+"""How names begin in it: then the weight's name, and of an optimizer's state a slash and its key."""
+
+
+def is_part(tensor: Any) -> bool:
+    """Whether this process holds a part of it, and others the rest: torch's `DTensor`."""
+    return hasattr(tensor, "full_tensor") and hasattr(tensor, "placements")
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Whether this process holds parts of the model's weights."""
+    return any(is_part(weight) for weight in model.parameters())
+
+
+def has_shards(folder: Path) -> bool:
+    """Whether a checkpoint was written by several processes, each its part."""
+    return (folder / SHARDS).is_dir()
+
+
+# ---- written ---------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class ShardedSnapshot:
+    """A run between two steps, as far as this process holds it, on the host."""
+
+    parts: Mapping[str, torch.Tensor]
+    """This process's parts of weights and optimizer states, by their names in the whole."""
+
+    state: ModelState
+    """Of the model, what all processes hold."""
+
+    weights: ModelWeights | None
+    """The whole model, at the end of a run and in the first process."""
+
+    tree: Any
+    """Everything else, without its tensors."""
+
+    tensors: Mapping[str, torch.Tensor]
+    """The tensors of `tree`, by the names that it has for them."""
+
+    step: int
+    """The optimizer steps that are done."""
+
+    ranks: Ranks
+    """The processes that write it."""
+
+    _is_told: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """How much room this process's parts take, times the processes."""
+        parts = (getattr(part, "_local_tensor", part) for part in self.parts.values())
+        own = sum(part.nbytes for part in parts) * self.ranks.size
+        whole = [] if self.weights is None else list(self.weights.tensors())
+        return own + sum(tensor.nbytes for tensor in (*self.tensors.values(), *whole))
+
+    def write(self, folder: Path) -> None:
+        """In the first process: writes the checkpoint's files into `folder`, with all others."""
+        from safetensors.torch import save_file
+
+        self._tell(folder)
+        self._write_parts(folder)
+        if self.weights is not None:
+            self.weights.write(folder)
+        else:
+            self.state.write(folder, {})
+        save_file(dict(self.tensors), folder / TENSORS)
+        (folder / STATE).write_text(json.dumps(self.tree, allow_nan=False) + "\n", encoding="utf-8")
+
+    def write_share(self) -> None:
+        """In the others: writes this process's parts into the folder that the first names."""
+        folder = from_first(None, self.ranks.writing)
+        if folder is not None:
+            self._write_parts(Path(folder))
+
+    def close(self) -> None:
+        """In the first: where there is no folder, the others are told so."""
+        if not self._is_told:
+            self._tell(None)
+
+    def _tell(self, folder: Path | None) -> None:
+        self._is_told = True
+        from_first(None if folder is None else str(folder), self.ranks.writing)
+
+    def _write_parts(self, folder: Path) -> None:
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        writer = FileSystemWriter(folder / SHARDS)
+        save(dict(self.parts), storage_writer=writer, process_group=self.ranks.writing)
+
+
+def shards_of(
+    state: TrainState, staging: Staging, *, random: Sequence[Any], is_last: bool
+) -> ShardedSnapshot:
+    """This process's part of the run as it is, copied to the host; with `is_last` the first has the whole
+    model too. All processes call it between two steps, and not before the last one is written."""
+    model, optimizer = state.model, state.optimizer
+    parts = {name: tensor for name, tensor in (*_weights(model), *_moments(state)) if is_part(tensor)}
+    persistent = set(model.state_dict())
+    shared = model_state_of(model, persistent)
+    shared = replace(shared, tensors={n: value for n, value in shared.tensors.items() if not is_part(value)})
+    tree, tensors = pack(_without_parts(state_of(state, random)), parameters_of(optimizer))
+    staging.begin()
+    copied = ShardedSnapshot(
+        parts={name: _on_host(part, staging) for name, part in parts.items()},
+        state=shared.with_copies(staging.copy),
+        weights=None,
+        tree=tree,
+        tensors={name: staging.copy(value) for name, value in tensors.items()},
+        step=state.progress.step,
+        ranks=state.ranks,
+    )
+    if is_last:
+        files = {WEIGHTS: whole_weights(model)}
+        if state.ranks.is_first:
+            copied.weights = ModelWeights(model=model, files=files, configs={}, state=copied.state)
+    if state.device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(state.device)
+    return copied
+
+
+def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's `state_dict` (a tensor by each name), gathered one after the other, on the host. All
+    processes call it."""
+    gathered: dict[int, torch.Tensor] = {}
+    whole: dict[str, torch.Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in gathered:  # a tied weight is one tensor under two names
+            all_of_it = value.detach().full_tensor() if is_part(value) else value.detach()
+            gathered[id(value)] = all_of_it.to("cpu", copy=True)
+        whole[name] = gathered[id(value)]
+    return whole
+
+
+def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, weight in model.named_parameters():
+        yield _MODEL + name, weight.detach()
+
+
+def _moments(state: TrainState) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of the optimizer's states, by the weight that each belongs to."""
+    names = {id(weight): name for name, weight in state.model.named_parameters()}
+    for weight, values in state.optimizer.state.items():
+        for key, value in values.items():
+            yield f"{_OPTIMIZER}{names[id(weight)]}/{key}", value
+
+
+def _without_parts(tree: Any) -> Any:
+    """The state without what is written by parts."""
+    if isinstance(tree, dict):
+        return {key: _without_parts(value) for key, value in tree.items() if not is_part(value)}
+    return tree
+
+
+def _on_host(part: Any, staging: Staging) -> torch.Tensor:
+    """The same part of the whole, with a copy of what this process has of it."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(staging.copy(part.to_local()), part._spec, requires_grad=False)
+
+
+# ---- put back --------------------------------------------------------------------------------------------
+
+
+def load_shards(state: TrainState, folder: Path) -> None:
+    """Puts weights and optimizer states that were written by parts into a run that stands, whole or in other
+    parts. Raises `SnugfitError` when they are another model's."""
+    import torch
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader = FileSystemReader(folder / SHARDS)
+    known = reader.read_metadata().state_dict_metadata
+    values = dict(_weights(state.model))
+    lost = sorted(values.keys() - known.keys()) or sorted(
+        name for name in known if name.startswith(_MODEL) and name not in values
+    )
+    if lost:
+        name = lost[0].removeprefix(_MODEL)
+        raise SnugfitError(f"{folder} has the weights of another model: {name} is in one of them alone.")
+    moments = _room_for_moments(state, known)
+    values |= moments
+    alone = not state.ranks.are_many
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is meant
+        load(values, storage_reader=reader, process_group=state.ranks.host, no_dist=alone)
+
+
+def _room_for_moments(state: TrainState, known: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """A tensor for each state that was written, in the optimizer's states, by its name."""
+    import torch
+
+    weights = dict(state.model.named_parameters())
+    rooms: dict[str, torch.Tensor] = {}
+    for name in known:
+        if name.startswith(_OPTIMIZER):
+            weight, _, key = name.removeprefix(_OPTIMIZER).rpartition("/")
+            dtype = known[name].properties.dtype
+            rooms[name] = torch.zeros_like(weights[weight].detach(), dtype=dtype)
+            state.optimizer.state[weights[weight]][key] = rooms[name]
+    return rooms
+
+
+def keep_parts(optimizer: torch.optim.Optimizer) -> None:
+    """After states were put back that had been kept whole: this process keeps its part of each whose weight
+    it holds a part of, where that is. Nothing is exchanged, for each process has them whole."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    held: Any
+    for held, values in optimizer.state.items():
+        for key, value in values.items():
+            if is_part(held) and held.dim() and getattr(value, "shape", None) == held.shape:
+                part = distribute_tensor(value, held.device_mesh, held.placements, src_data_rank=None)
+                local = part.to_local().to(held.to_local().device)
+                values[key] = DTensor(local, part._spec, requires_grad=False)

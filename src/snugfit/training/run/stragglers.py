@@ -1,0 +1,69 @@
+"""Which process of several all others wait for.
+
+Each times its own part of a step, on the host: from the beginning of its forward pass until its loss is
+there, and what it waited for data. Every `logging_steps` the medians are exchanged; a process whose median is
+more than `SLOWER` times that of the others, `ROUNDS` times one after the other, is named once.
+
+With DDP a process computes this part alone. With FSDP it waits in it for weights that others send, so a
+slow GPU is seen less clearly, and a slow loader as before.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, final
+
+from snugfit.training.ranks import Ranks
+from snugfit.units import show_seconds
+
+if TYPE_CHECKING:
+    from snugfit.training.journal import Journal
+
+SLOWER = 1.3
+"""Times the others' seconds, from which a process is a straggler: a choice."""
+
+ROUNDS = 3
+"""Exchanges in a row that must say so: one may fall on a checkpoint, or on another program. A choice."""
+
+LEAST_SECONDS = 1e-3
+"""A smaller difference is no reason to look for anything: a choice."""
+
+
+@final
+class Stragglers:
+    """Compares the processes of a run."""
+
+    def __init__(self, ranks: Ranks, journal: Journal, *, every: int) -> None:
+        self._ranks, self._journal, self._every = ranks, journal, every
+        self._seconds: list[float] = []
+        self._slowest, self._rounds, self._is_told = -1, 0, False
+
+    def note(self, step: int, seconds: float) -> None:
+        """What this process took of a step by itself. All of them call it after each step."""
+        if not self._ranks.are_many:
+            return
+        self._seconds.append(seconds)
+        if step % self._every == 0:
+            own = [0.0] * self._ranks.size
+            own[self._ranks.rank] = statistics.median(self._seconds)
+            self._seconds.clear()
+            self.compare(step, self._ranks.sum(own))
+
+    def compare(self, step: int, seconds: list[float]) -> None:
+        """Looks at the seconds of all processes, by rank, and warns of one that keeps being slow."""
+        slowest = max(range(len(seconds)), key=seconds.__getitem__)
+        rest = statistics.median(value for rank, value in enumerate(seconds) if rank != slowest)
+        is_slow = seconds[slowest] > max(SLOWER * rest, rest + LEAST_SECONDS)
+        self._rounds = (self._rounds + 1 if slowest == self._slowest else 1) if is_slow else 0
+        self._slowest = slowest
+        if self._rounds == ROUNDS and not self._is_told:
+            self._is_told = True
+            self._journal.tell("warning", text=_text(step, slowest, seconds[slowest], rest), rank=slowest)
+
+
+def _text(step: int, rank: int, seconds: float, rest: float) -> str:
+    return (
+        f"Step {step}: rank {rank} is slower than the others, and they wait for it: {show_seconds(seconds)} "
+        f"for its own part of a step, where they take {show_seconds(rest)}. Look at its GPU's clock and at "
+        "what else runs there, at its loader, and whether its samples are longer."
+    )

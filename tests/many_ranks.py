@@ -1,0 +1,149 @@
+"""Several processes that train one small model together, on the CPU, with gloo between them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clean_forks import Forks
+from small_models import small_job
+from small_runs import rows
+from snugfit.errors import SnugfitError
+from snugfit.frontends.own import train
+from snugfit.step import plain_loop
+from snugfit.training.run.loop import TrainingStep
+from snugfit.training.run.trained import Trained
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+NO_DROPOUT: dict[str, dict[str, float]] = {
+    "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+}
+
+
+def run_of(
+    folder: str,
+    *,
+    job: str = "bert",
+    layers: int = 2,
+    recipe: str = "plain",
+    samples: int = 41,
+    dropout: bool = False,
+    **options: Any,
+) -> Trained:
+    """Trains in this process, which may be one of several, on samples that are padded unevenly: 41 of them
+    leave one sample for the last batch of an epoch."""
+    facts = {} if dropout else NO_DROPOUT[job]
+    small = small_job(job, layers, facts, batch_size=8, clip=1.0)
+    data = [{"input_ids": row["input_ids"]} if job == "gpt2" else row for row in rows(samples)]
+    how = {"max_steps": 12, "save_steps": 500, **options}
+    return train(
+        small, recipe, data, output_dir=folder, device="cpu", foresee=False, weights="random",
+        evaluation=data, **how,
+    )  # fmt: skip
+
+
+def one_rank(rank: int, size: int, port: int, folder: str, asked: dict[str, Any]) -> int:
+    """One of several processes, as torchrun starts them."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port), OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    asked = dict(asked)
+    fault_of = asked.pop("fault", {}).get(str(rank))
+    try:
+        with FAULTS[fault_of]() if fault_of else contextlib.nullcontext():
+            return run_of(folder, **asked).exit_code
+    except SnugfitError as error:
+        Path(f"{folder}.rank-{rank}").write_text(f"{type(error).__name__}: {error}")
+        return error.exit_code
+
+
+def fault_told(folder: Path, rank: int) -> str:
+    """The error that ended a process: its kind and text."""
+    return Path(f"{folder}.rank-{rank}").read_text()
+
+
+@contextlib.contextmanager
+def exhausted() -> Iterator[None]:
+    """Memory runs out in the third step."""
+    plain = TrainingStep.take
+
+    def take(self: TrainingStep, state: Any, *given: Any, **more: Any) -> Any:
+        if state.progress.step == 2:
+            raise MemoryError("no memory")
+        return plain(self, state, *given, **more)
+
+    TrainingStep.take = take  # type: ignore[method-assign]
+    yield
+
+
+@contextlib.contextmanager
+def slow() -> Iterator[None]:
+    """Each forward pass takes longer than elsewhere."""
+    plain = plain_loop._loss
+
+    def loss(model: Any, batch: Any) -> Any:
+        computed = plain(model, batch)
+        time.sleep(0.03)
+        return computed
+
+    plain_loop._loss = loss
+    yield
+
+
+@contextlib.contextmanager
+def no_number() -> Iterator[None]:
+    """The loss of the fourth forward pass is none."""
+    plain, passes = plain_loop._loss, iter(range(1000))
+
+    def loss(model: Any, batch: Any) -> Any:
+        return plain(model, batch) * (float("nan") if next(passes) == 3 else 1.0)
+
+    plain_loop._loss = loss
+    yield
+
+
+FAULTS = {"no_number": no_number, "exhausted": exhausted, "slow": slow}
+
+
+def start(forks: Forks, folder: Path, size: int, asked: dict[str, Any]) -> list[int]:
+    """The ids of processes that train together."""
+    port = free_port()
+    return [forks.start(one_rank, rank, size, port, str(folder), asked) for rank in range(size)]
+
+
+def trained(forks: Forks, folder: Path, size: int, **asked: Any) -> list[int]:
+    """The exit codes of processes that have trained together."""
+    children = start(forks, folder, size, asked)
+    return [forks.ended(child) for child in children]
+
+
+def weights_in(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """The model that stands in a checkpoint, as libraries read it."""
+    from safetensors.torch import load_file
+
+    return load_file(folder / f"checkpoint-{step}" / "model.safetensors")
+
+
+def warm() -> None:
+    """What the process that forks does first: it imports what the forks need."""
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+    import torch.nn.parallel  # noqa: F401
+    import transformers.models.bert.modeling_bert
+    import transformers.models.gpt2.modeling_gpt2  # noqa: F401

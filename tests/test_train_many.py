@@ -1,0 +1,433 @@
+"""`snugfit train` in several processes: the mathematics of one, one voice, nothing lost. On the CPU, by gloo.
+
+Processes are forked from one that has imported all (`clean_forks.py`), with the variables that torchrun sets.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from clean_forks import Forks
+from many_ranks import fault_told, run_of, start, trained, weights_in
+from small_models import small_job
+from small_runs import events, losses, rows
+from snugfit.cli.train import _processes
+from snugfit.errors import UsageError
+from snugfit.frontends.launch import RankFailed, _ending, _error_of
+from snugfit.frontends.one_of_several import LAUNCHED, one_of_several
+from snugfit.training.checkpoint.manifest import verify
+from snugfit.training.checkpoint.store import Store
+from snugfit.training.journal import Journal
+from snugfit.training.ranks import Ranks, ToldElsewhere, world
+from snugfit.training.run.order import SampleOrder
+from snugfit.training.run.stragglers import ROUNDS, Stragglers
+from tiers import slow_but
+from tolerance import same_losses, same_parameters
+
+pytestmark = [pytest.mark.whole, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")]
+
+LAST = 12
+"""The step after which the small runs end."""
+
+Folders = dict[str, Path]
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks("many_ranks") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Runs of one process, by their model."""
+    folders = {job: tmp_path_factory.mktemp("alone") / job for job in ("bert", "gpt2")}
+    for job, folder in folders.items():
+        run_of(str(folder), job=job, eval_strategy="steps", eval_steps=6)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def halves(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Runs of two processes that have ended after step 5, without dropout, by their recipe; and of one."""
+    root = tmp_path_factory.mktemp("halves")
+    folders = {recipe: root / recipe for recipe in ("plain", "ddp", "fsdp")}
+    run_of(str(folders["plain"]), max_steps=5, lr_scheduler_type="constant")
+    for recipe in ("ddp", "fsdp"):
+        how: dict[str, Any] = {"max_steps": 5, "lr_scheduler_type": "constant"}
+        assert trained(forks, folders[recipe], 2, recipe=recipe, **how) == [0, 0]
+    return folders
+
+
+SAME = [
+    ("ddp", 2, "bert"), ("fsdp + micro_batches(2)", 2, "gpt2"), ("hsdp(2)", 4, "bert"), ("fsdp", 2, "bert"),
+    ("ddp + micro_batches(2)", 2, "gpt2"), ("ddp", 2, "gpt2"), ("fsdp", 2, "gpt2"), ("hsdp(2)", 4, "gpt2"),
+    ("ddp + micro_batches(2)", 2, "bert"), ("fsdp + micro_batches(4)", 2, "bert"), ("fsdp", 4, "gpt2"),
+    ("ddp(bucket_views=true)", 2, "bert"), ("fsdp(reshard=none)", 2, "bert"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "size", "job"), slow_but(SAME, 3))
+def test_as_one_process(
+    tmp_path: Path, forks: Forks, alone: Folders, recipe: str, size: int, job: str
+) -> None:
+    """Losses, norms, evaluations and weights of one process, with samples that are padded unevenly, and a
+    last batch of an epoch of one sample, which leaves nothing for the others."""
+    how: dict[str, Any] = {"recipe": recipe, "job": job, "eval_strategy": "steps", "eval_steps": 6}
+    assert trained(forks, tmp_path / "many", size, **how) == [0] * size
+    ours, theirs = losses(tmp_path / "many"), losses(alone[job])
+    assert list(ours) == list(theirs) == list(range(1, LAST + 1)), "one process writes the journal, once"
+    for column in range(3):
+        same_losses([row[column] for row in ours.values()], [row[column] for row in theirs.values()])
+    both = (tmp_path / "many", alone[job])
+    for name in ("samples", "tokens"):
+        ours_and_theirs = [[event[name] for event in events(at, "step")] for at in both]
+        assert ours_and_theirs[0] == ours_and_theirs[1], name
+    same_losses(*([event["loss"] for event in events(at, "evaluated")] for at in both))
+    same_parameters(weights_in(tmp_path / "many", LAST), weights_in(alone[job], LAST))
+
+
+def test_the_model_of_parts_is_loaded_by_transformers(halves: Folders) -> None:
+    """At a run's end the checkpoint holds the whole model, though no process does."""
+    from transformers import AutoModelForSequenceClassification
+
+    folder = halves["fsdp"] / "checkpoint-5"
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    assert type(model).__name__ == "BertForSequenceClassification"
+    assert model.config.architectures == ["BertForSequenceClassification"]
+    same_parameters(dict(model.state_dict()), weights_in(halves["plain"], 5))
+
+
+@pytest.mark.parametrize("recipe", slow_but(["fsdp", "ddp", "fsdp + micro_batches(2)"], 1))
+def test_resumed_on_as_many_it_is_the_same_run(tmp_path: Path, forks: Forks, recipe: str) -> None:
+    """Bit for bit, with dropout that each process draws from a stream of its own."""
+    how: dict[str, Any] = {"recipe": recipe, "dropout": True, "layers": 1, "lr_scheduler_type": "constant"}
+    assert trained(forks, tmp_path / "whole", 2, **how) == [0, 0]
+    assert trained(forks, tmp_path / "half", 2, max_steps=5, **how) == [0, 0]
+    assert trained(forks, tmp_path / "half", 2, **how) == [0, 0]
+    assert losses(tmp_path / "half") == losses(tmp_path / "whole")
+    assert equal(weights_in(tmp_path / "half", LAST), weights_in(tmp_path / "whole", LAST))
+    assert not events(tmp_path / "half", "warning")
+
+
+OTHERS = [
+    ("fsdp", "plain", 1), ("ddp", "fsdp", 2), ("plain", "fsdp", 2), ("fsdp", "hsdp(2)", 4),
+    ("fsdp", "ddp", 2), ("fsdp", "fsdp", 4), ("ddp", "ddp", 4), ("ddp", "plain", 1), ("plain", "ddp", 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("before", "after", "size"), slow_but(OTHERS, 2))
+def test_resumed_on_others_it_has_the_same_numbers(
+    tmp_path: Path, forks: Forks, halves: Folders, before: str, after: str, size: int
+) -> None:
+    """Weights and optimizer states are read by whoever goes on: without dropout the run ends as it would
+    have. What is drawn anew is said."""
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    how: dict[str, Any] = {"lr_scheduler_type": "constant"}
+    run_of(str(whole), **how)
+    shutil.copytree(halves[before], folder)
+    if size == 1:
+        assert run_of(str(folder), recipe=after, **how).exit_code == 0
+    else:
+        assert trained(forks, folder, size, recipe=after, **how) == [0] * size
+    same_losses(*([row[0] for row in losses(at).values()] for at in (folder, whole)))
+    same_parameters(weights_in(folder, LAST), weights_in(whole, LAST))
+    said = [event["text"] for event in events(folder, "warning")]
+    assert any("no longer bit for bit" in text for text in said)
+    notes = [event["text"] for event in events(folder, "note")]
+    were = 1 if before == "plain" else 2
+    new = f"The random numbers of {size - were} of {size} GPUs start again."
+    assert (new in notes) == (size > were)
+
+
+def equal(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    return ours.keys() == theirs.keys() and all(bool((ours[name] == theirs[name]).all()) for name in ours)
+
+
+# ---- ends ------------------------------------------------------------------------------------------------
+
+
+def until(what: Any, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def steps_told(folder: Path) -> int:
+    try:
+        return max(losses(folder), default=0)
+    except FileNotFoundError:
+        return 0
+
+
+KILLS = 2
+"""Of each storm; `benchmarks/kill_ranks.py` has more."""
+
+
+@pytest.mark.parametrize(("recipe", "seed"), slow_but([("fsdp", 0), ("ddp", 1), ("fsdp", 2), ("ddp", 3)], 1))
+def test_a_killed_process_ends_all_and_nothing_is_lost(
+    tmp_path: Path, forks: Forks, recipe: str, seed: int
+) -> None:
+    """SIGKILL for one process at seeded moments: the other ends by itself, silently, and who starts them
+    again has the numbers of a run that nobody touched."""
+    draw = random.Random(seed)
+    how: dict[str, Any] = {"recipe": recipe, "dropout": True, "layers": 1, "max_steps": 24, "save_steps": 1}
+    assert trained(forks, tmp_path / "whole", 2, **how) == [0, 0]
+    for _ in range(KILLS):
+        done = steps_told(tmp_path / "run")
+        children = start(forks, tmp_path / "run", 2, how)
+        until(lambda done=done: steps_told(tmp_path / "run") > done)
+        time.sleep(draw.uniform(0.0, 0.1))
+        victim = draw.randrange(2)
+        os.kill(children[victim], signal.SIGKILL)
+        codes = [forks.ended(child) for child in children]
+        if codes[victim] == 0:
+            break
+        assert codes[victim] == -signal.SIGKILL
+        assert codes[1 - victim] == 1
+        assert fault_told(tmp_path / "run", 1 - victim).startswith("ToldElsewhere: Another process")
+    assert trained(forks, tmp_path / "run", 2, **how) == [0, 0]
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert equal(weights_in(tmp_path / "run", 24), weights_in(tmp_path / "whole", 24))
+    assert not Store(tmp_path / "run").broken
+
+
+@pytest.mark.parametrize(("recipe", "victim"), slow_but([("fsdp", 1), ("ddp", 0)], 1))
+def test_a_signal_to_one_stops_all_at_one_boundary(
+    tmp_path: Path, forks: Forks, recipe: str, victim: int
+) -> None:
+    """A checkpoint, exit code 75 in each, and a resume bit for bit."""
+    how: dict[str, Any] = {"recipe": recipe, "dropout": True, "layers": 1, "max_steps": 30}
+    children = start(forks, tmp_path / "run", 2, how)
+    until(lambda: steps_told(tmp_path / "run") >= 3)
+    os.kill(children[victim], signal.SIGTERM)
+    assert [forks.ended(child) for child in children] == [75, 75]
+    (told,) = events(tmp_path / "run", "ended")
+    assert told["outcome"] == "stopped"
+    assert 3 <= told["step"] < 30
+    verify(tmp_path / "run" / f"checkpoint-{told['step']}", told["step"])
+    assert trained(forks, tmp_path / "run", 2, **how) == [0, 0]
+    assert trained(forks, tmp_path / "whole", 2, **how) == [0, 0]
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_out_of_memory_names_the_process(tmp_path: Path, forks: Forks) -> None:
+    codes = trained(forks, tmp_path / "run", 2, recipe="ddp", fault={"1": "exhausted"})
+    assert codes == [1, 4]
+    assert "It was rank 1. With several GPUs a run does not continue" in fault_told(tmp_path / "run", 1)
+    assert fault_told(tmp_path / "run", 0).startswith("ToldElsewhere")
+
+
+def test_a_loss_that_is_no_number_stops_all_before_the_update(tmp_path: Path, forks: Forks) -> None:
+    """It is none in one process, and so none of all; one of them says so, with the samples of all."""
+    assert trained(forks, tmp_path / "run", 2, recipe="fsdp", fault={"1": "no_number"}) == [1, 1]
+    assert fault_told(tmp_path / "run", 0).startswith("SnugfitError: Step 4: The loss is nan")
+    assert fault_told(tmp_path / "run", 1).startswith("ToldElsewhere")
+    assert Store(tmp_path / "run").newest() is not None
+    written = json.loads((tmp_path / "run" / "nonfinite-step-4.json").read_text())
+    assert len(written["samples"]) == 2
+    assert list(losses(tmp_path / "run")) == [1, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fsdp", "ddp"])
+def test_the_best_model_comes_back(tmp_path: Path, forks: Forks, recipe: str) -> None:
+    how: dict[str, Any] = {
+        "recipe": recipe, "eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True,
+        "early_stopping_patience": 1, "early_stopping_threshold": 1.0,
+    }  # fmt: skip
+    assert trained(forks, tmp_path / "run", 2, **how) == [0, 0]
+    (ended,) = events(tmp_path / "run", "ended")
+    assert (ended["outcome"], ended["step"]) == ("stopped early", 6)
+    assert len(weights_in(tmp_path / "run", 6)) > 0
+
+
+def test_a_straggler_is_named(tmp_path: Path, forks: Forks) -> None:
+    how: dict[str, Any] = {"recipe": "ddp", "layers": 1, "max_steps": 20, "logging_steps": 5}
+    assert trained(forks, tmp_path / "run", 2, fault={"1": "slow"}, **how) == [0, 0]
+    (warning,) = events(tmp_path / "run", "warning")
+    assert warning["rank"] == 1
+    assert "rank 1 is slower than the others" in warning["text"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "part"),
+    [("plain", "2 GPUs were named"), ("hsdp(4)", "hsdp(4) spreads"), ("zero1", "zero1: checkpoints cannot")],
+)
+def test_what_cannot_be_is_told_by_the_first_alone(
+    tmp_path: Path, forks: Forks, recipe: str, part: str
+) -> None:
+    assert trained(forks, tmp_path / "run", 2, recipe=recipe) == [2, 2]
+    assert fault_told(tmp_path / "run", 0).startswith(f"UsageError: {part}")
+    assert fault_told(tmp_path / "run", 1).startswith("ToldElsewhere: ")
+
+
+# ---- parts -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_shares_make_the_batch_of_one(cut: int) -> None:
+    """In its order; all processes have as many micro-batches, and each has something to compute."""
+    one = SampleOrder(41, 8, 1, seed=3)
+    ranks = [SampleOrder(41, 8, cut, seed=3, rank=rank, ranks=4) for rank in range(4)]
+    for step in range(2 * one.steps_per_epoch):
+        (whole,) = one.step(step)
+        pieces = [order.step(step) for order in ranks]
+        assert tuple(itertools.chain(*itertools.chain(*pieces))) == whole
+        assert len({len(piece) for piece in pieces}) == 1
+        assert all(itertools.chain(*(order.with_stand_ins(step) for order in ranks)))
+        assert ranks[0].step_of_all(step) == tuple(itertools.chain(*pieces))
+
+
+def test_a_straggler_must_keep_being_slow() -> None:
+    told: list[Any] = []
+    stragglers = Stragglers(Ranks(0, 3), Journal(None, told.append), every=10)
+    for step, seconds in enumerate([[1.0, 1.0, 2.0]] * (ROUNDS - 1) + [[1.0, 1.2, 1.0], [2.0, 1.0, 1.0]]):
+        stragglers.compare(step, seconds)
+    assert not told
+    for step in range(ROUNDS + 2):
+        stragglers.compare(step, [1.0, 1.4, 1.0])
+    (warning,) = told
+    assert warning["rank"] == 1
+
+
+def test_processes_are_those_that_were_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    request: Any = SimpleNamespace(gpus=1, has_auto=False)
+    assert _processes(request, None) == 1
+    assert _processes(request, 4) == 4
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    here = world()
+    assert here is not None
+    assert (here.rank, here.size, here.local_rank) == (1, 2, 1)
+    assert _processes(request, None) == _processes(request, 2) == 2
+    with pytest.raises(UsageError, match="3 GPUs were named, but 2 processes were started"):
+        _processes(request, 3)
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(UsageError, match="RANK=2, WORLD_SIZE=2"):
+        world()
+
+
+# ---- the launcher ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_command_starts_processes(tmp_path: Path) -> None:
+    """`--gpus 2` trains as one process does; a killed one is named, and none is left."""
+    job = "\n".join(f"{key}: {value}" for key, value in command(tmp_path).items())
+    (tmp_path / "job.yaml").write_text(job)
+    words = [sys.executable, "-m", "snugfit", "train", str(tmp_path / "job.yaml"), "--offline", "--gpus", "2"]
+    running = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    until(lambda: steps_told(tmp_path / "out") >= 5)
+    ranks = psutil.Process(running.pid).children()
+    assert len(ranks) == 2
+    ranks[1].kill()
+    _, said = running.communicate(timeout=60)
+    assert running.returncode == 1
+    assert "its process was ended by SIGKILL" in said.splitlines()[-1]
+    assert not any(rank.is_running() for rank in ranks)
+    running = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    before = steps_told(tmp_path / "out")
+    until(lambda: steps_told(tmp_path / "out") >= before + 5)
+    running.terminate()
+    running.communicate(timeout=60)
+    assert running.returncode == 75
+    assert Store(tmp_path / "out").newest() is not None
+
+
+def command(folder: Path) -> dict[str, Any]:
+    """A job file's keys for a small run that does not end by itself soon."""
+    job = small_job("bert", 1)
+    (folder / "config.json").write_text(json.dumps(job.model.config))
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows(41))))
+    return {
+        "model": folder / "config.json", "task": "sequence-classification", "batch_size": 8,
+        "sequence_length": 16, "dataset": folder / "rows.jsonl", "from_scratch": "true", "recipe": "fsdp",
+        "output_dir": folder / "out", "device": "cpu", "max_steps": 5000, "save_steps": 5,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def second_of_two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """This process as the second of two that a launcher has started; the file that it looks for."""
+    monkeypatch.setattr("snugfit.measurement.process.die_with_parent", lambda parent: None)
+    file = tmp_path / "error.json"
+    for name, value in {
+        "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1",
+        "TORCHELASTIC_ERROR_FILE": str(file),
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    return file
+
+
+@pytest.mark.parametrize("fault", [UsageError("no model"), ValueError("a mistake of ours")])
+def test_an_error_reaches_the_launcher(
+    second_of_two: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], fault: Exception
+) -> None:
+    """By torch's own file, and by no other way; the exit code is the error's."""
+    monkeypatch.setenv(LAUNCHED, "1")
+
+    def work() -> None:
+        with one_of_several():
+            print("what the first process says too")
+            print("the same on stderr", file=sys.stderr)
+            raise fault
+
+    with pytest.raises(ToldElsewhere) as ended:
+        work()
+    assert ended.value.exit_code == getattr(fault, "exit_code", 1)
+    assert capfd.readouterr() == ("", "")
+    read = ProcessFailure(local_rank=1, pid=1, exitcode=2, error_file=str(second_of_two))
+    error = _error_of(read)
+    assert error is not None
+    assert error == "no model" or error.endswith("ValueError: a mistake of ours")
+
+
+def test_a_process_that_another_has_ended_writes_nothing(second_of_two: Path) -> None:
+    with pytest.raises(ToldElsewhere), one_of_several():
+        raise ToldElsewhere("Another process has ended")
+    assert not second_of_two.exists()
+
+
+def failure(code: int, told: str | None = None, at: int = 0) -> Any:
+    message = {"message": {"message": told, "extraInfo": {"py_callstack": told}}} if told else {}
+    return SimpleNamespace(exitcode=code, error_file_data=message, timestamp=at)
+
+
+@pytest.mark.parametrize(
+    ("failures", "passed", "ending"),
+    [
+        ({0: failure(75), 1: failure(-15)}, [15], 75),
+        ({0: failure(130), 1: failure(130)}, [2], 130),
+        ({0: failure(-15), 1: failure(-15)}, [15], 143),
+        ({0: failure(1), 1: failure(-9)}, [], ("rank 1: its process was ended by SIGKILL", 1)),
+        ({0: failure(-9, at=9), 1: failure(4, "Memory")}, [], ("rank 1: Memory", 4)),
+        ({0: failure(2, "No model"), 1: failure(2, "No model")}, [], ("No model", 2)),
+        ({0: failure(-15), 1: failure(7)}, [], ("rank 1: its process ended with exit code 7", 7)),
+    ],
+)
+def test_processes_end_in_one_message(failures: Any, passed: list[int], ending: Any) -> None:
+    if isinstance(ending, int):
+        assert _ending(failures, passed) == ending
+        return
+    with pytest.raises(RankFailed) as told:
+        _ending(failures, passed)
+    assert str(told.value).startswith(ending[0])
+    assert told.value.exit_code == ending[1]
