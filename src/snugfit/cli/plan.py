@@ -123,17 +123,12 @@ def plan(
     from snugfit.report.plan.plan import render
     from snugfit.report.text.page import print_as
 
-    if export and verify:
-        raise UsageError(
-            "--export and --verify cannot be used together, because --verify may find another answer. "
-            "Give one of them."
-        )
     if gpus is not None or request.gpus != 1:
-        alone = {"verify": verify, "lengths": lengths, "export": export, "plot": plot, "html": html,
-                 "samples": samples, "steps": steps, "all": everything, "objective": objective != "speed"}  # fmt: skip
+        alone = {"verify": verify, "lengths": lengths, "export": export, "plot": plot, "html": html}
+        alone |= {"samples": samples, "steps": steps, "all": everything, "objective": objective != "speed"}
         counts, form = gpus or str(request.gpus), "json" if as_json else form
         return _show_several(request, counts, fidelity, workers, form, alone, fresh=fresh)
-    request = _check(request, verify)
+    request = _check(request, verify, export)
     check_export(export, request.job)
     asked = {
         "fidelity": fidelity,
@@ -159,9 +154,14 @@ def plan(
     return 0 if chosen.fits else NothingFits.exit_code
 
 
-def _check(request: Request, verify: int | None) -> Request:
+def _check(request: Request, verify: int | None, export: object) -> Request:
     """The request, for the GPU of this machine where the plan is verified. Raises `UsageError` for what a
     plan does not take, before long work begins."""
+    if export and verify:
+        raise UsageError(
+            "--export and --verify cannot be used together, because --verify may find another answer. "
+            "Give one of them."
+        )
     request = with_gpu_here(request) if verify else request
     request.refuse_recipe_and_loop()
     if request.software != "installed":
