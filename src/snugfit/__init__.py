@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from snugfit.planning.lengths.length_plan import LengthPlan
     from snugfit.planning.lengths.lengths import plan_lengths
     from snugfit.planning.plan import Plan
+    from snugfit.planning.several_gpus.search import plan_several_gpus
     from snugfit.planning.search.auto import predict
     from snugfit.results.footprint import Footprint, Timing
     from snugfit.results.measurement import Measurement
@@ -69,6 +70,7 @@ __all__ = [
     "Plan",
     "plan_gpus",
     "plan_lengths",
+    "plan_several_gpus",
     "predict",
     "Prediction",
     "Recipe",
@@ -101,6 +103,7 @@ _HOMES = {
     "planning.lengths.lengths": ("plan_lengths",),
     "planning.plan": ("Plan",),
     "planning.fleet.search_gpus": ("plan_gpus",),
+    "planning.several_gpus.search": ("plan_several_gpus",),
     "results.prediction": ("Prediction",),
     "results.footprint": ("Footprint", "Timing"),
     "techniques.recipe": ("Recipe",),

@@ -114,8 +114,10 @@ class Request:
         says what. Raises `UsageError` where there is none, and `NothingFits` where nothing fits it."""
         if not self.has_auto:
             return self
-        from snugfit.planning.search.auto import resolve
+        from snugfit.planning.search.auto import AUTO_ALONE, resolve
 
+        if self.gpus != 1:
+            raise UsageError(AUTO_ALONE)
         recipe, why = resolve(
             self.job,
             self.recipe,

@@ -161,7 +161,10 @@ def _draw_recipe(job: Job, rng: random.Random, gpus: int = 1) -> Recipe | None:
     fails, and that is shown."""
     drawn = []
     for slot in Slot:
-        candidates = [technique for technique in roster.techniques() if technique.slot is slot]
+        in_slot = [technique for technique in roster.techniques() if technique.slot is slot]
+        candidates = [one for one in in_slot if one.plain or one.needs_several_gpus is (gpus > 1)]
+        if slot is not Slot.SHARDING:
+            candidates = in_slot
         active = [technique for technique in candidates if not technique.plain]
         plain_share = 0.0 if gpus > 1 and slot is Slot.SHARDING else PLAIN_SHARE
         technique = rng.choice(active) if active and rng.random() >= plain_share else candidates[0]

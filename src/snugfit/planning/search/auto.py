@@ -57,11 +57,15 @@ class Resolved(NamedTuple):
     """A sentence with the techniques, and why these."""
 
 
+AUTO_ALONE = "'auto' is for one GPU. Leave --gpus out, or name what is recomputed, such as 'every_layer'."
+
+
 def predict(
     job: Job,
     recipe: Recipe | str = "plain",
     *,
     gpu: Gpu | str | None = None,
+    gpus: int = 1,
     memory_bytes: int | None = None,
     headroom: int | str | None = None,
     loop: str = "plain",
@@ -71,7 +75,7 @@ def predict(
 ) -> Prediction:
     """The prediction for `job` under `recipe` on `gpu`, made without a GPU. Both may be given as text, in
     which `auto` stands for the least recomputing that fits; what it stands for is logged, and is in the
-    prediction's recipe.
+    prediction's recipe. On several such `gpus` the global batch stays, and each takes its share.
 
     `memory_bytes` is what may be used, when it is not all of the GPU's. What fits and leaves less of it than
     `headroom` (bytes, or text such as `2%`) is marked as tight; by default 2 % of the GPU's, and more where
@@ -85,10 +89,12 @@ def predict(
         "trainer_class": trainer_class, "rates": rates,
     }  # fmt: skip
     rest = without_auto(recipe) if isinstance(recipe, str) else None
+    if rest is not None and gpus != 1:
+        raise UsageError(AUTO_ALONE)
     if rest is not None:
         recipe, why = resolve(job, rest, **how)
         logging.getLogger("snugfit").warning("%s", why)
-    return predict_recipe(job, recipe, **how)
+    return predict_recipe(job, recipe, gpus=gpus, **how)
 
 
 def resolve(
