@@ -36,12 +36,14 @@ from snugfit.prediction.allocator import replay
 from snugfit.prediction.device import context_of, policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software, installed_versions
+from snugfit.prediction.several_gpus.communication import communication_bytes
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Block
 from snugfit.results.measurement import Measurement
 from snugfit.step.wishes.engine.config import group_bytes
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
+from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.units import MIB
 
 ROOT = Path(__file__).parents[1]
@@ -72,14 +74,15 @@ class Truth:
     seen: Mapping[str, int]
     band: Mapping[str, float]
     versions: str
+    gpus: int = 1
     scaler: bool = True
     """False for a loop that runs fp16 without a GradScaler."""
 
     def foreseen(self) -> dict[str, int]:
         """The same figures, predicted."""
-        setup = self.recipe.setup()
+        setup = on_gpus(self.recipe.setup(), self.gpus)
         setup = setup if self.scaler else replace(setup, scale_gradients=False)
-        key = json.dumps([self.job.to_json(), setup.to_json()], sort_keys=True)
+        key = json.dumps([job_of_rank(self.job, setup).to_json(), setup.to_json()], sort_keys=True)
         found = dict(zip(FIGURES, foreseen(key, self.loop, self.gpu), strict=True))
         if self.seen.get("requested_bytes", 0) - found["requested_bytes"] in IMPORTED:
             after = foreseen(key, self.loop, self.gpu, constant=True)
@@ -122,7 +125,9 @@ def foreseen(key: str, loop: str, gpu: str, *, constant: bool = False) -> tuple[
         events = tuple(event + (1 if event > 0 else -1) for event in trace.events)
         trace = replace(trace, blocks=(Block(4, "", "", "build", -1, ""), *trace.blocks), events=(1, *events))
     after = replay(trace, expandable=wishes.expandable_segments)
-    context, _ = context_of(device, software, trace, group=group_bytes(wishes, loop))
+    ranks = wishes.parallel.ranks if wishes.parallel else 1
+    group = group_bytes(wishes, loop) + communication_bytes(trace, ranks)
+    context, _ = context_of(device, software, trace, group=group)
     return after.requested_peak, after.allocated_peak, after.reserved_peak, after.reserved_peak + context
 
 
@@ -225,6 +230,7 @@ NOT_EXPLAINED: Mapping[str, Mapping[str, float]] = {
     "results/accuracy-seed2511.json run 37": {
         "allocated_bytes": 0.25, "reserved_bytes": 0.82, "nvml_bytes": 0.03,
     },
+    "results/accuracy-seed2621-gpus4.json run 10": {"allocated_bytes": 0.016},
     "results/accuracy-seed2611.json run 44": {"reserved_bytes": 0.038, "nvml_bytes": 0.03},
     "results/h100-2026-11-26/techniques/llama-1b-smallest.json": {
         "reserved_bytes": 0.028, "nvml_bytes": 0.026,
@@ -232,8 +238,10 @@ NOT_EXPLAINED: Mapping[str, Mapping[str, float]] = {
 }  # fmt: skip
 """Bands of single runs. In the first one block of a chunk's logits, 198 MiB, more is reserved than is
 predicted, and what is handed out is predicted to the byte. Why is not known; nor of the Llama, whose
-250 MiB too few are reserved, or not, by where segments lie. The BERT in fp8 ran under torch 2.11, which keeps
-gradients that compiled parts are given a little longer than 2.13.
+250 MiB too few are reserved, or not, by where segments lie. Under DDP the peak of the ViT
+is in the convolution that it begins with, whose backward pass takes 22 MiB less of workspace than cuDNN is
+said to ask. The BERT in fp8 ran under torch 2.11, which keeps gradients that compiled parts are given a
+little longer than 2.13.
 
 While the engine of the run with `zero2` was built, DeepSpeed set the allocator's counters back after the peak
 (`measurement/kept_peaks.py` keeps it since); NVML shows it."""
@@ -262,6 +270,7 @@ def committed() -> Iterator[Truth]:
                 name=name,
                 job=seen.job,
                 recipe=seen.recipe,
+                gpus=seen.gpus,
                 loop=seen.loop,
                 gpu=seen.device.name,
                 seen=figures(seen.footprint.to_json()),
@@ -286,6 +295,7 @@ def of_draw(name: str, document: Mapping[str, Any], run: Mapping[str, Any]) -> T
         name=f"{name} run {run['number']}",
         job=Job.from_json(run["job"]),
         recipe=Recipe.parse(run["recipe"]),
+        gpus=run.get("gpus", 1),
         loop="plain",
         gpu=document["gpu"],
         seen=figures(run["measured"]),
@@ -320,6 +330,7 @@ def test_the_carried_plain_loops_hold(truth: Truth) -> None:
     assert truth.seen["reserved_bytes"] == found["reserved_bytes"]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("truth", chosen(), ids=lambda truth: f"{truth.name} {truth.recipe}")
 def test_recorded_truth_holds(truth: Truth) -> None:
     for technique in truth.recipe:

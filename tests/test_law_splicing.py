@@ -48,8 +48,9 @@ Words = tuple[str, ...]
 
 
 def is_spliced(technique: type[Technique]) -> bool:
-    """Whether plans put recipes with it together from parts; DeepSpeed's engine is around a whole step."""
-    return technique.searched
+    """Whether plans put recipes with it together from parts; DeepSpeed's engine is around a whole step, and a
+    step of several GPUs is simulated as a whole."""
+    return technique.searched and not technique.needs_several_gpus
 
 
 def notations() -> list[list[str]]:

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from snugfit.planning.lengths.length_plan import LengthPlan
     from snugfit.planning.lengths.lengths import plan_lengths
     from snugfit.planning.plan import Plan
-    from snugfit.planning.several_gpus.search import plan_several_gpus
     from snugfit.planning.search.auto import predict
+    from snugfit.planning.several_gpus.search import plan_several_gpus
     from snugfit.results.footprint import Footprint, Timing
     from snugfit.results.measurement import Measurement
     from snugfit.results.prediction import Prediction

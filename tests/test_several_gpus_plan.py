@@ -1,0 +1,182 @@
+"""Plans for several GPUs: the fewest that fit, the fastest, and what is asked wrongly."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from small_models import small_job
+from snugfit.cli.main import run
+from snugfit.cli.plan import read_counts
+from snugfit.errors import UsageError
+from snugfit.job.gpu import find_gpu
+from snugfit.planning.keep import Kept, kept_of
+from snugfit.planning.several_gpus.candidates import cuts, sharings, ways
+from snugfit.planning.several_gpus.judge import Judge
+from snugfit.planning.several_gpus.plan import OnGpus, SeveralGpusPlan
+from snugfit.planning.several_gpus.search import plan_several_gpus
+from snugfit.prediction.predict import predict
+from snugfit.techniques.recipe import Recipe
+from snugfit.units import MIB
+
+JOB = replace(small_job("llama", 12), batch_size=8)
+H200 = find_gpu("h200")
+
+
+# ---- what is put together ----------------------------------------------------------------------------------
+
+
+def test_one_gpu_shares_with_nobody_and_several_do() -> None:
+    alone = [str(one) for one in sharings(JOB, 1, Kept())]
+    four = [str(one) for one in sharings(JOB, 4, Kept())]
+    sixteen = [str(one) for one in sharings(replace(JOB, batch_size=16), 16, Kept())]
+    assert alone == ["unsharded"]
+    assert {"ddp(bucket_views=true)", "fsdp", "fsdp(reshard=none)"} <= set(four)
+    assert not any(one.startswith("hsdp") for one in four), "within a host, smaller groups only take more"
+    assert "hsdp(8)" in sixteen
+    assert "hsdp(2)" not in sixteen
+
+
+def test_each_way_recomputes_nothing_first() -> None:
+    recomputing = [str(one.recomputing) for one in ways(JOB, Recipe(), 2, Kept())]
+    first = recomputing.index("every_layer")
+    assert set(recomputing[:first]) <= {"keep_all", "selective(attention)"}
+    assert recomputing[0] == "keep_all"
+
+
+def test_the_batch_of_one_gpu_is_cut() -> None:
+    shared = next(ways(JOB, Recipe(), 4, Kept()))
+    assert [str(one) for one in cuts(JOB, shared, Kept())] == ["whole_batch", "micro_batches(2)"]
+
+
+def test_what_is_kept_stays() -> None:
+    fixed = replace(kept_of(JOB, "every_layer + fsdp"), several_gpus=True)
+    kinds = {str(one.recipe) for one in ways(JOB, Recipe.parse("every_layer + fsdp"), 2, fixed)}
+    assert kinds == {"every_layer + fsdp"}
+
+
+def test_what_gathers_less_often_or_recomputes_less_is_faster() -> None:
+    by_name = {str(one.recipe): one for one in ways(JOB, Recipe(), 2, Kept())}
+    kept, dropped = by_name["fsdp(reshard=none)"], by_name["fsdp"]
+    assert dropped.is_slower_than(kept)
+    assert not kept.is_slower_than(dropped)
+    assert not by_name["ddp(bucket_views=true)"].is_slower_than(kept)
+    assert by_name["every_layer + fsdp"].is_slower_than(dropped)
+
+
+# ---- what is judged ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["bf16 + fsdp", "ddp(bucket_views=true) + every_layer"])
+def test_few_layers_tell_what_many_take(recipe: str) -> None:
+    judged = Judge(JOB, H200).judge(2, Recipe.parse(recipe))
+    whole = predict(JOB, recipe, gpu=H200, gpus=2)
+    assert judged.needed_bytes == pytest.approx(whole.needed_bytes, rel=0.03)
+    assert whole.timing is not None
+    assert judged.step_seconds == pytest.approx(whole.timing.step_seconds, rel=0.02)
+
+
+def test_few_micro_batches_tell_what_many_take() -> None:
+    job = replace(small_job("llama", 4), batch_size=32)
+    judged = Judge(job, H200).judge(2, Recipe.parse("fsdp + micro_batches(8)"))
+    whole = predict(job, "fsdp + micro_batches(8)", gpu=H200, gpus=2)
+    assert judged.needed_bytes == pytest.approx(whole.needed_bytes, rel=0.01)
+    assert whole.timing is not None
+    assert judged.step_seconds == pytest.approx(whole.timing.step_seconds, rel=0.02)
+
+
+def test_what_cannot_be_simulated_says_why() -> None:
+    judged = Judge(JOB, H200).judge(2, Recipe.parse("segments + fsdp"))
+    assert "recomputed several at a time" in judged.why_not
+
+
+# ---- the plan ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plan() -> SeveralGpusPlan:
+    return plan_several_gpus(JOB, gpu=H200, gpus=[1, 2, 4], workers=1)
+
+
+@pytest.mark.whole
+def test_a_plan_answers_for_each_number_of_gpus(plan: SeveralGpusPlan) -> None:
+    assert [one.gpus for one in plan.answers] == [1, 2, 4]
+    assert all(one.fits for one in plan.answers)
+    assert plan.fewest is not None
+    assert plan.fewest.gpus == 1
+    assert plan.fastest == min(plan.answers, key=lambda one: one.step_seconds)
+    assert plan.answers[0].scaling_efficiency is None
+    for one in plan.answers:
+        whole = predict(JOB, one.recipe, gpu=H200, gpus=one.gpus)
+        assert one.needed_bytes == whole.needed_bytes
+        assert whole.timing is not None
+        assert one.step_seconds == whole.timing.step_seconds
+
+
+@pytest.mark.whole
+def test_a_plan_goes_through_json(plan: SeveralGpusPlan) -> None:
+    document = json.loads(json.dumps(plan.to_json()))
+    assert SeveralGpusPlan.from_json(document) == plan
+    assert document["fewest"] == 1
+    assert plan.to_rows()[1]["gpus"] == 2
+
+
+@pytest.mark.whole
+def test_less_memory_takes_more_gpus_or_says_what_is_lacking(plan: SeveralGpusPlan) -> None:
+    least = min(one.needed_bytes for one in plan.answers)
+    none = plan_several_gpus(JOB, gpu=H200, gpus=[2], memory_bytes=least // 2, workers=1)
+    assert not none.fitting
+    assert none.fastest is None
+    assert none.answers[0].needed_bytes > least // 2
+
+
+def test_the_cheapest_takes_the_fewest_gpu_seconds() -> None:
+    one = OnGpus(gpus=1, recipe="plain", needed_bytes=1, step_seconds=10.0, samples_per_second=1.0)
+    two = replace(one, gpus=2, step_seconds=6.0)
+    made = SeveralGpusPlan(
+        job=JOB, gpu=H200, memory_bytes=MIB, headroom_bytes=0, fidelity="rounds", answers=(one, two),
+        versions={},
+    )  # fmt: skip
+    assert made.cheapest == one
+    assert made.fastest == two
+
+
+# ---- what is asked wrongly ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"), [("8", [8]), ("2,4,8", [2, 4, 8]), ("1..8", [1, 2, 4, 8]), ("3..20", [3, 6, 12])]
+)
+def test_numbers_of_gpus_are_read(text: str, counts: list[int]) -> None:
+    assert read_counts(text) == counts
+
+
+@pytest.mark.parametrize("text", ["many", "0..8", "8..2", "..", "2,x"])
+def test_what_is_not_a_number_of_gpus_is_told(text: str) -> None:
+    with pytest.raises(UsageError, match="is not a number of GPUs"):
+        read_counts(text)
+
+
+def test_numbers_that_cannot_share_the_batch_are_told() -> None:
+    with pytest.raises(UsageError, match=r"cannot be shared evenly by 3 GPUs\. Name a divisor of it"):
+        plan_several_gpus(JOB, gpu=H200, gpus=3, workers=1)
+    with pytest.raises(UsageError, match="whole numbers from 1"):
+        plan_several_gpus(JOB, gpu=H200, gpus=0, workers=1)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (["--verify", "2"], "does not take --verify"),
+        (["--objective", "memory"], "does not take --objective"),
+        (["--gpus", "3"], "cannot be shared evenly"),
+    ],
+)
+def test_the_command_refuses_in_one_sentence(
+    capsys: pytest.CaptureFixture[str], more: list[str], why: str
+) -> None:
+    asked = ["plan", "bert-base-uncased", "--task", "sequence-classification", "--gpu", "h200", "--gpus", "2"]
+    assert run([*asked, *more]) == 2
+    assert why in capsys.readouterr().err
