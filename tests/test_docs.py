@@ -19,6 +19,7 @@ from snugfit.job.gpu import find_gpu
 from snugfit.prediction.rates import rates_for
 from test_gpus_command import made_up as plans_for_gpus
 from test_lengths_command import made_up as of_lengths
+from test_several_gpus_plan import made_up as several
 from test_verify import planned
 
 ROOT = Path(__file__).parents[1]
@@ -63,6 +64,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(
         "snugfit.planning.search.search.plan", lambda job, **how: planned(how.get("ranked", 0))
     )
+    monkeypatch.setattr("snugfit.planning.several_gpus.search.plan_several_gpus", lambda *_, **__: several())
     monkeypatch.setattr("snugfit.planning.fleet.search_gpus.plan_gpus", lambda *_, **__: plans_for_gpus())
     monkeypatch.setattr("snugfit.planning.lengths.lengths.plan_lengths", lambda *_, **__: of_lengths())
     trained = SimpleNamespace(outcome="finished", exit_code=0, step=1, folder=tmp_path)

@@ -18,6 +18,7 @@ from snugfit.planning.several_gpus.judge import Judge
 from snugfit.planning.several_gpus.plan import OnGpus, SeveralGpusPlan
 from snugfit.planning.several_gpus.search import plan_several_gpus
 from snugfit.prediction.predict import predict
+from snugfit.report.plan.several_gpus import render
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import MIB
 
@@ -132,15 +133,27 @@ def test_less_memory_takes_more_gpus_or_says_what_is_lacking(plan: SeveralGpusPl
     assert none.answers[0].needed_bytes > least // 2
 
 
-def test_the_cheapest_takes_the_fewest_gpu_seconds() -> None:
+def made_up() -> SeveralGpusPlan:
+    """One GPU, and two that are a little faster."""
     one = OnGpus(gpus=1, recipe="plain", needed_bytes=1, step_seconds=10.0, samples_per_second=1.0)
     two = replace(one, gpus=2, step_seconds=6.0)
-    made = SeveralGpusPlan(
+    return SeveralGpusPlan(
         job=JOB, gpu=H200, memory_bytes=MIB, headroom_bytes=0, fidelity="rounds", answers=(one, two),
         versions={},
     )  # fmt: skip
-    assert made.cheapest == one
-    assert made.fastest == two
+
+
+def test_the_cheapest_takes_the_fewest_gpu_seconds() -> None:
+    assert made_up().cheapest == made_up().answers[0]
+    assert made_up().fastest == made_up().answers[1]
+
+
+def test_the_report_names_the_fewest_the_fastest_and_the_cheapest() -> None:
+    text = render(made_up()).markdown()
+    for line in ("The fewest GPUs that fit: 1 x", "The fastest: 2 x", "The cheapest: 1 x"):
+        assert line in text
+    nothing = replace(made_up(), answers=(replace(made_up().answers[0], fits=False, needed_bytes=3 * MIB),))
+    assert "Nothing fits. The nearest miss is on 1 GPUs and is short by 2.0 MiB" in render(nothing).markdown()
 
 
 # ---- what is asked wrongly ---------------------------------------------------------------------------------

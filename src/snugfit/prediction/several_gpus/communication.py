@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
 
 FIRST_GROUP, FURTHER_GROUP = 847 * MIB, 484 * MIB
-"""NVML bytes that NCCL takes for the first group of GPUs and for each further one: with them, 36 runs on two
-and four H200s of one host are met within 8 MiB (2026-11-26, NCCL 2.28.9, 24 channels). On two H200s of
+"""NVML bytes that NCCL takes for the first group of GPUs and for each further one: with them, 28 drawn runs
+on two and four H200s of one host are met within 7 MiB (2026-11-26, NCCL 2.28.9, 24 channels). On two H200s of
 2026-11-22 it took 320 MiB for the first."""
 
 PEERS = 400 * MIB
