@@ -39,6 +39,7 @@ from snugfit.planning.fleet.prices import Cost
 from snugfit.planning.lengths.length_plan import LengthPlan
 from snugfit.planning.lengths.padding import Way
 from snugfit.planning.plan import Choice, Pace, Plan
+from snugfit.planning.several_gpus.plan import SeveralGpusPlan
 from snugfit.results.footprint import Moment
 from snugfit.results.measurement import Measurement
 from snugfit.results.prediction import Prediction
@@ -75,6 +76,7 @@ DOCUMENTS: dict[str, type] = {
     "predict --json": Prediction,
     "predict --compare --json": RecipeComparison,
     "plan --json": Plan,
+    "plan --gpus N --json": SeveralGpusPlan,
     "gpus --json": GpuTable,
     "gpus --for MODEL --json": GpuPlans,
     "measure --json": Measurement,
@@ -108,6 +110,12 @@ ADDED: dict[type, dict[str, tuple[Any, str]]] = {
         "nearest_miss": (Choice | None, "When nothing fits: the recipe that comes nearest."),
         "timing": (PlannedTiming | None, "How long a step of the answer takes; null without rates."),
         "lengths": (LengthPlan, "With `--lengths` only: how to pad, under the best recipe."),
+    },
+    SeveralGpusPlan: {
+        **_HEADS,
+        "fewest": (int | None, "The fewest GPUs that fit; null where none do."),
+        "fastest": (int | None, "The number of GPUs with the shortest step."),
+        "cheapest": (int | None, "The number of GPUs with the fewest GPU seconds a step."),
     },
     GpuTable: {**_HEADS, "gpus": (tuple[Gpu, ...], "All GPUs, or those that were named.")},
     GpuPlans: {

@@ -153,7 +153,10 @@ def test_the_report_names_the_fewest_the_fastest_and_the_cheapest() -> None:
     for line in ("The fewest GPUs that fit: 1 x", "The fastest: 2 x", "The cheapest: 1 x"):
         assert line in text
     nothing = replace(made_up(), answers=(replace(made_up().answers[0], fits=False, needed_bytes=3 * MIB),))
-    assert "Nothing fits. The nearest miss is on 1 GPUs and is short by 2.0 MiB" in render(nothing).markdown()
+    assert (
+        "Nothing fits. The nearest miss is on 1 x H200-SXM and is short by 2.0 MiB"
+        in render(nothing).markdown()
+    )
 
 
 # ---- what is asked wrongly ---------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def _headline(plan: SeveralGpusPlan) -> Iterator[str]:
         miss = min(plan.answers, key=lambda one: one.needed_bytes)
         spare = plan.memory_bytes - plan.headroom_bytes
         yield (
-            f"Nothing fits. The nearest miss is on {miss.gpus} GPUs and is short by "
+            f"Nothing fits. The nearest miss is on {miss.gpus} x {plan.gpu.key} and is short by "
             f"{show_bytes(miss.needed_bytes - spare)} on each: {miss.recipe}."
         )
         return
