@@ -21,6 +21,7 @@ from snugfit.planning.fleet.prices import Prices, document
 from snugfit.results.measurement import RankMeasured
 from test_gpus_command import made_up as plans_for_gpus
 from test_lengths_command import made_up as of_lengths
+from test_several_gpus_plan import made_up as several_gpus
 
 ROOT = Path(__file__).parents[1]
 
@@ -100,6 +101,17 @@ def answers() -> Iterator[tuple[str, Any]]:
     kept_slots = tuple(planned.kept)
     plans = replace(plans, kept=kept_slots, counts=(planned.counts,))
     yield "gpus --for MODEL --json", plans.to_json() | {"run": document(plans, prices)}
+    several = several_gpus()
+    yield (
+        "plan --gpus N --json",
+        replace(
+            several,
+            alternatives=several.answers,
+            kept_slots=kept_slots,
+            refused=planned.refused,
+            doubts=("one",),
+        ),
+    )
     yield "gpus --json", {"schema": 1, "what": "gpus", "gpus": [gpu.to_json() for gpu in snugfit.all_gpus()]}
     yield "lengths --json", of_lengths()
     yield "guide --json", guide_result(measured=True, modern=True)
