@@ -242,7 +242,9 @@ def _processes(request: Request, gpus: int | None) -> int:
     else:
         processes = named
     if processes > 1 and request.has_auto:
-        raise UsageError("'auto' searches for one GPU. Name a recipe with ddp or fsdp for several.")
+        raise UsageError(
+            "'auto' searches for one GPU. For several, name all techniques (snugfit techniques)."
+        )
     return processes
 
 

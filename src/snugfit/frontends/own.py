@@ -176,7 +176,7 @@ def _recipe_for(
     if setup.parallel is not None and setup.parallel.states == "sharded":
         raise UsageError(
             f"{recipe[Slot.SHARDING]}: checkpoints cannot have its optimizer states yet, so it is only "
-            "predicted and measured. Train with ddp or fsdp."
+            "predicted and measured. Train with another technique of the slot 'sharding'."
         )
     recipe.check(job_of_rank(job, setup), capability_of(target))
     refuse_unsupported("plain", setup)

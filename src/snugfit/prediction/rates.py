@@ -170,8 +170,8 @@ class HostLaunchCosts:
     shard_hook: float = 4.5e-4
     """One of FSDP2's hooks around a group of sharded weights, beside what it launches (`SHARD_HOOKS`): two
     before a group computes, two after its backward pass, and one where it gathers. Fitted to 13 steps on two
-    and four H200s whose hosts others shared (2026-11-26), which it meets within 7 % in the median and 37 % at
-    worst."""
+    and four H200s whose hosts others shared (of results/accuracy-seed2621-gpus4.json, -seed2622-gpus2.json
+    and h200-2026-11-26/several-gpus), which show how far it is off."""
 
     def slower(self, factor: float) -> HostLaunchCosts:
         """The costs of a host that takes `factor` times as long."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import PRECISIONS, HostLaunchCosts, Rates, rates_for
 from snugfit.prediction.several_gpus.communication import interconnect_of
-from snugfit.prediction.several_gpus.streams import simulate_streams
+from snugfit.prediction.several_gpus.streams import SIMULATED_STEPS, simulate_streams
 from snugfit.rehearsal.trace.trace import (
     AWAIT_COPY,
     BY_HOST,
@@ -40,9 +40,6 @@ from snugfit.results.step_seconds import COMMUNICATION, LINK, PhaseSeconds, Step
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.rehearsal.trace.trace import Kernel, Trace
-
-SIMULATED_STEPS = 3
-"""Steps that are simulated; the length of the last one is the answer."""
 
 BY_LINK_OR_HOST = COPIES | STAGED | BY_HOST | COLLECTIVES
 """What the device neither computes nor moves in its own memory."""

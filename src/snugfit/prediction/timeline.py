@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.seconds import (
     COMPUTES,
-    SIMULATED_STEPS,
     TRAVELS,
     launch_seconds,
     queue_roles,
     sync_points,
     with_worker_batches,
 )
-from snugfit.prediction.several_gpus.streams import simulate_streams
+from snugfit.prediction.several_gpus.streams import SIMULATED_STEPS, simulate_streams
 from snugfit.rehearsal.trace.trace import ALONE, COLLECTIVES, COPIES
 from snugfit.results.step_seconds import PhaseSpan
 

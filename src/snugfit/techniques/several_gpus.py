@@ -28,7 +28,7 @@ SHARDS_ON_HOST = (
     "seconds of its copies and updates were measured nowhere, nor was its memory."
 )
 
-ADAMW = ("torch.optim:AdamW", "torch.optim:SGD")
+KNOW_SHARDS = ("torch.optim:AdamW", "torch.optim:SGD")
 """Optimizers of torch that update shards as they update whole weights (chosen: others look at a weight's
 shape, or are code that knows no shards)."""
 
@@ -67,7 +67,7 @@ def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterato
     if wish.weights == "sharded" and setup.scale_gradients:
         yield f"weights are gathered in bf16 or as they are, so it does not go with {recipe[Slot.PRECISION]}."
     shared = "shards of weights" if wish.weights == "sharded" else "states that GPUs share"
-    if "sharded" in (wish.weights, wish.states) and setup.optimizer.factory.path not in ADAMW:
+    if "sharded" in (wish.weights, wish.states) and setup.optimizer.factory.path not in KNOW_SHARDS:
         yield f"{recipe[Slot.OPTIMIZER]} is not simulated on {shared}. Try 'adamw' or 'adamw_fused'."
     if wish.on_host and setup.optimizer.factory.arguments.get("fused"):
         yield f"the host updates weights, and {recipe[Slot.OPTIMIZER]} is for GPUs. Try 'adamw'."

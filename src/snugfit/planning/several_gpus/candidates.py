@@ -50,12 +50,7 @@ class Shared:
 
     def cut(self, pieces: Technique) -> Recipe:
         """The recipe whose global batch is cut so."""
-        return with_technique(self.recipe, pieces)
-
-
-def with_technique(recipe: Recipe, technique: Technique) -> Recipe:
-    """The recipe with this technique in its slot."""
-    return Recipe(tuple(technique if one.slot is technique.slot else one for one in recipe))
+        return self.recipe.with_(pieces)
 
 
 def ways(job: Job, base: Recipe, gpus: int, fixed: Kept) -> Iterator[Shared]:
@@ -63,7 +58,7 @@ def ways(job: Job, base: Recipe, gpus: int, fixed: Kept) -> Iterator[Shared]:
     most to what recomputes most."""
     for recomputing in recomputings(job, fixed):
         for sharing in sharings(job, gpus, fixed):
-            recipe = with_technique(with_technique(base, sharing), recomputing)
+            recipe = base.with_(sharing).with_(recomputing)
             if is_valid(job, recipe, gpus):
                 yield Shared(gpus, recipe)
 

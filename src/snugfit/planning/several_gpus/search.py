@@ -30,7 +30,6 @@ from snugfit.planning.several_gpus.candidates import (
     is_valid,
     sharings,
     ways,
-    with_technique,
 )
 from snugfit.planning.several_gpus.judge import Judge, Judged
 from snugfit.planning.several_gpus.plan import OnGpus, SeveralGpusPlan
@@ -44,7 +43,7 @@ from snugfit.techniques.several_gpus import MOST_GPUS
 from snugfit.techniques.technique import Fidelity, Technique
 
 MARGIN = 1.03
-"""of bytes that are found on few layers (chosen): what is said to fit shall fit in full."""
+"""Of bytes that are found on few layers (chosen): what is said to fit shall fit in full."""
 
 FULL = 3
 """Recipes that are simulated in full on the fastest answer's GPUs (chosen)."""
@@ -65,7 +64,7 @@ def plan_several_gpus(
     workers: int | None = None,
     tell: Tell = lambda what: None,
 ) -> SeveralGpusPlan:
-    """For each of these numbers of GPUs the fastest recipe that fits, the global batch fixed.
+    """For each of these numbers of GPUs the fastest recipe that fits, the global batch kept.
 
     `memory_bytes` is what may be used of each GPU, by default all of it but its `headroom`; `keep` names
     techniques that are not searched; `workers` processes simulate side by side. Raises `UsageError` for what
@@ -166,7 +165,8 @@ class _Search:
         """The plan for these numbers of GPUs."""
         base = self._base(counts[-1])
         bisections = self._screen(counts, base)
-        self._in_full([(count, first.recipe) for count in counts if (first := _first(bisections[count]))])
+        firsts = [(count, one.recipe) for count in counts for one in _fitting(bisections[count])[:1]]
+        self._in_full(firsts)
         answers = [self._best_of(count, bisections[count]) for count in counts]
         fastest = min((one for one in answers if one.fits), key=lambda one: one.step_seconds, default=None)
         alternatives: list[OnGpus] = []
@@ -199,13 +199,11 @@ class _Search:
         sharing = next(sharings(self._job, gpus, self._fixed), None)
         if sharing is None:
             raise UsageError(f"No technique shares this job among {gpus} GPUs.")
-        base = with_technique(Recipe(), sharing)
+        base = Recipe().with_(sharing)
         for slot, fixed in self._fixed.slots.items():
-            base = with_technique(base, fixed[0]) if slot is not sharing.slot else base
+            base = base.with_(fixed[0]) if slot is not sharing.slot else base
         for slot in DECIDED_ONCE:
-            choices = [
-                with_technique(base, one) for one in fillings(self._job, slot, self._fixed, self._fidelity)
-            ]
+            choices = [base.with_(one) for one in fillings(self._job, slot, self._fixed, self._fidelity)]
             valid = [one for one in choices if is_valid(self._job, one, gpus)]
             if len(valid) > 1:
                 judged = self._judge((gpus, one) for one in valid)
@@ -248,11 +246,7 @@ class _Search:
 
     def _best_of(self, count: int, ways_to_share: list[_Bisection]) -> OnGpus:
         """The fastest that fits when it is simulated in full, or the nearest miss."""
-        fitting = sorted(
-            (one for one in ways_to_share if one.best is not None),
-            key=lambda one: one.best.step_seconds if one.best else math.inf,
-        )
-        for one in fitting:
+        for one in _fitting(ways_to_share):
             answer = self._in_full([(count, one.recipe)])[0]
             if answer is not None and answer.fits:
                 return answer
@@ -267,12 +261,8 @@ class _Search:
         return miss
 
     def _alternatives(self, fastest: OnGpus, ways_to_share: list[_Bisection]) -> list[OnGpus]:
-        ranked = sorted(
-            (one for one in ways_to_share if one.best is not None),
-            key=lambda one: one.best.step_seconds if one.best else math.inf,
-        )
-        recipes = [one.recipe for one in ranked if str(one.recipe) != fastest.recipe][: FULL - 1]
-        known = self._in_full([(fastest.gpus, one) for one in recipes])
+        recipes = [one.recipe for one in _fitting(ways_to_share) if str(one.recipe) != fastest.recipe]
+        known = self._in_full([(fastest.gpus, one) for one in recipes[: FULL - 1]])
         return sorted(
             (one for one in known if one is not None and one.fits), key=lambda one: one.step_seconds
         )
@@ -308,7 +298,7 @@ class _Search:
         )
 
 
-def _first(ways_to_share: Sequence[_Bisection]) -> _Bisection | None:
-    """The fastest that fits, as screened."""
+def _fitting(ways_to_share: Sequence[_Bisection]) -> list[_Bisection]:
+    """Those that fit, as screened, the fastest first."""
     fitting = [one for one in ways_to_share if one.best is not None]
-    return min(fitting, key=lambda one: one.best.step_seconds if one.best else math.inf, default=None)
+    return sorted(fitting, key=lambda one: one.best.step_seconds if one.best else math.inf)

@@ -82,7 +82,7 @@ def _release_first_buckets(model: Any) -> None:
     """DDP makes its buckets anew in the second step. What averaged the first ones holds them until a thread
     of NCCL's, which looks every 100 ms, has seen that they are done, and another exchange then begins
     (`ProcessGroupNCCL`: `shelvesToUnstash_`, `workEnqueue`). So the second step had a set of gradients more,
-    or not, by chance: 1,278 MiB of BERT-large on two H200s, none on four. Waiting for that thread, and one
+    or not, by chance: 1,278 MiB of BERT-large on two H200s. Waiting for that thread, and one
     exchange, give them back at once."""
     import torch
     import torch.distributed as dist
