@@ -226,12 +226,15 @@ class ShardingWish:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelWish:
-    """Processes that train one model together by torch.distributed, one for each GPU (a rank), each on its
-    part of the global batch."""
+    """Processes that train one model together by torch.distributed, one for each GPU (a rank).
+
+    They stand in a mesh. Along its data axis each has a part of the global batch; along the others ranks work
+    on the same samples, and each does a part of what these take."""
 
     weights: str = "copied"
-    """What each of them holds of weights, gradients and optimizer states: `copied`, all of it, and gradients
-    are averaged (DDP); `sharded`, a part, and weights are gathered where a layer computes (FSDP2)."""
+    """What each of them holds, along the data axis, of weights, gradients and optimizer states: `copied`, all
+    of it, and gradients are averaged (DDP); `sharded`, a part, and weights are gathered where a layer
+    computes (FSDP2); `alone` has no data axis."""
 
     states: str = "copied"
     """What each of them holds of optimizer states where weights are copied: all of them, or, `sharded`, those
@@ -241,8 +244,8 @@ class ParallelWish:
     """How many they are; 0 while that is open."""
 
     shards: int = 0
-    """Over how many of them one copy of the weights is spread; 0 spreads one over all. Fewer make several
-    copies, whose gradients are averaged."""
+    """Over how many of the data axis one copy of the weights is spread; 0 spreads one over all. Fewer make
+    several copies, whose gradients are averaged."""
 
     reshard: str = "layers"
     """Which gathered weights are dropped after the forward pass and gathered again for the backward one:
@@ -256,6 +259,31 @@ class ParallelWish:
 
     bucket_views: bool = False
     """Whether copied weights' gradients lie in the buckets that are averaged, and nowhere else."""
+
+    tensor: int = 1
+    """Over how many ranks the matrices of each layer are cut."""
+
+    context: int = 1
+    """Over how many ranks each sequence is cut."""
+
+    stages: int = 1
+    """Over how many ranks the layers are put, one stage after the other."""
+
+    schedule: str = ""
+    """Where there are stages: in which order each runs its micro-batches, by torch's name."""
+
+    experts: int = 1
+    """Over how many ranks of the data axis the experts of each layer are spread."""
+
+    @property
+    def ranks_of_one_part(self) -> int:
+        """How many ranks work on the same part of the global batch."""
+        return self.tensor * self.context * self.stages
+
+    @property
+    def data_ranks(self) -> int:
+        """Into how many parts the global batch is cut."""
+        return self.ranks // self.ranks_of_one_part
 
 
 @dataclass(frozen=True, kw_only=True)

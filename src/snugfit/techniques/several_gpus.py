@@ -75,7 +75,7 @@ def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterato
 
 def on_gpus(setup: Setup, gpus: int) -> Setup:
     """The Setup on so many GPUs. Raises `UsageError` where the recipe trains on one and several were named,
-    or the other way round, and where its copies of the weights do not share them evenly."""
+    or the other way round, and where its parts do not share them evenly."""
     wish = setup.parallel
     if type(gpus) is not int or not 1 <= gpus <= MOST_GPUS:
         raise UsageError(f"gpus is {gpus!r}; it must be a whole number from 1 to {MOST_GPUS:,}.")
@@ -88,22 +88,55 @@ def on_gpus(setup: Setup, gpus: int) -> Setup:
         )
     if gpus == 1:
         raise UsageError(f"The recipe {ONE_GPU}.")
-    if wish.shards and (wish.shards > gpus or gpus % wish.shards):
+    return replace(setup, parallel=_on_mesh(wish, gpus))
+
+
+def _on_mesh(wish: ParallelWish, gpus: int) -> ParallelWish:
+    """The wish for so many ranks, whose axes multiply to them."""
+    together = wish.ranks_of_one_part
+    if gpus % together:
+        named = " x ".join(f"{count} for {axis}" for axis, count in axes_of(wish).items())
         raise UsageError(
-            f"hsdp({wish.shards}) spreads a copy of the weights over {wish.shards} GPUs, and {gpus} GPUs "
-            f"make no such groups. Name a multiple of {wish.shards}, or a divisor of {gpus} in its place."
+            f"The recipe takes {together} GPUs ({named}) or a multiple of them, and {gpus} were named."
         )
-    return replace(setup, parallel=replace(wish, ranks=gpus))
+    data = gpus // together
+    if wish.weights == "alone" and data > 1:
+        raise UsageError(
+            f"The recipe shares one copy of the model among {together} GPUs, and {gpus} were named. Add fsdp "
+            f"or ddp, which share the batch among {data} such groups, or name {together} GPUs."
+        )
+    if wish.weights != "alone" and data == 1:
+        raise UsageError(
+            f"Of {gpus} GPUs nothing is left to share the batch among: {together} work on each part of it. "
+            f"Name a multiple of {together}, or leave the technique of the slot 'sharding' out."
+        )
+    if wish.shards and (wish.shards > data or data % wish.shards):
+        raise UsageError(
+            f"hsdp({wish.shards}) spreads a copy of the weights over {wish.shards} GPUs, and {data} GPUs "
+            f"make no such groups. Name a multiple of {wish.shards}, or a divisor of {data} in its place."
+        )
+    if data % wish.experts:
+        raise UsageError(
+            f"Experts are spread over {wish.experts} of the GPUs that share the batch, and those are {data}. "
+            "Take a divisor of it."
+        )
+    return replace(wish, ranks=gpus)
+
+
+def axes_of(wish: ParallelWish) -> dict[str, int]:
+    """How many ranks there are along each axis of a mesh, but for the data axis; axes of one are left out."""
+    counts = {"stages": wish.stages, "context": wish.context, "tensor": wish.tensor}
+    return {axis: count for axis, count in counts.items() if count > 1}
 
 
 def job_of_rank(job: Job, setup: Setup) -> Job:
     """One rank's part of the job: its share of the global batch. Raises `UsageError` for a batch that cannot
     be shared evenly."""
-    ranks = setup.parallel.ranks if setup.parallel else 1
-    if job.batch_size % ranks:
-        below = job.batch_size // ranks * ranks
-        near = " or ".join(str(size) for size in (below, below + ranks) if size)
+    parts = setup.parallel.data_ranks if setup.parallel and setup.parallel.ranks else 1
+    if job.batch_size % parts:
+        below = job.batch_size // parts * parts
+        near = " or ".join(str(size) for size in (below, below + parts) if size)
         raise UsageError(
-            f"A global batch of {job.batch_size} cannot be shared evenly by {ranks} GPUs. Try {near}."
+            f"A global batch of {job.batch_size} cannot be shared evenly by {parts} GPUs. Try {near}."
         )
-    return replace(job, batch_size=job.batch_size // ranks) if ranks > 1 else job
+    return replace(job, batch_size=job.batch_size // parts) if parts > 1 else job

@@ -50,13 +50,13 @@ class ParallelHandler(Handler):
 
     def distribute(self, value: ParallelWish | None, model: Any) -> Any:
         """The model in DDP, or with its weights spread over the processes."""
-        if value is None:
+        if value is None or value.weights == "alone":
             return model
         return in_ddp(value, model) if value.weights == "copied" else in_fsdp(value, model)
 
     def around_pass(self, value: ParallelWish | None, model: Any, *, is_last: bool) -> Context | None:
         """Gradients are told to the others after the last micro-batch alone."""
-        if value is None:
+        if value is None or value.weights == "alone":
             return None
         if value.weights == "sharded":
             return functools.partial(_fsdp_tells, model, is_last=is_last)
@@ -118,7 +118,7 @@ def in_fsdp(wish: ParallelWish, model: torch.nn.Module) -> torch.nn.Module:
 
     device = _device_of(model)
     options: dict[str, Any] = {
-        "mesh": mesh_of(wish, device),
+        "mesh": data_mesh(mesh_of(wish, device)),
         "reshard_after_forward": wish.reshard != "none",
         "mp_policy": MixedPrecisionPolicy(),
     }
@@ -153,12 +153,24 @@ def _device_of(model: torch.nn.Module) -> str:
 
 
 def mesh_of(wish: ParallelWish, device: str) -> DeviceMesh:
-    """The processes in one row, or in as many rows as there are copies of the weights."""
-    import torch.distributed as dist
+    """All processes, by the axes of the mesh that have more than one, the slowest link first: `stage`,
+    `replicate`, `shard`, `context`, `tensor`. The data axis is the middle two: `shard` where one copy of the
+    weights is spread over it, or, where several are, rows of so many ranks."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    ranks = dist.get_world_size()
-    shards = wish.shards or ranks
-    if shards == ranks:
-        return init_device_mesh(device, (ranks,), mesh_dim_names=("shard",))
-    return init_device_mesh(device, (ranks // shards, shards), mesh_dim_names=("replicate", "shard"))
+    shards = wish.shards or (wish.data_ranks if wish.weights == "sharded" else 1)
+    counts = {
+        "stage": wish.stages,
+        "replicate": wish.data_ranks // shards,
+        "shard": shards,
+        "context": wish.context,
+        "tensor": wish.tensor,
+    }
+    axes = {axis: count for axis, count in counts.items() if count > 1}
+    return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The part of a mesh along which ranks share the batch."""
+    axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis in ("replicate", "shard"))
+    return mesh[axes] if len(axes) < mesh.ndim else mesh
