@@ -23,6 +23,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from snugfit.rehearsal.record.kernels import KernelCost
 from snugfit.rehearsal.record.recorder import Recorder
@@ -30,7 +31,15 @@ from snugfit.rehearsal.sharded import collectives
 from snugfit.rehearsal.sharded.device_module import ShapesModule
 from snugfit.rehearsal.sharded.offloaded_shards import TO_COPY, HostShards
 from snugfit.rehearsal.sharded.streams import Moment, StreamOrder
-from snugfit.rehearsal.trace.trace import ALL_REDUCE, DEFAULT_STREAM, SHARD_HOOKS
+from snugfit.rehearsal.trace.trace import (
+    ALL_REDUCE,
+    ALONE,
+    DEFAULT_STREAM,
+    SHARD_HOOKS,
+    SHARDED_OPERANDS,
+    UPDATE_ON_HOST,
+    WORK_ON_HOST,
+)
 from snugfit.results.footprint import Kind
 from snugfit.step.host_link import MetaLink
 
@@ -66,6 +75,9 @@ class RankRecorder(Recorder):
                 return func(*args, **kwargs)
             if self._phase == "backward" and _copies_out(func, args, kwargs):  # a shard's gradient
                 return self.shards.keep(args[0])
+        if DTensor in types:
+            operands = sum(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs)))
+            self._add_host_work(SHARDED_OPERANDS, operands)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
@@ -105,7 +117,16 @@ class RankRecorder(Recorder):
     def count_shard_hooks(self, hooks: int) -> None:
         """The host runs so many of FSDP2's hooks."""
         if self._phase in ("forward", "backward"):
-            self._add_to_last_step(SHARD_HOOKS, KernelCost(0, 0, (), "", hooks, "", ()))
+            self._add_host_work(SHARD_HOOKS, hooks)
+
+    def _add_host_work(self, what: str, count: int) -> None:
+        self._add_to_last_step(what, KernelCost(0, 0, (), "", count, "", ()))
+
+    def _add_to_last_step(self, operator: str, cost: KernelCost) -> None:
+        """All ranks of a host work through its memory at once, and share it."""
+        if self._step == self.steps - 1:
+            shared = operator in (WORK_ON_HOST, UPDATE_ON_HOST)
+            self._add_kernel(operator, cost, (dist.get_world_size(), 1) if shared else ALONE)
 
     def _exchange(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
