@@ -232,8 +232,8 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
     elif kernel.operator == UPDATE_ON_HOST:
         launch = UPDATE_PASSES * _own_bytes(kernel) / HOST_BANDWIDTH[kernel.itemsize]
     elif kernel.operator in (SHARD_HOOKS, SHARDED_OPERANDS):
-        each = host.shard_hook if kernel.operator == SHARD_HOOKS else host.sharded_operand
-        launch = each * kernel.tensors
+        seconds = host.shard_hook if kernel.operator == SHARD_HOOKS else host.sharded_operand
+        launch = seconds * kernel.tensors
     elif kernel.operator in BY_HOST:
         rate = DISK_BANDWIDTH if kernel.operator == SWAPPED else HOST_BANDWIDTH[4]
         launch = _own_bytes(kernel) / rate if kernel.operator in (WORK_ON_HOST, SWAPPED) else 0.0
