@@ -22,6 +22,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from snugfit.rehearsal.record.kernels import KernelCost
@@ -59,6 +60,8 @@ class RankRecorder(Recorder):
         kwargs = kwargs or {}
         if torch._C._get_dispatch_mode(FAKE) is not None:
             return func(*args, **kwargs)
+        if collectives.is_wrapping(func):
+            return AsyncCollectiveTensor(args[0])
         if collectives.is_collective(func) and DTensor not in types:
             return self._exchange(func, args, kwargs)
         if self.shards is not None and DTensor not in types:
@@ -108,11 +111,11 @@ class RankRecorder(Recorder):
             self._add_to_last_step(SHARD_HOOKS, KernelCost(0, 0, (), "", hooks, "", ()))
 
     def _exchange(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
         if func in collectives.WAITS:
             self.order.wait(self.order.current, self._unawaited)
             self._unawaited = frozenset()
-            return out
+            return args[0] if collectives.gives_its_own(func) else func(*args, **kwargs)
+        out = func(*args, **kwargs)
         self.memory.add_outputs(collectives.kernel_of(func), out)
         for tensor in collectives.tensors_carried(func, out, args):
             self.claim(tensor, Kind.COMMUNICATION)

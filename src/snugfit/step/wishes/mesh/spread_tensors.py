@@ -1,9 +1,9 @@
 """Weights and gradients that are parts of others (`DTensor`), some over other ranks than the rest, or whole.
 
 Under tensor parallelism matrices are spread over some ranks, and norms are whole in each; beside FSDP2 the
-ones are spread along two axes of the mesh and the others along one. torch's operators on lists of tensors take
-those of one mesh alone, so an optimizer has a group for each, as transformers' Trainer has it, and the norm of
-all gradients is that of the norms of each. Where all are alike, torch's functions are called as ever.
+ones are spread along two axes of the mesh and the others along one. torch's operators on lists of tensors
+take those of one mesh alone, so an optimizer has a group for each, as transformers' Trainer has it, and the
+norm of all gradients is that of the norms of each. Where all are alike, torch's functions are called as ever.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def optimizer_groups(groups: Sequence[Any]) -> list[Any]:
 
 
 def whole(tensor: Any) -> torch.Tensor:
-    """The tensor; of one that several processes hold parts of all of it, in each of them. What is summed along
-    several axes of a mesh is summed along one after the other, for which torch else writes a warning."""
+    """The tensor; of one that several processes hold parts of all of it, in each of them. Along several axes
+    of a mesh it is summed one after the other, for which torch else writes a warning."""
     if mesh(tensor) is None:
         plain: torch.Tensor = tensor
         return plain

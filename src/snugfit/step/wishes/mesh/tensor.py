@@ -2,8 +2,9 @@
 
 Which matrix is cut how says the model's own plan: transformers has one for most language models
 (`base_model_tp_plan` of its config, and `_tp_plan` of its head), in words that are read here as torch's
-styles of the same meaning. transformers has styles of its own behind these words too. They changed with almost
-every release from 5.17 to 5.23, and one of them sums a gradient again for each micro-batch; torch's stayed.
+styles of the same meaning. transformers has styles of its own behind these words too. They changed with
+almost every release from 5.17 to 5.23, and one of them sums a gradient again for each micro-batch; torch's
+stayed.
 
 Each rank builds the model whole, with the same numbers, and keeps its part of each matrix (a `DTensor`); what
 the plan does not name all of them hold, compute and update alike. A matrix whose output is cut ("colwise") is
