@@ -47,8 +47,8 @@ def gives_its_own(func: Any) -> bool:
 
 
 def is_wrapping(func: Any) -> bool:
-    """Whether it hands on what is being exchanged, for whoever uses it first to wait for. On shapes alone torch
-    (2.13) makes an empty tensor there instead."""
+    """Whether it hands on what is being exchanged, for whoever uses it first to wait for. On shapes alone
+    torch (2.13) makes an empty tensor there instead."""
     return bool(func._schema.name == "_c10d_functional::_wrap_tensor_autograd")
 
 

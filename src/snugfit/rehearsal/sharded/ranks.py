@@ -244,3 +244,15 @@ def process_group(rank: int = 0, ranks: int = 1) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """DTensor remembers what an operator does to tensors of a mesh, and with that the mesh. The next one that
+    is cut alike is equal to it, but has other groups."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_cached.cache_clear()
+    for name in ("_gen_transform_infos", "_gen_transform_infos_non_cached"):
+        getattr(getattr(_redistribute, name, None), "cache_clear", lambda: None)()

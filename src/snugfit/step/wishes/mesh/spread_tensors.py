@@ -8,7 +8,9 @@ norm of all gradients is that of the norms of each. Where all are alike, torch's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,18 +45,9 @@ def optimizer_groups(groups: Sequence[Any]) -> list[Any]:
     return [{**group, "params": part} for group in groups for part in split(group["params"], mesh)]
 
 
-def whole(tensor: Any) -> torch.Tensor:
-    """The tensor; of one that several processes hold parts of all of it, in each of them. Along several axes
-    of a mesh it is summed one after the other, for which torch else writes a warning."""
-    if mesh(tensor) is None:
-        plain: torch.Tensor = tensor
-        return plain
-    from torch.distributed.tensor import Replicate
-
-    for axis in reversed(range(1, tensor.device_mesh.ndim)):
-        placements = [*tensor.placements[:axis], *[Replicate()] * (tensor.device_mesh.ndim - axis)]
-        tensor = tensor.redistribute(placements=placements)
-    gathered: torch.Tensor = tensor.full_tensor()
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor; of one that several processes hold parts of all of it, in each of them."""
+    gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return gathered
 
 
@@ -65,8 +58,21 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
     tensors = list(tensors)
     if len(split(tensors, mesh)) == 1:
         return torch.nn.utils.get_total_norm(tensors, norm_type)
-    norms = [whole(torch.nn.utils.get_total_norm(part, norm_type)) for part in split(tensors, spread)]
+    with _quiet():
+        norms = [whole(torch.nn.utils.get_total_norm(part, norm_type)) for part in split(tensors, spread)]
     return torch.nn.utils.get_total_norm(norms, norm_type)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Within it torch does not advise to sum one number along both axes of a mesh at once."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def clip(weights: Iterable[torch.Tensor], most: float) -> None:
