@@ -53,7 +53,7 @@ OWN: dict[str, Callable[[Event], bool]] = {
 }
 """What only the CPU's ranks allocate, by the reason."""
 
-SEVERAL = ("ddp", "zero1", "fsdp", "hsdp")
+SEVERAL = ("ddp", "zero1", "fsdp", "hsdp", "tensor")
 
 EXCHANGED = (
     "FSDP::all_gather", "FSDP::post_backward_reduce", "DistributedDataParallel.forward", "aten::cat",
@@ -67,8 +67,9 @@ TWO = [
         "llama": (
             "ddp", "ddp(bucket_views=true) + bf16", "ddp + micro_batches(2)", "fsdp", "fsdp + bf16",
             "fsdp(reshard=none)", "fsdp + micro_batches(2)", "fsdp(reshard=all) + every_layer + bf16",
-            "zero1",
+            "zero1", "tensor(2) + bf16", "tensor(2) + every_layer + bf16",
         ),
+        "qwen3": ("tensor(2)", "tensor(2) + micro_batches(2) + adamw_fused"),
         "bert": (
             "ddp + bf16", "ddp(bucket_views=true)", "fsdp", "fsdp(reshard=none) + bf16 + micro_batches(2)",
             "zero1(bucket_views=true) + bf16 + adamw_fused + micro_batches(2)",
@@ -76,7 +77,11 @@ TWO = [
     }.items()
     for recipe in recipes
 ]  # fmt: skip
-FOUR = [("llama", "hsdp(2)"), ("llama", "hsdp(2, reshard=none) + bf16"), ("bert", "fsdp + bf16")]
+FOUR = [
+    ("llama", "hsdp(2)"), ("llama", "hsdp(2, reshard=none) + bf16"), ("bert", "fsdp + bf16"),
+    ("llama", "ddp + tensor(2)"), ("llama", "fsdp + tensor(2)"),
+    ("qwen3", "fsdp + bf16 + micro_batches(2) + tensor(2)"),
+]  # fmt: skip
 
 
 def case(family: str, recipe: str) -> Case:
@@ -180,7 +185,8 @@ def test_ranks_that_are_given_the_same_batch_train_as_one_does() -> None:
             alone = (
                 " + ".join(part for part in recipe.split(" + ") if not part.startswith(SEVERAL)) or "plain"
             )
-            expected = losses_of(replace(job, batch_size=BATCH // ranks), Recipe.parse(alone).setup())
+            part = job_of_rank(job, on_gpus(Recipe.parse(recipe).setup(), ranks))
+            expected = losses_of(part, Recipe.parse(alone).setup())
             exact = "bf16" not in recipe  # with shards bf16 is no autocast, and norms compute in it too
             for rank in range(ranks):
                 losses = real(ranks)[family, recipe, rank].losses

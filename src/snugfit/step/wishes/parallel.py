@@ -82,7 +82,7 @@ class ParallelHandler(Handler):
     def after_evaluation(self, value: ParallelWish | None, model: Any) -> None:
         """Drops the gathered weights that FSDP2 keeps for a backward pass: until then they are the model's
         parameters, in the place of the parts that are trained and kept."""
-        if value is not None and value.weights == "sharded":
+        if value is not None and value.weights != "alone":
             from torch.distributed.fsdp import FSDPModule
 
             for module in model.modules():
