@@ -247,7 +247,7 @@ def test_groups_of_a_mesh_are_those_of_the_rank() -> None:
 
 
 def test_a_model_without_a_plan_is_refused() -> None:
-    with pytest.raises(RecipeError, match="no tensor-parallel plan for bert. Take fsdp"):
+    with pytest.raises(RecipeError, match=r"no tensor-parallel plan for bert\. Take fsdp"):
         Recipe.parse("tensor(2)").check(small_job("bert", 2), installed=False)
 
 
