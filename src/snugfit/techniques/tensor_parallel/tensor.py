@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 
+UNMEASURED = (
+    "Torch's own code was simulated, and its bytes agree with processes on a CPU to the last one. No step was "
+    "measured on GPUs, and what DTensor takes the host is a guess."
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tensor(Technique):
     """Groups of n GPUs compute each layer together, each with a part of its matrices."""
@@ -48,6 +54,10 @@ class Tensor(Technique):
         wish = recipe[Slot.SHARDING].install(Setup()).parallel or ParallelWish(weights="alone")
         yield from several_gpus.objections(job, recipe, replace(wish, tensor=self.n))
         yield from tensor_plans.objections(job, self.n)
+
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """Nobody has measured it on a GPU."""
+        yield UNMEASURED
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
