@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 UNMEASURED = (
-    "Torch's own code was simulated, and its bytes agree with processes on a CPU to the last one. No step was "
-    "measured on GPUs, and what DTensor takes the host is a guess."
+    "Torch's own code was simulated, and its bytes agree with processes on a CPU to the last one. No step "
+    "was measured on GPUs, and what DTensor takes the host is a guess."
 )
 
 
@@ -63,3 +63,8 @@ class Tensor(Technique):
     def settings(cls, job: Job) -> Iterator[Self]:
         """Groups that fit into one host."""
         yield from (cls(n=n) for n in (2, 4, 8) if not [*tensor_plans.objections(job, n)])
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """Its seconds are not known well enough to choose it."""
+        return "plans look at it only where it is kept"
