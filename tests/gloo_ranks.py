@@ -109,8 +109,16 @@ EXCHANGES = (
 """Functions of torch.distributed by which FSDP2 exchanges, under the names of all its versions."""
 
 
+FUNCTIONAL = (
+    "all_reduce", "all_gather_single", "all_gather_tensor", "reduce_scatter_single", "reduce_scatter_tensor",
+    "all_to_all_single",
+)  # fmt: skip
+"""Those by which DTensor does, which give a tensor that waits when it is first used."""
+
+
 def _wait_for_the_thread() -> None:
     import torch.distributed as dist
+    import torch.distributed._functional_collectives as functional
 
     def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -122,13 +130,21 @@ def _wait_for_the_thread() -> None:
     for name in EXCHANGES:
         if (exchange := getattr(dist, name, None)) is not None:
             setattr(dist, name, _waited_for(exchange))
+    for name in FUNCTIONAL:
+        if (exchange := getattr(functional, name, None)) is not None:
+            setattr(functional, name, _waited_for(exchange))
 
 
 def _waited_for(exchange: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
     import torch.distributed as dist
 
     def wait(*arguments: Any, **keywords: Any) -> Any:
         work = exchange(*arguments, **keywords)
+        if isinstance(work, torch.Tensor):
+            getattr(work, "trigger_wait", lambda: None)()
+            dist.barrier()
+            return work
         if work is not None:
             work.wait()
         dist.barrier(keywords.get("group"))

@@ -28,6 +28,7 @@ from snugfit.rehearsal.trace.trace import (
     COPY_IN,
     GENERATED,
     MATRIX_PRODUCTS,
+    PART_OPERATORS,
     PREPARED,
     SHARD_HOOKS,
     SHARDED_OPERANDS,
@@ -74,6 +75,13 @@ COMPUTES, TRAVELS = -2, -1
 
 LINK_BOUND_ABOVE = 1.05
 """How many times as long as without its copies a step takes that is called bound by the link. A choice."""
+
+BY_PYTHON = {
+    SHARD_HOOKS: "shard_hook",
+    SHARDED_OPERANDS: "sharded_operand",
+    PART_OPERATORS: "part_operator",
+}
+"""What the host does so many times (`Kernel.tensors`), and which of its costs each takes."""
 
 HOST_BOUND_BELOW = 0.85
 """Share of the step in which the device works; below it the step is called bound by the host. A choice."""
@@ -231,9 +239,8 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
         launch = host.generated if kernel.operator.startswith(GENERATED) else host.in_program
     elif kernel.operator == UPDATE_ON_HOST:
         launch = UPDATE_PASSES * _own_bytes(kernel) / HOST_BANDWIDTH[kernel.itemsize]
-    elif kernel.operator in (SHARD_HOOKS, SHARDED_OPERANDS):
-        seconds = host.shard_hook if kernel.operator == SHARD_HOOKS else host.sharded_operand
-        launch = seconds * kernel.tensors
+    elif kernel.operator in BY_PYTHON:
+        launch = getattr(host, BY_PYTHON[kernel.operator]) * kernel.tensors
     elif kernel.operator in BY_HOST:
         rate = DISK_BANDWIDTH if kernel.operator == SWAPPED else HOST_BANDWIDTH[4]
         launch = _own_bytes(kernel) / rate if kernel.operator in (WORK_ON_HOST, SWAPPED) else 0.0

@@ -40,6 +40,7 @@ class Slot(StrEnum):
     BATCHING = "batching"
     OPTIMIZER = "optimizer"
     SHARDING = "sharding"
+    TENSOR_PARALLEL = "tensor_parallel"
     ALLOCATOR = "allocator"
     LOADING = "loading"
 

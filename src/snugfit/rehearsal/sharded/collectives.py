@@ -41,6 +41,17 @@ def is_collective(func: Any) -> bool:
     return func in collective_ops
 
 
+def gives_its_own(func: Any) -> bool:
+    """Whether it gives the very tensor that it has waited for. On shapes alone torch makes another one."""
+    return bool(func._schema.name.endswith("::wait_tensor"))
+
+
+def is_wrapping(func: Any) -> bool:
+    """Whether it hands on what is being exchanged, for whoever uses it first to wait for. On shapes alone
+    torch (2.13) makes an empty tensor there instead."""
+    return bool(func._schema.name == "_c10d_functional::_wrap_tensor_autograd")
+
+
 def kernel_of(func: Any) -> str:
     """The name of the kernel that an operator runs."""
     name = func.name().partition("::")[2].lstrip("_")

@@ -22,6 +22,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
@@ -35,6 +36,7 @@ from snugfit.rehearsal.trace.trace import (
     ALL_REDUCE,
     ALONE,
     DEFAULT_STREAM,
+    PART_OPERATORS,
     SHARD_HOOKS,
     SHARDED_OPERANDS,
     UPDATE_ON_HOST,
@@ -44,6 +46,10 @@ from snugfit.results.footprint import Kind
 from snugfit.step.host_link import MetaLink
 
 FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+REDISTRIBUTION = 5
+"""Operators on parts of tensors that take the host as long as one exchange by which these become others, in
+which it runs some 400 functions of Python (torch 2.13, on a CPU)."""
 
 _resize = torch.UntypedStorage.resize_
 
@@ -68,6 +74,8 @@ class RankRecorder(Recorder):
         kwargs = kwargs or {}
         if torch._C._get_dispatch_mode(FAKE) is not None:
             return func(*args, **kwargs)
+        if collectives.is_wrapping(func):
+            return AsyncCollectiveTensor(args[0])
         if collectives.is_collective(func) and DTensor not in types:
             return self._exchange(func, args, kwargs)
         if self.shards is not None and DTensor not in types:
@@ -76,8 +84,7 @@ class RankRecorder(Recorder):
             if self._phase == "backward" and _copies_out(func, args, kwargs):  # a shard's gradient
                 return self.shards.keep(args[0])
         if DTensor in types:
-            operands = sum(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs)))
-            self._add_host_work(SHARDED_OPERANDS, operands)
+            self._count_parts(args, kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
@@ -116,11 +123,24 @@ class RankRecorder(Recorder):
 
     def count_shard_hooks(self, hooks: int) -> None:
         """The host runs so many of FSDP2's hooks."""
-        if self._phase in ("forward", "backward"):
-            self._add_host_work(SHARD_HOOKS, hooks)
+        self._add_work_of_host(SHARD_HOOKS, hooks)
 
-    def _add_host_work(self, what: str, count: int) -> None:
-        self._add_to_last_step(what, KernelCost(0, 0, (), "", count, "", ()))
+    def count_part_operators(self, operators: int) -> None:
+        """The host looks up so many operators on parts of tensors."""
+        self._add_work_of_host(PART_OPERATORS, operators)
+
+    def _add_work_of_host(self, what: str, often: int) -> None:
+        if self._phase in ("forward", "backward"):
+            self._add_to_last_step(what, KernelCost(0, 0, (), "", often, "", ()))
+
+    def _count_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An operator is given tensors of which each rank has a part. What lists of them take is known of
+        optimizers and clipping, which are given little else."""
+        if self._phase in ("forward", "backward"):
+            self.count_part_operators(1)
+            return
+        operands = sum(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs)))
+        self._add_to_last_step(SHARDED_OPERANDS, KernelCost(0, 0, (), "", operands, "", ()))
 
     def _add_to_last_step(self, operator: str, cost: KernelCost) -> None:
         """All ranks of a host work through its memory at once, and share it."""
@@ -129,11 +149,13 @@ class RankRecorder(Recorder):
             self._add_kernel(operator, cost, (dist.get_world_size(), 1) if shared else ALONE)
 
     def _exchange(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
         if func in collectives.WAITS:
             self.order.wait(self.order.current, self._unawaited)
             self._unawaited = frozenset()
-            return out
+            return args[0] if collectives.gives_its_own(func) else func(*args, **kwargs)
+        if func.namespace == "_c10d_functional":
+            self.count_part_operators(REDISTRIBUTION)
+        out = func(*args, **kwargs)
         self.memory.add_outputs(collectives.kernel_of(func), out)
         for tensor in collectives.tensors_carried(func, out, args):
             self.claim(tensor, Kind.COMMUNICATION)
@@ -262,3 +284,15 @@ def process_group(rank: int = 0, ranks: int = 1) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """DTensor remembers what an operator does to tensors of a mesh, and with that the mesh. The next one that
+    is cut alike is equal to it, but has other groups."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_cached.cache_clear()
+    for name in ("_gen_transform_infos", "_gen_transform_infos_non_cached"):
+        getattr(getattr(_redistribute, name, None), "cache_clear", lambda: None)()

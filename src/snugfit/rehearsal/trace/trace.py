@@ -68,10 +68,14 @@ SHARDED_OPERANDS = "operands in shards"
 """An operator is given so many (`Kernel.tensors`) tensors of which each rank has a part (DTensor): the host
 looks at each, in Python, before the operator runs on the parts."""
 
+PART_OPERATORS = "operators on parts of tensors"
+"""So many (`Kernel.tensors`) of DTensor's: the host looks up how the result is spread, in Python."""
+
 BY_HOST = frozenset(
     {
         SHARD_HOOKS,
         SHARDED_OPERANDS,
+        PART_OPERATORS,
         UPDATE_ON_HOST,
         WORK_ON_HOST,
         SWAPPED,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from snugfit.step.checkpointing import layer_stacks
 from snugfit.step.wishes.handler import Context, Handler
+from snugfit.step.wishes.mesh.tensor import in_tensor_parts, sum_parts_of_gradients
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
@@ -50,27 +51,38 @@ class ParallelHandler(Handler):
 
     def distribute(self, value: ParallelWish | None, model: Any) -> Any:
         """The model in DDP, or with its weights spread over the processes."""
-        if value is None or value.weights == "alone":
+        if value is None:
             return model
-        return in_ddp(value, model) if value.weights == "copied" else in_fsdp(value, model)
+        if value.weights == "copied" and value.ranks_of_one_part == 1:
+            return in_ddp(value, model)
+        mesh = mesh_of(value, _device_of(model))
+        if value.tensor > 1:
+            in_tensor_parts(model, mesh["tensor"])
+        if value.weights == "alone":
+            return model
+        if value.weights == "sharded":
+            return in_fsdp(value, model, data_mesh(mesh))
+        return in_replicas(model, data_mesh(mesh))
 
     def around_pass(self, value: ParallelWish | None, model: Any, *, is_last: bool) -> Context | None:
         """Gradients are told to the others after the last micro-batch alone."""
-        if value is None or value.weights == "alone":
+        if value is None:
             return None
-        if value.weights == "sharded":
+        if value.weights == "alone":
+            return functools.partial(_parts_are_summed, model) if is_last and value.tensor > 1 else None
+        if value.weights == "sharded" or value.tensor > 1:
             return functools.partial(_fsdp_tells, model, is_last=is_last)
         return None if is_last else model.no_sync
 
     def after_update(self, value: ParallelWish | None, model: Any, step: int) -> None:
         """Has NCCL let go of DDP's first buckets, once."""
-        if value is not None and value.weights == "copied" and step == 0:
+        if value is not None and value.weights == "copied" and value.tensor == 1 and step == 0:
             _release_first_buckets(model)
 
     def after_evaluation(self, value: ParallelWish | None, model: Any) -> None:
         """Drops the gathered weights that FSDP2 keeps for a backward pass: until then they are the model's
         parameters, in the place of the parts that are trained and kept."""
-        if value is not None and value.weights == "sharded":
+        if value is not None and value.weights != "alone":
             from torch.distributed.fsdp import FSDPModule
 
             for module in model.modules():
@@ -99,6 +111,12 @@ def _fsdp_tells(model: Any, *, is_last: bool) -> Iterator[None]:
     yield
 
 
+@contextlib.contextmanager
+def _parts_are_summed(model: Any) -> Iterator[None]:
+    yield
+    sum_parts_of_gradients(model)
+
+
 def in_ddp(wish: ParallelWish, model: torch.nn.Module) -> torch.nn.Module:
     """The model in `DistributedDataParallel`, whose gradients are averaged bucket by bucket."""
     from torch.nn.parallel import DistributedDataParallel
@@ -111,14 +129,26 @@ def in_ddp(wish: ParallelWish, model: torch.nn.Module) -> torch.nn.Module:
     )
 
 
-def in_fsdp(wish: ParallelWish, model: torch.nn.Module) -> torch.nn.Module:
-    """The same model, whose parameters are this process's shards (`fully_shard`)."""
+def in_replicas(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+    """The same model, whose gradients are averaged over `mesh` layer by layer: torch's `replicate`, which is
+    DDP for weights that are parts of matrices (`DistributedDataParallel` takes none)."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    for stack in layer_stacks(model):
+        for layer in stack:
+            replicate(layer, mesh=mesh)
+    replicate(model, mesh=mesh)
+    return model
+
+
+def in_fsdp(wish: ParallelWish, model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+    """The same model, whose parameters are this process's shards over `mesh` (`fully_shard`)."""
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     device = _device_of(model)
     options: dict[str, Any] = {
-        "mesh": data_mesh(mesh_of(wish, device)),
+        "mesh": mesh,
         "reshard_after_forward": wish.reshard != "none",
         "mp_policy": MixedPrecisionPolicy(),
     }
