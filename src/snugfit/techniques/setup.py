@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 PADDING_FREE = "padding_free"
 """An attention of our own (`step/wishes/padding_free.py`) that drops the padding of what a model is given."""
 
+RING = "ring"
+"""torch's `scaled_dot_product_attention` without masks, whose sequences are cut over ranks
+(`step/wishes/ring_attention.py`)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
@@ -274,6 +278,12 @@ class ParallelWish:
 
     experts: int = 1
     """Over how many ranks of the data axis the experts of each layer are spread."""
+
+    @property
+    def copies(self) -> bool:
+        """Whether ranks hold all of the weights and average their gradients: those of the data axis, or,
+        where there is none, those that share each sequence."""
+        return self.weights == "copied" or (self.weights == "alone" and self.context > 1)
 
     @property
     def ranks_of_one_part(self) -> int:

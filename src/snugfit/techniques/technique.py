@@ -40,6 +40,7 @@ class Slot(StrEnum):
     BATCHING = "batching"
     OPTIMIZER = "optimizer"
     SHARDING = "sharding"
+    CONTEXT_PARALLEL = "context_parallel"
     ALLOCATOR = "allocator"
     LOADING = "loading"
 

@@ -13,10 +13,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary
 
 from snugfit.step.checkpointing import layer_stacks
 from snugfit.step.wishes.handler import Context, Handler
+from snugfit.step.wishes.ring_attention import cut_batch
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
@@ -50,21 +53,35 @@ class ParallelHandler(Handler):
 
     def distribute(self, value: ParallelWish | None, model: Any) -> Any:
         """The model in DDP, or with its weights spread over the processes."""
-        if value is None or value.weights == "alone":
+        if value is None:
             return model
-        return in_ddp(value, model) if value.weights == "copied" else in_fsdp(value, model)
+        runs = model
+        if value.copies:
+            runs = in_ddp(value, model)
+        elif value.weights == "sharded":
+            runs = in_fsdp(value, model)
+        if value.context > 1:
+            _SEQUENCES[runs] = mesh_of(value, _device_of(runs))["context"]
+        return runs
 
-    def around_pass(self, value: ParallelWish | None, model: Any, *, is_last: bool) -> Context | None:
-        """Gradients are told to the others after the last micro-batch alone."""
-        if value is None or value.weights == "alone":
+    def around_pass(
+        self, value: ParallelWish | None, model: Any, batch: dict[str, Any], *, is_last: bool
+    ) -> Context | None:
+        """Gradients are told to the others after the last micro-batch alone, and sequences are cut."""
+        if value is None:
             return None
+        contexts: list[Context] = []
         if value.weights == "sharded":
-            return functools.partial(_fsdp_tells, model, is_last=is_last)
-        return None if is_last else model.no_sync
+            contexts.append(functools.partial(_fsdp_tells, model, is_last=is_last))
+        elif value.copies and not is_last:
+            contexts.append(model.no_sync)
+        if value.context > 1:
+            contexts.append(functools.partial(cut_batch, _SEQUENCES[model], model, batch))
+        return functools.partial(_within, contexts) if contexts else None
 
     def after_update(self, value: ParallelWish | None, model: Any, step: int) -> None:
         """Has NCCL let go of DDP's first buckets, once."""
-        if value is not None and value.weights == "copied" and step == 0:
+        if value is not None and value.copies and step == 0:
             _release_first_buckets(model)
 
     def after_evaluation(self, value: ParallelWish | None, model: Any) -> None:
@@ -93,6 +110,18 @@ def _release_first_buckets(model: Any) -> None:
     dist.all_reduce(torch.zeros(1, device=device), async_op=True).wait()
 
 
+_SEQUENCES: WeakKeyDictionary[torch.nn.Module, DeviceMesh] = WeakKeyDictionary()
+"""Of what is called in a model's place, the ranks that share each of its sequences."""
+
+
+@contextlib.contextmanager
+def _within(contexts: list[Context]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        yield
+
+
 @contextlib.contextmanager
 def _fsdp_tells(model: Any, *, is_last: bool) -> Iterator[None]:
     model.set_requires_gradient_sync(is_last)
@@ -118,7 +147,7 @@ def in_fsdp(wish: ParallelWish, model: torch.nn.Module) -> torch.nn.Module:
 
     device = _device_of(model)
     options: dict[str, Any] = {
-        "mesh": data_mesh(mesh_of(wish, device)),
+        "mesh": data_mesh(mesh_of(_with_contexts(wish), device)),
         "reshard_after_forward": wish.reshard != "none",
         "mp_policy": MixedPrecisionPolicy(),
     }
@@ -168,6 +197,12 @@ def mesh_of(wish: ParallelWish, device: str) -> DeviceMesh:
     }
     axes = {axis: count for axis, count in counts.items() if count > 1}
     return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def _with_contexts(wish: ParallelWish) -> ParallelWish:
+    """The wish whose data axis goes over the ranks of each sequence too: they hold the same weights, have
+    gradients of their own, and are as many more over which one copy is spread."""
+    return replace(wish, context=1, shards=wish.shards * wish.context)
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
