@@ -37,7 +37,7 @@ PADDING_FREE = "padding_free"
 
 RING = "ring"
 """torch's `scaled_dot_product_attention` without masks, whose sequences are cut over ranks
-(`step/wishes/ring_attention.py`)."""
+(`step/wishes/mesh/ring_attention.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ class AttentionHandler(Handler):
 
             register()
         if value == RING:
-            from snugfit.step.wishes import ring_attention
+            from snugfit.step.wishes.mesh import ring_attention
 
             ring_attention.register()
 

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from snugfit.step.checkpointing import layer_stacks
 from snugfit.step.wishes.handler import Context, Handler
-from snugfit.step.wishes.ring_attention import cut_batch
+from snugfit.step.wishes.mesh.ring_attention import cut_batch
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:

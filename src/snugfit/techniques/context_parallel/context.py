@@ -41,6 +41,7 @@ class Context(Technique):
     source: ClassVar = "Liu et al., Ring Attention, arXiv 2310.01889; torch's context_parallel"
     elsewhere: ClassVar = ("context_parallel", "cp", "ring_attention")
     needs_several_gpus: ClassVar = True
+    least_capability: ClassVar = (8, 0)
 
     n: int = between(2, several_gpus.MOST_GPUS)
     """GPUs that share a sequence, all of which it is best to have in one host."""

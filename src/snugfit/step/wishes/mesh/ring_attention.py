@@ -7,6 +7,8 @@ counts by itself otherwise, and the labels of the tokens that follow, which the 
 
     loss      of a rank: its tokens' losses, times n, by the labels of the whole. Averaged over the ranks of a
               group it is the mean over the whole, however the labels are spread over the pieces
+    kernels   flash attention, and efficient attention for 32 bits. Of cuDNN's, torch's ring attention meets an
+              assertion in the backward pass (pytorch/pytorch issue 176915)
     mask      none is made: transformers makes masks for the attention that it knows by name, and not for this
               one. Whatever would need one is refused, when the technique is checked or when a mask comes
     CPU       torch goes around for the three fused kernels of a GPU. What it runs on a CPU is given to the same
@@ -26,6 +28,8 @@ from snugfit.techniques.setup import RING
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
+
+HALVES = ("torch.float16", "torch.bfloat16")
 
 SEQUENCE = 2
 """The dimension of a query, (B, H, S, D), along which it is cut."""
@@ -52,14 +56,14 @@ def cut_batch(mesh: DeviceMesh, model: Any, batch: dict[str, Any]) -> Iterator[N
     """Within it, this rank's part of a batch on the device stands in its place, and attention goes around the
     ranks of the mesh. Afterwards the batch stays what it is."""
     from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    ids = batch["input_ids"]
     _refuse(mesh.size(), batch)
     batch.update(_of_whole(batch, mesh.size()))
     cut = [batch[name] for name in ("input_ids", "position_ids", "shift_labels") if name in batch]
-    del ids
     passes = _Passes()
-    with context_parallel(mesh, buffers=cut, buffer_seq_dims=[1] * len(cut), no_restore_buffers={*cut}):
+    around = context_parallel(mesh, buffers=cut, buffer_seq_dims=[1] * len(cut), no_restore_buffers={*cut})
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]), around:
         _PASSES.append(passes)
         try:
             yield
@@ -132,9 +136,10 @@ def attend(
     is_causal: bool | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention by `scaled_dot_product_attention`, causal and without a mask. Raises
+    """transformers' attention by torch's `scaled_dot_product_attention`, causal and without a mask. Raises
     `RecipeError` for any other."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    import torch
+    from transformers.integrations.sdpa_attention import repeat_kv
 
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     others = [name for name in ("sliding_window", "position_bias", "softcap", "s_aux") if more.get(name)]
@@ -146,10 +151,14 @@ def attend(
         )
     for passes in _PASSES:
         passes.calls += 1
-    out, _ = sdpa_attention_forward(
-        module, query, key, value, None, dropout=0.0, scaling=scaling, is_causal=True, **more
+    grouped = key.size(1) != query.size(1)
+    if grouped and str(query.dtype) not in HALVES:  # of the two kernels only flash attention takes groups
+        key, value = (repeat_kv(one, query.size(1) // one.size(1)) for one in (key, value))
+        grouped = False
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
     )
-    return out, None
+    return out.transpose(1, 2).contiguous(), None
 
 
 # ---- CPUs ------------------------------------------------------------------------------------------------
