@@ -57,7 +57,7 @@ def forks() -> Iterator[Forks]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """Runs of one process, by their model."""
-    folders = {job: tmp_path_factory.mktemp("alone") / job for job in ("bert", "gpt2")}
+    folders = {job: tmp_path_factory.mktemp("alone") / job for job in ("bert", "gpt2", "llama")}
     for job, folder in folders.items():
         run_of(str(folder), job=job, eval_strategy="steps", eval_steps=6)
     return folders
@@ -76,14 +76,16 @@ def halves(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 SAME = [
-    ("ddp", 2, "bert"), ("fsdp + micro_batches(2)", 2, "gpt2"), ("hsdp(2)", 4, "bert"), ("fsdp", 2, "bert"),
+    ("ddp", 2, "bert"), ("fsdp + micro_batches(2)", 2, "gpt2"), ("hsdp(2)", 4, "bert"),
+    ("context(2)", 2, "llama"), ("fsdp + context(2) + micro_batches(2)", 4, "llama"), ("fsdp", 2, "bert"),
+    ("ddp + context(2)", 4, "llama"), ("context(2) + micro_batches(4)", 2, "llama"),
     ("ddp + micro_batches(2)", 2, "gpt2"), ("ddp", 2, "gpt2"), ("fsdp", 2, "gpt2"), ("hsdp(2)", 4, "gpt2"),
     ("ddp + micro_batches(2)", 2, "bert"), ("fsdp + micro_batches(4)", 2, "bert"), ("fsdp", 4, "gpt2"),
     ("ddp(bucket_views=true)", 2, "bert"), ("fsdp(reshard=none)", 2, "bert"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("recipe", "size", "job"), slow_but(SAME, 3))
+@pytest.mark.parametrize(("recipe", "size", "job"), slow_but(SAME, 5))
 def test_as_one_process(
     tmp_path: Path, forks: Forks, alone: Folders, recipe: str, size: int, job: str
 ) -> None:

@@ -193,6 +193,14 @@ def pass_context(
     return _join(handler.around_pass(value, model, batch, is_last=is_last) for handler, value in wishes)
 
 
+def evaluation_context(
+    setup: Setup, model: torch.nn.Module, batch: dict[str, Any]
+) -> AbstractContextManager[Any]:
+    """What a forward pass over a batch on the device runs in that no backward pass follows. `model` is the
+    one that was wrapped, or what `distribute_model` gave in its place."""
+    return _join(handler.around_evaluation(value, model, batch) for handler, value in _wishes(setup))
+
+
 def after_update(setup: Setup, model: torch.nn.Module, step: int) -> None:
     """Does what is to be done once the optimizer step of this number is made, from 0."""
     for handler, value in _wishes(setup):

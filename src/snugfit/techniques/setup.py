@@ -300,11 +300,12 @@ class ParallelWish:
         are left of the data axis change slower, and those right of it faster."""
         return rank // (self.context * self.tensor) % self.data_ranks
 
-    def tells(self, rank: int) -> bool:
-        """Whether, of the ranks that work on one part, this one says what it came to: the first of those of
-        the last stage, where the loss is."""
-        last_stage = rank // (self.ranks // self.stages) == self.stages - 1
-        return last_stage and rank % (self.context * self.tensor) == 0
+    def counts(self, rank: int) -> float:
+        """How much of what this rank says that its part came to counts: ranks that have pieces of the same
+        sequences say a part of it each, as if it were the whole, and of others that work on one part, one of
+        the last stage, where the loss is, says all."""
+        is_last_stage = rank // (self.ranks // self.stages) == self.stages - 1
+        return 1 / self.context if is_last_stage and rank % self.tensor == 0 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

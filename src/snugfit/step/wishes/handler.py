@@ -151,6 +151,9 @@ class Handler:
         """What the passes of a micro-batch on the device run in, which may be the step's last; None where
         that is nothing. Within it a batch may have become this process's part of it."""
 
+    def around_evaluation(self, value: Any, model: Any, batch: dict[str, Any]) -> Context | None:
+        """What a forward pass over a batch on the device runs in that no backward pass follows, likewise."""
+
     def after_update(self, value: Any, model: Any, step: int) -> None:
         """Does what is to be done once this process has made its optimizer step of this number, from 0."""
 

@@ -61,7 +61,7 @@ class ParallelHandler(Handler):
         elif value.weights == "sharded":
             runs = in_fsdp(value, model)
         if value.context > 1:
-            _SEQUENCES[runs] = mesh_of(value, _device_of(runs))["context"]
+            _SEQUENCES[model] = _SEQUENCES[runs] = mesh_of(value, _device_of(runs))["context"]
         return runs
 
     def around_pass(
@@ -78,6 +78,14 @@ class ParallelHandler(Handler):
         if value.context > 1:
             contexts.append(functools.partial(cut_batch, _SEQUENCES[model], model, batch))
         return functools.partial(_within, contexts) if contexts else None
+
+    def around_evaluation(
+        self, value: ParallelWish | None, model: Any, batch: dict[str, Any]
+    ) -> Context | None:
+        """Sequences are cut."""
+        if value is None or value.context == 1:
+            return None
+        return functools.partial(cut_batch, _SEQUENCES[model], model, batch)
 
     def after_update(self, value: ParallelWish | None, model: Any, step: int) -> None:
         """Has NCCL let go of DDP's first buckets, once."""
@@ -111,7 +119,7 @@ def _release_first_buckets(model: Any) -> None:
 
 
 _SEQUENCES: WeakKeyDictionary[torch.nn.Module, DeviceMesh] = WeakKeyDictionary()
-"""Of what is called in a model's place, the ranks that share each of its sequences."""
+"""Of a model, and of what is called in its place, the ranks that share each of its sequences."""
 
 
 @contextlib.contextmanager

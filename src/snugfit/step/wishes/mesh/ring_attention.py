@@ -60,6 +60,7 @@ def cut_batch(mesh: DeviceMesh, model: Any, batch: dict[str, Any]) -> Iterator[N
 
     _refuse(mesh.size(), batch)
     batch.update(_of_whole(batch, mesh.size()))
+    batch.pop("attention_mask", None)
     cut = [batch[name] for name in ("input_ids", "position_ids", "shift_labels") if name in batch]
     passes = _Passes()
     around = context_parallel(mesh, buffers=cut, buffer_seq_dims=[1] * len(cut), no_restore_buffers={*cut})
@@ -88,16 +89,16 @@ def _of_whole(batch: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 def _refuse(ranks: int, batch: dict[str, Any]) -> None:
     """Raises `RecipeError` for a batch that cannot be cut."""
-    if batch.get("attention_mask") is not None:
+    if (mask := batch.get("attention_mask")) is not None and not bool(mask.all()):
         raise RecipeError(
-            f"context({ranks}) was given a batch with a mask, and ring attention knows none. Fill sequences to "
-            "one length (pack: true)."
+            f"Sequences are cut over {ranks} GPUs, and a batch has padding, which ring attention does not know. "
+            "Fill them to one length (pack: true)."
         )
     length = batch["input_ids"].size(1)
     if length % (2 * ranks):
         raise RecipeError(
-            f"context({ranks}) was given sequences of {length} tokens, which {2 * ranks} does not divide. Pack "
-            "them (pack: true) to a multiple of it."
+            f"Sequences are cut over {ranks} GPUs, two pieces each, and those of a batch have {length} tokens. "
+            f"Fill them to a multiple of {2 * ranks} (pack: true)."
         )
 
 
