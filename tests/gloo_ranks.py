@@ -108,8 +108,11 @@ EXCHANGES = (
 )  # fmt: skip
 """Functions of torch.distributed by which FSDP2 exchanges, under the names of all its versions."""
 
+FUNCTIONAL = ("all_gather_single", "all_gather_tensor", "permute_tensor")
+"""Of torch's functional ones those by which ring attention exchanges; it waits for what they give."""
 
-FUNCTIONAL = (
+
+BY_DTENSOR = (
     "all_reduce", "all_gather_single", "all_gather_tensor", "reduce_scatter_single", "reduce_scatter_tensor",
     "all_to_all_single",
 )  # fmt: skip
@@ -130,9 +133,10 @@ def _wait_for_the_thread() -> None:
     for name in EXCHANGES:
         if (exchange := getattr(dist, name, None)) is not None:
             setattr(dist, name, _waited_for(exchange))
-    for name in FUNCTIONAL:
+    for name in sorted({*BY_DTENSOR} - {*FUNCTIONAL}):
         if (exchange := getattr(functional, name, None)) is not None:
             setattr(functional, name, _waited_for(exchange))
+    _follow_functional_ones()
 
 
 def _waited_for(exchange: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,6 +155,31 @@ def _waited_for(exchange: Callable[..., Any]) -> Callable[..., Any]:
         return work
 
     return wait
+
+
+def _follow_functional_ones() -> None:
+    import torch.distributed as dist
+    import torch.distributed._functional_collectives as functional
+
+    wait = functional.AsyncCollectiveTensor.wait
+
+    def wait_and_follow(result: Any) -> Any:
+        tensor = wait(result)
+        dist.barrier(result.exchanged_by)
+        return tensor
+
+    def with_group(exchange: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **keywords: Any) -> Any:
+            result = exchange(*arguments, **keywords)
+            result.exchanged_by = keywords.get("group", arguments[-1])
+            return result
+
+        return run
+
+    functional.AsyncCollectiveTensor.wait = wait_and_follow  # type: ignore[method-assign]
+    for name in FUNCTIONAL:
+        if (exchange := getattr(functional, name, None)) is not None:
+            setattr(functional, name, with_group(exchange))
 
 
 if __name__ == "__main__":

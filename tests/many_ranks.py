@@ -45,11 +45,13 @@ def run_of(
     dropout: bool = False,
     **options: Any,
 ) -> Trained:
-    """Trains in this process, which may be one of several, on samples that are padded unevenly: 41 of them
-    leave one sample for the last batch of an epoch."""
+    """Trains in this process, which may be one of several, on samples that are padded unevenly, or for Llama
+    of 16 tokens each: 41 of them leave one sample for the last batch of an epoch."""
     facts = NO_DROPOUT[job] if not dropout else {"attention_dropout": 0.1} if job == "llama" else {}
     small = small_job(job, layers, facts, batch_size=8, clip=1.0)
-    data = [row if job == "bert" else {"input_ids": row["input_ids"]} for row in rows(samples)]
+    data = [{"input_ids": row["input_ids"]} if job == "gpt2" else row for row in rows(samples)]
+    if job == "llama":
+        data = [{"input_ids": (row["input_ids"] * 4)[:16]} for row in rows(samples)]
     how = {"max_steps": 12, "save_steps": 500, **options}
     return train(
         small, recipe, data, output_dir=folder, device="cpu", foresee=False, weights="random",

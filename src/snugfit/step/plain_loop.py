@@ -142,7 +142,7 @@ class PlainStep(OptimizerLoop):
                 continue
             observer.phase("load")
             batch = place(piece, self.device)
-            with pass_context(self.setup, model, is_last=number == len(pieces)):
+            with pass_context(self.setup, model, batch, is_last=number == len(pieces)):
                 observer.phase("forward")
                 with self.forward_context():
                     loss = self.loss_of(model, batch)

@@ -41,6 +41,7 @@ class Slot(StrEnum):
     OPTIMIZER = "optimizer"
     SHARDING = "sharding"
     TENSOR_PARALLEL = "tensor_parallel"
+    CONTEXT_PARALLEL = "context_parallel"
     ALLOCATOR = "allocator"
     LOADING = "loading"
 

@@ -67,6 +67,7 @@ class RankRecorder(Recorder):
         self._unawaited: Moment = frozenset()  # exchanges that nobody has waited for
         self._kept: list[torch.Tensor] = []  # by NCCL
         self._first_to_come = True  # of the buckets of a backward pass
+        self._carried: dict[int, Any] = {}  # by the result's storage, what is sent until that is waited for
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -101,6 +102,7 @@ class RankRecorder(Recorder):
         elif self._phase == "backward":
             self.order.wait(DEFAULT_STREAM, self._unawaited)
             self._unawaited = frozenset()
+            self._carried.clear()
         super().phase(name)
 
     def step_ends(self, index: int) -> None:
@@ -152,19 +154,25 @@ class RankRecorder(Recorder):
         if func in collectives.WAITS:
             self.order.wait(self.order.current, self._unawaited)
             self._unawaited = frozenset()
-            return args[0] if collectives.gives_its_own(func) else func(*args, **kwargs)
+            if not collectives.gives_its_own(func):
+                return func(*args, **kwargs)
+            self._carried.pop(args[0].untyped_storage()._cdata, None)
+            return args[0]
         if func.namespace == "_c10d_functional":
             self.count_part_operators(REDISTRIBUTION)
         out = func(*args, **kwargs)
-        self.memory.add_outputs(collectives.kernel_of(func), out)
+        kernel = collectives.kernel_of(func, args)
+        self.memory.add_outputs(kernel, out)
+        if collectives.is_functional(func) and isinstance(out, torch.Tensor):
+            self._carried[out.untyped_storage()._cdata] = args[0]
         for tensor in collectives.tensors_carried(func, out, args):
             self.claim(tensor, Kind.COMMUNICATION)
         group = collectives.group_of(func, args)
         nbytes = collectives.carried_bytes(func, out, args, kwargs)
         own_stream = collectives.is_async(func, args, kwargs)
-        if own_stream and collectives.kernel_of(func) == ALL_REDUCE:
+        if own_stream and kernel == ALL_REDUCE:
             self._kept.clear()  # after broadcasts, which DDP begins a step with, NCCL's thread still held all
-        self._add_exchange(collectives.kernel_of(func), nbytes, group, own_stream=own_stream)
+        self._add_exchange(kernel, nbytes, group, own_stream=own_stream)
         return out
 
     def _add_exchange(self, kernel: str, nbytes: int, group: Any, *, own_stream: bool) -> None:
@@ -206,6 +214,7 @@ def _copies_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 @contextlib.contextmanager
 def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[None]:
     """Within it, torch.distributed is that of this rank of so many, on `meta`."""
+    import torch.distributed._functional_collectives as functional
     import torch.distributed._meta_registrations as fake_work
     import torch.nn.parallel.distributed as data_parallel
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -237,7 +246,11 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[No
         bucket=vars(dist)["GradBucket"], **{"return": torch.futures.Future[torch.Tensor]}
     )
 
+    def wrap(tensor: torch.Tensor) -> torch.Tensor:
+        return functional.AsyncCollectiveTensor(tensor)  # on shapes torch's own operator makes a copy
+
     replaced: tuple[tuple[Any, str, Any], ...] = (
+        (functional, "_maybe_wrap_tensor", wrap),
         (torch.UntypedStorage, "resize_", resize),
         (FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
         with_count("pre_forward", 2),

@@ -13,10 +13,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary
 
 from snugfit.step.checkpointing import layer_stacks
 from snugfit.step.wishes.handler import Context, Handler
+from snugfit.step.wishes.mesh.ring_attention import cut_batch
 from snugfit.step.wishes.mesh.tensor import in_tensor_parts, sum_parts_of_gradients
 from snugfit.techniques.technique import Slot
 
@@ -53,30 +56,48 @@ class ParallelHandler(Handler):
         """The model in DDP, or with its weights spread over the processes."""
         if value is None:
             return model
-        if value.weights == "copied" and value.ranks_of_one_part == 1:
-            return in_ddp(value, model)
-        mesh = mesh_of(value, _device_of(model))
-        if value.tensor > 1:
+        device, runs = _device_of(model), model
+        mesh = mesh_of(value, device) if value.ranks_of_one_part > 1 else None
+        if mesh and value.tensor > 1:
             in_tensor_parts(model, mesh["tensor"])
-        if value.weights == "alone":
-            return model
         if value.weights == "sharded":
-            return in_fsdp(value, model, data_mesh(mesh))
-        return in_replicas(model, data_mesh(mesh))
+            in_fsdp(value, model, data_mesh(mesh_of(_with_contexts(value), device)))
+        elif mesh and value.copies and value.tensor > 1:
+            in_replicas(model, data_mesh(mesh))
+        elif value.copies:
+            runs = in_ddp(value, model)
+        if mesh and value.context > 1:
+            _SEQUENCES[model] = _SEQUENCES[runs] = mesh["context"]
+        return runs
 
-    def around_pass(self, value: ParallelWish | None, model: Any, *, is_last: bool) -> Context | None:
-        """Gradients are told to the others after the last micro-batch alone."""
+    def around_pass(
+        self, value: ParallelWish | None, model: Any, batch: dict[str, Any], *, is_last: bool
+    ) -> Context | None:
+        """Gradients are told to the others after the last micro-batch alone, and sequences are cut."""
         if value is None:
             return None
-        if value.weights == "alone":
-            return functools.partial(_parts_are_summed, model) if is_last and value.tensor > 1 else None
-        if value.weights == "sharded" or value.tensor > 1:
-            return functools.partial(_fsdp_tells, model, is_last=is_last)
-        return None if is_last else model.no_sync
+        contexts: list[Context] = []
+        if value.weights == "sharded" or (value.copies and value.tensor > 1):
+            contexts.append(functools.partial(_fsdp_tells, model, is_last=is_last))
+        elif value.copies and not is_last:
+            contexts.append(model.no_sync)
+        elif value.tensor > 1 and is_last:
+            contexts.append(functools.partial(_parts_are_summed, model))
+        if value.context > 1:
+            contexts.append(functools.partial(cut_batch, _SEQUENCES[model], model, batch))
+        return functools.partial(_within, contexts) if contexts else None
+
+    def around_evaluation(
+        self, value: ParallelWish | None, model: Any, batch: dict[str, Any]
+    ) -> Context | None:
+        """Sequences are cut."""
+        if value is None or value.context == 1:
+            return None
+        return functools.partial(cut_batch, _SEQUENCES[model], model, batch)
 
     def after_update(self, value: ParallelWish | None, model: Any, step: int) -> None:
         """Has NCCL let go of DDP's first buckets, once."""
-        if value is not None and value.weights == "copied" and value.tensor == 1 and step == 0:
+        if value is not None and value.copies and value.tensor == 1 and step == 0:
             _release_first_buckets(model)
 
     def after_evaluation(self, value: ParallelWish | None, model: Any) -> None:
@@ -103,6 +124,18 @@ def _release_first_buckets(model: Any) -> None:
     if device.type == "cuda":
         dist.group.WORLD._wait_for_pending_works()  # type: ignore[union-attr]
     dist.all_reduce(torch.zeros(1, device=device), async_op=True).wait()
+
+
+_SEQUENCES: WeakKeyDictionary[torch.nn.Module, DeviceMesh] = WeakKeyDictionary()
+"""Of a model, and of what is called in its place, the ranks that share each of its sequences."""
+
+
+@contextlib.contextmanager
+def _within(contexts: list[Context]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        yield
 
 
 @contextlib.contextmanager
@@ -198,6 +231,12 @@ def mesh_of(wish: ParallelWish, device: str) -> DeviceMesh:
     }
     axes = {axis: count for axis, count in counts.items() if count > 1}
     return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def _with_contexts(wish: ParallelWish) -> ParallelWish:
+    """The wish whose data axis goes over the ranks of each sequence too: they hold the same weights, have
+    gradients of their own, and are as many more over which one copy is spread."""
+    return replace(wish, context=1, shards=wish.shards * wish.context)
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -55,10 +55,13 @@ def evaluate(
     autocast: contextlib.AbstractContextManager[Any],
     raise_if_stopping: Callable[[], None] = lambda: None,
     ranks: Ranks = ALONE,
+    within: Callable[[dict[str, Any]], contextlib.AbstractContextManager[Any]] = lambda batch: (
+        contextlib.nullcontext()
+    ),
 ) -> Evaluated:
     """The model's loss and accuracy over host batches, each with whether it counts; over those of all
     processes, where there are several. Before each of them `raise_if_stopping` is called, which may abandon
-    the evaluation."""
+    the evaluation; the model is called on each `within` a context, in which it may be a part of it."""
     import torch
 
     before = model.training
@@ -71,7 +74,7 @@ def evaluate(
             if not share and not ranks.are_many:  # others wait for what this one computes
                 continue
             batch = place(host, device)
-            with torch.no_grad(), autocast:
+            with torch.no_grad(), autocast, within(batch):
                 out = model(**batch)
             if not share:
                 continue
