@@ -232,8 +232,8 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
     elif kernel.operator == UPDATE_ON_HOST:
         launch = UPDATE_PASSES * kernel.nbytes / 2 / HOST_BANDWIDTH[kernel.itemsize]
     elif kernel.operator in (SHARD_HOOKS, PART_OPERATORS):
-        each = host.shard_hook if kernel.operator == SHARD_HOOKS else host.part_operator
-        launch = each * kernel.tensors
+        of_one = host.shard_hook if kernel.operator == SHARD_HOOKS else host.part_operator
+        launch = of_one * kernel.tensors
     elif kernel.operator in BY_HOST:
         rate = DISK_BANDWIDTH if kernel.operator == SWAPPED else HOST_BANDWIDTH[4]
         launch = kernel.nbytes / 2 / rate if kernel.operator in (WORK_ON_HOST, SWAPPED) else 0.0
