@@ -133,11 +133,6 @@ def _on_mesh(wish: ParallelWish, gpus: int) -> ParallelWish:
             f"hsdp({wish.shards}) spreads a copy of the weights over {wish.shards} GPUs, and {data} GPUs "
             f"make no such groups. Name a multiple of {wish.shards}, or a divisor of {data} in its place."
         )
-    if data % wish.experts:
-        raise UsageError(
-            f"Experts are spread over {wish.experts} of the GPUs that share the batch, and those are {data}. "
-            "Take a divisor of it."
-        )
     return replace(wish, ranks=gpus)
 
 

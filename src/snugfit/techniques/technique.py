@@ -41,6 +41,7 @@ class Slot(StrEnum):
     OPTIMIZER = "optimizer"
     SHARDING = "sharding"
     TENSOR_PARALLEL = "tensor_parallel"
+    EXPERT_PARALLEL = "expert_parallel"
     ALLOCATOR = "allocator"
     LOADING = "loading"
 

@@ -57,7 +57,7 @@ class ParallelHandler(Handler):
             return in_ddp(value, model)
         mesh = mesh_of(value, _device_of(model))
         if value.tensor > 1:
-            in_tensor_parts(model, mesh["tensor"])
+            in_tensor_parts(model, mesh["tensor"], experts=value.experts > 1)
         if value.weights == "alone":
             return model
         if value.weights == "sharded":

@@ -53,7 +53,8 @@ class Tensor(Technique):
         """What is not simulated on several GPUs, and sizes that n parts cannot share."""
         wish = recipe[Slot.SHARDING].install(Setup()).parallel or ParallelWish(weights="alone")
         yield from several_gpus.objections(job, recipe, replace(wish, tensor=self.n))
-        yield from tensor_plans.objections(job, self.n)
+        spread = recipe[Slot.EXPERT_PARALLEL].install(Setup()).parallel
+        yield from tensor_plans.objections(job, self.n, experts=spread is not None)
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Nobody has measured it on a GPU."""
@@ -62,7 +63,8 @@ class Tensor(Technique):
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
         """Groups that fit into one host."""
-        yield from (cls(n=n) for n in (2, 4, 8) if not [*tensor_plans.objections(job, n)])
+        sizes = (2, 4, 8)
+        yield from (cls(n=n) for n in sizes if not [*tensor_plans.objections(job, n, experts=True)])
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
