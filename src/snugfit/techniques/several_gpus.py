@@ -112,6 +112,11 @@ def on_gpus(setup: Setup, gpus: int) -> Setup:
 def _on_mesh(wish: ParallelWish, gpus: int) -> ParallelWish:
     """The wish for so many ranks, whose axes multiply to them."""
     together = wish.ranks_of_one_part
+    if wish.experts not in (1, wish.tensor):
+        raise UsageError(
+            f"Experts are spread over {wish.experts} GPUs that share a layer, and {wish.tensor} do. Write "
+            f"'tensor({wish.experts}) + expert({wish.experts})'."
+        )
     if gpus % together:
         named = " x ".join(f"{count} for {axis}" for axis, count in axes_of(wish).items())
         raise UsageError(

@@ -57,4 +57,6 @@ class Expert(Technique):
     @classmethod
     def planning_objection(cls, job: Job) -> str:
         """Its seconds are not known well enough to choose it."""
-        return "plans look at it only where it is kept"
+        return (
+            "plans look at it only where it is kept; each GPU is taken to compute an even part of the tokens"
+        )

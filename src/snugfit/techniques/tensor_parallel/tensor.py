@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 
 UNMEASURED = (
-    "Torch's own code was simulated, and its bytes agree with processes on a CPU to the last one. No step "
-    "was measured on GPUs, and what DTensor takes the host is a guess."
+    "plans look at it only where it is kept. Torch's own code was simulated, and its bytes agree with "
+    "processes on a CPU to the last one; but no step was measured on GPUs, and what DTensor takes the host is "
+    "a guess"
 )
 
 
@@ -56,10 +57,6 @@ class Tensor(Technique):
         spread = recipe[Slot.EXPERT_PARALLEL].install(Setup()).parallel
         yield from tensor_plans.objections(job, self.n, experts=spread is not None)
 
-    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Nobody has measured it on a GPU."""
-        yield UNMEASURED
-
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
         """Groups that fit into one host."""
@@ -69,4 +66,4 @@ class Tensor(Technique):
     @classmethod
     def planning_objection(cls, job: Job) -> str:
         """Its seconds are not known well enough to choose it."""
-        return "plans look at it only where it is kept"
+        return UNMEASURED
