@@ -58,5 +58,6 @@ class Expert(Technique):
     def planning_objection(cls, job: Job) -> str:
         """Its seconds are not known well enough to choose it."""
         return (
-            "plans look at it only where it is kept; each GPU is taken to compute an even part of the tokens"
+            "plans look at it only where it is kept. Each GPU is taken to compute an even part of the "
+            "tokens; no step was measured on GPUs"
         )
