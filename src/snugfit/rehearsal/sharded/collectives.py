@@ -103,6 +103,9 @@ def tensors_carried(func: Any, out: Any, args: tuple[Any, ...]) -> list[torch.Te
     """The whole tensors that are gathered or scattered, which exist to be exchanged. What is summed or sent
     belongs to somebody else."""
     kernel = kernel_of(func)
+    if func.namespace == "_c10d_functional":  # what it is given is somebody else's
+        gives = kernel in (ALL_GATHER, REDUCE_SCATTER) and isinstance(out, torch.Tensor)
+        return [out] if gives else []
     if kernel == ALL_GATHER:
         return [tensor for tensor in tree_leaves((out, args[:1])) if isinstance(tensor, torch.Tensor)]
     if kernel == REDUCE_SCATTER:

@@ -63,6 +63,9 @@ class RankRecorder(Recorder):
         """Which stream is current, and which kernels wait for which."""
         self.shards: HostShards | None = None
         """The host's memory, where it keeps the shards."""
+        self.experts = 1
+        """Over how many ranks the experts of a layer are spread. Each has all rows of tokens, and its
+        products skip those of others' experts: an even part of them is taken to be left."""
         self._of_group: dict[str, int] = {}  # NCCL's own stream of a process group
         self._unawaited: Moment = frozenset()  # exchanges that nobody has waited for
         self._kept: list[torch.Tensor] = []  # by NCCL
@@ -188,6 +191,18 @@ class RankRecorder(Recorder):
         if own_stream:
             self._unawaited |= self.order.moment(stream)
             self.order.current = before
+
+    def _run(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        operator: str,
+        cost: KernelCost | None,
+    ) -> None:
+        if cost is not None and func is torch.ops.aten._grouped_mm.default:
+            cost = cost._replace(flops=cost.flops // self.experts)
+        super()._run(func, args, kwargs, operator, cost)
 
     def _place(self, number: int) -> tuple[int, tuple[int, ...]]:
         return self.order.place(number)

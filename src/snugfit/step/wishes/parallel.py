@@ -59,7 +59,7 @@ class ParallelHandler(Handler):
         device, runs = _device_of(model), model
         mesh = mesh_of(value, device) if value.ranks_of_one_part > 1 else None
         if mesh and value.tensor > 1:
-            in_tensor_parts(model, mesh["tensor"])
+            in_tensor_parts(model, mesh["tensor"], experts=value.experts > 1)
         if value.weights == "sharded":
             in_fsdp(value, model, data_mesh(mesh_of(_with_contexts(value), device)))
         elif mesh and value.copies and value.tensor > 1:
