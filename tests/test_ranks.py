@@ -204,7 +204,9 @@ def test_ranks_that_are_given_the_same_batch_train_as_one_does() -> None:
             )
             wish = on_gpus(Recipe.parse(recipe).setup(), ranks).parallel
             assert wish is not None
-            expected = losses_of(replace(job, batch_size=BATCH // wish.data_ranks), Recipe.parse(alone).setup())
+            expected = losses_of(
+                replace(job, batch_size=BATCH // wish.data_ranks), Recipe.parse(alone).setup()
+            )
             exact = "bf16" not in recipe  # with shards bf16 is no autocast, and norms compute in it too
             for part in range(wish.data_ranks):
                 of_pieces = [
@@ -241,6 +243,13 @@ def test_gathered_weights_that_stay_are_noticed(monkeypatch: pytest.MonkeyPatch)
     )
     with pytest.raises(AssertionError):
         hold(2, "llama", "fsdp")
+
+
+@pytest.mark.whole
+def test_what_is_sent_and_not_kept_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "is_functional", lambda func: False)
+    with pytest.raises(AssertionError):
+        hold(2, "llama", "context(2)")
 
 
 @pytest.mark.whole

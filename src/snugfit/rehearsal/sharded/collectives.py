@@ -35,7 +35,6 @@ KERNELS = {
 WAITS = frozenset(sync_ops)
 """Operators that exchange nothing, and wait for those that do."""
 
-
 ALL_TO_ALL_SINGLE = (torch.ops._c10d_functional.all_to_all_single.default,)
 """Functional operators that turn parts of a tensor about: what is given, sizes of what comes and of what
 goes, and the group."""
@@ -44,6 +43,17 @@ goes, and the group."""
 def is_collective(func: Any) -> bool:
     """Whether ranks exchange tensors in this operator, or wait for that."""
     return func in collective_ops
+
+
+def gives_its_own(func: Any) -> bool:
+    """Whether it gives the very tensor that it has waited for. On shapes alone torch makes another one."""
+    return bool(func._schema.name.endswith("::wait_tensor"))
+
+
+def is_wrapping(func: Any) -> bool:
+    """Whether it hands on what is being exchanged, for whoever uses it first to wait for. On shapes alone
+    torch (2.13) makes an empty tensor there instead."""
+    return bool(func._schema.name == "_c10d_functional::_wrap_tensor_autograd")
 
 
 def kernel_of(func: Any, args: tuple[Any, ...] = ()) -> str:
@@ -70,10 +80,10 @@ def group_of(func: Any, args: tuple[Any, ...]) -> Any:
     return CollectiveOp.get_process_group(func, args)
 
 
-def peers_of(group: Any) -> tuple[int, int]:
-    """How many ranks a group has, and how far apart they are."""
+def peers_of(group: Any, kernel: str = "") -> tuple[int, int]:
+    """How many ranks a group has, and how far apart they are. Where one sends to the next one, two."""
     ranks = torch.distributed.get_process_group_ranks(group)
-    return len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 0
+    return 2 if kernel == SEND else len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 0
 
 
 def carried_bytes(func: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

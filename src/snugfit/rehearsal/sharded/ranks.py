@@ -22,6 +22,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from snugfit.rehearsal.record.kernels import KernelCost
@@ -60,6 +61,8 @@ class RankRecorder(Recorder):
         kwargs = kwargs or {}
         if torch._C._get_dispatch_mode(FAKE) is not None:
             return func(*args, **kwargs)
+        if collectives.is_wrapping(func):
+            return AsyncCollectiveTensor(args[0])
         if collectives.is_collective(func) and DTensor not in types:
             return self._exchange(func, args, kwargs)
         if self.shards is not None and DTensor not in types:
@@ -113,10 +116,9 @@ class RankRecorder(Recorder):
         if func in collectives.WAITS:
             self.order.wait(self.order.current, self._unawaited)
             self._unawaited = frozenset()
-            if not collectives.is_functional(func):
-                return func(*args, **kwargs)
-            self._carried.pop(args[0].untyped_storage()._cdata, None)
-            return args[0]  # on shapes torch's own operator makes a copy
+            if collectives.gives_its_own(func):
+                self._carried.pop(args[0].untyped_storage()._cdata, None)
+            return args[0] if collectives.gives_its_own(func) else func(*args, **kwargs)
         out = func(*args, **kwargs)
         kernel = collectives.kernel_of(func, args)
         self.memory.add_outputs(kernel, out)
@@ -141,7 +143,9 @@ class RankRecorder(Recorder):
             stream = self._of_group.setdefault(name, len(self._of_group) - (1 << 10))
             self.order.wait(stream, self.order.moment(before))
             self.order.current = stream  # its memory is the current stream's all the same
-        self._add_kernel(kernel, KernelCost(0, nbytes, (), "", 1, "", ()), collectives.peers_of(group))
+        self._add_kernel(
+            kernel, KernelCost(0, nbytes, (), "", 1, "", ()), collectives.peers_of(group, kernel)
+        )
         if own_stream:
             self._unawaited |= self.order.moment(stream)
             self.order.current = before
@@ -171,7 +175,6 @@ def _copies_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 @contextlib.contextmanager
 def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[None]:
     """Within it, torch.distributed is that of this rank of so many, on `meta`."""
-    import torch.distributed._functional_collectives as functional
     import torch.distributed._meta_registrations as fake_work
     import torch.nn.parallel.distributed as data_parallel
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -203,11 +206,7 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[No
         bucket=vars(dist)["GradBucket"], **{"return": torch.futures.Future[torch.Tensor]}
     )
 
-    def wrap(tensor: torch.Tensor) -> torch.Tensor:
-        return functional.AsyncCollectiveTensor(tensor)  # on shapes torch's own operator makes a copy
-
     replaced: tuple[tuple[Any, str, Any], ...] = (
-        (functional, "_maybe_wrap_tensor", wrap),
         (torch.UntypedStorage, "resize_", resize),
         (FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
         with_count("pre_forward", 2),
@@ -254,3 +253,15 @@ def process_group(rank: int = 0, ranks: int = 1) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """DTensor remembers what an operator does to tensors of a mesh, and with that the mesh. The next one that
+    is cut alike is equal to it, but has other groups."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_cached.cache_clear()
+    for name in ("_gen_transform_infos", "_gen_transform_infos_non_cached"):
+        getattr(getattr(_redistribute, name, None), "cache_clear", lambda: None)()

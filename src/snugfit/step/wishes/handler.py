@@ -145,9 +145,7 @@ class Handler:
     def around_forward(self, value: Any, device: torch.device) -> Context | None:
         """What a forward pass and its loss run in; None where that is nothing."""
 
-    def around_pass(
-        self, value: Any, model: Any, batch: dict[str, Any], *, is_last: bool
-    ) -> Context | None:
+    def around_pass(self, value: Any, model: Any, batch: dict[str, Any], *, is_last: bool) -> Context | None:
         """What the passes of a micro-batch on the device run in, which may be the step's last; None where
         that is nothing. Within it a batch may have become this process's part of it."""
 
