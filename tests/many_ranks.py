@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +48,14 @@ def run_of(
     **options: Any,
 ) -> Trained:
     """Trains in this process, which may be one of several, on samples that are padded unevenly, or for Llama
-    of 16 tokens each: 41 of them leave one sample for the last batch of an epoch."""
+    of 128 tokens each: 41 of them leave one sample for the last batch of an epoch."""
     attention = {"attention_dropout": 0.1} if "attention_dropout" in NO_DROPOUT[job] else {}
     facts = attention if dropout else NO_DROPOUT[job]
     small = small_job(job, layers, facts, batch_size=8, clip=1.0)
     data = [row if job == "bert" else {"input_ids": row["input_ids"]} for row in rows(samples)]
     if job == "llama":
-        data = [{"input_ids": (row["input_ids"] * 4)[:16]} for row in rows(samples)]
+        small = replace(small, sequence_length=128)
+        data = [{"input_ids": (row["input_ids"] * 32)[:128]} for row in rows(samples)]
     how = {"max_steps": 12, "save_steps": 500, **options}
     return train(
         small, recipe, data, output_dir=folder, device="cpu", foresee=False, weights="random",

@@ -254,6 +254,13 @@ def test_gathered_weights_that_stay_are_noticed(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.whole
+def test_what_is_sent_and_not_kept_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "is_functional", lambda func: False)
+    with pytest.raises(AssertionError):
+        hold(2, "llama", "context(2)")
+
+
+@pytest.mark.whole
 @pytest.mark.parametrize("recipe", ["ddp", "fsdp"])
 def test_another_recipe_is_noticed(recipe: str) -> None:
     other = {"ddp": "ddp(bucket_views=true)", "fsdp": "fsdp(reshard=none)"}[recipe]

@@ -35,7 +35,6 @@ KERNELS = {
 WAITS = frozenset(sync_ops)
 """Operators that exchange nothing, and wait for those that do."""
 
-
 ALL_TO_ALL_SINGLE = (torch.ops._c10d_functional.all_to_all_single.default,)
 """Functional operators that turn parts of a tensor about: what is given, sizes of what comes and of what
 goes, and the group."""
@@ -81,10 +80,10 @@ def group_of(func: Any, args: tuple[Any, ...]) -> Any:
     return CollectiveOp.get_process_group(func, args)
 
 
-def peers_of(group: Any) -> tuple[int, int]:
-    """How many ranks a group has, and how far apart they are."""
+def peers_of(group: Any, kernel: str = "") -> tuple[int, int]:
+    """How many ranks a group has, and how far apart they are. Where one sends to the next one, two."""
     ranks = torch.distributed.get_process_group_ranks(group)
-    return len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 0
+    return 2 if kernel == SEND else len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 0
 
 
 def carried_bytes(func: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

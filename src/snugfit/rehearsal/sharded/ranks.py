@@ -187,7 +187,9 @@ class RankRecorder(Recorder):
             stream = self._of_group.setdefault(name, len(self._of_group) - (1 << 10))
             self.order.wait(stream, self.order.moment(before))
             self.order.current = stream  # its memory is the current stream's all the same
-        self._add_kernel(kernel, KernelCost(0, nbytes, (), "", 1, "", ()), collectives.peers_of(group))
+        self._add_kernel(
+            kernel, KernelCost(0, nbytes, (), "", 1, "", ()), collectives.peers_of(group, kernel)
+        )
         if own_stream:
             self._unawaited |= self.order.moment(stream)
             self.order.current = before
@@ -229,7 +231,6 @@ def _copies_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 @contextlib.contextmanager
 def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[None]:
     """Within it, torch.distributed is that of this rank of so many, on `meta`."""
-    import torch.distributed._functional_collectives as functional
     import torch.distributed._meta_registrations as fake_work
     import torch.nn.parallel.distributed as data_parallel
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -261,11 +262,7 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[No
         bucket=vars(dist)["GradBucket"], **{"return": torch.futures.Future[torch.Tensor]}
     )
 
-    def wrap(tensor: torch.Tensor) -> torch.Tensor:
-        return functional.AsyncCollectiveTensor(tensor)  # on shapes torch's own operator makes a copy
-
     replaced: tuple[tuple[Any, str, Any], ...] = (
-        (functional, "_maybe_wrap_tensor", wrap),
         (torch.UntypedStorage, "resize_", resize),
         (FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
         with_count("pre_forward", 2),

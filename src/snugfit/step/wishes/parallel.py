@@ -90,7 +90,7 @@ class ParallelHandler(Handler):
     def around_evaluation(
         self, value: ParallelWish | None, model: Any, batch: dict[str, Any]
     ) -> Context | None:
-        """Sequences are cut."""
+        """Sequences are cut where no backward pass follows too."""
         if value is None or value.context == 1:
             return None
         return functools.partial(cut_batch, _SEQUENCES[model], model, batch)
