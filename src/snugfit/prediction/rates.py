@@ -180,8 +180,8 @@ class HostLaunchCosts:
 
     part_operator: float = 5.5e-5
     """An operator of DTensor's in forward and backward passes, beside what it launches (`PART_OPERATORS`).
-    Four steps with `tensor(2)` on two H100s, beside the rates that `snugfit calibrate --gpus 2` measured there
-    before, wanted 48 to 65 microseconds (results/h100-2026-11-26/several-gpus-2.json)."""
+    Four steps with `tensor(2)` on two H100s, beside the rates that `snugfit calibrate --gpus 2` measured
+    there before, wanted 48 to 65 microseconds (results/h100-2026-11-26/several-gpus-2.json)."""
 
     def slower(self, factor: float) -> HostLaunchCosts:
         """The costs of a host that takes `factor` times as long."""
