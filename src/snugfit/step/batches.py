@@ -203,3 +203,37 @@ def place(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         batch,
         lambda _, value: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value,
     )
+
+
+FILL = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+"""What a shorter micro-batch is filled up with, by input; other inputs must be as long as each other."""
+
+
+def join(pieces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One host batch of micro-batches, filled up to the longest of them, as stages need them. What none was
+    padded for has no attention mask, and gets one where pieces differ."""
+    import torch
+
+    if len(pieces) == 1:
+        return dict(pieces[0])
+    longest = max(int(piece["input_ids"].shape[1]) for piece in pieces)
+    uneven = any(piece["input_ids"].shape[1] < longest for piece in pieces)
+    masked = any("attention_mask" in piece for piece in pieces) or uneven
+    full: list[dict[str, Any]] = []
+    for piece in pieces:
+        more = {"attention_mask": torch.ones_like(piece["input_ids"])} if masked else {}
+        full.append({**more, **piece})
+    return {
+        name: torch.cat([_filled(name, piece[name], longest) for piece in full])
+        if torch.is_tensor(value)
+        else value
+        for name, value in full[0].items()
+    }
+
+
+def _filled(name: str, value: torch.Tensor, length: int) -> torch.Tensor:
+    """The tensor (B, S) of an input, as long as this."""
+    from torch.nn.functional import pad
+
+    short = length - value.shape[1] if value.dim() > 1 and name in FILL else 0
+    return pad(value, (0, short), value=FILL[name]) if short else value

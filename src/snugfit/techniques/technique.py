@@ -40,6 +40,7 @@ class Slot(StrEnum):
     BATCHING = "batching"
     OPTIMIZER = "optimizer"
     SHARDING = "sharding"
+    PIPELINE_PARALLEL = "pipeline_parallel"
     ALLOCATOR = "allocator"
     LOADING = "loading"
 

@@ -46,6 +46,7 @@ class ParallelHandler(Handler):
         if value is not None:
             import torch.distributed.fsdp
             import torch.distributed.optim
+            import torch.distributed.pipelining
             import torch.nn.parallel  # noqa: F401
 
     def distribute(self, value: ParallelWish | None, model: Any) -> Any:
@@ -116,7 +117,7 @@ def in_fsdp(wish: ParallelWish, model: torch.nn.Module) -> torch.nn.Module:
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    device = _device_of(model)
+    device = device_of(model)
     options: dict[str, Any] = {
         "mesh": data_mesh(mesh_of(wish, device)),
         "reshard_after_forward": wish.reshard != "none",
@@ -144,7 +145,7 @@ def sharded_optimizer(wish: OptimizerWish, groups: Any, **numbers: Any) -> torch
     return ZeroRedundancyOptimizer(groups, kind, **{**numbers, **wish.factory.arguments})
 
 
-def _device_of(model: torch.nn.Module) -> str:
+def device_of(model: torch.nn.Module) -> str:
     """The kind of device that this process computes on, while the model may wait on the host."""
     import torch.distributed as dist
 
