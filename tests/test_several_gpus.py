@@ -29,8 +29,9 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import ALL_GATHER, ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, Kernel, Trace
 from snugfit.results.footprint import Kind
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import Setup
+from snugfit.techniques.setup import ParallelWish, Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+from snugfit.training.ranks import Ranks
 
 JOB = replace(small_job("llama", 4), batch_size=8, clip=1.0)
 
@@ -89,6 +90,19 @@ def test_autocast_becomes_the_dtype_of_gathered_weights_and_stays_where_weights_
     assert sharded.parallel.dtype == "bfloat16"
     assert copied.autocast == "bfloat16"
     assert Setup.from_json(json.loads(json.dumps(sharded.to_json()))) == sharded
+
+
+def test_ranks_of_a_mesh_know_their_part_of_the_batch() -> None:
+    """Ranks of one part lie along the axes beside the data axis, and one of the last stage tells its loss."""
+    mesh = ParallelWish(weights="sharded", ranks=16, tensor=2, context=2, stages=2)
+    assert mesh.data_ranks == 2
+    assert [mesh.data_rank(rank) for rank in range(16)] == 2 * [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [rank for rank in range(16) if mesh.tells(rank)] == [8, 12]
+    data = ParallelWish(ranks=4)
+    assert [data.data_rank(rank) for rank in range(4)] == [0, 1, 2, 3]
+    assert all(data.tells(rank) for rank in range(4))
+    ranks = Ranks(9, 16).sharing(mesh)
+    assert (ranks.rank, ranks.size, ranks.data_rank, ranks.data_ranks, ranks.tells) == (9, 16, 0, 2, False)
 
 
 # ---- what one rank takes -----------------------------------------------------------------------------------

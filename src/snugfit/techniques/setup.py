@@ -285,6 +285,17 @@ class ParallelWish:
         """Into how many parts the global batch is cut."""
         return self.ranks // self.ranks_of_one_part
 
+    def data_rank(self, rank: int) -> int:
+        """Which part of the global batch a rank works on, from 0. Of the mesh's axes (`mesh_of`) those that
+        are left of the data axis change slower, and those right of it faster."""
+        return rank // (self.context * self.tensor) % self.data_ranks
+
+    def tells(self, rank: int) -> bool:
+        """Whether, of the ranks that work on one part, this one says what it came to: the first of those of
+        the last stage, where the loss is."""
+        last_stage = rank // (self.ranks // self.stages) == self.stages - 1
+        return last_stage and rank % (self.context * self.tensor) == 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderWish:

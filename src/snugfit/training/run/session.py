@@ -264,7 +264,7 @@ class Session:
         self._active.check_weights()
         options, progress = self._run.options, self._progress
         ranks = self._run.ranks
-        micro_batch = self._run.job.batch_size // ranks.size // self._active.setup.micro_batches
+        micro_batch = self._run.job.batch_size // ranks.data_ranks // self._active.setup.micro_batches
         try:
             evaluated = evaluate(
                 self._active.state.model,
