@@ -75,9 +75,11 @@ def carried_bytes(func: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def tensors_carried(func: Any, out: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """The whole tensors that are gathered or scattered, which exist to be exchanged. What is summed or sent
-    belongs to somebody else."""
+    """The whole tensors that are gathered, scattered or received, which exist to be exchanged. What is summed
+    or sent belongs to somebody else."""
     kernel = kernel_of(func)
+    if kernel == RECEIVE:
+        return [tensor for tensor in tree_leaves(args[:1]) if isinstance(tensor, torch.Tensor)]
     if kernel == ALL_GATHER:
         return [tensor for tensor in tree_leaves((out, args[:1])) if isinstance(tensor, torch.Tensor)]
     if kernel == REDUCE_SCATTER:

@@ -29,6 +29,7 @@ from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.rehearsal.sharded import collectives
 from snugfit.rehearsal.sharded.device_module import ShapesModule
 from snugfit.rehearsal.sharded.offloaded_shards import TO_COPY, HostShards
+from snugfit.rehearsal.sharded.stages import instead_of_others, peers_of_exchange
 from snugfit.rehearsal.sharded.streams import Moment, StreamOrder
 from snugfit.rehearsal.trace.trace import ALL_REDUCE, DEFAULT_STREAM, SHARD_HOOKS
 from snugfit.results.footprint import Kind
@@ -48,6 +49,8 @@ class RankRecorder(Recorder):
         """Which stream is current, and which kernels wait for which."""
         self.shards: HostShards | None = None
         """The host's memory, where it keeps the shards."""
+        self.averages_over: Any = None
+        """The process group over which DDP averages."""
         self._of_group: dict[str, int] = {}  # NCCL's own stream of a process group
         self._unawaited: Moment = frozenset()  # exchanges that nobody has waited for
         self._kept: list[torch.Tensor] = []  # by NCCL
@@ -100,7 +103,7 @@ class RankRecorder(Recorder):
         self.claim(bucket, Kind.COMMUNICATION)
         if self.policy.keeps_exchanged:
             self._kept.append(bucket)
-        self._add_exchange(ALL_REDUCE, bucket.nbytes, dist.group.WORLD, own_stream=True)
+        self._add_exchange(ALL_REDUCE, bucket.nbytes, self.averages_over, own_stream=True)
 
     def count_shard_hooks(self, hooks: int) -> None:
         """The host runs so many of FSDP2's hooks."""
@@ -118,6 +121,11 @@ class RankRecorder(Recorder):
             self.claim(tensor, Kind.COMMUNICATION)
         group = collectives.group_of(func, args)
         nbytes = collectives.carried_bytes(func, out, args, kwargs)
+        if (peers := peers_of_exchange(func, args, group)) is not None:  # what goes from stage to stage
+            self._add_to_last_step(
+                collectives.kernel_of(func), KernelCost(0, nbytes, (), "", 1, "", ()), peers
+            )
+            return out
         own_stream = collectives.is_async(func, args, kwargs)
         if own_stream and collectives.kernel_of(func) == ALL_REDUCE:
             self._kept.clear()  # after broadcasts, which DDP begins a step with, NCCL's thread still held all
@@ -188,6 +196,7 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[No
     def make_and_hook(self: Any, *arguments: Any, **keywords: Any) -> None:
         make(self, *arguments, **keywords)
         self.register_comm_hook(recorder, average)
+        recorder.averages_over = self.process_group
         self.logger = _Unlogged(self.logger)
 
     average.__annotations__.update(  # which torch compares, and wants the classes themselves
@@ -203,6 +212,7 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[No
         (data_parallel, "_verify_param_shape_across_processes", lambda *compared: None),
         (data_parallel.DistributedDataParallel, "__init__", make_and_hook),
         (fake_work, "generate_unique_id", itertools.count().__next__),
+        *instead_of_others(until_waited=recorder.policy.keeps_exchanged),
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(process_group(rank, ranks))

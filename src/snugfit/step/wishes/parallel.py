@@ -105,8 +105,10 @@ def in_ddp(wish: ParallelWish, model: torch.nn.Module) -> torch.nn.Module:
     from torch.nn.parallel import DistributedDataParallel
 
     device = next(model.parameters()).device
+    others = wish.ranks_of_one_part > 1
     return DistributedDataParallel(
         model,
+        process_group=data_mesh(mesh_of(wish, device.type)).get_group() if others else None,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=wish.bucket_views,
     )

@@ -34,7 +34,7 @@ _ELSEWHERE = "of_another_stage"
 
 @functools.cache
 def _elsewhere() -> Any:
-    """The class of what stands in the place of a layer or a norm that another stage has."""
+    """The class of what stands in the place of a part that another stage has."""
     from torch import nn
 
     class Elsewhere(nn.Module):
@@ -85,10 +85,10 @@ def keep_stage(wish: ParallelWish, model: Any) -> Any:
             decoder.layers[number] = _elsewhere()()
     is_first, is_last = stage == 0, stage == wish.stages - 1
     if not is_first:
-        decoder.embed_tokens = None
+        decoder.embed_tokens = _elsewhere()()
     if not is_last:
         decoder.norm = _elsewhere()()
-        setattr(model, HEAD, None)
+        setattr(model, HEAD, _elsewhere()())
     model.forward = _Stage(model, decoder, is_first=is_first, is_last=is_last)
     return model
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-from snugfit.techniques import several_gpus
+from snugfit.techniques import roster, several_gpus
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import PADDING_FREE, ParallelWish, Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
@@ -56,16 +56,28 @@ class Pipeline(Technique):
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """What cannot be cut into stages, and what is not simulated on several GPUs."""
-        wish = self.install(recipe[Slot.SHARDING].install(Setup())).parallel
+        setup = Setup()
+        for slot in roster.slots_of_several_gpus():
+            setup = recipe[slot].install(setup)
+        wish = setup.parallel
         assert wish is not None
+        if setup.sharding is not None or wish.states == "sharded" or wish.on_host:
+            yield f"it is not simulated together with {recipe[Slot.SHARDING]}. Try 'fsdp' or 'ddp'."
+        if wish.tensor * wish.context * wish.experts > 1:
+            yield "stages are not simulated together with matrices, sequences or experts that GPUs share."
         if wish.weights == "alone":
             yield from several_gpus.objections(job, recipe, wish)
         yield from self._about_model(job)
-        yield from self._about_recipe(recipe, wish)
+        yield from self._about_recipe(recipe)
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """That nobody has measured it."""
         yield UNMEASURED
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """As many stages as a host may have GPUs."""
+        yield from (cls(n=n) for n in (2, 4, 8))
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
@@ -87,7 +99,7 @@ class Pipeline(Technique):
         if self.n > job.model.layers:
             yield f"{job.model.name} has {job.model.layers} layers. Take at most so many stages."
 
-    def _about_recipe(self, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterator[str]:
+    def _about_recipe(self, recipe: TechniqueBySlot) -> Iterator[str]:
         setup = Setup()
         for slot in (Slot.ATTENTION, Slot.PRECISION, Slot.BATCHING, Slot.CHECKPOINTING):
             setup = recipe[slot].install(setup)
@@ -105,8 +117,6 @@ class Pipeline(Technique):
             yield f"it is not simulated together with {recipe[Slot.PRECISION]}. Try 'bf16'."
         if setup.attention == PADDING_FREE:
             yield f"it is not simulated together with {recipe[Slot.ATTENTION]}. Leave one of them out."
-        if wish.states == "sharded" or wish.on_host:
-            yield f"it is not simulated together with {recipe[Slot.SHARDING]}. Try 'fsdp' or 'ddp'."
 
     def _bubble(self, micro_batches: int) -> float:
         """The least share of a step in which a GPU waits (Narayanan et al., section 2.2.1)."""
