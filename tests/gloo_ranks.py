@@ -73,7 +73,7 @@ def losses_of(job: Job, setup: Setup) -> list[float]:
 
 
 def trained(job: Job, setup: Setup) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses of a few real steps, whose weights and batches are those of one seed, and the weights then."""
+    """The losses of a few real steps that begin with one seed, and the weights after them, by name."""
     import torch
 
     from snugfit.step.open_step import open_step

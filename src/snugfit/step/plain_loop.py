@@ -232,7 +232,6 @@ class PlainStep(OptimizerLoop):
         return []
 
 
-
 def _loss(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
     return loss_of(model(**batch))
 

@@ -4,8 +4,8 @@ A stage tells the next one whether it knows the shapes of what it hands on, and 
 (`PipelineStage._warmup_forward_vote`, since torch 2.13). On shapes nobody answers, so each is taken to know.
 
 What is sent stays until somebody has waited for it (NCCL), or as long as there is a handle of the exchange
-to wait by (gloo). What is sent and received has no stream here: what a stage waits for others is no part of its own trace
-(`prediction/several_gpus/stages.py`). Which tensors live meanwhile is torch's doing.
+to wait by (gloo). Neither sending nor receiving has a stream here: what a stage waits for others is no part
+of its own trace (`prediction/several_gpus/stages.py`). Which tensors live meanwhile is torch's doing.
 """
 
 from __future__ import annotations

@@ -82,7 +82,8 @@ class StagePasses:
         import torch
 
         trained = [weight for weight in weights if weight.grad is not None]
-        norm = self.norm_of_all(torch.nn.utils.get_total_norm([weight.grad for weight in trained]))
+        own = torch.nn.utils.get_total_norm([weight.grad for weight in trained if weight.grad is not None])
+        norm = self.norm_of_all(own)
         torch.nn.utils.clip_grads_with_norm_(trained, largest, norm)
 
     def norm_of_all(self, norm: torch.Tensor) -> torch.Tensor:

@@ -114,7 +114,7 @@ class _Stage:
 def _decoder_of(model: Any) -> Any:
     from torch import nn
 
-    decoder = getattr(model, getattr(model, "base_model_prefix", ""), None)
+    decoder: Any = getattr(model, getattr(model, "base_model_prefix", ""), None)
     stack = getattr(decoder, "layers", None)
     can_be_cut = (
         decoder is not None

@@ -50,9 +50,7 @@ class Pipeline(Technique):
     def install(self, setup: Setup) -> Setup:
         """Cuts the layers into stages."""
         wish = setup.parallel or ParallelWish(weights="alone")
-        return replace(
-            setup, parallel=replace(wish, stages=self.n, schedule=SCHEDULES[self.schedule])
-        )
+        return replace(setup, parallel=replace(wish, stages=self.n, schedule=SCHEDULES[self.schedule]))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """What cannot be cut into stages, and what is not simulated on several GPUs."""
@@ -93,8 +91,8 @@ class Pipeline(Technique):
             return
         if getattr(config.get_text_config(), "tie_word_embeddings", False):
             yield (
-                "the first stage and the last one would share one matrix, the embedding that the head is tied "
-                "to. Untie them in the config (tie_word_embeddings: false), or try 'fsdp'."
+                "the first stage and the last one would share one matrix, the embedding that the head is "
+                "tied to. Untie them in the config (tie_word_embeddings: false), or try 'fsdp'."
             )
         if self.n > job.model.layers:
             yield f"{job.model.name} has {job.model.layers} layers. Take at most so many stages."
@@ -105,19 +103,14 @@ class Pipeline(Technique):
             setup = recipe[slot].install(setup)
         pieces = setup.micro_batches
         if pieces < self.n and self.schedule == "1f1b":
+            waits = (self.n - 1) / (pieces + self.n - 1)  # Narayanan et al., section 2.2.1
             yield (
                 f"{self.n} stages need at least {self.n} micro-batches, and there are {pieces}: with fewer "
-                f"a GPU waits for others {self._bubble(pieces):.0%} of a step. Add micro_batches({2 * self.n})."
+                f"a GPU waits for others {waits:.0%} of a step. Add micro_batches({2 * self.n})."
             )
         if pieces == 1 and self.schedule == "gpipe":
-            yield (
-                f"with one micro-batch only one GPU works at a time. Add micro_batches({2 * self.n})."
-            )
+            yield (f"with one micro-batch only one GPU works at a time. Add micro_batches({2 * self.n}).")
         if setup.scale_gradients:
             yield f"it is not simulated together with {recipe[Slot.PRECISION]}. Try 'bf16'."
         if setup.attention == PADDING_FREE:
             yield f"it is not simulated together with {recipe[Slot.ATTENTION]}. Leave one of them out."
-
-    def _bubble(self, micro_batches: int) -> float:
-        """The least share of a step in which a GPU waits (Narayanan et al., section 2.2.1)."""
-        return (self.n - 1) / (micro_batches + self.n - 1)
