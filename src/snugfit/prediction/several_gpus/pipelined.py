@@ -1,4 +1,4 @@
-"""A prediction whose ranks differ, since each has a stage of the layers: what each takes, and all together."""
+"""A prediction whose ranks differ, each with its stage of the layers: what each takes, and all together."""
 
 from __future__ import annotations
 
