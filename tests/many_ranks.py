@@ -31,6 +31,7 @@ def free_port() -> int:
 NO_DROPOUT: dict[str, dict[str, float]] = {
     "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "llama": {},
 }
 
 
@@ -48,7 +49,7 @@ def run_of(
     leave one sample for the last batch of an epoch."""
     facts = {} if dropout else NO_DROPOUT[job]
     small = small_job(job, layers, facts, batch_size=8, clip=1.0)
-    data = [{"input_ids": row["input_ids"]} if job == "gpt2" else row for row in rows(samples)]
+    data = [{"input_ids": row["input_ids"]} if job != "bert" else row for row in rows(samples)]
     how = {"max_steps": 12, "save_steps": 500, **options}
     return train(
         small, recipe, data, output_dir=folder, device="cpu", foresee=False, weights="random",
@@ -144,6 +145,8 @@ def warm() -> None:
     """What the process that forks does first: it imports what the forks need."""
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
+    import torch.distributed.pipelining
     import torch.nn.parallel  # noqa: F401
     import transformers.models.bert.modeling_bert
-    import transformers.models.gpt2.modeling_gpt2  # noqa: F401
+    import transformers.models.gpt2.modeling_gpt2
+    import transformers.models.llama.modeling_llama  # noqa: F401

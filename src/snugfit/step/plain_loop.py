@@ -70,13 +70,14 @@ class OptimizerLoop(Step):
     passes: StagePasses | None = None
     """Of this process's stage, where the layers are cut into stages."""
 
-    def stage_passes(self, built: Built) -> StagePasses | None:
-        """The passes of this process's stage; None where it has all layers."""
+    def stage_passes(self, model: torch.nn.Module, runs: torch.nn.Module) -> StagePasses | None:
+        """The passes of this process's stage of a model, for which `runs` is called; None where it has all
+        layers."""
         if self.setup.parallel is None or not is_in_stages(self.setup):
             return None
         from snugfit.step.wishes.pipeline import StagePasses
 
-        return StagePasses(self.setup.parallel, built.runs, built.model, self.forward_context)
+        return StagePasses(self.setup.parallel, runs, model, self.forward_context)
 
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:
         """What the model computes in, as the Setup wishes."""
@@ -96,7 +97,7 @@ class OptimizerLoop(Step):
         losses: list[torch.Tensor] = []
         with contextlib.closing(self._batches()) as batches:
             built = Built(model, runs, optimizer, scaler, batches, observer)
-            self.passes = self.stage_passes(built)
+            self.passes = self.stage_passes(model, runs)
             for index in range(steps):
                 observer.step_begins(index)
                 loss = self._accumulate(built)
@@ -190,9 +191,10 @@ class PlainStep(OptimizerLoop):
     ) -> torch.Tensor | None:
         """`_accumulate` where other processes have other layers: all micro-batches at once, in the order of
         the schedule."""
-        whole = join(pieces)
+        count = self.setup.micro_batches
+        whole = join(pieces, count)
         inputs = place(passes.inputs(whole), self.device)
-        shares = [1.0 if weight is None else weight for weight in weights]
+        shares = [1.0 if weight is None else weight for weight in weights] + [0.0] * (count - len(pieces))
         built.observer.phase("forward")
         losses = passes.run(inputs, tuple(whole["input_ids"].shape), shares, built.observer)
         total: torch.Tensor | None = None

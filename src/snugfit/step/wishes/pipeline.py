@@ -38,7 +38,9 @@ class StagePasses:
     ) -> None:
         import torch.distributed as dist
 
-        self._wish, self._runs, self._model, self._around = wish, runs, model, around
+        self._wish, self._runs, self._around = wish, runs, around
+        self.model = model
+        """This stage of the model."""
         self.stage = stage_of(wish, dist.get_rank())
         """The number of this stage, from 0."""
         self.group = mesh_of(wish, device_of(model)).get_group("stage")
@@ -95,12 +97,46 @@ class StagePasses:
         dist.all_reduce(square, group=self.group)
         return square.sqrt()
 
+    def in_turn(self) -> StagesInTurn:
+        """The whole model for forward passes alone, one stage after the other."""
+        return StagesInTurn(self)
+
+    def forward(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """The loss of a batch (B, S) on the device, where this stage computes it; 0 in the others. All stages
+        call it."""
+        import torch
+        import torch.distributed as dist
+
+        ids = batch["input_ids"]
+        inputs = self.inputs(batch)
+        given = inputs.pop("input_ids", None)
+        ranks = dist.get_process_group_ranks(self.group)
+        if given is None:
+            shape = (*ids.shape, self.model.config.hidden_size)
+            given = torch.empty(shape, dtype=self._dtype, device=ids.device)
+            dist.recv(given, ranks[self.stage - 1], group=self.group)
+        out: torch.Tensor = self._runs(given, **inputs)
+        if self.is_last:
+            return out
+        dist.send(out, ranks[self.stage + 1], group=self.group)
+        return torch.zeros((), device=ids.device)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Of what goes from stage to stage."""
+        import torch
+
+        dtype: torch.dtype = (
+            getattr(torch, self._wish.dtype) if self._wish.dtype else next(self.model.parameters()).dtype
+        )
+        return dtype
+
     def told(self, losses: Sequence[torch.Tensor], steps: int) -> list[float]:
         """The losses of so many steps, which the last stage has, told to all stages."""
         import torch
         import torch.distributed as dist
 
-        weight = next(self._model.parameters())
+        weight = next(self.model.parameters())
         values = torch.zeros(steps, dtype=torch.float32, device=weight.device)
         if losses:
             values.copy_(torch.stack([loss.float() for loss in losses]))
@@ -113,13 +149,12 @@ class StagePasses:
         from torch.distributed.pipelining.schedules import get_schedule_class
         from torch.utils._python_dispatch import _disable_current_modes
 
-        weight = next(self._model.parameters())
-        dtype = getattr(torch, self._wish.dtype) if self._wish.dtype else weight.dtype
+        weight = next(self.model.parameters())
         piece = (shape[0] // micro_batches, shape[1])
         self._schedule = self._stage = None  # and the buffers of the shape before
         with _disable_current_modes(), torch.device("meta"):  # a rehearsal would count them
             ids = torch.empty(piece, dtype=torch.long)
-            hidden = torch.empty(*piece, self._model.config.hidden_size, dtype=dtype, requires_grad=True)
+            hidden = torch.empty(*piece, self.model.config.hidden_size, dtype=self._dtype, requires_grad=True)
             loss = torch.empty((), requires_grad=True)
             self._stage = _stage_class()(
                 self._runs,
@@ -134,6 +169,30 @@ class StagePasses:
         kind: Any = get_schedule_class(self._wish.schedule)
         self._schedule = kind(self._stage, micro_batches, loss_fn=_times_share, scale_grads=False)
         self._may_drop_outputs = "return_outputs" in inspect.signature(self._schedule.step).parameters
+
+
+class StagesInTurn:
+    """A model whose stages run one after the other, without a backward pass."""
+
+    def __init__(self, passes: StagePasses) -> None:
+        self._passes = passes
+
+    @property
+    def training(self) -> bool:
+        """Whether it is in the mode in which it trains."""
+        return bool(self._passes.model.training)
+
+    def train(self, mode: bool = True) -> None:
+        """Puts it into this mode."""
+        self._passes.model.train(mode)
+
+    def eval(self) -> None:
+        """Puts it into the mode in which nothing is dropped."""
+        self.train(False)
+
+    def __call__(self, **batch: Any) -> torch.Tensor:
+        """The loss of a batch on the device, in the last stage; 0 in the others."""
+        return self._passes.forward(batch)
 
 
 def _times_share(loss: torch.Tensor, share: torch.Tensor) -> torch.Tensor:

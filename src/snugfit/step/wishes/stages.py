@@ -56,6 +56,11 @@ def is_elsewhere(module: Any) -> bool:
     return bool(getattr(module, _ELSEWHERE, False))
 
 
+def is_stage(model: Any) -> bool:
+    """Whether other processes have other layers of this model."""
+    return any(map(is_elsewhere, model.modules()))
+
+
 def stage_of(wish: ParallelWish, rank: int) -> int:
     """The stage of the process that has this number: stages are the first axis of the mesh."""
     return rank // (wish.ranks // wish.stages)
