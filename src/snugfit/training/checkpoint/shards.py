@@ -146,8 +146,8 @@ def shards_of(
     parts = {name: tensor for name, tensor in (*_weights(model), *_moments(state)) if is_kept(tensor)}
     persistent = set(model.state_dict())
     shared = model_state_of(model, persistent)
-    own = {id(weight) for weight in model.parameters()} if is_stage(model) else set()
-    rest = {n: value for n, value in shared.tensors.items() if not is_part(value) and id(value) not in own}
+    own = {name for name, _ in model.named_parameters()} if is_stage(model) else set()
+    rest = {n: value for n, value in shared.tensors.items() if not is_part(value) and n not in own}
     shared = replace(shared, tensors=rest)
     tree = state_of(state, random)
     if is_stage(model):
