@@ -36,6 +36,7 @@ class StagePasses:
     def __init__(
         self, wish: ParallelWish, runs: Any, model: Any, around: Callable[[], AbstractContextManager[Any]]
     ) -> None:
+        import torch
         import torch.distributed as dist
 
         self._wish, self._runs, self._around = wish, runs, around
@@ -45,6 +46,8 @@ class StagePasses:
         """The number of this stage, from 0."""
         self.group = mesh_of(wish, device_of(model)).get_group("stage")
         """The processes that have the other stages of the same copy of the model."""
+        meeting = torch.zeros(1, device=next(model.parameters()).device)
+        dist.all_reduce(meeting, group=self.group)  # NCCL wants all of a group before two of them exchange
         self._made_for: tuple[int, ...] = ()
         self._schedule: Any = None
         self._stage: Any = None
