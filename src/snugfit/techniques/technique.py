@@ -43,6 +43,7 @@ class Slot(StrEnum):
     TENSOR_PARALLEL = "tensor_parallel"
     CONTEXT_PARALLEL = "context_parallel"
     EXPERT_PARALLEL = "expert_parallel"
+    PIPELINE_PARALLEL = "pipeline_parallel"
     ALLOCATOR = "allocator"
     LOADING = "loading"
 

@@ -99,9 +99,11 @@ def is_functional(func: Any) -> bool:
 
 
 def tensors_carried(func: Any, out: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """The whole tensors that are gathered or scattered, which exist to be exchanged. What is summed or sent
-    belongs to somebody else."""
+    """The whole tensors that are gathered, scattered or received, which exist to be exchanged. What is summed
+    or sent belongs to somebody else."""
     kernel = kernel_of(func)
+    if kernel == RECEIVE:
+        return [tensor for tensor in tree_leaves(args[:1]) if isinstance(tensor, torch.Tensor)]
     if func.namespace == "_c10d_functional":  # what it is given is somebody else's
         gives = kernel in (ALL_GATHER, REDUCE_SCATTER) and isinstance(out, torch.Tensor)
         return [out] if gives else []

@@ -31,6 +31,7 @@ from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.rehearsal.sharded import collectives
 from snugfit.rehearsal.sharded.device_module import ShapesModule
 from snugfit.rehearsal.sharded.offloaded_shards import TO_COPY, HostShards
+from snugfit.rehearsal.sharded.stages import instead_of_others, peers_of_exchange
 from snugfit.rehearsal.sharded.streams import Moment, StreamOrder
 from snugfit.rehearsal.trace.trace import (
     ALL_REDUCE,
@@ -66,6 +67,8 @@ class RankRecorder(Recorder):
         self.experts = 1
         """Over how many ranks the experts of a layer are spread. Each has all rows of tokens, and its
         products skip those of others' experts: an even part of them is taken to be left."""
+        self.averages_over: Any = None
+        """The process group over which DDP averages."""
         self._of_group: dict[str, int] = {}  # NCCL's own stream of a process group
         self._unawaited: Moment = frozenset()  # exchanges that nobody has waited for
         self._kept: list[torch.Tensor] = []  # by NCCL
@@ -124,7 +127,7 @@ class RankRecorder(Recorder):
         self.claim(bucket, Kind.COMMUNICATION)
         if self.policy.keeps_exchanged:
             self._kept.append(bucket)
-        self._add_exchange(ALL_REDUCE, bucket.nbytes, dist.group.WORLD, own_stream=True)
+        self._add_exchange(ALL_REDUCE, bucket.nbytes, self.averages_over, own_stream=True)
 
     def count_shard_hooks(self, hooks: int) -> None:
         """The host runs so many of FSDP2's hooks."""
@@ -147,11 +150,10 @@ class RankRecorder(Recorder):
         operands = sum(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs)))
         self._add_to_last_step(SHARDED_OPERANDS, KernelCost(0, 0, (), "", operands, "", ()))
 
-    def _add_to_last_step(self, operator: str, cost: KernelCost) -> None:
+    def _add_to_last_step(self, operator: str, cost: KernelCost, peers: tuple[int, int] = ALONE) -> None:
         """All ranks of a host work through its memory at once, and share it."""
-        if self._step == self.steps - 1:
-            shared = operator in (WORK_ON_HOST, UPDATE_ON_HOST)
-            self._add_kernel(operator, cost, (dist.get_world_size(), 1) if shared else ALONE)
+        shared = operator in (WORK_ON_HOST, UPDATE_ON_HOST)
+        super()._add_to_last_step(operator, cost, (dist.get_world_size(), 1) if shared else peers)
 
     def _exchange(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in collectives.WAITS:
@@ -172,6 +174,11 @@ class RankRecorder(Recorder):
             self.claim(tensor, Kind.COMMUNICATION)
         group = collectives.group_of(func, args)
         nbytes = collectives.carried_bytes(func, out, args, kwargs)
+        if (peers := peers_of_exchange(func, args, group)) is not None:  # what goes from stage to stage
+            self._add_to_last_step(
+                collectives.kernel_of(func), KernelCost(0, nbytes, (), "", 1, "", ()), peers
+            )
+            return out
         own_stream = collectives.is_async(func, args, kwargs)
         if own_stream and kernel == ALL_REDUCE:
             self._kept.clear()  # after broadcasts, which DDP begins a step with, NCCL's thread still held all
@@ -256,6 +263,7 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[No
     def make_and_hook(self: Any, *arguments: Any, **keywords: Any) -> None:
         make(self, *arguments, **keywords)
         self.register_comm_hook(recorder, average)
+        recorder.averages_over = self.process_group
         self.logger = _Unlogged(self.logger)
 
     average.__annotations__.update(  # which torch compares, and wants the classes themselves
@@ -271,6 +279,7 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[No
         (data_parallel, "_verify_param_shape_across_processes", lambda *compared: None),
         (data_parallel.DistributedDataParallel, "__init__", make_and_hook),
         (fake_work, "generate_unique_id", itertools.count().__next__),
+        *instead_of_others(until_waited=recorder.policy.keeps_exchanged),
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(process_group(rank, ranks))
