@@ -105,10 +105,10 @@ def in_ddp(wish: ParallelWish, model: torch.nn.Module) -> torch.nn.Module:
     from torch.nn.parallel import DistributedDataParallel
 
     device = next(model.parameters()).device
-    others = wish.ranks_of_one_part > 1
+    is_one_axis = wish.ranks_of_one_part == 1
     return DistributedDataParallel(
         model,
-        process_group=data_mesh(mesh_of(wish, device.type)).get_group() if others else None,
+        process_group=None if is_one_axis else data_mesh(mesh_of(wish, device.type)).get_group(),
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=wish.bucket_views,
     )
