@@ -87,6 +87,8 @@ def answers() -> Iterator[tuple[str, Any]]:
     predicted = snugfit.predict(job, "plain", gpu="h200")
     measured = measurement(timing=timing(), startup=predicted.startup, job=job, recipe=predicted.recipe)
     yield "predict --json", predicted
+    stages = small_job("llama", 2, batch_size=4)
+    yield "predict --json", snugfit.predict(stages, "pipeline(2) + micro_batches(2)", gpu="h200", gpus=2)
     yield "predict --compare --json", snugfit.compare(job, ["plain"], gpu="h200")
     ranks = (RankMeasured(rank=0, gpu_index=0, uuid=None, footprint=measured.footprint, step_seconds=0.1),)
     yield "measure --json", replace(measured, ranks=ranks)

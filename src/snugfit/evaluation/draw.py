@@ -171,6 +171,8 @@ def _draw_recipe(job: Job, rng: random.Random, gpus: int = 1) -> Recipe | None:
     fails, and that is shown."""
     drawn = []
     for slot in Slot:
+        if slot in roster.slots_of_several_gpus() and slot is not Slot.SHARDING:
+            continue  # not drawn so far
         in_slot = [technique for technique in roster.techniques() if technique.slot is slot]
         candidates = [one for one in in_slot if one.plain or one.needs_several_gpus is (gpus > 1)]
         if slot not in roster.slots_of_several_gpus():

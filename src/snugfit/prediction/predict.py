@@ -46,7 +46,6 @@ from snugfit.units import MIB
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
-    from snugfit.prediction.allocator import Replay
     from snugfit.rehearsal.trace.trace import Trace
     from snugfit.techniques.setup import Setup
 
@@ -113,19 +112,14 @@ def predict(
     part = job_of_rank(job, setup)
     warnings = recipe.check(part, gpu.compute_capability if gpu else None)
     available = memory_bytes if memory_bytes is not None else gpu.memory_bytes if gpu else None
-
-    def foresee(rank: int) -> RankForeseen:
-        trace = _rehearse(part, setup, gpu, profile, loop, trainer_class, rank)
-        return _foresee_rank(rank, trace, gpu, profile, setup, loop, gpus)
-
     stages = stages_by_rank(part, setup)
-    ranks = [foresee(rank) for rank in stages]
+    traces = {rank: _rehearse(part, setup, gpu, profile, loop, trainer_class, rank) for rank in stages}
+    ranks = [_foresee_rank(*one, gpu, profile, setup, loop, gpus) for one in traces.items()]
     shown = max(ranks, key=attrgetter("needed_bytes"))
-    trace, after = shown.trace, shown.after
+    trace, peak = shown.trace, shown.trace.peak().position
     pipelined = pipelined_steps(ranks, stages, part, setup, gpu, rates)
     timing, timeline, about_seconds = _seconds(trace, gpu, job, setup, rates, pipelined, stages[shown.rank])
     host = _host_bytes(part, setup, shown, ranks, loop)
-    peak = trace.peak().position
     return Prediction(
         job=job,
         recipe=recipe,
@@ -133,8 +127,8 @@ def predict(
         gpu=gpu,
         memory_bytes=available,
         headroom_bytes=headroom_bytes,
-        footprint=_footprint(trace, peak, after, shown.context, host, available, shown.communication),
-        anatomy=anatomy(trace, peak, after.reserved, part, setup),
+        footprint=_footprint(shown, peak, host, available),
+        anatomy=anatomy(trace, peak, shown.after.reserved, part, setup),
         versions=installed_versions(),
         doubts=(*warnings, *trace.doubts, *shown.doubts, *doubts_about(gpu, profile), *about_seconds),
         timing=timing,
@@ -217,15 +211,8 @@ def _host_bytes(job: Job, setup: Setup, shown: RankForeseen, ranks: Sequence[Ran
     return max(training, IMPORTED_BYTES + weights * on_host)
 
 
-def _footprint(
-    trace: Trace,
-    peak: int,
-    after: Replay,
-    context: int,
-    host: int,
-    memory: int | None,
-    communication: int = 0,
-) -> Footprint:
+def _footprint(shown: RankForeseen, peak: int, host: int, memory: int | None) -> Footprint:
+    trace, after, context, communication = shown.trace, shown.after, shown.context, shown.communication
     taken = context + after.reserved_peak
     managed = managed_bytes(trace.kernels)
     if memory is not None:

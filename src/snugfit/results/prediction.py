@@ -101,11 +101,13 @@ class RankPredicted:
     layers: int
     """How many of the layers it has."""
     requested_bytes: int
-    """At its peak, as in `Footprint`."""
+    """What its tensors and kernels ask for at the peak, as in `Footprint`."""
     allocated_bytes: int
+    """What they are handed."""
     reserved_bytes: int
+    """What the allocator takes from the device."""
     nvml_bytes: int | None
-    """None where no context is known."""
+    """What the device counts as used; None where no context is known."""
     idle_seconds: float | None = None
     """Of the step, in which it waits for other stages; None where the seconds are not known."""
 

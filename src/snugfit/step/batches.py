@@ -223,7 +223,9 @@ def join(pieces: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:
     full: list[dict[str, Any]] = []
     for piece in pieces:
         more = {"attention_mask": torch.ones_like(piece["input_ids"])} if masked else {}
-        full.append({name: _filled(name, value, samples, length) for name, value in (more | dict(piece)).items()})
+        full.append(
+            {name: _fill_up(name, value, samples, length) for name, value in {**more, **piece}.items()}
+        )
     idle = {**full[0], "labels": full[0]["labels"].clamp(min=0)}  # a mean over nothing is no number
     full += [idle] * (count - len(full))
     return {
@@ -232,7 +234,7 @@ def join(pieces: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:
     }
 
 
-def _filled(name: str, value: Any, samples: int, length: int) -> Any:
+def _fill_up(name: str, value: Any, samples: int, length: int) -> Any:
     """The tensor (B, S) of an input, for so many samples of this length; what is no tensor as it is."""
     import torch
 

@@ -116,7 +116,7 @@ class OptimizerLoop(Step):
                     losses.append(loss)
         self.model, self.optimizer = model, optimizer
         if self.passes is not None and self.keep_losses:
-            return self.passes.told(losses, steps)
+            return self.passes.tell_losses(losses, steps)
         return [float(loss) for loss in losses]
 
     def _clip(self, built: Built) -> None:

@@ -10,12 +10,12 @@ of its own trace (`prediction/several_gpus/stages.py`). Which tensors live meanw
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from snugfit.rehearsal.sharded import collectives
 from snugfit.rehearsal.trace.trace import RECEIVE, SEND
+
+if TYPE_CHECKING:
+    import torch
 
 VOTES = ("_warmup_forward_vote", "_warmup_backward_result")
 
@@ -37,6 +37,7 @@ class _Sending:
 def instead_of_others(*, until_waited: bool) -> list[tuple[Any, str, Any]]:
     """What stands in the place of functions that other stages would answer: two methods by which stages agree
     that shapes are known, and what sends a tensor, which stays `until_waited` for or longer."""
+    import torch
     import torch.distributed.distributed_c10d as exchanges
     from torch.distributed.pipelining import PipelineStage
 
@@ -56,6 +57,10 @@ def instead_of_others(*, until_waited: bool) -> list[tuple[Any, str, Any]]:
 def peers_of_exchange(func: Any, args: tuple[Any, ...], group: Any) -> tuple[int, int] | None:
     """Of what one rank sends to another: that two take part, and how far on the other's rank is, below 0 for
     one before. None for an exchange of a whole group."""
+    import torch
+
+    from snugfit.rehearsal.sharded import collectives
+
     if collectives.kernel_of(func) not in (SEND, RECEIVE):
         return None
     ranks = torch.distributed.get_process_group_ranks(group)

@@ -134,7 +134,7 @@ class StagePasses:
         )
         return dtype
 
-    def told(self, losses: Sequence[torch.Tensor], steps: int) -> list[float]:
+    def tell_losses(self, losses: Sequence[torch.Tensor], steps: int) -> list[float]:
         """The losses of so many steps, which the last stage has, told to all stages."""
         import torch
         import torch.distributed as dist
@@ -221,7 +221,7 @@ def _stage_class() -> type[PipelineStage]:
             expected = self.hidden
             if expected is not None and (out.shape, out.dtype) != (expected.shape, expected.dtype):
                 raise RecipeError(
-                    f"A stage hands on {tuple(out.shape)} numbers of {out.dtype}, and the next one expects "
+                    f"A stage passes on {tuple(out.shape)} numbers of {out.dtype}, and the next one expects "
                     f"{tuple(expected.shape)} of {expected.dtype}. Try 'fsdp' in place of stages."
                 )
             return out

@@ -132,9 +132,9 @@ def _decoder_of(model: Any) -> Any:
             f"{type(model).__name__} cannot be cut into stages: only decoders are that have "
             f"{', '.join(PARTS)} and {HEAD}, as Llama, Mistral and Qwen do. Try 'fsdp'."
         )
-    others = {name for name, child in decoder.named_children() if any(True for _ in child.parameters())}
-    if others - {*PARTS} or decoder.embed_tokens.weight is getattr(model, HEAD).weight:
-        named = ", ".join(sorted(others - {*PARTS})) or "an embedding that the head is tied to"
+    more_parts = {name for name, child in decoder.named_children() if any(True for _ in child.parameters())}
+    if more_parts - {*PARTS} or decoder.embed_tokens.weight is getattr(model, HEAD).weight:
+        named = ", ".join(sorted(more_parts - {*PARTS})) or "an embedding that the head is tied to"
         raise RecipeError(
             f"{type(model).__name__} cannot be cut into stages: several would need {named}. Try 'fsdp'."
         )
@@ -147,5 +147,5 @@ def _one_tensor(layer: Any, given: Any, out: Any) -> None:
 
     if not isinstance(out, torch.Tensor):
         raise RecipeError(
-            f"{type(layer).__name__} hands on several values, and stages hand on one tensor. Try 'fsdp'."
+            f"{type(layer).__name__} passes on several values, and stages pass on one tensor. Try 'fsdp'."
         )

@@ -72,21 +72,21 @@ def own_part(
 ) -> tuple[list[str], dict[str, Any]]:
     """Of an optimizer's state of all these weights what an optimizer of some, by `names`, has, and which of
     them are there."""
-    own = set(names)
+    wanted_names = set(names)
     groups: list[dict[str, Any]] = []
     states: dict[int, Any] = {}
-    kept: list[str] = []
+    own_names: list[str] = []
     index = 0
     for group in saved["groups"]:
-        before = len(kept)
+        before = len(own_names)
         for _ in range(group["params"]):
-            if optimized[index] in own:
+            if optimized[index] in wanted_names:
                 if index in saved["states"]:
-                    states[len(kept)] = saved["states"][index]
-                kept.append(optimized[index])
+                    states[len(own_names)] = saved["states"][index]
+                own_names.append(optimized[index])
             index += 1
-        groups.append({**group, "params": len(kept) - before})
-    return kept, {**saved, "groups": groups, "states": states}
+        groups.append({**group, "params": len(own_names) - before})
+    return own_names, {**saved, "groups": groups, "states": states}
 
 
 def _in_pages(optimizer: Any, weight: torch.Tensor, values: dict[str, Any]) -> dict[str, Any]:

@@ -220,16 +220,16 @@ def _is_of_stage(value: Any) -> bool:
 def _of_all_stages(own: Mapping[str, Any], names: Sequence[str], ranks: Ranks) -> dict[str, Any]:
     """In the first process the state of an optimizer of all weights, which stages have one after the other,
     and their names; of this process's in the others. All processes call it."""
-    seen: set[str] = set()
+    names_before: set[str] = set()
     stages = []
     for state, optimized in ranks.gather((own, list(names))):
-        if not seen.intersection(optimized):
-            seen.update(optimized)
+        if not names_before.intersection(optimized):
+            names_before.update(optimized)
             stages.append((state, optimized))
-    return _joined(stages) if stages else {"optimizer": dict(own), "optimized": list(names)}
+    return _join_stages(stages) if stages else {"optimizer": dict(own), "optimized": list(names)}
 
 
-def _joined(stages: Sequence[tuple[Mapping[str, Any], Sequence[str]]]) -> dict[str, Any]:
+def _join_stages(stages: Sequence[tuple[Mapping[str, Any], Sequence[str]]]) -> dict[str, Any]:
     """One optimizer's state of those of several stages, group by group."""
     first = stages[0][0]
     groups: list[dict[str, Any]] = []
@@ -257,14 +257,14 @@ def _of_stages(own: Mapping[str, torch.Tensor], ranks: Ranks) -> dict[str, torch
     named = {name: (tuple(value.shape), value.dtype) for name, value in own.items()}
     whole = dict(own)
     lists = ranks.gather(named)
-    wanted: list[Any] = [None]
+    senders: list[Any] = [None]
     if ranks.is_first:
-        seen = set(own)
-        wanted = [[]]
+        names_before = set(own)
+        senders = [[]]
         for rank, one in enumerate(lists):
-            wanted[0] += [(rank, name, *one[name]) for name in one if name not in seen]
-            seen.update(one)
-    for rank, name, shape, dtype in from_first(wanted[0], ranks.host) if ranks.are_many else ():
+            senders[0] += [(rank, name, *one[name]) for name in one if name not in names_before]
+            names_before.update(one)
+    for rank, name, shape, dtype in from_first(senders[0], ranks.host) if ranks.are_many else ():
         with talking():
             if ranks.is_first:
                 whole[name] = torch.empty(shape, dtype=dtype)

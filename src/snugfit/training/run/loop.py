@@ -236,12 +236,12 @@ class TrainingStep(PlainStep):
             if not self._is_so_in_all_stages(sound):
                 raise WeightsNonFinite
 
-    def _is_so_in_all_stages(self, here: bool) -> bool:
+    def _is_so_in_all_stages(self, is_so: bool) -> bool:
         """Whether this is so in all processes, where each has gradients and weights of its own layers; else
         in this one, which has what all have."""
         if self.passes is None or self._exchange is None:
-            return here
-        return not self._exchange.ranks.sum([float(not here)])[0]
+            return is_so
+        return not self._exchange.ranks.sum([float(not is_so)])[0]
 
     def _norm_of(self, trained: list[torch.nn.Parameter], state: TrainState) -> torch.Tensor | None:
         if not self.job.clip:
