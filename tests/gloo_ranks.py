@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    import torch
+
     from aligned import Event
     from snugfit.job.job import Job
     from snugfit.techniques.setup import Setup
@@ -39,6 +41,8 @@ class Ran(NamedTuple):
 
     account: list[Event]
     losses: list[float]
+    weights: dict[str, torch.Tensor]
+    """Those that the rank has after these losses, by name; whole ones."""
 
 
 def run_ranks(ranks: int, cases: Sequence[Case]) -> list[list[Ran]]:
@@ -65,6 +69,11 @@ def run_ranks(ranks: int, cases: Sequence[Case]) -> list[list[Ran]]:
 
 def losses_of(job: Job, setup: Setup) -> list[float]:
     """The losses of a few real steps, whose weights and batches are those of one seed."""
+    return trained(job, setup)[0]
+
+
+def trained(job: Job, setup: Setup) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses of a few real steps that begin with one seed, and the weights after them, by name."""
     import torch
 
     from snugfit.step.open_step import open_step
@@ -78,7 +87,13 @@ def losses_of(job: Job, setup: Setup) -> list[float]:
 
     torch.manual_seed(0)
     step = open_step(job, setup, "plain", torch.device("cpu"), keep_losses=True)
-    return list(step.run(3, SeedAfterBuilding()))
+    losses = list(step.run(3, SeedAfterBuilding()))
+    assert step.model is not None
+    weights = {
+        name: (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach()
+        for name, weight in step.model.named_parameters()
+    }
+    return losses, weights
 
 
 def run_rank(folder: Path, ranks: int, rank: int) -> None:
@@ -96,7 +111,7 @@ def run_rank(folder: Path, ranks: int, rank: int) -> None:
     for job, recipe in cases:
         setup = on_gpus(Recipe.parse(recipe).setup(), ranks)
         part = job_of_rank(job, setup)
-        ran.append((reports(part, setup), losses_of(part, setup)))
+        ran.append((reports(part, setup), *trained(part, setup)))
     (folder / f"ran{rank}").write_bytes(pickle.dumps(ran))
     dist.barrier()
     dist.destroy_process_group()
@@ -108,8 +123,11 @@ EXCHANGES = (
 )  # fmt: skip
 """Functions of torch.distributed by which FSDP2 exchanges, under the names of all its versions."""
 
+FUNCTIONAL = ("all_gather_single", "all_gather_tensor", "permute_tensor")
+"""Of torch's functional ones those by which ring attention exchanges; it waits for what they give."""
 
-FUNCTIONAL = (
+
+BY_DTENSOR = (
     "all_reduce", "all_gather_single", "all_gather_tensor", "reduce_scatter_single", "reduce_scatter_tensor",
     "all_to_all_single",
 )  # fmt: skip
@@ -130,9 +148,10 @@ def _wait_for_the_thread() -> None:
     for name in EXCHANGES:
         if (exchange := getattr(dist, name, None)) is not None:
             setattr(dist, name, _waited_for(exchange))
-    for name in FUNCTIONAL:
+    for name in sorted({*BY_DTENSOR} - {*FUNCTIONAL}):
         if (exchange := getattr(functional, name, None)) is not None:
             setattr(functional, name, _waited_for(exchange))
+    _follow_functional_ones()
 
 
 def _waited_for(exchange: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,6 +170,31 @@ def _waited_for(exchange: Callable[..., Any]) -> Callable[..., Any]:
         return work
 
     return wait
+
+
+def _follow_functional_ones() -> None:
+    import torch.distributed as dist
+    import torch.distributed._functional_collectives as functional
+
+    wait = functional.AsyncCollectiveTensor.wait
+
+    def wait_and_follow(result: Any) -> Any:
+        tensor = wait(result)
+        dist.barrier(result.exchanged_by)
+        return tensor
+
+    def with_group(exchange: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **keywords: Any) -> Any:
+            result = exchange(*arguments, **keywords)
+            result.exchanged_by = keywords.get("group", arguments[-1])
+            return result
+
+        return run
+
+    functional.AsyncCollectiveTensor.wait = wait_and_follow  # type: ignore[method-assign]
+    for name in FUNCTIONAL:
+        if (exchange := getattr(functional, name, None)) is not None:
+            setattr(functional, name, with_group(exchange))
 
 
 if __name__ == "__main__":

@@ -105,16 +105,17 @@ def test_autocast_becomes_the_dtype_of_gathered_weights_and_stays_where_weights_
 
 
 def test_ranks_of_a_mesh_know_their_part_of_the_batch() -> None:
-    """Ranks of one part lie along the axes beside the data axis, and one of the last stage tells its loss."""
+    """Ranks of one part lie along the axes beside the data axis, and those of the last stage tell its loss:
+    of each tensor group one, of each sequence all, a part each."""
     mesh = ParallelWish(weights="sharded", ranks=16, tensor=2, context=2, stages=2)
     assert mesh.data_ranks == 2
     assert [mesh.data_rank(rank) for rank in range(16)] == 2 * [0, 0, 0, 0, 1, 1, 1, 1]
-    assert [rank for rank in range(16) if mesh.tells(rank)] == [8, 12]
+    assert [mesh.counts(rank) for rank in range(16)] == [0.0] * 8 + [0.5, 0.0] * 4
     data = ParallelWish(ranks=4)
     assert [data.data_rank(rank) for rank in range(4)] == [0, 1, 2, 3]
-    assert all(data.tells(rank) for rank in range(4))
+    assert all(data.counts(rank) == 1 for rank in range(4))
     ranks = Ranks(9, 16).sharing(mesh)
-    assert (ranks.rank, ranks.size, ranks.data_rank, ranks.data_ranks, ranks.tells) == (9, 16, 0, 2, False)
+    assert (ranks.rank, ranks.size, ranks.data_rank, ranks.data_ranks, ranks.counts) == (9, 16, 0, 2, 0.0)
 
 
 # ---- what one rank takes -----------------------------------------------------------------------------------

@@ -92,15 +92,15 @@ class Ranks:
         """Groups of torch.distributed, for the loop's own thread and for the one that writes."""
         self.data_rank, self.data_ranks = rank, size
         """Which part of the global batch this one works on, and how many parts there are."""
-        self.tells = True
-        """Whether this one counts what its part came to, which others may work on too."""
+        self.counts = 1.0
+        """How much of what this one says that its part came to counts: others may work on it too."""
 
     def sharing(self, wish: ParallelWish | None) -> Ranks:
         """The same process, in the mesh that a recipe wishes for."""
         ranks = Ranks(self.rank, self.size, host=self.host, writing=self.writing)
         if wish is not None and wish.ranks:
             ranks.data_rank, ranks.data_ranks = wish.data_rank(self.rank), wish.data_ranks
-            ranks.tells = wish.tells(self.rank)
+            ranks.counts = wish.counts(self.rank)
         return ranks
 
     @property
@@ -128,7 +128,7 @@ class Ranks:
 
     def sum_parts(self, numbers: Sequence[float]) -> list[float]:
         """Each number, summed over the parts of the global batch, each of which counts once."""
-        return self.sum([number if self.tells else 0.0 for number in numbers])
+        return self.sum([self.counts and self.counts * number for number in numbers])
 
     def gather(self, value: Any) -> list[Any]:
         """What each process gives, by rank, in the first; nothing in the others."""

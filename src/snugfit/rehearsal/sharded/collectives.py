@@ -35,6 +35,10 @@ KERNELS = {
 WAITS = frozenset(sync_ops)
 """Operators that exchange nothing, and wait for those that do."""
 
+ALL_TO_ALL_SINGLE = (torch.ops._c10d_functional.all_to_all_single.default,)
+"""Functional operators that turn parts of a tensor about: what is given, sizes of what comes and of what
+goes, and the group."""
+
 
 def is_collective(func: Any) -> bool:
     """Whether ranks exchange tensors in this operator, or wait for that."""
@@ -52,8 +56,10 @@ def is_wrapping(func: Any) -> bool:
     return bool(func._schema.name == "_c10d_functional::_wrap_tensor_autograd")
 
 
-def kernel_of(func: Any) -> str:
-    """The name of the kernel that an operator runs."""
+def kernel_of(func: Any, args: tuple[Any, ...] = ()) -> str:
+    """The name of the kernel that an operator runs. Where all of a tensor goes to one rank, it is sent."""
+    if func in ALL_TO_ALL_SINGLE and args and sum(size != 0 for size in args[2]) == 1:
+        return SEND
     name = func.name().partition("::")[2].lstrip("_")
     return next((kernel for part, kernel in KERNELS.items() if part in name), ALL_REDUCE)
 
@@ -74,21 +80,30 @@ def group_of(func: Any, args: tuple[Any, ...]) -> Any:
     return CollectiveOp.get_process_group(func, args)
 
 
-def peers_of(group: Any) -> tuple[int, int]:
-    """How many ranks a group has, and how far apart they are."""
+def peers_of(group: Any, kernel: str = "") -> tuple[int, int]:
+    """How many ranks a group has, and how far apart they are. Where one sends to the next one, two."""
     ranks = torch.distributed.get_process_group_ranks(group)
-    return len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 0
+    return 2 if kernel == SEND else len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 0
 
 
 def carried_bytes(func: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Bytes of the whole tensor that is exchanged, summed, gathered or scattered."""
+    if func in ALL_TO_ALL_SINGLE:
+        return int(args[0].nbytes)
     return int(CollectiveOp.get_comm_tensor_size(func, out, args, kwargs))
 
 
+def is_functional(func: Any) -> bool:
+    """Whether it gives a new tensor, for which somebody waits by its name."""
+    return str(func.namespace).startswith("_c10d_functional")
+
+
 def tensors_carried(func: Any, out: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """The whole tensors that are gathered or scattered, which exist to be exchanged. What is summed or sent
-    belongs to somebody else."""
+    """The whole tensors that are gathered, scattered or received, which exist to be exchanged. What is summed
+    or sent belongs to somebody else."""
     kernel = kernel_of(func)
+    if kernel == RECEIVE:
+        return [tensor for tensor in tree_leaves(args[:1]) if isinstance(tensor, torch.Tensor)]
     if func.namespace == "_c10d_functional":  # what it is given is somebody else's
         gives = kernel in (ALL_GATHER, REDUCE_SCATTER) and isinstance(out, torch.Tensor)
         return [out] if gives else []

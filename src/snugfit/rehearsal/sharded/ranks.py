@@ -24,14 +24,25 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from snugfit.rehearsal.record.kernels import KernelCost
 from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.rehearsal.sharded import collectives
 from snugfit.rehearsal.sharded.device_module import ShapesModule
 from snugfit.rehearsal.sharded.offloaded_shards import TO_COPY, HostShards
+from snugfit.rehearsal.sharded.stages import instead_of_others, peers_of_exchange
 from snugfit.rehearsal.sharded.streams import Moment, StreamOrder
-from snugfit.rehearsal.trace.trace import ALL_REDUCE, DEFAULT_STREAM, PART_OPERATORS, SHARD_HOOKS
+from snugfit.rehearsal.trace.trace import (
+    ALL_REDUCE,
+    ALONE,
+    DEFAULT_STREAM,
+    PART_OPERATORS,
+    SHARD_HOOKS,
+    SHARDED_OPERANDS,
+    UPDATE_ON_HOST,
+    WORK_ON_HOST,
+)
 from snugfit.results.footprint import Kind
 from snugfit.step.host_link import MetaLink
 
@@ -56,10 +67,13 @@ class RankRecorder(Recorder):
         self.experts = 1
         """Over how many ranks the experts of a layer are spread. Each has all rows of tokens, and its
         products skip those of others' experts: an even part of them is taken to be left."""
+        self.averages_over: Any = None
+        """The process group over which DDP averages."""
         self._of_group: dict[str, int] = {}  # NCCL's own stream of a process group
         self._unawaited: Moment = frozenset()  # exchanges that nobody has waited for
         self._kept: list[torch.Tensor] = []  # by NCCL
         self._first_to_come = True  # of the buckets of a backward pass
+        self._carried: dict[int, Any] = {}  # by the result's storage, what is sent until that is waited for
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -77,7 +91,7 @@ class RankRecorder(Recorder):
             if self._phase == "backward" and _copies_out(func, args, kwargs):  # a shard's gradient
                 return self.shards.keep(args[0])
         if DTensor in types:
-            self.count_part_operators(1)
+            self._count_parts(args, kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
@@ -94,6 +108,7 @@ class RankRecorder(Recorder):
         elif self._phase == "backward":
             self.order.wait(DEFAULT_STREAM, self._unawaited)
             self._unawaited = frozenset()
+            self._carried.clear()
         super().phase(name)
 
     def step_ends(self, index: int) -> None:
@@ -112,7 +127,7 @@ class RankRecorder(Recorder):
         self.claim(bucket, Kind.COMMUNICATION)
         if self.policy.keeps_exchanged:
             self._kept.append(bucket)
-        self._add_exchange(ALL_REDUCE, bucket.nbytes, dist.group.WORLD, own_stream=True)
+        self._add_exchange(ALL_REDUCE, bucket.nbytes, self.averages_over, own_stream=True)
 
     def count_shard_hooks(self, hooks: int) -> None:
         """The host runs so many of FSDP2's hooks."""
@@ -126,23 +141,48 @@ class RankRecorder(Recorder):
         if self._phase in ("forward", "backward"):
             self._add_to_last_step(what, KernelCost(0, 0, (), "", often, "", ()))
 
+    def _count_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An operator is given tensors of which each rank has a part. What lists of them take is known of
+        optimizers and clipping, which are given little else."""
+        if self._phase in ("forward", "backward"):
+            self.count_part_operators(1)
+            return
+        operands = sum(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs)))
+        self._add_to_last_step(SHARDED_OPERANDS, KernelCost(0, 0, (), "", operands, "", ()))
+
+    def _add_to_last_step(self, operator: str, cost: KernelCost, peers: tuple[int, int] = ALONE) -> None:
+        """All ranks of a host work through its memory at once, and share it."""
+        shared = operator in (WORK_ON_HOST, UPDATE_ON_HOST)
+        super()._add_to_last_step(operator, cost, (dist.get_world_size(), 1) if shared else peers)
+
     def _exchange(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in collectives.WAITS:
             self.order.wait(self.order.current, self._unawaited)
             self._unawaited = frozenset()
-            return args[0] if collectives.gives_its_own(func) else func(*args, **kwargs)
+            if not collectives.gives_its_own(func):
+                return func(*args, **kwargs)
+            self._carried.pop(args[0].untyped_storage()._cdata, None)
+            return args[0]
         if func.namespace == "_c10d_functional":
             self.count_part_operators(REDISTRIBUTION)
         out = func(*args, **kwargs)
-        self.memory.add_outputs(collectives.kernel_of(func), out)
+        kernel = collectives.kernel_of(func, args)
+        self.memory.add_outputs(kernel, out)
+        if collectives.is_functional(func) and isinstance(out, torch.Tensor):
+            self._carried[out.untyped_storage()._cdata] = args[0]
         for tensor in collectives.tensors_carried(func, out, args):
             self.claim(tensor, Kind.COMMUNICATION)
         group = collectives.group_of(func, args)
         nbytes = collectives.carried_bytes(func, out, args, kwargs)
+        if (peers := peers_of_exchange(func, args, group)) is not None:  # what goes from stage to stage
+            self._add_to_last_step(
+                collectives.kernel_of(func), KernelCost(0, nbytes, (), "", 1, "", ()), peers
+            )
+            return out
         own_stream = collectives.is_async(func, args, kwargs)
-        if own_stream and collectives.kernel_of(func) == ALL_REDUCE:
+        if own_stream and kernel == ALL_REDUCE:
             self._kept.clear()  # after broadcasts, which DDP begins a step with, NCCL's thread still held all
-        self._add_exchange(collectives.kernel_of(func), nbytes, group, own_stream=own_stream)
+        self._add_exchange(kernel, nbytes, group, own_stream=own_stream)
         return out
 
     def _add_exchange(self, kernel: str, nbytes: int, group: Any, *, own_stream: bool) -> None:
@@ -154,7 +194,9 @@ class RankRecorder(Recorder):
             stream = self._of_group.setdefault(name, len(self._of_group) - (1 << 10))
             self.order.wait(stream, self.order.moment(before))
             self.order.current = stream  # its memory is the current stream's all the same
-        self._add_kernel(kernel, KernelCost(0, nbytes, (), "", 1, "", ()), collectives.peers_of(group))
+        self._add_kernel(
+            kernel, KernelCost(0, nbytes, (), "", 1, "", ()), collectives.peers_of(group, kernel)
+        )
         if own_stream:
             self._unawaited |= self.order.moment(stream)
             self.order.current = before
@@ -221,6 +263,7 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[No
     def make_and_hook(self: Any, *arguments: Any, **keywords: Any) -> None:
         make(self, *arguments, **keywords)
         self.register_comm_hook(recorder, average)
+        recorder.averages_over = self.process_group
         self.logger = _Unlogged(self.logger)
 
     average.__annotations__.update(  # which torch compares, and wants the classes themselves
@@ -236,6 +279,7 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[No
         (data_parallel, "_verify_param_shape_across_processes", lambda *compared: None),
         (data_parallel.DistributedDataParallel, "__init__", make_and_hook),
         (fake_work, "generate_unique_id", itertools.count().__next__),
+        *instead_of_others(until_waited=recorder.policy.keeps_exchanged),
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(process_group(rank, ranks))

@@ -64,14 +64,25 @@ SHARD_HOOKS = "hooks of sharded weights"
 """So many (`Kernel.tensors`) of FSDP2's hooks run on the host, in Python: what gathers, drops and scatters a
 group's weights."""
 
+SHARDED_OPERANDS = "operands in shards"
+"""An operator is given so many (`Kernel.tensors`) tensors of which each rank has a part (DTensor): the host
+looks at each, in Python, before the operator runs on the parts."""
+
 PART_OPERATORS = "operators on parts of tensors"
 """So many (`Kernel.tensors`) of DTensor's: the host looks up how the result is spread, in Python."""
 
 BY_HOST = frozenset(
     {
-        SHARD_HOOKS, PART_OPERATORS, UPDATE_ON_HOST, WORK_ON_HOST, SWAPPED, HELD_ON_HOST, PINNED_ON_HOST,
+        SHARD_HOOKS,
+        SHARDED_OPERANDS,
+        PART_OPERATORS,
+        UPDATE_ON_HOST,
+        WORK_ON_HOST,
+        SWAPPED,
+        HELD_ON_HOST,
+        PINNED_ON_HOST,
     }
-)  # fmt: skip
+)
 """What the device has no part in."""
 
 STAGED = frozenset({STAGE_OUT, STAGE_BACK})
@@ -210,7 +221,8 @@ class Kernel(NamedTuple):
     after: tuple[int, ...] = ()
     """Numbers of the kernels in other streams that its stream waits for first."""
     peers: tuple[int, int] = ALONE
-    """How many GPUs exchange tensors in it, and how far apart their ranks are."""
+    """How many GPUs exchange tensors in it, and how far apart their ranks are. Of what goes from one to
+    another: how far on that is, below 0 for a rank before."""
 
     @property
     def itemsize(self) -> int:

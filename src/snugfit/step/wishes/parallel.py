@@ -13,15 +13,19 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary
 
 from snugfit.step.checkpointing import layer_stacks
 from snugfit.step.wishes.handler import Context, Handler
+from snugfit.step.wishes.mesh.ring_attention import cut_batch
 from snugfit.step.wishes.mesh.tensor import in_tensor_parts, sum_parts_of_gradients
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from snugfit.techniques.setup import OptimizerWish, ParallelWish
@@ -47,36 +51,60 @@ class ParallelHandler(Handler):
         if value is not None:
             import torch.distributed.fsdp
             import torch.distributed.optim
+            import torch.distributed.pipelining
             import torch.nn.parallel  # noqa: F401
 
     def distribute(self, value: ParallelWish | None, model: Any) -> Any:
         """The model in DDP, or with its weights spread over the processes."""
         if value is None:
             return model
-        if value.weights == "copied" and value.ranks_of_one_part == 1:
+        if value.copies and value.ranks_of_one_part == 1:
             return in_ddp(value, model)
-        mesh = mesh_of(value, _device_of(model))
+        if value.weights == "alone" and value.tensor == value.context == 1:
+            return model
+        device, runs = device_of(model), model
+        mesh = mesh_of(value, device)
         if value.tensor > 1:
             in_tensor_parts(model, mesh["tensor"], experts=value.experts > 1)
-        if value.weights == "alone":
-            return model
         if value.weights == "sharded":
-            return in_fsdp(value, model, data_mesh(mesh))
-        return in_replicas(model, data_mesh(mesh))
+            over = mesh_of(_with_contexts(value), device) if value.context > 1 else mesh
+            in_fsdp(value, model, data_mesh(over))
+        elif value.copies and value.tensor > 1:
+            in_replicas(model, data_mesh(mesh))
+        elif value.copies:
+            runs = in_ddp(value, model, data_mesh(mesh).get_group() if value.stages > 1 else None)
+        if value.context > 1:
+            _SEQUENCES[model] = _SEQUENCES[runs] = mesh["context"]
+        return runs
 
-    def around_pass(self, value: ParallelWish | None, model: Any, *, is_last: bool) -> Context | None:
-        """Gradients are told to the others after the last micro-batch alone."""
+    def around_pass(
+        self, value: ParallelWish | None, model: Any, batch: dict[str, Any], *, is_last: bool
+    ) -> Context | None:
+        """Gradients are told to the others after the last micro-batch alone, and sequences are cut."""
         if value is None:
             return None
-        if value.weights == "alone":
-            return functools.partial(_parts_are_summed, model) if is_last and value.tensor > 1 else None
-        if value.weights == "sharded" or value.tensor > 1:
-            return functools.partial(_fsdp_tells, model, is_last=is_last)
-        return None if is_last else model.no_sync
+        contexts: list[Context] = []
+        if value.weights == "sharded" or (value.copies and value.tensor > 1):
+            contexts.append(functools.partial(_fsdp_tells, model, is_last=is_last))
+        elif value.copies and not is_last:
+            contexts.append(model.no_sync)
+        elif value.tensor > 1 and is_last:
+            contexts.append(functools.partial(_parts_are_summed, model))
+        if value.context > 1:
+            contexts.append(functools.partial(cut_batch, _SEQUENCES[model], model, batch))
+        return functools.partial(_within, contexts) if contexts else None
+
+    def around_evaluation(
+        self, value: ParallelWish | None, model: Any, batch: dict[str, Any]
+    ) -> Context | None:
+        """Sequences are cut where no backward pass follows too."""
+        if value is None or value.context == 1:
+            return None
+        return functools.partial(cut_batch, _SEQUENCES[model], model, batch)
 
     def after_update(self, value: ParallelWish | None, model: Any, step: int) -> None:
         """Has NCCL let go of DDP's first buckets, once."""
-        if value is not None and value.weights == "copied" and value.tensor == 1 and step == 0:
+        if value is not None and value.copies and value.tensor == 1 and step == 0:
             _release_first_buckets(model)
 
     def after_evaluation(self, value: ParallelWish | None, model: Any) -> None:
@@ -105,6 +133,18 @@ def _release_first_buckets(model: Any) -> None:
     dist.all_reduce(torch.zeros(1, device=device), async_op=True).wait()
 
 
+_SEQUENCES: WeakKeyDictionary[torch.nn.Module, DeviceMesh] = WeakKeyDictionary()
+"""Of a model, and of what is called in its place, the ranks that share each of its sequences."""
+
+
+@contextlib.contextmanager
+def _within(contexts: list[Context]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        yield
+
+
 @contextlib.contextmanager
 def _fsdp_tells(model: Any, *, is_last: bool) -> Iterator[None]:
     model.set_requires_gradient_sync(is_last)
@@ -117,13 +157,15 @@ def _parts_are_summed(model: Any) -> Iterator[None]:
     sum_parts_of_gradients(model)
 
 
-def in_ddp(wish: ParallelWish, model: torch.nn.Module) -> torch.nn.Module:
-    """The model in `DistributedDataParallel`, whose gradients are averaged bucket by bucket."""
+def in_ddp(wish: ParallelWish, model: torch.nn.Module, group: ProcessGroup | None = None) -> torch.nn.Module:
+    """The model in `DistributedDataParallel`, whose gradients are averaged over a group, by default all
+    ranks, bucket by bucket."""
     from torch.nn.parallel import DistributedDataParallel
 
     device = next(model.parameters()).device
     return DistributedDataParallel(
         model,
+        process_group=group,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=wish.bucket_views,
     )
@@ -146,7 +188,7 @@ def in_fsdp(wish: ParallelWish, model: torch.nn.Module, mesh: DeviceMesh) -> tor
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    device = _device_of(model)
+    device = device_of(model)
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": wish.reshard != "none",
@@ -174,7 +216,7 @@ def sharded_optimizer(wish: OptimizerWish, groups: Any, **numbers: Any) -> torch
     return ZeroRedundancyOptimizer(groups, kind, **{**numbers, **wish.factory.arguments})
 
 
-def _device_of(model: torch.nn.Module) -> str:
+def device_of(model: torch.nn.Module) -> str:
     """The kind of device that this process computes on, while the model may wait on the host."""
     import torch.distributed as dist
 
@@ -198,6 +240,12 @@ def mesh_of(wish: ParallelWish, device: str) -> DeviceMesh:
     }
     axes = {axis: count for axis, count in counts.items() if count > 1}
     return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def _with_contexts(wish: ParallelWish) -> ParallelWish:
+    """The wish whose data axis goes over the ranks of each sequence too: they hold the same weights, have
+    gradients of their own, and are as many more over which one copy is spread."""
+    return replace(wish, context=1, shards=wish.shards * wish.context)
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
+    from snugfit.step.wishes.pipeline import StagesInTurn
     from snugfit.techniques.setup import Setup
     from snugfit.training.run.run import Data
 
@@ -48,17 +49,20 @@ class Evaluated:
 
 
 def evaluate(
-    model: torch.nn.Module,
+    model: torch.nn.Module | StagesInTurn,
     job: Job,
     batches: Iterable[tuple[dict[str, Any], bool]],
     device: torch.device,
     autocast: contextlib.AbstractContextManager[Any],
     raise_if_stopping: Callable[[], None] = lambda: None,
     ranks: Ranks = ALONE,
+    within: Callable[[dict[str, Any]], contextlib.AbstractContextManager[Any]] = lambda batch: (
+        contextlib.nullcontext()
+    ),
 ) -> Evaluated:
     """The model's loss and accuracy over host batches, each with whether it counts; over those of all
     processes, where there are several. Before each of them `raise_if_stopping` is called, which may abandon
-    the evaluation."""
+    the evaluation; the model is called on each `within` a context, in which it may be a part of it."""
     import torch
 
     before = model.training
@@ -71,8 +75,8 @@ def evaluate(
             if not share and not ranks.are_many:  # others wait for what this one computes
                 continue
             batch = place(host, device)
-            with torch.no_grad(), autocast:
-                out = model(**batch)
+            with torch.no_grad(), autocast, within(batch):
+                out: Any = model(**batch)
             if not share:
                 continue
             lost += float(loss_of(out)) * share

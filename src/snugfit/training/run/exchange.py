@@ -40,7 +40,7 @@ class StepExchange:
             self._items = sum(items)
             return [None] if len(items) == 1 else [share / (self._items or 1) for share in items]
         self._own_tokens = sum(tokens_of(piece) for piece, share in zip(pieces, items) if share)
-        self._items = int(self.ranks.sum_parts([sum(items)])[0])
+        self._items = round(self.ranks.sum_parts([sum(items)])[0])
         self._began, self._forwarded = time.perf_counter(), 0.0
         return [self.ranks.data_ranks * share / (self._items or 1) for share in items]
 
@@ -54,9 +54,9 @@ class StepExchange:
         if not self.ranks.are_many:
             return part
         self.own_seconds = (self._forwarded or time.perf_counter()) - self._began
-        counts = float(self.ranks.tells)
-        own = [counts and part / self.ranks.data_ranks, counts * self._own_tokens, *self._stops.flags]
-        total, tokens, *flags = self.ranks.sum(own)
-        self.tokens = int(tokens)
+        counts = self.ranks.counts
+        own = [counts and counts * part / self.ranks.data_ranks, counts * self._own_tokens]
+        total, tokens, *flags = self.ranks.sum([*own, *self._stops.flags])
+        self.tokens = round(tokens)
         self._stops.hear(flags)
         return total if self._items else math.nan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from dataclasses import asdict
@@ -10,7 +11,7 @@ from typing import Any
 
 from snugfit.errors import OutOfMemory, SnugfitError
 from snugfit.job.batch import tokens_of
-from snugfit.step.applier import after_evaluation
+from snugfit.step.applier import after_evaluation, evaluation_context
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.checkpoint.manager import CheckpointManager
 from snugfit.training.checkpoint.manifest import Checkpoint, verify
@@ -99,7 +100,7 @@ class Session:
 
     def _compare_cut(self) -> None:
         """Compares the loss of a few samples with that of halves, once, when a cut is first wanted."""
-        if self._is_compared:
+        if self._is_compared or self._active.step.passes is not None:  # of which a part has no loss
             return
         self._is_compared, active = True, self._active
         before = self._recovery.job
@@ -265,9 +266,10 @@ class Session:
         options, progress = self._run.options, self._progress
         ranks = self._run.ranks
         micro_batch = self._run.job.batch_size // ranks.data_ranks // self._active.setup.micro_batches
+        passes = self._active.step.passes
         try:
             evaluated = evaluate(
-                self._active.state.model,
+                self._active.state.model if passes is None else passes.in_turn(),
                 self._run.job,
                 in_order(
                     self._run.evaluation,
@@ -281,6 +283,7 @@ class Session:
                 self._active.step.forward_context(),
                 self._stops.raise_if_stopping,
                 ranks,
+                functools.partial(evaluation_context, self._active.setup, self._active.state.model),
             )
         finally:
             after_evaluation(self._active.setup, self._active.state.model)
