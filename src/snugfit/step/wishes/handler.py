@@ -49,8 +49,8 @@ class LiveTraining:
     """Modules whose forward pass was wrapped for a wish, each with what stood there before."""
 
     def technique(self, slot: Slot) -> Technique:
-        """The recipe's technique of this slot."""
-        return self.recipe[slot]
+        """The recipe's technique of this slot, or of one that shares its wish."""
+        return _asking(self.recipe, slot)
 
     def is_plain(self, slot: Slot) -> bool:
         """Whether the recipe asks for nothing special there."""
@@ -79,10 +79,21 @@ class ScriptContext:
 
     def refusal(self, slot: Slot, why: str) -> RecipeError:
         """The error that names the technique whose wish cannot be written."""
+        technique = _asking(self.recipe, slot)
         return RecipeError(
-            f"{self.recipe[slot]} cannot be exported: {why}.\nLeave it out or choose another technique for "
-            f"{slot} (snugfit techniques). snugfit train takes this recipe as it is."
+            f"{technique} cannot be exported: {why}.\nLeave it out or choose another technique for "
+            f"{technique.slot} (snugfit techniques). snugfit train takes this recipe as it is."
         )
+
+
+def _asking(recipe: Recipe, slot: Slot) -> Technique:
+    """The recipe's technique of this slot. Those of several GPUs share one wish: the first that asks for
+    something."""
+    shared = roster.slots_of_several_gpus()
+    slots = shared if slot in shared else (slot,)
+    asking = [recipe[one] for one in slots if recipe[one] != roster.plain(one)]
+    technique: Technique = asking[0] if asking else recipe[slot]
+    return technique
 
 
 class Handler:

@@ -52,7 +52,7 @@ class Expert(Technique):
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
         """Groups that fit into one host."""
-        yield from (cls(n=n) for n in (2, 4, 8) if not [*tensor_plans.objections_to_experts(job, n)])
+        yield from (cls(n=n) for n in (2, 4, 8))
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:

@@ -60,8 +60,7 @@ class Tensor(Technique):
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
         """Groups that fit into one host."""
-        sizes = (2, 4, 8)
-        yield from (cls(n=n) for n in sizes if not [*tensor_plans.objections(job, n, experts=True)])
+        yield from (cls(n=n) for n in (2, 4, 8))
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:

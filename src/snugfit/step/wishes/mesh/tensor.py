@@ -57,7 +57,7 @@ def plan_of(model: torch.nn.Module) -> dict[str, str]:
     rules: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
     of_experts: Mapping[str, str] = getattr(model, "_ep_plan", None) or {}
     names = {name: module for name, module in model.named_modules() if name}
-    plan = _expanded({r: word for r, word in rules.items() if not is_of_experts(r, of_experts)}, names)
+    plan = _expand({r: word for r, word in rules.items() if not is_of_experts(r, of_experts)}, names)
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     known = next((name for name, module in names.items() if module is embedding), None)
     return {known: EMBEDDING, **plan} if known is not None and plan else plan
@@ -68,7 +68,7 @@ def spread_experts(model: torch.nn.Module, mesh: DeviceMesh) -> None:
     the same tokens and sum what their experts made of them."""
     names = dict([*model.named_parameters(), *model.named_modules()])
     rules: Mapping[str, str] = getattr(model, "_ep_plan", None) or {}
-    plan = _expanded(rules, names)
+    plan = _expand(rules, names)
     plan = dict(sorted(plan.items(), key=lambda rule: rule[1] != "grouped_gemm"))  # weights first
     try:
         from transformers.distributed.expert_parallel import apply_expert_parallelism
@@ -92,7 +92,7 @@ def _spread_as_before(model: torch.nn.Module, mesh: DeviceMesh, plan: Mapping[st
             style.install_forward(modules[name], mesh)
 
 
-def _expanded(rules: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+def _expand(rules: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
     """A plan by the names that its rules stand for."""
     return {
         name: word
