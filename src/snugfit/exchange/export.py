@@ -18,10 +18,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from snugfit.errors import UsageError, did_you_mean
+from snugfit.errors import RecipeError, UsageError, did_you_mean
 from snugfit.exchange import finetuning_tools
-from snugfit.exchange.script import script_values, write_script
-from snugfit.exchange.trainer_arguments import training_arguments
+from snugfit.exchange.launch_config import launch_config
+from snugfit.exchange.script import samples_at_once, script_values, write_script
+from snugfit.exchange.trainer_arguments import MESH, training_arguments
+from snugfit.techniques.technique import Slot
 from snugfit.techniques.translate import write_arguments
 
 if TYPE_CHECKING:
@@ -51,10 +53,8 @@ class Export:
     files: Mapping[str, str]
     """Text by file name."""
 
-    @property
-    def note(self) -> str:
-        """What is not quite as predicted when the target runs it; empty where nothing is."""
-        return finetuning_tools.NOTES.get(self.to, "")
+    note: str = ""
+    """What is not quite as predicted when the target runs it; empty where nothing is."""
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object, as the command prints it."""
@@ -73,45 +73,35 @@ def check_target(job: Job, to: str) -> None:
         finetuning_tools.check_task(job, to)
 
 
-def export(job: Job, recipe: Recipe, to: str) -> Export:
-    """The files for a target. Raises `RecipeError` for what the target cannot express."""
+def export(job: Job, recipe: Recipe, to: str, gpus: int = 1) -> Export:
+    """The files for a target, for so many GPUs. Raises `RecipeError` for what the target cannot express, and
+    `UsageError` for a number of GPUs that the recipe or the batch does not go with."""
     check_target(job, to)
+    samples_at_once(job, recipe, gpus)
     recipe.check(job, installed=False)
     if to in finetuning_tools.TOOLS:
-        return Export(to=to, files={FILES[to][0]: finetuning_tools.TOOLS[to](job, recipe)})
+        if gpus > 1:
+            raise RecipeError(
+                f"{recipe[Slot.SHARDING]} cannot be exported to {to}: its files were compared on one GPU "
+                "only.\nExport to hf, accelerate or torch."
+            )
+        text = finetuning_tools.TOOLS[to](job, recipe)
+        return Export(to=to, files={FILES[to][0]: text}, note=finetuning_tools.NOTES[to])
     if to == "hf":
-        return Export(to=to, files=_for_the_trainer(job, recipe))
-    script = script_values(job, recipe, to, write_arguments(recipe)[0])
+        return _for_the_trainer(job, recipe, gpus)
+    script = script_values(job, recipe, to, write_arguments(recipe)[0], gpus=gpus)
     files = {"train.py": write_script(to, script)}
     if to == "accelerate":
-        files["accelerate_config.yaml"] = _launch_config(script["mixed"])
-    return Export(to=to, files=files)
+        files["accelerate_config.yaml"] = launch_config(script)
+    return Export(to=to, files=files, note=script["note"])
 
 
-def _for_the_trainer(job: Job, recipe: Recipe) -> dict[str, str]:
-    arguments = training_arguments(job, recipe)
-    script = script_values(job, recipe, "hf", write_arguments(recipe)[0], training_arguments=arguments)
-    return {
-        "training_arguments.py": write_script("hf", script),
-        "training_arguments.json": json.dumps(arguments, indent=2) + "\n",
-    }
-
-
-def _launch_config(mixed: str) -> str:
-    """What `accelerate config` would write for one GPU."""
-    import yaml
-
-    config = {
-        "compute_environment": "LOCAL_MACHINE",
-        "debug": False,
-        "distributed_type": "NO",
-        "downcast_bf16": "no",
-        "machine_rank": 0,
-        "main_training_function": "main",
-        "mixed_precision": mixed,
-        "num_machines": 1,
-        "num_processes": 1,
-        "use_cpu": False,
-    }
-    text: str = yaml.safe_dump(config, sort_keys=True)
-    return text
+def _for_the_trainer(job: Job, recipe: Recipe, gpus: int) -> Export:
+    arguments = training_arguments(job, recipe, gpus=gpus)
+    script = script_values(
+        job, recipe, "hf", write_arguments(recipe)[0], training_arguments=arguments, gpus=gpus
+    )
+    files = {"training_arguments.py": write_script("hf", script)}
+    if MESH not in arguments:
+        files["training_arguments.json"] = json.dumps(arguments, indent=2) + "\n"
+    return Export(to="hf", files=files, note=script["note"])

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
 from snugfit.exchange import installed
+from snugfit.exchange.script import samples_at_once
 from snugfit.techniques.translate import write_arguments
 
 if TYPE_CHECKING:
@@ -17,9 +18,13 @@ _ELSEWHERE = ("model", "layers", "functorch", "lora", "environment")
 """Where dotted arguments are set that are no field of `TrainingArguments`."""
 
 
-def training_arguments(job: Job, recipe: Recipe, to: str = "hf") -> dict[str, Any]:
-    """What the installed `TrainingArguments` takes. Raises `RecipeError`, which names the target `to`, for
-    what it cannot say."""
+MESH = "parallelism_config"
+"""The argument that is an object of accelerate's, and so of no JSON file."""
+
+
+def training_arguments(job: Job, recipe: Recipe, to: str = "hf", gpus: int = 1) -> dict[str, Any]:
+    """What the installed `TrainingArguments` takes on so many GPUs. Raises `RecipeError`, which names the
+    target `to`, for what it cannot say."""
     dotted, unsaid = write_arguments(recipe)
     if unsaid:
         lines = [f"{technique}: {_why_unsaid(technique)}." for technique in unsaid]
@@ -36,7 +41,7 @@ def training_arguments(job: Job, recipe: Recipe, to: str = "hf") -> dict[str, An
     clip = {} if job.clip is None else {"max_grad_norm": job.clip}
     arguments: dict[str, Any] = {
         "output_dir": "trainer_output",
-        "per_device_train_batch_size": job.batch_size // int(dotted["gradient_accumulation_steps"]),
+        "per_device_train_batch_size": samples_at_once(job, recipe, gpus),
         "learning_rate": job.learning_rate,
         "lr_scheduler_type": "constant",
         **clip,
@@ -51,6 +56,9 @@ def training_arguments(job: Job, recipe: Recipe, to: str = "hf") -> dict[str, An
             arguments.setdefault(head, {})[part] = value
         else:
             arguments[head] = value
+    if MESH in arguments:
+        copies = gpus // int(arguments[MESH]["dp_shard_size"])
+        arguments[MESH] = {"dp_replicate_size": copies, **arguments[MESH]}
     return _as_installed(arguments)
 
 

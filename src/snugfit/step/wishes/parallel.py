@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from snugfit.step.checkpointing import layer_stacks
-from snugfit.step.wishes.handler import Context, Handler
+from snugfit.step.wishes.handler import Context, Handler, ScriptContext
+from snugfit.step.wishes.parallel_script import parallel_fields
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ class ParallelHandler(Handler):
         "trainer": NOT_YET,
         "fit": LIVE,
         "custom_loop": LIVE,
-        "script": "no script for several GPUs is written. `snugfit train` runs it",
     }
 
     def import_code(self, value: ParallelWish | None) -> None:
@@ -76,6 +76,10 @@ class ParallelHandler(Handler):
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
+
+    def script(self, value: ParallelWish | None, context: ScriptContext) -> dict[str, Any]:
+        """What spreads the model in a script."""
+        return {} if value is None else parallel_fields(value, context)
 
 
 def _release_first_buckets(model: Any) -> None:
