@@ -34,6 +34,7 @@ def _sharded(parallel: Mapping[str, Any]) -> dict[str, Any]:
     fsdp = {
         "fsdp_version": 2,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_transformer_layer_cls_to_wrap": ",".join(parallel["layers"]),
         "fsdp_reshard_after_forward": parallel["reshard"] != "none",
         "fsdp_offload_params": parallel["on_host"],
         "fsdp_cpu_ram_efficient_loading": False,

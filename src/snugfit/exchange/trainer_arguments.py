@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from snugfit.errors import RecipeError
 from snugfit.exchange import installed
 from snugfit.exchange.script import samples_at_once
+from snugfit.step.compiling import layer_names
 from snugfit.techniques.translate import write_arguments
 
 if TYPE_CHECKING:
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 _ELSEWHERE = ("model", "layers", "functorch", "lora", "environment")
 """Where dotted arguments are set that are no field of `TrainingArguments`."""
 
+
+ONE_LABEL = ("sequence-classification", "image-classification")
+"""Tasks whose samples have one label each, so that all GPUs have as many."""
 
 MESH = "parallelism_config"
 """The argument that is an object of accelerate's, and so of no JSON file."""
@@ -56,6 +60,12 @@ def training_arguments(job: Job, recipe: Recipe, to: str = "hf", gpus: int = 1) 
             arguments.setdefault(head, {})[part] = value
         else:
             arguments[head] = value
+    if gpus > 1 and job.task in ONE_LABEL:  # or models that never divide by their number count each GPU's
+        arguments["average_tokens_across_devices"] = False
+    if "fsdp_config" in arguments:  # by itself accelerate goes by `_no_split_modules`, BERT's embeddings too
+        arguments["fsdp_config"]["transformer_layer_cls_to_wrap"] = list(layer_names(job))
+        if arguments["fsdp_config"]["cpu_offload"]:  # the norm of gradients is summed on the host too
+            arguments["ddp_backend"] = "cpu:gloo,cuda:nccl"
     if MESH in arguments:
         copies = gpus // int(arguments[MESH]["dp_shard_size"])
         arguments[MESH] = {"dp_replicate_size": copies, **arguments[MESH]}
