@@ -31,7 +31,7 @@ def train(folder: Path) -> list[float]:
     if (folder / "training_arguments.py").exists():
         return by_the_trainer(folder, samples)
     script = runpy.run_path(str(folder / "train.py"))
-    if (folder / "accelerate_config.yaml").exists():
+    if any((folder / name).exists() for name in ("accelerate_config.yaml", "ds_config.json")):
         return list(script["train"](samples, STEPS, shuffle=False)[1])
     return list(script["train"](samples, STEPS, device="cpu", shuffle=False)[1])
 

@@ -3,9 +3,10 @@
     hf           training_arguments.py (a `TrainingArguments` call and the model), training_arguments.json
     accelerate   train.py (the loop on accelerate), accelerate_config.yaml
     torch        train.py (the loop, on torch and transformers alone)
+    deepspeed    train.py (the loop around DeepSpeed's engine), ds_config.json
     trl, axolotl, llamafactory   files of the tools that fine-tune language models (`finetuning_tools.py`)
 
-The first three run as the loop of snugfit of that name (`trainer`, `accelerate`, `plain`), step for step.
+The first four run as a loop of snugfit (`trainer`, `accelerate`, `plain`, and `plain` again), step for step.
 What the Trainer is told comes from what each technique says of itself (`Technique.counterparts`); what the
 scripts do comes from the Setup's wishes. A wish that a target cannot express is refused by the technique's
 name, and nothing is written then.
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError, UsageError, did_you_mean
 from snugfit.exchange import finetuning_tools
+from snugfit.exchange.deepspeed_config import deepspeed_config
 from snugfit.exchange.launch_config import launch_config
 from snugfit.exchange.script import samples_at_once, script_values, write_script
 from snugfit.exchange.trainer_arguments import MESH, training_arguments
@@ -34,6 +36,7 @@ FILES = {
     "hf": ("training_arguments.py", "training_arguments.json"),
     "accelerate": ("train.py", "accelerate_config.yaml"),
     "torch": ("train.py",),
+    "deepspeed": ("train.py", "ds_config.json"),
     "trl": ("sft.py",),
     "axolotl": ("axolotl.yaml",),
     "llamafactory": ("llamafactory.yaml",),
@@ -90,9 +93,13 @@ def export(job: Job, recipe: Recipe, to: str, gpus: int = 1) -> Export:
     if to == "hf":
         return _for_the_trainer(job, recipe, gpus)
     script = script_values(job, recipe, to, write_arguments(recipe)[0], gpus=gpus)
+    if to == "deepspeed":
+        script["config"] = deepspeed_config(job, recipe, gpus)
     files = {"train.py": write_script(to, script)}
     if to == "accelerate":
         files["accelerate_config.yaml"] = launch_config(script)
+    if to == "deepspeed":
+        files["ds_config.json"] = json.dumps(script["config"], indent=2) + "\n"
     return Export(to=to, files=files, note=script["note"])
 
 

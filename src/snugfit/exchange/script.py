@@ -63,7 +63,7 @@ def script_values(
         "shifted": job.task == "causal-lm",  # the first token of a sequence is not predicted
         "batch_size": job.batch_size,
         "gpus": gpus,
-        "joins": to == "torch" and wishes["parallel"] is not None,
+        "joins": to == "deepspeed" or (to == "torch" and wishes["parallel"] is not None),
         "note": "",
         "learning_rate": job.learning_rate,
         "clip": job.clip,
