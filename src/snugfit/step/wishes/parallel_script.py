@@ -73,6 +73,8 @@ def _why_not(wish: ParallelWish, target: str) -> str:
         return "of several GPUs, scripts share the batch only"
     if target == "torch":
         return ""
+    if target == "deepspeed":
+        return "its steps are not those of DeepSpeed's engine"
     if wish.states == "sharded":
         return "accelerate does not place the states of torch's ZeroRedundancyOptimizer"
     if wish.weights == "sharded" and wish.reshard == "all":
