@@ -1,10 +1,10 @@
-"""What each process of an exported script does in a test: it trains by the script, and the first writes the losses.
+"""What each process of an exported script does in a test: it trains by it, and the first writes the losses.
 
     python -m torch.distributed.run --nproc-per-node 2 tests/exported_processes.py FOLDER...
     accelerate launch --config_file FOLDER/accelerate_config.yaml tests/exported_processes.py FOLDER
 
-Each folder holds the files of an export and `samples.pt`, the dataset. On the CPU accelerate knows DDP alone: so it
-is told here that these processes have GPUs, and that they compute on the CPU with gloo between them.
+Each folder holds the files of an export and `samples.pt`, the dataset. On the CPU accelerate knows DDP alone:
+so it is told here that these processes have GPUs, and that they compute on the CPU with gloo between them.
 """
 
 from __future__ import annotations

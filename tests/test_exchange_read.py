@@ -434,7 +434,11 @@ def test_tables_translate_into_words_that_exist(name: str) -> None:
     known |= {
         key for technique in roster.techniques() for one in technique.counterparts for key in one.arguments
     }
-    known |= {"lora.peft_type", *RAW, *(key for refusal in dialect("trainer").refused for key in refusal["keys"])}
+    known |= {
+        "lora.peft_type",
+        *RAW,
+        *(key for refusal in dialect("trainer").refused for key in refusal["keys"]),
+    }
     for meaning in dialect(name).becomes.values():
         words = [meaning] if isinstance(meaning, str) else [key for one in meaning.values() for key in
                  ([one] if isinstance(one, str) else one)]  # fmt: skip

@@ -1,5 +1,5 @@
-"""Exports for several GPUs: run by the library that each is for, on two processes of the CPU, with the losses of one
-process that takes the whole batch; and read back into the same recipe for as many GPUs."""
+"""Exports for several GPUs: run by the library that each is for, on two processes of the CPU, with the losses of
+one process that takes the whole batch; and read back into the same recipe for as many GPUs."""
 
 from __future__ import annotations
 
@@ -43,10 +43,16 @@ def written(job: Job, recipe: str, to: str, gpus: int, folder: Path) -> Path:
 
 def started(*command: str) -> None:
     environment = os.environ | {
-        "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu",
+        "PYTHONWARNINGS": "ignore",
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=TIME_LIMIT, check=False
+        [sys.executable, *command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
 
@@ -82,13 +88,13 @@ def run_all(tmp_path: Path, to: str, gpus: int, cases: Sequence[tuple[str, str]]
 def test_a_torch_script_on_two_processes_has_the_losses_of_one(tmp_path: Path) -> None:
     cases = [
         ("bert", "ddp"),
-        ("llama", "ddp(bucket_views=true) + micro_batches(2) + decay"),
+        ("llama", "ddp(bucket_views=true) + micro_batches(2)"),
         ("llama", "fsdp + every_layer + micro_batches(2)"),
         ("bert", "fsdp(reshard=all, offload=cpu)"),
         ("llama", "zero1 + micro_batches(2)"),
         ("bert", "hsdp(2, reshard=none) + sgd"),
     ]
-    run_all(tmp_path, "torch", 2, [(family, recipe.replace(" + decay", "")) for family, recipe in cases])
+    run_all(tmp_path, "torch", 2, cases)
 
 
 @pytest.mark.slow
@@ -105,9 +111,11 @@ def test_deepspeed_trains_by_its_file_on_two_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("recipe", ["ddp(bucket_views=true) + micro_batches(2)", "fsdp + micro_batches(2) + every_layer"])
+@pytest.mark.parametrize(
+    "recipe", ["ddp(bucket_views=true) + micro_batches(2)", "fsdp + micro_batches(2) + every_layer"]
+)
 def test_accelerate_launch_trains_by_its_file(tmp_path: Path, recipe: str) -> None:
-    """BERT: its embeddings are among what transformers says not to split, and accelerate cannot group those."""
+    """BERT: transformers says not to split its embeddings, and accelerate cannot make a group of those."""
     job = job_in(tmp_path / "model", batch_size=8, clip=1.0)
     folder = written(job, recipe, "accelerate", 2, tmp_path / "case")
     config = str(folder / "accelerate_config.yaml")
@@ -117,12 +125,16 @@ def test_accelerate_launch_trains_by_its_file(tmp_path: Path, recipe: str) -> No
 
 @pytest.mark.whole
 def test_the_trainer_trains_by_its_arguments(tmp_path: Path) -> None:
-    """Its loss of BERT is the sum over micro-batches, as on one GPU; Llama's is the mean."""
-    cases = [("llama", "ddp + micro_batches(2)", 1), ("llama", "fsdp + every_layer", 1), ("bert", "fsdp(reshard=none)", 1)]
+    """BERT's loss is not divided by the number of labels, and is the mean all the same."""
+    cases = [
+        ("llama", "ddp + micro_batches(2)"),
+        ("llama", "fsdp + every_layer"),
+        ("bert", "fsdp(reshard=none)"),
+    ]
     if _has_deepspeed():
-        cases.append(("bert", "zero2(offload=none)", 1))
+        cases.append(("bert", "zero2(offload=none)"))
     folders, expected = [], []
-    for number, (family, recipe, _) in enumerate(cases):
+    for number, (family, recipe) in enumerate(cases):
         job = job_in(tmp_path / family, family, batch_size=8, clip=1.0)
         folders.append(written(job, recipe, "hf", 2, tmp_path / str(number)))
         expected.append(alone(job, recipe))
@@ -150,7 +162,7 @@ def test_the_global_batch_is_kept(tmp_path: Path) -> None:
     config = json.loads(made(tmp_path, "zero3 + micro_batches(2)", "deepspeed", 4).files["ds_config.json"])
     assert config["train_batch_size"] == 8
     assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (1, 2)
-    with pytest.raises(UsageError, match="cannot be shared evenly by 3 GPUs. Try 6 or 9"):
+    with pytest.raises(UsageError, match=r"cannot be shared evenly by 3 GPUs\. Try 6 or 9"):
         made(tmp_path, "ddp", "torch", 3)
 
 
@@ -199,7 +211,9 @@ def test_training_arguments_take_what_is_written(tmp_path: Path) -> None:
     """FSDP2, whose layers are groups, and a mesh of accelerate's own class."""
     from transformers import TrainingArguments
 
-    arguments = json.loads(made(tmp_path, "fsdp(reshard=none) + bf16", "hf", 2).files["training_arguments.json"])
+    arguments = json.loads(
+        made(tmp_path, "fsdp(reshard=none) + bf16", "hf", 2).files["training_arguments.json"]
+    )
     plugin = TrainingArguments(**arguments | {"output_dir": str(tmp_path), "bf16": False}).fsdp_plugin_args
     assert (plugin["fsdp_version"], plugin["reshard_after_forward"]) == (2, False)
     assert plugin["transformer_cls_names_to_wrap"] == "BertLayer"
@@ -219,8 +233,15 @@ def test_accelerate_loads_the_mesh(tmp_path: Path) -> None:
     words = ["--config_file", str(file), "train.py"]
     arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
     told = prepare_multi_gpu_env(arguments)
-    assert (told["FSDP_VERSION"], told["FSDP_RESHARD_AFTER_FORWARD"], told["FSDP_OFFLOAD_PARAMS"]) == ("2", "true", "false")
-    assert (told["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"], told["PARALLELISM_CONFIG_DP_SHARD_SIZE"]) == ("2", "2")
+    assert (told["FSDP_VERSION"], told["FSDP_RESHARD_AFTER_FORWARD"], told["FSDP_OFFLOAD_PARAMS"]) == (
+        "2",
+        "true",
+        "false",
+    )
+    assert (told["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"], told["PARALLELISM_CONFIG_DP_SHARD_SIZE"]) == (
+        "2",
+        "2",
+    )
     assert told["ACCELERATE_MIXED_PRECISION"] == "bf16"
 
 
@@ -276,7 +297,11 @@ def test_the_trainer_s_processes_are_named_beside_its_arguments(tmp_path: Path) 
     assert {(line.key, line.instead) for line in unsaid.refused} == {("fsdp", "gpus")}
     unsaid.refuse({"gpus": 4})
     told = read(tmp_path, "arguments.json", FSDP, gpus=4)
-    assert (told.settings["recipe"], told.settings["gpus"], told.settings["batch_size"]) == ("fsdp(reshard=none)", 4, 8)
+    assert (told.settings["recipe"], told.settings["gpus"], told.settings["batch_size"]) == (
+        "fsdp(reshard=none)",
+        4,
+        8,
+    )
     plain = {key: value for key, value in FSDP.items() if key != "fsdp"}
     assert read(tmp_path, "arguments.json", plain, gpus=2).settings["recipe"] == "ddp"
     assert "gpus" not in read(tmp_path, "arguments.json", plain).settings
@@ -290,25 +315,29 @@ CONFIG = "distributed_type: FSDP\nnum_processes: 4\nmixed_precision: bf16\nfsdp_
     [
         ("a.yaml", "distributed_type: FSDP\nnum_processes: 4", "fsdp_config.fsdp_version"),
         ("a.yaml", CONFIG + "  fsdp_auto_wrap_policy: SIZE_BASED_WRAP", "fsdp_config.fsdp_auto_wrap_policy"),
-        ("a.yaml", CONFIG + "  fsdp_reshard_after_forward: FULL_SHARD", "fsdp_config.fsdp_reshard_after_forward"),
+        ("a.yaml", CONFIG + "  fsdp_reshard_after_forward: FULL_SHARD",
+         "fsdp_config.fsdp_reshard_after_forward"),
         ("a.yaml", CONFIG + "  fsdp_forward_prefetch: true", "fsdp_config.fsdp_forward_prefetch"),
         ("a.yaml", CONFIG + "parallelism_config:\n  parallelism_config_tp_size: 2",
          "parallelism_config.parallelism_config_tp_size"),
         ("a.yaml", CONFIG + "parallelism_config:\n  parallelism_config_dp_shard_size: 2",
          "parallelism_config.parallelism_config_dp_shard_size"),
-        ("a.yaml", "distributed_type: FSDP\nnum_processes: 1\nfsdp_config: {fsdp_version: 2}", "distributed_type"),
+        ("a.yaml", CONFIG.replace("4", "1"), "distributed_type"),
         ("a.yaml", "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {zero_stage: 2}",
          "distributed_type"),
         ("a.json", {**FSDP, "fsdp": "hybrid_shard"}, "fsdp"),
         ("a.json", {**FSDP, "fsdp_config": {"version": 1}}, "fsdp_config.version"),
-        ("a.json", {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1,
-                    "zero_optimization": {"stage": 1}}, "zero_optimization.stage"),
+        ("a.json", {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4,
+                    "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 1}},
+         "zero_optimization.stage"),
     ],
 )  # fmt: skip
 def test_what_of_several_processes_is_not_predicted_is_refused(
     tmp_path: Path, name: str, content: Any, key: str
 ) -> None:
-    refused = read(tmp_path, name, content, gpus=4 if name == "a.json" and "fsdp" in content else None).refused
+    refused = read(
+        tmp_path, name, content, gpus=4 if name == "a.json" and "fsdp" in content else None
+    ).refused
     assert key in {line.key for line in refused}
 
 
@@ -375,10 +404,13 @@ def test_fsdp_of_old_is_found(tmp_path: Path) -> None:
 # ---- the command -----------------------------------------------------------------------------------------
 
 
-def test_the_command_takes_gpus_and_a_job_file_has_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_takes_gpus_and_a_job_file_has_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     job_in(tmp_path / "model")
     (tmp_path / "job.yaml").write_text(
-        f"model: {tmp_path / 'model'}\ntask: sequence-classification\nsequence_length: 16\nbatch_size: 8\ngpus: 2\n"
+        f"model: {tmp_path / 'model'}\ntask: sequence-classification\nsequence_length: 16\n"
+        "batch_size: 8\ngpus: 2\n"
     )
     line = ["export", "ddp", "--job", str(tmp_path / "job.yaml"), "--to", "torch"]
     assert run(line) == 0
@@ -391,7 +423,14 @@ def test_the_command_takes_gpus_and_a_job_file_has_them(tmp_path: Path, capsys: 
 
 def test_a_prediction_is_exported_for_as_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job_in(tmp_path / "model")
-    line = ["predict", str(tmp_path / "model"), "--task", "sequence-classification", "--sequence-length", "16"]
+    line = [
+        "predict",
+        str(tmp_path / "model"),
+        "--task",
+        "sequence-classification",
+        "--sequence-length",
+        "16",
+    ]
     line += ["--batch-size", "8", "--gpu", "h200", "--gpus", "2", "--recipe", "fsdp"]
     assert run([*line, "--export", "accelerate", str(tmp_path / "out")]) == 0
     assert "num_processes: 2" in (tmp_path / "out" / "accelerate_config.yaml").read_text()
@@ -401,7 +440,10 @@ def test_a_prediction_is_exported_for_as_many(tmp_path: Path, capsys: pytest.Cap
 def test_the_exported_script_refuses_another_number_of_processes(tmp_path: Path) -> None:
     script = namespace(made(tmp_path, "ddp", "torch", 2), "train.py")
     torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1  # type: ignore[attr-defined]
+        "gloo",
+        store=torch.distributed.HashStore(),
+        rank=0,
+        world_size=1,  # type: ignore[attr-defined]
     )
     try:
         with pytest.raises(SystemExit, match="for 2 processes, but 1 were started"):

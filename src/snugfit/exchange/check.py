@@ -255,8 +255,9 @@ def _find_wrong_mesh(document: Document) -> Iterator[Finding]:
 def _processes(document: Document) -> dict[str, int]:
     """How many processes DeepSpeed's three numbers come to, where they stand in the file."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    numbers = [document.values.get(name) for name in names]
-    if document.dialect != "deepspeed" or not all(type(one) is int and one > 0 for one in numbers):
+    values = (document.values.get(name) for name in names)
+    numbers = [one for one in values if isinstance(one, int) and one > 0]
+    if document.dialect != "deepspeed" or len(numbers) < len(names):
         return {}
     whole, micro, pieces = numbers
     return {"processes": whole // (micro * pieces)}

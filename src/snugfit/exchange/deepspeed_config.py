@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration file for a recipe, with all numbers in it: no `auto`, which only the Trainer fills."""
+"""DeepSpeed's configuration file for a recipe, with all numbers in it: `auto` is for the Trainer alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def deepspeed_config(job: Job, recipe: Recipe, gpus: int) -> dict[str, Any]:
-    """What `deepspeed.initialize` is given on so many GPUs; empty where its engine does not run the recipe."""
+    """What `deepspeed.initialize` is given on so many GPUs; empty where its engine runs no such recipe."""
     setup = setup_on(recipe, gpus)
     wish = setup.sharding
     if wish is None:

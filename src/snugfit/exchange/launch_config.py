@@ -1,4 +1,4 @@
-"""What `accelerate launch` is told of the processes that it starts: the file that `accelerate config` writes."""
+"""What `accelerate launch` is told of the processes it starts: the file that `accelerate config` writes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def launch_config(script: Mapping[str, Any]) -> str:
     }
     parallel = script["parallel"]
     if parallel:
-        config |= _sharded(parallel) if parallel["weights"] == "sharded" else {"distributed_type": "MULTI_GPU"}
+        config |= (
+            _sharded(parallel) if parallel["weights"] == "sharded" else {"distributed_type": "MULTI_GPU"}
+        )
     text: str = yaml.safe_dump(config, sort_keys=True)
     return text
 

@@ -1,8 +1,8 @@
 """How many processes train together, and how they share the work, in somebody's configuration.
 
-No one key says it. A launcher's flag or file counts the processes, FSDP is a switch beside them, copies of the
-weights are a mesh, and DDP is what happens when nothing else is said. Dialects translate all that into a few raw
-words (`parallel.by`, `parallel.replicate`, ...), and here these become what techniques are read from.
+No one key says it. A launcher's flag or file counts the processes, FSDP is a switch beside them, copies of
+the weights are a mesh, and DDP is what happens when nothing else is said. Dialects translate all that into a
+few raw words (`parallel.by`, `parallel.replicate`, ...), and here these become what techniques are read from.
 """
 
 from __future__ import annotations
@@ -12,7 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 GPUS, BY, STAGE, OFFLOAD = "job.gpus", "parallel.by", "sharding.stage", "sharding.offload"
-PER_HOST, HOSTS, COPIES, SHARDS = "parallel.per_host", "parallel.hosts", "parallel.replicate", "parallel.shard"
+PER_HOST, HOSTS, COPIES, SHARDS = (
+    "parallel.per_host",
+    "parallel.hosts",
+    "parallel.replicate",
+    "parallel.shard",
+)
 ZERO, ELSEWHERE = "parallel.zero", "parallel.elsewhere"
 RAW = (GPUS, BY, PER_HOST, HOSTS, COPIES, SHARDS, ZERO, ELSEWHERE)
 """Words that are read here and nowhere else."""
@@ -25,11 +30,15 @@ ONE_PROCESS = "one process has nobody to share with: leave it out, or say how ma
 NO_MESH = "without FSDP (version 2) a mesh of processes spreads nothing"
 IN_THE_CONFIG = "how its processes share the work says the file of accelerate launch: give that file instead"
 OWN_BUCKETS = (
-    "on several GPUs accelerate leaves DeepSpeed its own buckets, of half a billion elements each, which are not "
-    "predicted. Give a DeepSpeed file with sizes of auto instead (deepspeed_config_file)"
+    "on several GPUs accelerate leaves DeepSpeed its own buckets, of half a billion elements each, which are "
+    "not predicted. Give a DeepSpeed file with sizes of auto instead (deepspeed_config_file)"
 )
-FIRST_STAGE = "DeepSpeed's first stage on several GPUs has no counterpart: ddp is without it, and zero2 is the next"
-ALONE = "on one GPU ZeRO shards nothing; without offload to the CPU its flat copies and buckets are not predicted"
+FIRST_STAGE = (
+    "DeepSpeed's first stage on several GPUs has no counterpart: ddp is without it, and zero2 is the next"
+)
+ALONE = (
+    "on one GPU ZeRO shards nothing; without offload to the CPU its flat copies and buckets are not predicted"
+)
 
 
 @dataclass(kw_only=True)
@@ -53,8 +62,8 @@ class Processes:
 
 
 def read_processes(arguments: Mapping[str, Any], said: Mapping[str, Any], named: int | None) -> Processes:
-    """Of all `arguments`, of which the configuration itself has `said` some; the user may have `named` a number
-    of GPUs, which goes before its own."""
+    """Of all `arguments`, of which the configuration itself has `said` some; the user may have `named` a
+    number of GPUs, which goes before its own."""
     found = Processes()
     numbers = {key: arguments[key] for key in RAW if key in arguments and key not in (BY, ZERO)}
     if wrong := [key for key, value in numbers.items() if type(value) is not int or value < 1]:
@@ -65,7 +74,9 @@ def read_processes(arguments: Mapping[str, Any], said: Mapping[str, Any], named:
     mesh = numbers.get(COPIES, 1) * numbers.get(SHARDS, 1)
     found.gpus = gpus or 1
     if gpus and mesh not in (1, gpus):
-        found.refused.append((SHARDS if SHARDS in numbers else COPIES, f"it makes a mesh of {mesh}, not of {gpus}"))
+        found.refused.append(
+            (SHARDS if SHARDS in numbers else COPIES, f"it makes a mesh of {mesh}, not of {gpus}")
+        )
     if ELSEWHERE in numbers:
         found.refused.append((ELSEWHERE, IN_THE_CONFIG))
     by = arguments.get(BY)
@@ -92,12 +103,12 @@ def _count(numbers: Mapping[str, int], arguments: Mapping[str, Any], said: Mappi
         return numbers.get(PER_HOST, 1) * numbers.get(HOSTS, 1)
     if COPIES in numbers or SHARDS in numbers:
         return numbers.get(COPIES, 1) * numbers.get(SHARDS, 1)
-    parts = [arguments.get(key) for key in (BATCH, MICRO, PIECES) if key in said]
-    if len(parts) == 3 and all(type(part) is int and part > 0 for part in parts):
-        whole, *rest = parts
-        share = rest[0] * rest[1]
-        return whole // share if whole % share == 0 else None
-    return None
+    values = (arguments.get(key) for key in (BATCH, MICRO, PIECES) if key in said)
+    parts = [value for value in values if isinstance(value, int) and value > 0]
+    if len(parts) < 3:
+        return None
+    whole, micro, pieces = parts
+    return whole // (micro * pieces) if whole % (micro * pieces) == 0 else None
 
 
 def _read_fsdp(found: Processes, gpus: int | None, numbers: Mapping[str, int]) -> None:
@@ -120,4 +131,3 @@ def _read_zero(found: Processes, stage: int) -> None:
         found.refused.append((ZERO, FIRST_STAGE))
     else:
         found.words, found.asked_by = {STAGE: stage, OFFLOAD: "none"}, ZERO
-

@@ -20,8 +20,8 @@ from snugfit.job.model import CLASSIFICATION
 from snugfit.step.applier import script_fields
 from snugfit.step.wishes.handler import ScriptContext
 from snugfit.step.wishes.python_text import literal
-from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.techniques.setup import ParallelWish, Setup
+from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job

@@ -63,7 +63,11 @@ def training_arguments(job: Job, recipe: Recipe, to: str = "hf", gpus: int = 1) 
     if gpus > 1 and job.task in ONE_LABEL:  # or models that never divide by their number count each GPU's
         arguments["average_tokens_across_devices"] = False
     if "fsdp_config" in arguments:  # by itself accelerate goes by `_no_split_modules`, BERT's embeddings too
-        arguments["fsdp_config"]["transformer_layer_cls_to_wrap"] = list(layer_names(job))
+        groups = {
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "transformer_layer_cls_to_wrap": [*layer_names(job)],
+        }
+        arguments["fsdp_config"] |= groups
         if arguments["fsdp_config"]["cpu_offload"]:  # the norm of gradients is summed on the host too
             arguments["ddp_backend"] = "cpu:gloo,cuda:nccl"
     if MESH in arguments:

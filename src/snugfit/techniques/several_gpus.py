@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from snugfit.errors import UsageError
 from snugfit.techniques.counterpart import Counterpart, Setting
@@ -46,14 +46,13 @@ parameters without gradients in each step unless it is told not to."""
 
 def sharded_elsewhere(group: Setting | None = None) -> tuple[Counterpart, ...]:
     """FSDP2 elsewhere: `TrainingArguments(fsdp=True)`, which never gathers again what is in no layer. With a
-    `group` the copies of the weights are spread over so many GPUs, and the number of copies is left to whoever
+    `group` each copy of the weights is spread over so many GPUs, and the number of copies is left to whoever
     knows that of the GPUs."""
     written = [
         Counterpart(
             arguments={
                 "fsdp": True,
                 "fsdp_config.version": 2,
-                "fsdp_config.auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
                 "fsdp_config.reshard_after_forward": reshard == "layers",
                 "fsdp_config.cpu_offload": offload == "cpu",
                 **({"parallelism_config.dp_shard_size": group} if group else {}),

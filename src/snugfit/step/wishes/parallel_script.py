@@ -1,7 +1,7 @@
 """Several processes in an exported script: what its template writes for a `ParallelWish`, or why it cannot.
 
-A script of torch's does what `parallel.py` does, line by line. accelerate and the Trainer spread a model by code
-of their own, which their files ask for: what is said of it there stands in `ACCELERATE_S_FSDP`.
+A script of torch's does what `parallel.py` does, line by line. accelerate and the Trainer spread a model by
+code of their own, which their files ask for: what is said of it there stands in `ACCELERATE_S_FSDP`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ if TYPE_CHECKING:
     from snugfit.step.wishes.handler import ScriptContext
 
 ACCELERATE_S_FSDP = (
-    "accelerate's FSDP2 makes the embedding a group of its own, and the last norm with the head another one, which "
-    "stays gathered after the forward pass. Under bf16 it trains weights in float32, sums gradients in bf16 and "
-    "casts what the model gives to bf16, where snugfit's own loop sums in float32 and casts no output. So its bytes "
-    "and losses are those of --loop accelerate or trainer, not of the plain loop"
+    "accelerate's FSDP2 makes the embedding a group of its own, and the last norm with the head another one, "
+    "which stays gathered after the forward pass. Under bf16 it trains weights in float32, sums gradients in "
+    "bf16 and casts what the model gives to bf16, where snugfit's own loop sums in float32 and casts no "
+    "output. So its bytes and losses are those of --loop accelerate or trainer, not of the plain loop"
 )
-"""`accelerate.utils.fsdp_utils.fsdp2_prepare_model` and `FullyShardedDataParallelPlugin.set_mixed_precision` of
-1.15."""
+"""`accelerate.utils.fsdp_utils.fsdp2_prepare_model` and the plugin's `set_mixed_precision` of 1.15."""
 
 
 def _imports(wish: ParallelWish) -> tuple[str, ...]:
