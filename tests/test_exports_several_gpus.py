@@ -1,5 +1,5 @@
-"""Exports for several GPUs: run by the library that each is for, on two processes of the CPU, with the losses of
-one process that takes the whole batch; and read back into the same recipe for as many GPUs."""
+"""Exports for several GPUs: run by the library that each is for, on two processes of the CPU, with the losses
+of one process that takes the whole batch; and read back into the same recipe for as many GPUs."""
 
 from __future__ import annotations
 

@@ -25,13 +25,15 @@ def launch_config(script: Mapping[str, Any]) -> str:
     parallel = script["parallel"]
     if parallel:
         config |= (
-            _sharded(parallel) if parallel["weights"] == "sharded" else {"distributed_type": "MULTI_GPU"}
+            _fsdp_settings(parallel)
+            if parallel["weights"] == "sharded"
+            else {"distributed_type": "MULTI_GPU"}
         )
     text: str = yaml.safe_dump(config, sort_keys=True)
     return text
 
 
-def _sharded(parallel: Mapping[str, Any]) -> dict[str, Any]:
+def _fsdp_settings(parallel: Mapping[str, Any]) -> dict[str, Any]:
     """FSDP2, whose groups are the layers; several copies are a mesh of accelerate's `ParallelismConfig`."""
     fsdp = {
         "fsdp_version": 2,

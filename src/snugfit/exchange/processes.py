@@ -64,35 +64,35 @@ class Processes:
 def read_processes(arguments: Mapping[str, Any], said: Mapping[str, Any], named: int | None) -> Processes:
     """Of all `arguments`, of which the configuration itself has `said` some; the user may have `named` a
     number of GPUs, which goes before its own."""
-    found = Processes()
+    processes = Processes()
     numbers = {key: arguments[key] for key in RAW if key in arguments and key not in (BY, ZERO)}
     if wrong := [key for key, value in numbers.items() if type(value) is not int or value < 1]:
         if named is None:
-            found.refused += [(key, COMPUTED) for key in wrong]
+            processes.refused += [(key, COMPUTED) for key in wrong]
         numbers = {key: value for key, value in numbers.items() if key not in wrong}
     gpus = named or _count(numbers, arguments, said)
     mesh = numbers.get(COPIES, 1) * numbers.get(SHARDS, 1)
-    found.gpus = gpus or 1
+    processes.gpus = gpus or 1
     if gpus and mesh not in (1, gpus):
-        found.refused.append(
+        processes.refused.append(
             (SHARDS if SHARDS in numbers else COPIES, f"it makes a mesh of {mesh}, not of {gpus}")
         )
     if ELSEWHERE in numbers:
-        found.refused.append((ELSEWHERE, IN_THE_CONFIG))
+        processes.refused.append((ELSEWHERE, IN_THE_CONFIG))
     by = arguments.get(BY)
     if by == "fsdp":
-        _read_fsdp(found, gpus, numbers)
+        _read_fsdp(processes, gpus, numbers)
     elif numbers.get(SHARDS, 1) > 1:
-        found.refused.append((SHARDS, NO_MESH))
-    elif by == "deepspeed" and found.gpus > 1:
-        found.refused.append((BY, OWN_BUCKETS))
+        processes.refused.append((SHARDS, NO_MESH))
+    elif by == "deepspeed" and processes.gpus > 1:
+        processes.refused.append((BY, OWN_BUCKETS))
     elif ZERO in arguments and STAGE not in arguments:
-        _read_zero(found, arguments[ZERO])
+        _read_zero(processes, arguments[ZERO])
     elif by == "ddp" and gpus is None:
-        found.refused.append((BY, NOT_SAID))
-    elif found.gpus > 1 and STAGE not in arguments:
-        found.words, found.asked_by = {BY: "ddp", "parallel.bucket_views": False}, BY if by else ""
-    return found
+        processes.refused.append((BY, NOT_SAID))
+    elif processes.gpus > 1 and STAGE not in arguments:
+        processes.words, processes.asked_by = {BY: "ddp", "parallel.bucket_views": False}, BY if by else ""
+    return processes
 
 
 def _count(numbers: Mapping[str, int], arguments: Mapping[str, Any], said: Mapping[str, Any]) -> int | None:
@@ -111,23 +111,23 @@ def _count(numbers: Mapping[str, int], arguments: Mapping[str, Any], said: Mappi
     return whole // (micro * pieces) if whole % (micro * pieces) == 0 else None
 
 
-def _read_fsdp(found: Processes, gpus: int | None, numbers: Mapping[str, int]) -> None:
+def _read_fsdp(processes: Processes, gpus: int | None, numbers: Mapping[str, int]) -> None:
     if gpus is None:
-        found.refused.append((BY, NOT_SAID))
+        processes.refused.append((BY, NOT_SAID))
     elif gpus == 1:
-        found.refused.append((BY, ONE_PROCESS))
+        processes.refused.append((BY, ONE_PROCESS))
     elif numbers.get(COPIES, 1) > 1 and numbers.get(SHARDS, 1) == 1:
-        found.refused.append((COPIES, "FSDP has no processes to spread a copy over"))
-    found.words[BY], found.asked_by = "fsdp", BY
+        processes.refused.append((COPIES, "FSDP has no processes to spread a copy over"))
+    processes.words[BY], processes.asked_by = "fsdp", BY
     if numbers.get(COPIES, 1) > 1:
-        found.words |= {"parallel.copies": "several", "parallel.group": numbers.get(SHARDS, 1)}
+        processes.words |= {"parallel.copies": "several", "parallel.group": numbers.get(SHARDS, 1)}
 
 
-def _read_zero(found: Processes, stage: int) -> None:
+def _read_zero(processes: Processes, stage: int) -> None:
     """DeepSpeed's first or second stage with nothing on the host."""
-    if found.gpus == 1:
-        found.differs.append((ZERO, ALONE))
+    if processes.gpus == 1:
+        processes.differs.append((ZERO, ALONE))
     elif stage == 1:
-        found.refused.append((ZERO, FIRST_STAGE))
+        processes.refused.append((ZERO, FIRST_STAGE))
     else:
-        found.words, found.asked_by = {STAGE: stage, OFFLOAD: "none"}, ZERO
+        processes.words, processes.asked_by = {STAGE: stage, OFFLOAD: "none"}, ZERO

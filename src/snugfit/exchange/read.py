@@ -158,12 +158,12 @@ class _Reader:
     def _processes(self) -> None:
         """What the raw words about processes come to, in their place."""
         said = {key: self.arguments[key] for key in self.origins if key in self.arguments}
-        found = read_processes(self.arguments, said, self.named_gpus)
-        self.gpus = found.gpus
+        processes = read_processes(self.arguments, said, self.named_gpus)
+        self.gpus = processes.gpus
         origins = {key: self.origins.pop(key) for key in RAW if key in self.origins}
         for key in RAW:
             self.arguments.pop(key, None)
-        for lines, pairs in ((self.refused, found.refused), (self.differs, found.differs)):
+        for lines, pairs in ((self.refused, processes.refused), (self.differs, processes.differs)):
             for key, says in pairs:
                 self._line(lines, *origins.get(key, (key, "")), says, instead="gpus")
         counted = next((origins[key] for key in (GPUS, PER_HOST, SHARDS) if key in origins), None)
@@ -172,12 +172,12 @@ class _Reader:
             if counted and self.named_gpus is None:
                 self._line(self.took, *counted, f"{self.gpus} GPUs")
                 self.said_by["gpus"] = counted[0]
-        elif counted and not found.refused:
+        elif counted and not processes.refused:
             self._line(self.ignored, *counted, "it is one GPU")
-        origin = origins.get(found.asked_by) or counted or ("gpus", self.gpus)
-        self.arguments |= found.words
-        self.origins |= dict.fromkeys(found.words, origin)
-        if BY not in found.words:  # what would say more of it says nothing
+        origin = origins.get(processes.asked_by) or counted or ("gpus", self.gpus)
+        self.arguments |= processes.words
+        self.origins |= dict.fromkeys(processes.words, origin)
+        if BY not in processes.words:  # what would say more of it says nothing
             for key in [key for key in self.arguments if key.startswith("parallel.")]:
                 self.arguments.pop(key)
                 if key in self.origins:
