@@ -104,6 +104,6 @@ def _is_inside(event: Event, operators: str) -> bool:
     first, *others = operators.split("/")
     if first not in event.inside:
         return False
-    at = event.operators.index(first)
+    at = len(event.operators) - 1 - event.operators[::-1].index(first)
     called = event.operators[at + 1 : at + 1 + len(others)]
     return list(called) == others and WRAPPER not in event.operators[at:]

@@ -108,9 +108,20 @@ EXCHANGES = (
 )  # fmt: skip
 """Functions of torch.distributed by which FSDP2 exchanges, under the names of all its versions."""
 
+FUNCTIONAL = ("all_gather_single", "all_gather_tensor", "permute_tensor")
+"""Of torch's functional ones those by which ring attention exchanges; it waits for what they give."""
+
+
+BY_DTENSOR = (
+    "all_reduce", "all_gather_single", "all_gather_tensor", "reduce_scatter_single", "reduce_scatter_tensor",
+    "all_to_all_single",
+)  # fmt: skip
+"""Those by which DTensor does, which give a tensor that waits when it is first used."""
+
 
 def _wait_for_the_thread() -> None:
     import torch.distributed as dist
+    import torch.distributed._functional_collectives as functional
 
     def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -122,19 +133,53 @@ def _wait_for_the_thread() -> None:
     for name in EXCHANGES:
         if (exchange := getattr(dist, name, None)) is not None:
             setattr(dist, name, _waited_for(exchange))
+    for name in sorted({*BY_DTENSOR} - {*FUNCTIONAL}):
+        if (exchange := getattr(functional, name, None)) is not None:
+            setattr(functional, name, _waited_for(exchange))
+    _follow_functional_ones()
 
 
 def _waited_for(exchange: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
     import torch.distributed as dist
 
     def wait(*arguments: Any, **keywords: Any) -> Any:
         work = exchange(*arguments, **keywords)
+        if isinstance(work, torch.Tensor):
+            getattr(work, "trigger_wait", lambda: None)()
+            dist.barrier()
+            return work
         if work is not None:
             work.wait()
         dist.barrier(keywords.get("group"))
         return work
 
     return wait
+
+
+def _follow_functional_ones() -> None:
+    import torch.distributed as dist
+    import torch.distributed._functional_collectives as functional
+
+    wait = functional.AsyncCollectiveTensor.wait
+
+    def wait_and_follow(result: Any) -> Any:
+        tensor = wait(result)
+        dist.barrier(result.exchanged_by)
+        return tensor
+
+    def with_group(exchange: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **keywords: Any) -> Any:
+            result = exchange(*arguments, **keywords)
+            result.exchanged_by = keywords.get("group", arguments[-1])
+            return result
+
+        return run
+
+    functional.AsyncCollectiveTensor.wait = wait_and_follow  # type: ignore[method-assign]
+    for name in FUNCTIONAL:
+        if (exchange := getattr(functional, name, None)) is not None:
+            setattr(functional, name, with_group(exchange))
 
 
 if __name__ == "__main__":

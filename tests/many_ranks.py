@@ -30,6 +30,7 @@ def free_port() -> int:
 
 NO_DROPOUT: dict[str, dict[str, float]] = {
     "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "llama": {"attention_dropout": 0.0},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }
 
@@ -44,11 +45,13 @@ def run_of(
     dropout: bool = False,
     **options: Any,
 ) -> Trained:
-    """Trains in this process, which may be one of several, on samples that are padded unevenly: 41 of them
-    leave one sample for the last batch of an epoch."""
-    facts = {} if dropout else NO_DROPOUT[job]
+    """Trains in this process, which may be one of several, on samples that are padded unevenly, or for Llama
+    of 16 tokens each: 41 of them leave one sample for the last batch of an epoch."""
+    facts = NO_DROPOUT[job] if not dropout else {"attention_dropout": 0.1} if job == "llama" else {}
     small = small_job(job, layers, facts, batch_size=8, clip=1.0)
     data = [{"input_ids": row["input_ids"]} if job == "gpt2" else row for row in rows(samples)]
+    if job == "llama":
+        data = [{"input_ids": (row["input_ids"] * 4)[:16]} for row in rows(samples)]
     how = {"max_steps": 12, "save_steps": 500, **options}
     return train(
         small, recipe, data, output_dir=folder, device="cpu", foresee=False, weights="random",
@@ -146,4 +149,5 @@ def warm() -> None:
     import torch.distributed.fsdp
     import torch.nn.parallel  # noqa: F401
     import transformers.models.bert.modeling_bert
-    import transformers.models.gpt2.modeling_gpt2  # noqa: F401
+    import transformers.models.gpt2.modeling_gpt2
+    import transformers.models.llama.modeling_llama  # noqa: F401

@@ -23,9 +23,11 @@ from snugfit.prediction.rates import Rates, calibration_file, rates_for
 from snugfit.prediction.seconds import step_seconds
 from snugfit.rehearsal.device.policy import Policy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.trace.trace import Trace
+from snugfit.rehearsal.trace.trace import ALL_GATHER, ALL_REDUCE, COLLECTIVES, Trace
+from snugfit.results.step_seconds import StepSeconds
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
+from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 
 GPU = find_gpu("h200")
 
@@ -53,8 +55,15 @@ def rehearsed(job: Job, setup: Setup, policy: Policy) -> Trace:
 
 def machine(rates: Rates, job: Job, recipe: Recipe) -> float:
     """The seconds of a step on a machine with these rates."""
-    trace = rehearsed(job, recipe.setup(), policy_for(GPU, Software()))
-    return step_seconds(trace, GPU, batch_size=job.batch_size, rates=rates).step_seconds
+    return step_on(rates, job, recipe).step_seconds
+
+
+def step_on(rates: Rates, job: Job, recipe: Recipe) -> StepSeconds:
+    """A step on a machine with these rates, on all GPUs of it where the recipe is for several."""
+    setup = recipe.setup()
+    setup = on_gpus(setup, rates.gpus) if setup.parallel else setup
+    trace = rehearsed(job_of_rank(job, setup), setup, policy_for(GPU, Software()))
+    return step_seconds(trace, GPU, batch_size=job.batch_size, rates=rates)
 
 
 def quiet(rates: Rates) -> MeasureSeconds:
@@ -86,6 +95,34 @@ def test_another_machine_is_found() -> None:
     assert [reading.probe.corrects for reading in readings[:4]] == ["host", "host", "host", "bandwidth"]
     job, recipe = small_job("gpt2", 3), Recipe.parse("bf16")
     assert machine(found, job, recipe) == pytest.approx(machine(true, job, recipe), rel=0.05)
+
+
+def test_on_several_gpus_the_host_is_measured_while_all_work_and_exchanges_are_too() -> None:
+    known = replace(rates_for(GPU), gpus=4)
+    host = replace(known.host.slower(1.4), shard_hook=6e-4)
+    bus = {ALL_REDUCE: 0.5, **dict.fromkeys(COLLECTIVES - {ALL_REDUCE}, 0.3)}
+    true = replace(known, host=host, bus=bus)
+
+    def measure_all(job: Job, recipe: Recipe, _: int) -> ProbeSeconds:
+        step = step_on(true, job, recipe)
+        return ProbeSeconds(step.step_seconds, 0.0, step.communication_seconds or None)
+
+    found, readings = calibrate(GPU, gpus=4, measure_seconds=measure_all)
+    assert [reading.probe.corrects for reading in readings[-3:]] == ["sharding", ALL_REDUCE, ALL_GATHER]
+    assert found.host.forward == pytest.approx(host.forward, rel=0.05)
+    assert found.host.shard_hook == pytest.approx(host.shard_hook, rel=0.1)
+    for kind, share in bus.items():
+        assert found.bus[kind] == pytest.approx(share, rel=0.15), kind
+    assert found.gpus == 4
+
+
+def test_predictions_take_the_calibration_of_as_many_gpus_else_that_of_one() -> None:
+    alone, all_four = (replace(rates_for(GPU), source=source) for source in ("one", "four"))
+    for rates, gpus in ((alone, 1), (all_four, 4)):
+        file = calibration_file(GPU, gpus)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"rates": rates.to_json()}))
+    assert [rates_for(GPU, gpus).source for gpus in (1, 2, 4)] == ["one", "one", "four"]
 
 
 def test_the_machine_that_is_known_changes_nothing() -> None:

@@ -60,6 +60,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "snugfit.evaluation.guide_modern.predict_all", lambda asked, **_: ["made up"] * len(asked)
     )
     monkeypatch.setattr("snugfit.comparison.calibrate.calibrate", lambda *_, **__: (rates_for(H200), ()))
+    monkeypatch.setattr("snugfit.frontends.own.refuse_more_than_here", lambda *_: None)
     monkeypatch.setenv("SNUGFIT_RATES", str(tmp_path / "rates"))
     monkeypatch.setattr(
         "snugfit.planning.search.search.plan", lambda job, **how: planned(how.get("ranked", 0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,30 +17,42 @@ if TYPE_CHECKING:
     from snugfit.report.text.table import PlainTable
 
 
-def calibrate(as_json: given.AsJson = False) -> None:
-    """Measure this GPU and its host in about a minute; later predictions for it use the result."""
+Gpus = Annotated[
+    int,
+    typer.Option(
+        help="Calibrate while so many GPUs of this host work, for predictions on so many. \\[1]", min=1
+    ),
+]
+
+
+def calibrate(gpus: Gpus = 1, as_json: given.AsJson = False) -> None:
+    """Measure this GPU and its host in a minute or two; later predictions for it use the result."""
     name = gpu_here()
     if name is None:
         raise GpuError("This machine has no GPU to calibrate.")
     from snugfit.cli.calibration import write_calibration
     from snugfit.cli.progress import show_progress
     from snugfit.comparison.calibrate import calibrate as run
+    from snugfit.frontends.own import refuse_more_than_here
     from snugfit.job.gpu import find_gpu
     from snugfit.prediction.rates import calibration_file
     from snugfit.report.text.terminal import show, show_json
     from snugfit.versions import versions
 
+    if gpus > 1:
+        refuse_more_than_here(gpus, "cuda")
     gpu = find_gpu(name)
     with show_progress() as tell:
-        rates, readings = run(gpu, tell=tell)
+        rates, readings = run(gpu, gpus=gpus, tell=tell)
     document = {
         "schema": 1,
         "what": "calibration",
+        "gpus": gpus,
         "rates": rates.to_json(),
         "readings": [reading.to_json() for reading in readings],
         "versions": versions(),
     }
-    file = calibration_file(gpu)
+    file = calibration_file(gpu, gpus)
     write_calibration(file, document)
     if as_json:
         show_json(document)
@@ -55,7 +67,7 @@ def sentence_about_others(readings: Sequence[ProbeReading]) -> str:
     """What to say where other processes used the host; empty where none did."""
     from snugfit.results.measurement import HIGH_DISTURBANCE
 
-    shares = [reading.disturbed or 0.0 for reading in readings if reading.probe.corrects == "host"]
+    shares = [reading.disturbed or 0.0 for reading in readings if reading.probe.is_of_host]
     share = max(shares, default=0.0)
     if share <= HIGH_DISTURBANCE:
         return ""

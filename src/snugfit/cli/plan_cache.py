@@ -60,7 +60,7 @@ def key_of(job: Job, *gpus: Gpu | None, **asked: Any) -> str | None:
         return None
     question = {
         "gpus": [gpu.to_json() for gpu in gpus if gpu],
-        "rates": [_rates(gpu) for gpu in gpus if gpu],
+        "rates": [_rates(gpu, count) for gpu in gpus if gpu for count in asked.get("gpus") or (1,)],
         "job": job.to_json(),
         "asked": asked,
         "versions": installed_versions(),
@@ -141,10 +141,10 @@ def remember(key: str, answer: Rememberable) -> None:
         write_document(folder() / f"{key}.json", answer.to_json())
 
 
-def _rates(gpu: Gpu) -> Any:
-    """How fast this GPU is, or why that is not known."""
+def _rates(gpu: Gpu, gpus: int) -> Any:
+    """How fast this GPU is while so many work, or why that is not known."""
     try:
-        return rates_for(gpu).to_json()
+        return rates_for(gpu, gpus).to_json()
     except GpuError as unknown:
         return str(unknown)
 

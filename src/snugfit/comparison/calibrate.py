@@ -9,6 +9,7 @@ bound correct nothing.
 - The bandwidth by an update of many parameters, with next to no tokens.
 - Matrix products by a wide model, in each precision that the GPU has; bf16 stands for fp16, which the
   same units compute, and for fp8 too.
+- On several GPUs the host while all of them work, weights in shards, and exchanges (`probes.py`).
 
 The order of correction matters: a later probe is predicted with the rates that earlier ones corrected. The
 order of measuring is another: the update of many parameters comes first, whose seconds are the device's
@@ -23,21 +24,30 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from snugfit.comparison.probes import BANDWIDTH, EXCHANGES, HOST, PROBE_ERRORS, SHARDING, Probe, probes
 from snugfit.errors import SnugfitError
-from snugfit.job.gpu import Gpu
-from snugfit.job.job import Job, Task
-from snugfit.job.model import Model
+from snugfit.job.gpu import Gpu, find_gpu
+from snugfit.job.job import Job
 from snugfit.measurement.stopwatch import WARMUP, steady_steps
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.profile import Software, installed_versions
 from snugfit.prediction.rates import Rates, packaged_rates
-from snugfit.prediction.seconds import step_seconds
+from snugfit.prediction.seconds import launch_seconds, step_seconds
+from snugfit.prediction.several_gpus.communication import interconnect_of
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS
+from snugfit.rehearsal.trace.trace import (
+    ALL_REDUCE,
+    COLLECTIVES,
+    MATRIX_PRODUCTS,
+    SHARD_HOOKS,
+    SHARDED_OPERANDS,
+)
 from snugfit.results.measurement import HIGH_DISTURBANCE
 from snugfit.results.step_seconds import StepSeconds
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Trace
@@ -45,12 +55,6 @@ if TYPE_CHECKING:
 DEADLINE_SECONDS = 120.0
 CORRECTED_TOGETHER = {"bf16": ("bf16", "fp16", "fp8")}
 """Precisions that one probe corrects together."""
-
-PROBE_ERRORS = {"host": 0.97, "bandwidth": 1.04, "fp32": 0.955, "tf32": 1.03, "bf16": 1.05}
-"""Measured / predicted seconds of each probe on the H200 whose rates were fitted to all its kernels, and to
-all families on its host (2026-11-21 and 22). That error is the probe's own and says nothing about another
-machine: relative to their prediction, a Llama's steps take the host three per cent less than those of the
-thirteen families do."""
 
 UPDATE_STEPS = 80
 """Steps of the probe that is measured before anything is predicted: about a second on an H200."""
@@ -69,20 +73,13 @@ class ProbeSeconds(NamedTuple):
     """Mean of the measured steps."""
     disturbed: float | None = None
     """Share of the checks in which others disturbed the core; None where that was not looked at."""
+    exchange_seconds: float | None = None
+    """Of a step, those in which NCCL's kernels ran; None where one GPU trained alone."""
 
 
 MeasureSeconds = Callable[[Job, Recipe, int], ProbeSeconds]
-"""Seconds of so many measured steps; raises `SnugfitError` when the run died."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Probe:
-    """A small experiment that corrects one rate."""
-
-    corrects: str
-    """`host`, `bandwidth`, or a precision of matrix products."""
-    job: Job
-    recipe: str
+"""Seconds of so many measured steps, on the GPUs of the calibration where the recipe is for several; raises
+`SnugfitError` when the run died."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,51 +111,21 @@ class ProbeReading:
         }
 
 
-def probes(precisions: tuple[str, ...]) -> tuple[Probe, ...]:
-    """The probes for a GPU with these precisions, in the order of correction."""
-    small = _llama(layers=16, width=512, vocabulary=8_000, batch=4, length=64)
-    table = _llama(layers=1, width=2048, vocabulary=100_000, batch=1, length=8)
-    wide = _llama(layers=4, width=2048, vocabulary=1_000, batch=16, length=512)
-    recipes = {"fp32": "sgd", "tf32": "tf32 + sgd"}
-    recipes |= {"bf16": "bf16_pure + sgd"} if "bf16" in precisions else {"fp16": "fp16 + sgd"}
-    return (
-        Probe(corrects="host", job=small, recipe="sgd"),
-        Probe(corrects="host", job=small, recipe="bf16 + every_layer"),
-        Probe(corrects="host", job=small, recipe="eager + bf16"),
-        Probe(corrects="bandwidth", job=table, recipe="adamw"),
-        *(Probe(corrects=name, job=wide, recipe=recipes[name]) for name in recipes if name in precisions),
-    )
-
-
-def _llama(*, layers: int, width: int, vocabulary: int, batch: int, length: int) -> Job:
-    config = {
-        "model_type": "llama",
-        "hidden_size": width,
-        "intermediate_size": width * 11 // 4,
-        "num_hidden_layers": layers,
-        "num_attention_heads": width // 64,
-        "num_key_value_heads": width // 64,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 512,
-    }
-    model = Model.from_config(config, name=f"probe-{layers}x{width}")
-    return Job(model=model, task=Task.CAUSAL_LM, batch_size=batch, sequence_length=length)
-
-
 def calibrate(
     gpu: Gpu,
     *,
+    gpus: int = 1,
     measure_seconds: MeasureSeconds | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> tuple[Rates, tuple[ProbeReading, ...]]:
-    """The rates of this GPU and its host, and the readings they come from.
+    """The rates of this GPU and its host while so many `gpus` of it work, and the readings they come from.
 
     Starts from the package's rates (measured ones, or scaled by data sheet). Raises `GpuError` when the
     table knows too little of the GPU.
     """
-    rates = packaged_rates(gpu)
-    runner = _ProbeRunner(gpu, rates, measure_seconds or _measure_seconds, tell)
-    chosen = probes(tuple(name for name in rates.products if gpu.peak_dense.get(name)))
+    rates = replace(packaged_rates(gpu), gpus=gpus)
+    runner = _ProbeRunner(gpu, rates, measure_seconds or _measure_on(gpus), tell)
+    chosen = probes(tuple(name for name in rates.products if gpu.peak_dense.get(name)), gpus)
     readings: list[ProbeReading] = []
     for run in runner.run_all(chosen):
         readings.append(_read(run, gpu, rates))
@@ -188,7 +155,7 @@ class _ProbeRunner:
 
     def run_all(self, chosen: tuple[Probe, ...]) -> list[_ProbeRun]:
         """Each probe in the order of correction, rehearsed and measured."""
-        update = next(probe for probe in chosen if probe.corrects == "bandwidth")
+        update = next(probe for probe in chosen if probe.corrects == BANDWIDTH)
         with ThreadPoolExecutor(max_workers=1) as executor:
             rehearsal = executor.submit(lambda: [self._trace(probe) for probe in chosen])
             self._tell(f"probe 1 of {len(chosen)}: {update.corrects}")
@@ -203,17 +170,18 @@ class _ProbeRunner:
             started += 1
             self._tell(f"probe {started} of {len(chosen)}: {probe.corrects}")
             predicted = step_seconds(trace, self._gpu, batch_size=probe.job.batch_size, rates=self._rates)
-            steps = steady_steps(predicted.step_seconds, host=probe.corrects == "host")
+            steps = steady_steps(predicted.step_seconds, host=probe.is_of_host)
             runs.append(_ProbeRun(probe, trace, self._measure_or_reason(probe, steps)))
         return runs
 
     def _trace(self, probe: Probe) -> Trace:
-        return rehearse(probe.job, Recipe.parse(probe.recipe).setup(), policy_for(self._gpu, Software()))
+        setup = _setup_of(probe)
+        return rehearse(job_of_rank(probe.job, setup), setup, policy_for(self._gpu, Software()))
 
     def _measure_or_reason(self, probe: Probe, steps: int) -> ProbeSeconds | str:
         """The least disturbed run of a few, where the host is what is measured; else the first."""
         runs: list[ProbeSeconds] = []
-        for _ in range(ATTEMPTS if probe.corrects == "host" else 1):
+        for _ in range(ATTEMPTS if probe.is_of_host else 1):
             try:
                 runs.append(self._measure(probe.job, Recipe.parse(probe.recipe), steps))
             except SnugfitError as died:
@@ -232,16 +200,17 @@ def _read(run: _ProbeRun, gpu: Gpu, rates: Rates) -> ProbeReading:
     )
     if isinstance(measured, str):
         return replace(reading, why=measured)
+    if probe.corrects in EXCHANGES:
+        return _read_exchange(reading, predicted, measured)
     bound_by_host = predicted.host_seconds > predicted.device_seconds
     why = ""
-    if bound_by_host != (probe.corrects == "host"):
-        why = "the device bounds it" if probe.corrects == "host" else "the host bounds it"
+    if bound_by_host != probe.is_of_host:
+        why = "the device bounds it" if probe.is_of_host else "the host bounds it"
     error = PROBE_ERRORS.get(probe.corrects, 1.0)
     share = _seconds_of_rate(probe.corrects, trace, rates, predicted) * error
     # the rest of the step is taken as right
     factor = 1 + (measured.step_seconds - predicted.step_seconds * error) / share
-    if not why and not MIN_FACTOR < factor < 1 / MIN_FACTOR:
-        factor, why = 1.0, f"it would have to change by {factor:.2f}, for no known reason"
+    why = why or _why_not(factor)
     return replace(
         reading,
         measured_seconds=measured.step_seconds,
@@ -251,24 +220,67 @@ def _read(run: _ProbeRun, gpu: Gpu, rates: Rates) -> ProbeReading:
     )
 
 
+def _read_exchange(reading: ProbeReading, predicted: StepSeconds, measured: ProbeSeconds) -> ProbeReading:
+    """The factor of an exchange: NCCL's kernels were timed beside the steps, so nothing else is in it."""
+    seconds = measured.exchange_seconds
+    if not seconds or not predicted.communication_seconds:
+        return replace(reading, why="its exchanges could not be timed")
+    factor = seconds / predicted.communication_seconds
+    why = _why_not(factor)
+    return replace(
+        reading,
+        predicted_seconds=predicted.communication_seconds,
+        measured_seconds=seconds,
+        factor=None if why else factor,
+        why=why,
+    )
+
+
+def _why_not(factor: float) -> str:
+    """Why this correction is not believed; empty where it is."""
+    believed = MIN_FACTOR < factor < 1 / MIN_FACTOR
+    return "" if believed else f"it would have to change by {factor:.2f}, for no known reason"
+
+
+def _setup_of(probe: Probe) -> Setup:
+    return on_gpus(Recipe.parse(probe.recipe).setup(), probe.gpus)
+
+
 def _seconds_of_rate(corrects: str, trace: Trace, rates: Rates, predicted: StepSeconds) -> float:
     """Seconds of the predicted step that depend on the rate that a probe corrects."""
-    if corrects == "host":
+    if corrects == HOST:
         return predicted.step_seconds
+    if corrects == SHARDING:
+        of_shards = (SHARD_HOOKS, SHARDED_OPERANDS)
+        return sum(
+            launch_seconds(kernel, rates.host) for kernel in trace.kernels if kernel.operator in of_shards
+        )
     clock = KernelClock(rates)
     seconds = {True: 0.0, False: 0.0}
     for kernel in trace.kernels:
         seconds[kernel.operator in MATRIX_PRODUCTS] += clock.seconds(kernel)
-    return seconds[corrects != "bandwidth"]
+    return seconds[corrects != BANDWIDTH]
 
 
-def _measure_seconds(job: Job, recipe: Recipe, steps: int) -> ProbeSeconds:
+def _measure_on(gpus: int) -> MeasureSeconds:
+    """Measures on one GPU, or on so many where the recipe is for several."""
     from snugfit.measurement.measure import measure
 
-    run = measure(job, recipe, warmup=WARMUP, steps=steps, deadline_seconds=DEADLINE_SECONDS, ledger=None)
-    if run.timing is None:
-        raise SnugfitError(f"The probe's run ended with {run.outcome}: {run.message}")
-    return ProbeSeconds(run.timing.step_seconds, run.disturbed)
+    def seconds(job: Job, recipe: Recipe, steps: int) -> ProbeSeconds:
+        run = measure(
+            job,
+            recipe,
+            gpus=gpus if recipe.setup().parallel else 1,
+            warmup=WARMUP,
+            steps=steps,
+            deadline_seconds=DEADLINE_SECONDS,
+            ledger=None,
+        )
+        if run.timing is None:
+            raise SnugfitError(f"The probe's run ended with {run.outcome}: {run.message}")
+        return ProbeSeconds(run.timing.step_seconds, run.disturbed, run.fabric_seconds)
+
+    return seconds
 
 
 def _correct(rates: Rates, readings: list[ProbeReading]) -> Rates:
@@ -277,13 +289,16 @@ def _correct(rates: Rates, readings: list[ProbeReading]) -> Rates:
     if last.factor is None:
         return rates
     corrects, factor = last.probe.corrects, last.factor
-    if corrects == "host":
-        earlier = [
-            reading for reading in readings[:-1] if reading.probe.corrects == "host" and reading.factor
-        ]
+    if corrects in EXCHANGES:
+        return replace(rates, bus={**rates.bus, **_shares(corrects, factor, rates)})
+    if corrects == SHARDING:
+        hook, operand = rates.host.shard_hook * factor, rates.host.sharded_operand * factor
+        return replace(rates, host=replace(rates.host, shard_hook=hook, sharded_operand=operand))
+    if corrects == HOST:
+        earlier = [reading for reading in readings[:-1] if reading.probe.corrects == HOST and reading.factor]
         factor = math.exp(math.log(factor) / (len(earlier) + 1))
         return replace(rates, host=rates.host.slower(factor))
-    if corrects == "bandwidth":
+    if corrects == BANDWIDTH:
         patterns = {name: (rate / factor, start) for name, (rate, start) in rates.patterns.items()}
         return replace(rates, bandwidth=rates.bandwidth / factor, patterns=patterns)
     products = {
@@ -293,3 +308,10 @@ def _correct(rates: Rates, readings: list[ProbeReading]) -> Rates:
         for name, rate in rates.products.items()
     }
     return replace(rates, products=products)
+
+
+def _shares(corrects: str, factor: float, rates: Rates) -> dict[str, float]:
+    """The shares of the link that exchanges of this kind reach, which took so many times as long."""
+    connected = interconnect_of(find_gpu(rates.gpu), rates)
+    kinds = (ALL_REDUCE,) if corrects == ALL_REDUCE else sorted(COLLECTIVES - {ALL_REDUCE})
+    return {kind: connected.share(kind, rates.gpus) / factor for kind in kinds}

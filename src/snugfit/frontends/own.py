@@ -140,7 +140,7 @@ def make_run(
         weights=begins_with,
         device=target,
         compare_code=compare_code,
-        ranks=ranks,
+        ranks=ranks.sharing(on_gpus(recipe.setup(), ranks.size).parallel),
     )
 
 

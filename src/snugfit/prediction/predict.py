@@ -215,7 +215,7 @@ def _seconds(
     if gpu is None:
         return None, (), ()
     try:
-        rates = rates or rates_for(gpu)
+        rates = rates or rates_for(gpu, setup.parallel.ranks if setup.parallel else 1)
     except GpuError as unknown:
         return None, (), (str(unknown),)
     doubts = () if rates.measured else (f"Of this GPU no rates were measured: seconds are {rates.source}.",)
@@ -223,8 +223,8 @@ def _seconds(
         doubts = (*doubts, WHOLE_SECONDS if setup.compile.what == "model" else COMPILED_SECONDS)
     workers = setup.loader.workers
     timing = step_seconds(trace, gpu, batch_size=job.batch_size, rates=rates, workers=workers)
-    timed = time_kernels(trace, rates, interconnect_of(gpu), workers=workers)
-    return timing, phase_spans(timed), (*doubts, *doubts_about_exchanges(trace, gpu))
+    timed = time_kernels(trace, rates, interconnect_of(gpu, rates), workers=workers)
+    return timing, phase_spans(timed), (*doubts, *doubts_about_exchanges(trace, gpu, rates))
 
 
 def _startup(trace: Trace, job: Job, setup: Setup, timing: StepSeconds | None) -> Startup | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -167,11 +167,21 @@ class HostLaunchCosts:
     backward_program: float = 5.1e-5
     """Calling one of a backward pass, which autograd does."""
 
-    shard_hook: float = 4.5e-4
+    shard_hook: float = 3.4e-4
     """One of FSDP2's hooks around a group of sharded weights, beside what it launches (`SHARD_HOOKS`): two
-    before a group computes, two after its backward pass, and one where it gathers. Fitted to 13 steps on two
-    and four H200s whose hosts others shared (of results/accuracy-seed2621-gpus4.json, -seed2622-gpus2.json
-    and h200-2026-11-26/several-gpus), which show how far it is off."""
+    before a group computes, two after its backward pass, and one where it gathers. On two H200s, beside steps
+    of the same models without FSDP2, three models of 13, 20 and 27 groups with 10 to 20 weights each took
+    0.28 to 0.39 ms, however many weights a group had (results/h200-2026-11-26/host-2.json). `snugfit
+    calibrate --gpus N` measures it."""
+
+    sharded_operand: float = 1.7e-6
+    """A tensor in shards that an operator is given (`SHARDED_OPERANDS`): updates of three models took 1.6 to
+    1.9 microseconds for each (same file)."""
+
+    part_operator: float = 3e-5
+    """An operator of DTensor's in forward and backward passes, beside what it launches (`PART_OPERATORS`). A
+    guess: on a shared CPU (torch 2.13) a product of such tensors took 20 to 45 microseconds more than a plain
+    one. No GPU's host was measured."""
 
     def slower(self, factor: float) -> HostLaunchCosts:
         """The costs of a host that takes `factor` times as long."""
@@ -231,6 +241,13 @@ class Rates:
     measured: bool = True
     """False when they were scaled from another GPU's by data sheet."""
 
+    gpus: int = 1
+    """How many GPUs of the host worked at once while it was calibrated."""
+
+    bus: Mapping[str, float] = field(default_factory=dict)
+    """By NCCL's kernel: the share of the bytes per second of the link between GPUs that large exchanges
+    reach, where that was calibrated (`several_gpus/communication.py`)."""
+
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `Rates.from_json` reads it back."""
         return {**asdict(self), "host": self.host.to_json()}
@@ -241,13 +258,14 @@ class Rates:
         return decode_fields(cls, document)
 
 
-def rates_for(gpu: Gpu) -> Rates:
-    """The rates of this GPU: the user's own calibration, else those measured by us, else the reference's
-    shares of its data sheet.
+def rates_for(gpu: Gpu, gpus: int = 1) -> Rates:
+    """The rates of this GPU, of which so many work at once: the user's own calibration of so many, or of one,
+    else those measured by us, else the reference's shares of its data sheet.
 
     Raises `GpuError` when the table does not say how fast it is, or a calibration cannot be read.
     """
-    return _read_calibration(calibration_file(gpu)) or packaged_rates(gpu)
+    calibrated = _read_calibration(calibration_file(gpu, gpus)) if gpus > 1 else None
+    return calibrated or _read_calibration(calibration_file(gpu)) or packaged_rates(gpu)
 
 
 def packaged_rates(gpu: Gpu) -> Rates:
@@ -264,12 +282,13 @@ def knows_alignment(gpu: Gpu) -> bool:
     return gpu.key in _measured_rates()
 
 
-def calibration_file(gpu: Gpu) -> Path:
-    """Where `snugfit calibrate` keeps the rates it measured on this GPU: in `$SNUGFIT_RATES`, else in the
-    user's configuration folder."""
+def calibration_file(gpu: Gpu, gpus: int = 1) -> Path:
+    """Where `snugfit calibrate` keeps the rates that it measured on this GPU, while so many of them worked at
+    once: in `$SNUGFIT_RATES`, else in the user's configuration folder."""
     folder = os.environ.get("SNUGFIT_RATES")
     config = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return (Path(folder) if folder else Path(config).expanduser() / "snugfit" / "rates") / f"{gpu.key}.json"
+    name = f"{gpu.key}-x{gpus}.json" if gpus > 1 else f"{gpu.key}.json"
+    return (Path(folder) if folder else Path(config).expanduser() / "snugfit" / "rates") / name
 
 
 def _read_calibration(file: Path) -> Rates | None:

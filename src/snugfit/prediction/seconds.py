@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import PRECISIONS, HostLaunchCosts, Rates, rates_for
-from snugfit.prediction.several_gpus.communication import interconnect_of
+from snugfit.prediction.several_gpus.communication import GPUS_PER_HOST, interconnect_of
 from snugfit.prediction.several_gpus.streams import SIMULATED_STEPS, simulate_streams
 from snugfit.rehearsal.trace.trace import (
     AWAIT_COPY,
@@ -28,8 +28,10 @@ from snugfit.rehearsal.trace.trace import (
     COPY_IN,
     GENERATED,
     MATRIX_PRODUCTS,
+    PART_OPERATORS,
     PREPARED,
     SHARD_HOOKS,
+    SHARDED_OPERANDS,
     STAGED,
     SWAPPED,
     UPDATE_ON_HOST,
@@ -74,6 +76,13 @@ COMPUTES, TRAVELS = -2, -1
 LINK_BOUND_ABOVE = 1.05
 """How many times as long as without its copies a step takes that is called bound by the link. A choice."""
 
+BY_PYTHON = {
+    SHARD_HOOKS: "shard_hook",
+    SHARDED_OPERANDS: "sharded_operand",
+    PART_OPERATORS: "part_operator",
+}
+"""What the host does so many times (`Kernel.tensors`), and which of its costs each takes."""
+
 HOST_BOUND_BELOW = 0.85
 """Share of the step in which the device works; below it the step is called bound by the host. A choice."""
 
@@ -93,7 +102,7 @@ def step_seconds(
     that make the batches. Raises `GpuError` when the GPU's rates are not known.
     """
     rates = rates or rates_for(gpu)
-    clock, costs = KernelClock(rates, interconnect_of(gpu)), rates.host.slower(host)
+    clock, costs = KernelClock(rates, interconnect_of(gpu, rates)), rates.host.slower(host)
     kernels = with_worker_batches(workers, trace.kernels)
     device = [clock.seconds(kernel) for kernel in kernels]
     launches = [launch_seconds(kernel, costs) for kernel in kernels]
@@ -229,12 +238,12 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
     elif kernel.compiled:
         launch = host.generated if kernel.operator.startswith(GENERATED) else host.in_program
     elif kernel.operator == UPDATE_ON_HOST:
-        launch = UPDATE_PASSES * kernel.nbytes / 2 / HOST_BANDWIDTH[kernel.itemsize]
-    elif kernel.operator == SHARD_HOOKS:
-        launch = host.shard_hook * kernel.tensors
+        launch = UPDATE_PASSES * _own_bytes(kernel) / HOST_BANDWIDTH[kernel.itemsize]
+    elif kernel.operator in BY_PYTHON:
+        launch = getattr(host, BY_PYTHON[kernel.operator]) * kernel.tensors
     elif kernel.operator in BY_HOST:
         rate = DISK_BANDWIDTH if kernel.operator == SWAPPED else HOST_BANDWIDTH[4]
-        launch = kernel.nbytes / 2 / rate if kernel.operator in (WORK_ON_HOST, SWAPPED) else 0.0
+        launch = _own_bytes(kernel) / rate if kernel.operator in (WORK_ON_HOST, SWAPPED) else 0.0
     elif kernel.operator in COPIES | STAGED:
         launch = host.backward
     elif kernel.operator == AWAIT_COPY or not kernel.operator.startswith("aten::"):
@@ -252,7 +261,13 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
     program = host.backward_program if in_backward else host.program
     before += host.intercepted * kernel.intercepted + program * kernel.programs
     before += host.function * kernel.functions
-    return launch + before + host.tensor * max(0, kernel.tensors - FEW_TENSORS)
+    lists = 0 if kernel.operator == SHARDED_OPERANDS else max(0, kernel.tensors - FEW_TENSORS)
+    return launch + before + host.tensor * lists
+
+
+def _own_bytes(kernel: Kernel) -> float:
+    """Bytes that the host reads or writes of its memory, times the ranks that do so at once on one host."""
+    return kernel.nbytes / 2 * max(1, min(kernel.peers[0], GPUS_PER_HOST))
 
 
 def sync_points(kernels: Sequence[Kernel], waits: Sequence[int]) -> tuple[int, ...]:

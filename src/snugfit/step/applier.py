@@ -184,10 +184,21 @@ def forward_context(
     )
 
 
-def pass_context(setup: Setup, model: torch.nn.Module, *, is_last: bool) -> AbstractContextManager[Any]:
-    """What the passes of a micro-batch run in, which may be the last of its step. `model` is what
-    `distribute_model` gave."""
-    return _join(handler.around_pass(value, model, is_last=is_last) for handler, value in _wishes(setup))
+def pass_context(
+    setup: Setup, model: torch.nn.Module, batch: dict[str, Any], *, is_last: bool
+) -> AbstractContextManager[Any]:
+    """What the passes of a micro-batch on the device run in, which may be the last of its step. `model` is
+    what `distribute_model` gave."""
+    wishes = _wishes(setup)
+    return _join(handler.around_pass(value, model, batch, is_last=is_last) for handler, value in wishes)
+
+
+def evaluation_context(
+    setup: Setup, model: torch.nn.Module, batch: dict[str, Any]
+) -> AbstractContextManager[Any]:
+    """What a forward pass over a batch on the device runs in that no backward pass follows. `model` is the
+    one that was wrapped, or what `distribute_model` gave in its place."""
+    return _join(handler.around_evaluation(value, model, batch) for handler, value in _wishes(setup))
 
 
 def after_update(setup: Setup, model: torch.nn.Module, step: int) -> None:

@@ -75,6 +75,13 @@ def find(word: str) -> type[Technique]:
 
 
 @functools.cache
+def slots_of_several_gpus() -> tuple[Slot, ...]:
+    """The slots with techniques by which several GPUs train together."""
+    slots = {technique.slot for technique in techniques() if technique.needs_several_gpus}
+    return tuple(slot for slot in Slot if slot in slots)
+
+
+@functools.cache
 def plain(slot: Slot) -> Technique:
     """The slot's default: what a plain PyTorch user gets."""
     return next(technique for technique in techniques() if technique.plain and technique.slot is slot)()

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 PADDING_FREE = "padding_free"
 """An attention of our own (`step/wishes/padding_free.py`) that drops the padding of what a model is given."""
 
+RING = "ring"
+"""torch's `scaled_dot_product_attention` without masks, whose sequences are cut over ranks
+(`step/wishes/mesh/ring_attention.py`)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
@@ -276,6 +280,12 @@ class ParallelWish:
     """Over how many ranks of the data axis the experts of each layer are spread."""
 
     @property
+    def copies(self) -> bool:
+        """Whether ranks hold all of the weights and average their gradients: those of the data axis, or,
+        where there is none, those that share each sequence."""
+        return self.weights == "copied" or (self.weights == "alone" and self.context > 1)
+
+    @property
     def ranks_of_one_part(self) -> int:
         """How many ranks work on the same part of the global batch."""
         return self.tensor * self.context * self.stages
@@ -284,6 +294,18 @@ class ParallelWish:
     def data_ranks(self) -> int:
         """Into how many parts the global batch is cut."""
         return self.ranks // self.ranks_of_one_part
+
+    def data_rank(self, rank: int) -> int:
+        """Which part of the global batch a rank works on, from 0. Of the mesh's axes (`mesh_of`) those that
+        are left of the data axis change slower, and those right of it faster."""
+        return rank // (self.context * self.tensor) % self.data_ranks
+
+    def counts(self, rank: int) -> float:
+        """How much of what this rank says that its part came to counts: ranks that have pieces of the same
+        sequences say a part of it each, as if it were the whole, and of others that work on one part, one of
+        the last stage, where the loss is, says all."""
+        is_last_stage = rank // (self.ranks // self.stages) == self.stages - 1
+        return 1 / self.context if is_last_stage and rank % self.tensor == 0 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,8 @@ class Slot(StrEnum):
     BATCHING = "batching"
     OPTIMIZER = "optimizer"
     SHARDING = "sharding"
+    TENSOR_PARALLEL = "tensor_parallel"
+    CONTEXT_PARALLEL = "context_parallel"
     ALLOCATOR = "allocator"
     LOADING = "loading"
 

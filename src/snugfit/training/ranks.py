@@ -10,6 +10,9 @@ rank) and theirs from the environment. Three groups are made of them:
                         step, by gloo, so that no GPU is waited for
     for writing         checkpoints, which a thread writes while the steps use the other two
 
+Along the data axis of their mesh each has a part of the global batch; others work on the same part, and then
+one of them counts it (`Ranks.sharing`).
+
 A run of one process has `ALONE`, which answers the same questions and talks to nobody.
 
 What one process finds out alone, such as an error in an option that all have, is told by the first alone: in
@@ -29,6 +32,8 @@ from snugfit.errors import SnugfitError, UsageError
 
 if TYPE_CHECKING:
     import torch
+
+    from snugfit.techniques.setup import ParallelWish
 
 Answer = TypeVar("Answer")
 
@@ -85,6 +90,18 @@ class Ranks:
         self.rank, self.size = rank, size
         self.host, self.writing = host, writing
         """Groups of torch.distributed, for the loop's own thread and for the one that writes."""
+        self.data_rank, self.data_ranks = rank, size
+        """Which part of the global batch this one works on, and how many parts there are."""
+        self.counts = 1.0
+        """How much of what this one says that its part came to counts: others may work on it too."""
+
+    def sharing(self, wish: ParallelWish | None) -> Ranks:
+        """The same process, in the mesh that a recipe wishes for."""
+        ranks = Ranks(self.rank, self.size, host=self.host, writing=self.writing)
+        if wish is not None and wish.ranks:
+            ranks.data_rank, ranks.data_ranks = wish.data_rank(self.rank), wish.data_ranks
+            ranks.counts = wish.counts(self.rank)
+        return ranks
 
     @property
     def is_first(self) -> bool:
@@ -108,6 +125,10 @@ class Ranks:
             dist.all_reduce(values, group=self.host)
         summed: list[float] = values.tolist()
         return summed
+
+    def sum_parts(self, numbers: Sequence[float]) -> list[float]:
+        """Each number, summed over the parts of the global batch, each of which counts once."""
+        return self.sum([self.counts and self.counts * number for number in numbers])
 
     def gather(self, value: Any) -> list[Any]:
         """What each process gives, by rank, in the first; nothing in the others."""

@@ -21,6 +21,7 @@ from snugfit.prediction.allocator import replay
 from snugfit.prediction.device import context_of, policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
+from snugfit.prediction.rates import rates_for
 from snugfit.prediction.seconds import step_seconds
 from snugfit.prediction.several_gpus.communication import communication_bytes
 from snugfit.rehearsal.rehearse import rehearse
@@ -101,10 +102,16 @@ class Judge:
     def _simulate(self, part: Job, setup: Setup) -> tuple[float, float]:
         trace = rehearse(part, setup, policy_for(self._gpu, self._software))
         after = replay(trace, expandable=setup.expandable_segments)
-        group = communication_bytes(trace, setup.parallel.ranks if setup.parallel else 1)
+        gpus = setup.parallel.ranks if setup.parallel else 1
+        group = communication_bytes(trace, gpus)
         context, _ = context_of(self._gpu, self._software, trace, group=group)
-        workers = setup.loader.workers
-        timing = step_seconds(trace, self._gpu, batch_size=part.batch_size, workers=workers)
+        timing = step_seconds(
+            trace,
+            self._gpu,
+            batch_size=part.batch_size,
+            rates=rates_for(self._gpu, gpus),
+            workers=setup.loader.workers,
+        )
         return context + after.reserved_peak, timing.step_seconds
 
     def _depth(self, part: Job, setup: Setup) -> Depth | None:

@@ -13,7 +13,8 @@ else is scaled by data sheets, and a network's figures are taken from what is us
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from snugfit.rehearsal.trace.trace import (
@@ -30,6 +31,7 @@ from snugfit.units import MIB
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
+    from snugfit.prediction.rates import Rates
 
 FIRST_GROUP, FURTHER_GROUP = 847 * MIB, 484 * MIB
 """NVML bytes that NCCL takes for the first group of GPUs and for each further one: with them, 28 drawn runs
@@ -81,6 +83,9 @@ class Interconnect:
 
     gpus_per_host: int = GPUS_PER_HOST
 
+    bus: Mapping[str, float] = field(default_factory=dict)
+    """By NCCL's kernel: the share of the link that large exchanges reach, where it was calibrated."""
+
     def seconds(self, kernel: Kernel) -> float:
         """Seconds of an exchange while nothing else runs."""
         peers, stride = kernel.peers
@@ -95,9 +100,13 @@ class Interconnect:
         return start + _factor(kernel.operator, peers) * kernel.nbytes / self._bus(kernel, within, hosts)
 
     def _bus(self, kernel: Kernel, within: int, hosts: int) -> float:
-        share = PCIE_BUS if self.is_pcie else BUS.get(kernel.operator, OTHER_BUS)[within > 2]
-        inside = self.link * share if within > 1 else math.inf
+        inside = self.link * self.share(kernel.operator, within) if within > 1 else math.inf
         return min(inside, within * self.network * NETWORK_SHARE if hosts > 1 else math.inf)
+
+    def share(self, operator: str, within: int) -> float:
+        """Share of the link that this kernel reaches among so many GPUs of one host."""
+        usual = PCIE_BUS if self.is_pcie else BUS.get(operator, OTHER_BUS)[within > 2]
+        return self.bus.get(operator, usual)
 
 
 def _factor(operator: str, peers: int) -> float:
@@ -106,12 +115,14 @@ def _factor(operator: str, peers: int) -> float:
     return (2 if operator == ALL_REDUCE else 1) * (peers - 1) / peers
 
 
-def interconnect_of(gpu: Gpu) -> Interconnect:
-    """How GPUs of this kind are connected within a host, by the table."""
+def interconnect_of(gpu: Gpu, rates: Rates | None = None) -> Interconnect:
+    """How GPUs of this kind are connected within a host, by the table, and by these rates where they were
+    calibrated on several."""
+    bus = rates.bus if rates else {}
     if gpu.gpu_link:
-        return Interconnect(link=float(gpu.gpu_link["bytes_per_second"]))
+        return Interconnect(link=float(gpu.gpu_link["bytes_per_second"]), bus=bus)
     pcie = float((gpu.host_link or {}).get("bytes_per_second") or 15_750_000_000)
-    return Interconnect(link=pcie, is_pcie=True)
+    return Interconnect(link=pcie, is_pcie=True, bus=bus)
 
 
 def communication_bytes(trace: Trace, gpus: int) -> int:
@@ -129,14 +140,14 @@ MEASURED = ("H200-SXM",)
 """GPUs whose exchanges within a host were measured."""
 
 
-def doubts_about_exchanges(trace: Trace, gpu: Gpu | None) -> list[str]:
-    """Sentences on what is uncertain about a trace's exchanges on GPUs of this kind."""
+def doubts_about_exchanges(trace: Trace, gpu: Gpu | None, rates: Rates | None = None) -> list[str]:
+    """Sentences on what is uncertain about a trace's exchanges on GPUs of this kind, with these rates."""
     peers = [kernel.peers for kernel in trace.kernels if kernel.operator in COLLECTIVES]
     if not peers or gpu is None:
         return []
     connected = interconnect_of(gpu)
     doubts = []
-    if gpu.key not in MEASURED:
+    if gpu.key not in MEASURED and not (rates and rates.bus):
         how = "PCIe, of which a guess is taken" if connected.is_pcie else "their link's data sheet"
         doubts.append(
             f"No exchanges between {gpu.name}s were measured. Their seconds follow {how}, and NCCL's memory "

@@ -29,10 +29,11 @@ def export_trace(prediction: Prediction, form: str) -> bytes:
     if form == SNAPSHOT:
         return pickle.dumps(memory_snapshot(trace, expandable=setup.expandable_segments))
     assert prediction.gpu is not None
+    rates = rates_for(prediction.gpu, prediction.gpus)
     timed = time_kernels(
         trace,
-        rates_for(prediction.gpu),
-        interconnect_of(prediction.gpu),
+        rates,
+        interconnect_of(prediction.gpu, rates),
         workers=setup.loader.workers,
     )
     return json.dumps(chrome_trace(trace, timed), allow_nan=False, separators=(",", ":")).encode()

@@ -328,8 +328,14 @@ def _philox_first(outputs: Sequence[Any]) -> Sequence[Any]:
     return (outputs[6], outputs[7], outputs[0], outputs[1])
 
 
+def _first_alone(outputs: Sequence[Any]) -> Sequence[Any]:
+    """What the backward pass of log-sigmoid needs besides is the CPU's."""
+    return outputs[:1]
+
+
 _OUTPUT_ORDER: dict[str, Callable[[Sequence[Any]], Sequence[Any]]] = {
     "aten::native_dropout": _mask_first,
     "aten::_scaled_dot_product_efficient_attention": _without_philox,
     "aten::_scaled_dot_product_cudnn_attention": _philox_first,
+    "aten::log_sigmoid_forward": _first_alone,
 }

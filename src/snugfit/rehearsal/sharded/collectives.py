@@ -36,13 +36,31 @@ WAITS = frozenset(sync_ops)
 """Operators that exchange nothing, and wait for those that do."""
 
 
+ALL_TO_ALL_SINGLE = (torch.ops._c10d_functional.all_to_all_single.default,)
+"""Functional operators that turn parts of a tensor about: what is given, sizes of what comes and of what
+goes, and the group."""
+
+
 def is_collective(func: Any) -> bool:
     """Whether ranks exchange tensors in this operator, or wait for that."""
     return func in collective_ops
 
 
-def kernel_of(func: Any) -> str:
-    """The name of the kernel that an operator runs."""
+def gives_its_own(func: Any) -> bool:
+    """Whether it gives the very tensor that it has waited for. On shapes alone torch makes another one."""
+    return bool(func._schema.name.endswith("::wait_tensor"))
+
+
+def is_wrapping(func: Any) -> bool:
+    """Whether it hands on what is being exchanged, for whoever uses it first to wait for. On shapes alone
+    torch (2.13) makes an empty tensor there instead."""
+    return bool(func._schema.name == "_c10d_functional::_wrap_tensor_autograd")
+
+
+def kernel_of(func: Any, args: tuple[Any, ...] = ()) -> str:
+    """The name of the kernel that an operator runs. Where all of a tensor goes to one rank, it is sent."""
+    if func in ALL_TO_ALL_SINGLE and args and sum(size != 0 for size in args[2]) == 1:
+        return SEND
     name = func.name().partition("::")[2].lstrip("_")
     return next((kernel for part, kernel in KERNELS.items() if part in name), ALL_REDUCE)
 
@@ -71,7 +89,14 @@ def peers_of(group: Any) -> tuple[int, int]:
 
 def carried_bytes(func: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Bytes of the whole tensor that is exchanged, summed, gathered or scattered."""
+    if func in ALL_TO_ALL_SINGLE:
+        return int(args[0].nbytes)
     return int(CollectiveOp.get_comm_tensor_size(func, out, args, kwargs))
+
+
+def is_functional(func: Any) -> bool:
+    """Whether it gives a new tensor, for which somebody waits by its name."""
+    return str(func.namespace).startswith("_c10d_functional")
 
 
 def tensors_carried(func: Any, out: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:

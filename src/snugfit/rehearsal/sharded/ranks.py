@@ -22,7 +22,9 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from snugfit.rehearsal.record.kernels import KernelCost
 from snugfit.rehearsal.record.recorder import Recorder
@@ -30,11 +32,24 @@ from snugfit.rehearsal.sharded import collectives
 from snugfit.rehearsal.sharded.device_module import ShapesModule
 from snugfit.rehearsal.sharded.offloaded_shards import TO_COPY, HostShards
 from snugfit.rehearsal.sharded.streams import Moment, StreamOrder
-from snugfit.rehearsal.trace.trace import ALL_REDUCE, DEFAULT_STREAM, SHARD_HOOKS
+from snugfit.rehearsal.trace.trace import (
+    ALL_REDUCE,
+    ALONE,
+    DEFAULT_STREAM,
+    PART_OPERATORS,
+    SHARD_HOOKS,
+    SHARDED_OPERANDS,
+    UPDATE_ON_HOST,
+    WORK_ON_HOST,
+)
 from snugfit.results.footprint import Kind
 from snugfit.step.host_link import MetaLink
 
 FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+REDISTRIBUTION = 5
+"""Operators on parts of tensors that take the host as long as one exchange by which these become others, in
+which it runs some 400 functions of Python (torch 2.13, on a CPU)."""
 
 _resize = torch.UntypedStorage.resize_
 
@@ -52,6 +67,7 @@ class RankRecorder(Recorder):
         self._unawaited: Moment = frozenset()  # exchanges that nobody has waited for
         self._kept: list[torch.Tensor] = []  # by NCCL
         self._first_to_come = True  # of the buckets of a backward pass
+        self._carried: dict[int, Any] = {}  # by the result's storage, what is sent until that is waited for
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -59,6 +75,8 @@ class RankRecorder(Recorder):
         kwargs = kwargs or {}
         if torch._C._get_dispatch_mode(FAKE) is not None:
             return func(*args, **kwargs)
+        if collectives.is_wrapping(func):
+            return AsyncCollectiveTensor(args[0])
         if collectives.is_collective(func) and DTensor not in types:
             return self._exchange(func, args, kwargs)
         if self.shards is not None and DTensor not in types:
@@ -66,6 +84,8 @@ class RankRecorder(Recorder):
                 return func(*args, **kwargs)
             if self._phase == "backward" and _copies_out(func, args, kwargs):  # a shard's gradient
                 return self.shards.keep(args[0])
+        if DTensor in types:
+            self._count_parts(args, kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
@@ -82,6 +102,7 @@ class RankRecorder(Recorder):
         elif self._phase == "backward":
             self.order.wait(DEFAULT_STREAM, self._unawaited)
             self._unawaited = frozenset()
+            self._carried.clear()
         super().phase(name)
 
     def step_ends(self, index: int) -> None:
@@ -104,24 +125,54 @@ class RankRecorder(Recorder):
 
     def count_shard_hooks(self, hooks: int) -> None:
         """The host runs so many of FSDP2's hooks."""
+        self._add_work_of_host(SHARD_HOOKS, hooks)
+
+    def count_part_operators(self, operators: int) -> None:
+        """The host looks up so many operators on parts of tensors."""
+        self._add_work_of_host(PART_OPERATORS, operators)
+
+    def _add_work_of_host(self, what: str, often: int) -> None:
         if self._phase in ("forward", "backward"):
-            self._add_to_last_step(SHARD_HOOKS, KernelCost(0, 0, (), "", hooks, "", ()))
+            self._add_to_last_step(what, KernelCost(0, 0, (), "", often, "", ()))
+
+    def _count_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An operator is given tensors of which each rank has a part. What lists of them take is known of
+        optimizers and clipping, which are given little else."""
+        if self._phase in ("forward", "backward"):
+            self.count_part_operators(1)
+            return
+        operands = sum(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs)))
+        self._add_to_last_step(SHARDED_OPERANDS, KernelCost(0, 0, (), "", operands, "", ()))
+
+    def _add_to_last_step(self, operator: str, cost: KernelCost) -> None:
+        """All ranks of a host work through its memory at once, and share it."""
+        if self._step == self.steps - 1:
+            shared = operator in (WORK_ON_HOST, UPDATE_ON_HOST)
+            self._add_kernel(operator, cost, (dist.get_world_size(), 1) if shared else ALONE)
 
     def _exchange(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
         if func in collectives.WAITS:
             self.order.wait(self.order.current, self._unawaited)
             self._unawaited = frozenset()
-            return out
-        self.memory.add_outputs(collectives.kernel_of(func), out)
+            if not collectives.gives_its_own(func):
+                return func(*args, **kwargs)
+            self._carried.pop(args[0].untyped_storage()._cdata, None)
+            return args[0]
+        if func.namespace == "_c10d_functional":
+            self.count_part_operators(REDISTRIBUTION)
+        out = func(*args, **kwargs)
+        kernel = collectives.kernel_of(func, args)
+        self.memory.add_outputs(kernel, out)
+        if collectives.is_functional(func) and isinstance(out, torch.Tensor):
+            self._carried[out.untyped_storage()._cdata] = args[0]
         for tensor in collectives.tensors_carried(func, out, args):
             self.claim(tensor, Kind.COMMUNICATION)
         group = collectives.group_of(func, args)
         nbytes = collectives.carried_bytes(func, out, args, kwargs)
         own_stream = collectives.is_async(func, args, kwargs)
-        if own_stream and collectives.kernel_of(func) == ALL_REDUCE:
+        if own_stream and kernel == ALL_REDUCE:
             self._kept.clear()  # after broadcasts, which DDP begins a step with, NCCL's thread still held all
-        self._add_exchange(collectives.kernel_of(func), nbytes, group, own_stream=own_stream)
+        self._add_exchange(kernel, nbytes, group, own_stream=own_stream)
         return out
 
     def _add_exchange(self, kernel: str, nbytes: int, group: Any, *, own_stream: bool) -> None:
@@ -163,6 +214,7 @@ def _copies_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 @contextlib.contextmanager
 def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[None]:
     """Within it, torch.distributed is that of this rank of so many, on `meta`."""
+    import torch.distributed._functional_collectives as functional
     import torch.distributed._meta_registrations as fake_work
     import torch.nn.parallel.distributed as data_parallel
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -194,7 +246,11 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[No
         bucket=vars(dist)["GradBucket"], **{"return": torch.futures.Future[torch.Tensor]}
     )
 
+    def wrap(tensor: torch.Tensor) -> torch.Tensor:
+        return functional.AsyncCollectiveTensor(tensor)  # on shapes torch's own operator makes a copy
+
     replaced: tuple[tuple[Any, str, Any], ...] = (
+        (functional, "_maybe_wrap_tensor", wrap),
         (torch.UntypedStorage, "resize_", resize),
         (FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
         with_count("pre_forward", 2),
@@ -241,3 +297,15 @@ def process_group(rank: int = 0, ranks: int = 1) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """DTensor remembers what an operator does to tensors of a mesh, and with that the mesh. The next one that
+    is cut alike is equal to it, but has other groups."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_cached.cache_clear()
+    for name in ("_gen_transform_infos", "_gen_transform_infos_non_cached"):
+        getattr(getattr(_redistribute, name, None), "cache_clear", lambda: None)()

@@ -64,7 +64,25 @@ SHARD_HOOKS = "hooks of sharded weights"
 """So many (`Kernel.tensors`) of FSDP2's hooks run on the host, in Python: what gathers, drops and scatters a
 group's weights."""
 
-BY_HOST = frozenset({SHARD_HOOKS, UPDATE_ON_HOST, WORK_ON_HOST, SWAPPED, HELD_ON_HOST, PINNED_ON_HOST})
+SHARDED_OPERANDS = "operands in shards"
+"""An operator is given so many (`Kernel.tensors`) tensors of which each rank has a part (DTensor): the host
+looks at each, in Python, before the operator runs on the parts."""
+
+PART_OPERATORS = "operators on parts of tensors"
+"""So many (`Kernel.tensors`) of DTensor's: the host looks up how the result is spread, in Python."""
+
+BY_HOST = frozenset(
+    {
+        SHARD_HOOKS,
+        SHARDED_OPERANDS,
+        PART_OPERATORS,
+        UPDATE_ON_HOST,
+        WORK_ON_HOST,
+        SWAPPED,
+        HELD_ON_HOST,
+        PINNED_ON_HOST,
+    }
+)
 """What the device has no part in."""
 
 STAGED = frozenset({STAGE_OUT, STAGE_BACK})

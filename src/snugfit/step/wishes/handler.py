@@ -148,9 +148,12 @@ class Handler:
     def around_forward(self, value: Any, device: torch.device) -> Context | None:
         """What a forward pass and its loss run in; None where that is nothing."""
 
-    def around_pass(self, value: Any, model: Any, *, is_last: bool) -> Context | None:
-        """What the passes of a micro-batch run in, which may be the step's last; None where that is
-        nothing."""
+    def around_pass(self, value: Any, model: Any, batch: dict[str, Any], *, is_last: bool) -> Context | None:
+        """What the passes of a micro-batch on the device run in, which may be the step's last; None where
+        that is nothing. Within it a batch may have become this process's part of it."""
+
+    def around_evaluation(self, value: Any, model: Any, batch: dict[str, Any]) -> Context | None:
+        """What a forward pass over a batch on the device runs in that no backward pass follows, likewise."""
 
     def after_update(self, value: Any, model: Any, step: int) -> None:
         """Does what is to be done once this process has made its optimizer step of this number, from 0."""

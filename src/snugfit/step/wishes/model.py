@@ -18,7 +18,7 @@ from snugfit.step.compiling import compile_lines, compile_parts, run_as_written
 from snugfit.step.selective import script_lines
 from snugfit.step.wishes.handler import Context, Handler, LiveTraining, ScriptContext
 from snugfit.step.wishes.python_text import call_text, literal
-from snugfit.techniques.setup import PADDING_FREE
+from snugfit.techniques.setup import PADDING_FREE, RING
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
@@ -34,11 +34,15 @@ class AttentionHandler(Handler):
     wish, slot = "attention", Slot.ATTENTION
 
     def import_code(self, value: str) -> None:
-        """An attention of our own is told to transformers."""
+        """An attention that is not transformers' own is told to it."""
         if value == PADDING_FREE:
             from snugfit.step.wishes.padding_free import register
 
             register()
+        if value == RING:
+            from snugfit.step.wishes.mesh import ring_attention
+
+            ring_attention.register()
 
     def model_arguments(self, value: str) -> dict[str, Any]:
         """Under the name that `instantiate` knows."""

@@ -13,10 +13,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary
 
 from snugfit.step.checkpointing import layer_stacks
 from snugfit.step.wishes.handler import Context, Handler, ScriptContext
+from snugfit.step.wishes.mesh.ring_attention import cut_batch
+from snugfit.step.wishes.mesh.tensor import in_tensor_parts, sum_parts_of_gradients
 from snugfit.step.wishes.parallel_script import parallel_fields
 from snugfit.techniques.technique import Slot
 
@@ -50,27 +54,56 @@ class ParallelHandler(Handler):
 
     def distribute(self, value: ParallelWish | None, model: Any) -> Any:
         """The model in DDP, or with its weights spread over the processes."""
-        if value is None or value.weights == "alone":
+        if value is None:
             return model
-        return in_ddp(value, model) if value.weights == "copied" else in_fsdp(value, model)
-
-    def around_pass(self, value: ParallelWish | None, model: Any, *, is_last: bool) -> Context | None:
-        """Gradients are told to the others after the last micro-batch alone."""
-        if value is None or value.weights == "alone":
-            return None
+        device, runs = _device_of(model), model
+        mesh = mesh_of(value, device) if value.ranks_of_one_part > 1 else None
+        if mesh and value.tensor > 1:
+            in_tensor_parts(model, mesh["tensor"])
         if value.weights == "sharded":
-            return functools.partial(_fsdp_tells, model, is_last=is_last)
-        return None if is_last else model.no_sync
+            in_fsdp(value, model, data_mesh(mesh_of(_with_contexts(value), device)))
+        elif mesh and value.copies and value.tensor > 1:
+            in_replicas(model, data_mesh(mesh))
+        elif value.copies:
+            runs = in_ddp(value, model)
+        if mesh and value.context > 1:
+            _SEQUENCES[model] = _SEQUENCES[runs] = mesh["context"]
+        return runs
+
+    def around_pass(
+        self, value: ParallelWish | None, model: Any, batch: dict[str, Any], *, is_last: bool
+    ) -> Context | None:
+        """Gradients are told to the others after the last micro-batch alone, and sequences are cut."""
+        if value is None:
+            return None
+        contexts: list[Context] = []
+        if value.weights == "sharded" or (value.copies and value.tensor > 1):
+            contexts.append(functools.partial(_fsdp_tells, model, is_last=is_last))
+        elif value.copies and not is_last:
+            contexts.append(model.no_sync)
+        elif value.tensor > 1 and is_last:
+            contexts.append(functools.partial(_parts_are_summed, model))
+        if value.context > 1:
+            contexts.append(functools.partial(cut_batch, _SEQUENCES[model], model, batch))
+        return functools.partial(_within, contexts) if contexts else None
+
+    def around_evaluation(
+        self, value: ParallelWish | None, model: Any, batch: dict[str, Any]
+    ) -> Context | None:
+        """Sequences are cut."""
+        if value is None or value.context == 1:
+            return None
+        return functools.partial(cut_batch, _SEQUENCES[model], model, batch)
 
     def after_update(self, value: ParallelWish | None, model: Any, step: int) -> None:
         """Has NCCL let go of DDP's first buckets, once."""
-        if value is not None and value.weights == "copied" and step == 0:
+        if value is not None and value.copies and value.tensor == 1 and step == 0:
             _release_first_buckets(model)
 
     def after_evaluation(self, value: ParallelWish | None, model: Any) -> None:
         """Drops the gathered weights that FSDP2 keeps for a backward pass: until then they are the model's
         parameters, in the place of the parts that are trained and kept."""
-        if value is not None and value.weights == "sharded":
+        if value is not None and value.weights != "alone":
             from torch.distributed.fsdp import FSDPModule
 
             for module in model.modules():
@@ -97,10 +130,28 @@ def _release_first_buckets(model: Any) -> None:
     dist.all_reduce(torch.zeros(1, device=device), async_op=True).wait()
 
 
+_SEQUENCES: WeakKeyDictionary[torch.nn.Module, DeviceMesh] = WeakKeyDictionary()
+"""Of a model, and of what is called in its place, the ranks that share each of its sequences."""
+
+
+@contextlib.contextmanager
+def _within(contexts: list[Context]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        yield
+
+
 @contextlib.contextmanager
 def _fsdp_tells(model: Any, *, is_last: bool) -> Iterator[None]:
     model.set_requires_gradient_sync(is_last)
     yield
+
+
+@contextlib.contextmanager
+def _parts_are_summed(model: Any) -> Iterator[None]:
+    yield
+    sum_parts_of_gradients(model)
 
 
 def in_ddp(wish: ParallelWish, model: torch.nn.Module) -> torch.nn.Module:
@@ -115,14 +166,26 @@ def in_ddp(wish: ParallelWish, model: torch.nn.Module) -> torch.nn.Module:
     )
 
 
-def in_fsdp(wish: ParallelWish, model: torch.nn.Module) -> torch.nn.Module:
-    """The same model, whose parameters are this process's shards (`fully_shard`)."""
+def in_replicas(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+    """The same model, whose gradients are averaged over `mesh` layer by layer: torch's `replicate`, which is
+    DDP for weights that are parts of matrices (`DistributedDataParallel` takes none)."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    for stack in layer_stacks(model):
+        for layer in stack:
+            replicate(layer, mesh=mesh)
+    replicate(model, mesh=mesh)
+    return model
+
+
+def in_fsdp(wish: ParallelWish, model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+    """The same model, whose parameters are this process's shards over `mesh` (`fully_shard`)."""
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     device = _device_of(model)
     options: dict[str, Any] = {
-        "mesh": data_mesh(mesh_of(wish, device)),
+        "mesh": mesh,
         "reshard_after_forward": wish.reshard != "none",
         "mp_policy": MixedPrecisionPolicy(),
     }
@@ -172,6 +235,12 @@ def mesh_of(wish: ParallelWish, device: str) -> DeviceMesh:
     }
     axes = {axis: count for axis, count in counts.items() if count > 1}
     return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def _with_contexts(wish: ParallelWish) -> ParallelWish:
+    """The wish whose data axis goes over the ranks of each sequence too: they hold the same weights, have
+    gradients of their own, and are as many more over which one copy is spread."""
+    return replace(wish, context=1, shards=wish.shards * wish.context)
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -37,6 +37,9 @@ def _imports(wish: ParallelWish) -> tuple[str, ...]:
 
 def parallel_fields(wish: ParallelWish, context: ScriptContext) -> dict[str, Any]:
     """The values of a template. Raises `RecipeError` for what its script cannot do."""
+    cuts_more = [one.slot for one in context.recipe if one.needs_several_gpus and one.slot != Slot.SHARDING]
+    if cuts_more:
+        raise context.refusal(cuts_more[0], "scripts for several GPUs share the batch among them alone")
     if why := _why_not(wish, context.target):
         raise context.refusal(Slot.SHARDING, why)
     shards = wish.shards or wish.data_ranks
@@ -58,18 +61,6 @@ def parallel_fields(wish: ParallelWish, context: ScriptContext) -> dict[str, Any
 
 def _why_not(wish: ParallelWish, target: str) -> str:
     """Why no script of this target is written; empty where one is."""
-    known = ParallelWish(
-        weights=wish.weights,
-        states=wish.states,
-        ranks=wish.ranks,
-        shards=wish.shards,
-        reshard=wish.reshard,
-        on_host=wish.on_host,
-        dtype=wish.dtype,
-        bucket_views=wish.bucket_views,
-    )
-    if wish != known or wish.weights == "alone":
-        return "of several GPUs, scripts share the batch only"
     if target == "torch":
         return ""
     if target == "deepspeed":

@@ -55,10 +55,13 @@ def evaluate(
     autocast: contextlib.AbstractContextManager[Any],
     raise_if_stopping: Callable[[], None] = lambda: None,
     ranks: Ranks = ALONE,
+    within: Callable[[dict[str, Any]], contextlib.AbstractContextManager[Any]] = lambda batch: (
+        contextlib.nullcontext()
+    ),
 ) -> Evaluated:
     """The model's loss and accuracy over host batches, each with whether it counts; over those of all
     processes, where there are several. Before each of them `raise_if_stopping` is called, which may abandon
-    the evaluation."""
+    the evaluation; the model is called on each `within` a context, in which it may be a part of it."""
     import torch
 
     before = model.training
@@ -71,7 +74,7 @@ def evaluate(
             if not share and not ranks.are_many:  # others wait for what this one computes
                 continue
             batch = place(host, device)
-            with torch.no_grad(), autocast:
+            with torch.no_grad(), autocast, within(batch):
                 out = model(**batch)
             if not share:
                 continue
@@ -84,7 +87,7 @@ def evaluate(
                 answers += int(valid.sum())
     finally:
         model.train(before)
-    lost, all_items, all_right, all_answers = ranks.sum([lost, items, right, answers])
+    lost, all_items, all_right, all_answers = ranks.sum_parts([lost, items, right, answers])
     return Evaluated(
         loss=lost / all_items if all_items else math.nan,
         accuracy=all_right / all_answers if all_answers else None,
@@ -95,9 +98,15 @@ def in_order(
     data: Data, size: int, job: Job, setup: Setup, device: torch.device, ranks: Ranks = ALONE
 ) -> Iterator[tuple[dict[str, Any], bool]]:
     """Host batches of at most `size` samples, as the data lies, from as many workers as train; of several
-    processes this one's share. With each, whether it counts: at the end a process may have none left."""
+    processes this one's part. With each, whether it counts: at the end a process may have none left."""
     order = SampleOrder(
-        len(data.samples), size * ranks.size, 1, seed=0, shuffle=False, rank=ranks.rank, ranks=ranks.size
+        len(data.samples),
+        size * ranks.data_ranks,
+        1,
+        seed=0,
+        shuffle=False,
+        rank=ranks.data_rank,
+        ranks=ranks.data_ranks,
     )
     workers = loader_arguments(setup, device)["num_workers"]
     collate, steps = collate_for(job, setup, data.collate), order.steps_per_epoch

@@ -1,9 +1,9 @@
 """What the processes of a run tell each other in each step, on the host.
 
     before the forward pass    how many items count in each one's micro-batches. A micro-batch's loss is
-                               scaled by its share of all of them, times the processes: DDP and FSDP2
-                               average gradients over processes, so the average is the gradient of the mean
-                               over the global batch, however the samples are padded
+                               scaled by its share of all of them, times the parts that processes cut the
+                               batch into: DDP and FSDP2 average gradients over these, so the average is the
+                               gradient of the mean over the global batch, however the samples are padded
     after the forward pass     each one's part of the loss, tokens, and what it has heard from outside
 
 The second is made while the device is at the backward pass. A run of one process tells nobody.
@@ -40,9 +40,9 @@ class StepExchange:
             self._items = sum(items)
             return [None] if len(items) == 1 else [share / (self._items or 1) for share in items]
         self._own_tokens = sum(tokens_of(piece) for piece, share in zip(pieces, items) if share)
-        self._items = int(self.ranks.sum([sum(items)])[0])
+        self._items = round(self.ranks.sum_parts([sum(items)])[0])
         self._began, self._forwarded = time.perf_counter(), 0.0
-        return [self.ranks.size * share / (self._items or 1) for share in items]
+        return [self.ranks.data_ranks * share / (self._items or 1) for share in items]
 
     def forward_ends(self) -> None:
         """This process has computed a micro-batch's loss, where a backward pass that exchanges gradients is
@@ -54,8 +54,9 @@ class StepExchange:
         if not self.ranks.are_many:
             return part
         self.own_seconds = (self._forwarded or time.perf_counter()) - self._began
-        own = [part / self.ranks.size, self._own_tokens, *self._stops.flags]
-        total, tokens, *flags = self.ranks.sum(own)
-        self.tokens = int(tokens)
+        counts = self.ranks.counts
+        own = [counts and counts * part / self.ranks.data_ranks, counts * self._own_tokens]
+        total, tokens, *flags = self.ranks.sum([*own, *self._stops.flags])
+        self.tokens = round(tokens)
         self._stops.hear(flags)
         return total if self._items else math.nan

@@ -58,8 +58,8 @@ def open_run(
         scaler=make_scaler(setup, run.device),
         device=run.device,
     )
-    if run.ranks.rank:
-        seed_all(seed, run.ranks.rank)
+    if run.ranks.data_rank:  # those that work on one part draw alike
+        seed_all(seed, run.ranks.data_rank)
     if checkpoint is not None:
         streams = restore(state, checkpoint.folder)
         if is_sharded(model):

@@ -51,7 +51,8 @@ class SampleOrder:
     """Pieces that each step is cut into: of a process's share, where several train together."""
 
     ranks: int = field(default=1, kw_only=True)
-    """Processes that share each batch: each takes as many samples, one process those after the other's."""
+    """Processes, or groups of them, that share each batch: each has as many samples, in the order of
+    processes."""
 
     rank: int = field(default=0, kw_only=True)
     """The process whose pieces these are."""

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
 from snugfit.job.job import Job
+from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import ParallelWish
 from snugfit.techniques.several_gpus import on_gpus
 from snugfit.techniques.technique import Slot
 from snugfit.training.checkpoint.code_facts import code_facts
@@ -123,16 +125,16 @@ class Run:
     """Whether it is resumed with the code that it began with alone."""
 
     ranks: Ranks = ALONE
-    """This process among those that train together."""
+    """This process among those that train together, in the mesh of the recipe."""
 
     def setup(self, recipe: Recipe) -> Setup:
         """What a recipe asks of the loop, with so many processes."""
         return on_gpus(recipe.setup(), self.ranks.size)
 
     def recipe_after(self, about: Mapping[str, Any]) -> Recipe:
-        """The recipe that a run goes on with whose checkpoint says this: the last one that it had, with the
-        sharding that is asked for now."""
-        return Recipe.parse(about["recipe"]).with_(self.recipe[Slot.SHARDING])
+        """The recipe that a run goes on with whose checkpoint says this: the last one that it had, shared by
+        GPUs as is asked for now."""
+        return _shared_as(Recipe.parse(about["recipe"]), self.recipe)
 
     def order(self, micro_batches: int) -> SampleOrder:
         """Which samples each step sees, in so many pieces."""
@@ -145,8 +147,8 @@ class Run:
             shuffle=sampling != "sequential",
             drop_last=self.options.dataloader_drop_last,
             lengths=self.data.lengths,
-            rank=self.ranks.rank,
-            ranks=self.ranks.size,
+            rank=self.ranks.data_rank,
+            ranks=self.ranks.data_ranks,
             bucket=sampling == "group_by_length",
         )
 
@@ -220,8 +222,9 @@ def compare_runs(before: Mapping[str, Any], run: Run, step: int = -1) -> tuple[l
     options = before.get("options", {})
     depends = depends_on_length(run.options.lr_scheduler_type, run.options.warmup_steps)
     free = FREE_OPTIONS | (LENGTH_OPTIONS if not depends or lengthens(run, before, step) else frozenset())
+    another_mesh = _on_another_mesh(before, run)
     before, asked = _on_these_gpus({"gpus": 1, **before}, run)
-    wrong = differences(before, now, ("asked", "weights", "samples"))
+    wrong = differences(before, now, ("asked", "weights", "samples")) + another_mesh
     wrong += differences(_earlier_job(before.get("job", {}), now["job"]), now["job"], prefix="job.")
     wrong += compare_facts(before, now)
     wrong += differences(
@@ -234,17 +237,39 @@ def compare_runs(before: Mapping[str, Any], run: Run, step: int = -1) -> tuple[l
 
 
 def _on_these_gpus(before: Mapping[str, Any], run: Run) -> tuple[Mapping[str, Any], list[str]]:
-    """What a checkpoint says of its run, with the sharding of this one in its recipe, which may be another:
+    """What a checkpoint says of its run, shared by GPUs as this one in its recipe, which may be otherwise:
     the same mathematics on other GPUs. And what was changed by that."""
     try:
         recipe = Recipe.parse(before["asked"])
     except (KeyError, SnugfitError):
         return before, []
-    own = run.recipe[Slot.SHARDING]
-    other = recipe[Slot.SHARDING]
-    if other == own or recipe.setup().sharding is not None or run.recipe.setup().sharding is not None:
+    shared = _shared_as(recipe, run.recipe)
+    if shared == recipe or recipe.setup().sharding is not None or run.recipe.setup().sharding is not None:
         return before, []
-    return {**before, "asked": str(recipe.with_(own))}, [f"sharding was {other} and is {own}"]
+    changed = [
+        f"{slot} was {recipe[slot]} and is {shared[slot]}" for slot in Slot if recipe[slot] != shared[slot]
+    ]
+    return {**before, "asked": str(shared)}, changed
+
+
+def _on_another_mesh(before: Mapping[str, Any], run: Run) -> list[str]:
+    """What a checkpoint cannot be read with: its optimizer's groups are those of the ranks that its matrices
+    were cut over (`optimizer_groups`)."""
+    try:
+        own, other = (
+            (recipe.setup().parallel or ParallelWish()).tensor
+            for recipe in (run.recipe, Recipe.parse(before["asked"]))
+        )
+    except (KeyError, SnugfitError):
+        return []
+    return [f"matrices were cut over {other} GPUs and are over {own}"] if own != other else []
+
+
+def _shared_as(recipe: Recipe, other: Recipe) -> Recipe:
+    """The recipe, whose work GPUs share as in another one."""
+    for slot in roster.slots_of_several_gpus():
+        recipe = recipe.with_(other[slot])
+    return recipe
 
 
 def _earlier_job(before: Mapping[str, Any], now: Mapping[str, Any]) -> Mapping[str, Any]:

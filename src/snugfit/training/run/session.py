@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from dataclasses import asdict
@@ -10,7 +11,7 @@ from typing import Any
 
 from snugfit.errors import OutOfMemory, SnugfitError
 from snugfit.job.batch import tokens_of
-from snugfit.step.applier import after_evaluation
+from snugfit.step.applier import after_evaluation, evaluation_context
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.checkpoint.manager import CheckpointManager
 from snugfit.training.checkpoint.manifest import Checkpoint, verify
@@ -264,7 +265,7 @@ class Session:
         self._active.check_weights()
         options, progress = self._run.options, self._progress
         ranks = self._run.ranks
-        micro_batch = self._run.job.batch_size // ranks.size // self._active.setup.micro_batches
+        micro_batch = self._run.job.batch_size // ranks.data_ranks // self._active.setup.micro_batches
         try:
             evaluated = evaluate(
                 self._active.state.model,
@@ -281,6 +282,7 @@ class Session:
                 self._active.step.forward_context(),
                 self._stops.raise_if_stopping,
                 ranks,
+                functools.partial(evaluation_context, self._active.setup, self._active.state.model),
             )
         finally:
             after_evaluation(self._active.setup, self._active.state.model)

@@ -1,0 +1,86 @@
+"""The probes of a calibration: small experiments, each of which one resource bounds.
+
+On one GPU these are the host, the bandwidth, and products of matrices. On several GPUs of a host the host is
+probed while all of them work, as they will: on hosts of two and four H200s that others shared, processes that
+ran side by side took up to 1.5 times as long to launch kernels as one alone (2026-11-26). And three more
+probes are of what only several have: FSDP2's hooks, sums of gradients, and weights that are gathered and
+gradients that are scattered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
+from snugfit.rehearsal.trace.trace import ALL_GATHER, ALL_REDUCE
+
+HOST, BANDWIDTH, SHARDING = "host", "bandwidth", "sharding"
+"""What a probe may correct, beside precisions of matrix products and exchanges between GPUs: what the host
+takes for everything; the GPU's memory; what the host takes for weights in shards."""
+
+EXCHANGES = (ALL_REDUCE, ALL_GATHER)
+"""Of exchanges, the two kinds that are calibrated: tensors that are summed everywhere, and all others."""
+
+PROBE_ERRORS = {"host": 0.97, "bandwidth": 1.04, "fp32": 0.955, "tf32": 1.03, "bf16": 1.05}
+"""Measured / predicted seconds of each probe on the H200 whose rates were fitted to all its kernels, and to
+all families on its host (2026-11-21 and 22). That error is the probe's own and says nothing about another
+machine: relative to their prediction, a Llama's steps take the host three per cent less than those of the
+thirteen families do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """A small experiment that corrects one rate."""
+
+    corrects: str
+    """`host`, `bandwidth`, `sharding`, a precision of matrix products, or an exchange by NCCL's name."""
+    job: Job
+    recipe: str
+    gpus: int = 1
+    """How many GPUs train it; the job has all their samples."""
+
+    @property
+    def is_of_host(self) -> bool:
+        """Whether what it corrects are seconds of the host."""
+        return self.corrects in (HOST, SHARDING)
+
+
+def probes(precisions: tuple[str, ...], gpus: int = 1) -> tuple[Probe, ...]:
+    """The probes for so many GPUs with these precisions, in the order of correction."""
+    small = _llama(layers=16, width=512, vocabulary=8_000, batch=4, length=64)
+    table = _llama(layers=1, width=2048, vocabulary=100_000, batch=1, length=8)
+    wide = _llama(layers=4, width=2048, vocabulary=1_000, batch=16, length=512)
+    recipes = {"fp32": "sgd", "tf32": "tf32 + sgd"}
+    recipes |= {"bf16": "bf16_pure + sgd"} if "bf16" in precisions else {"fp16": "fp16 + sgd"}
+    of_host = ("sgd", "bf16 + every_layer", "eager + bf16")
+    alone = (
+        Probe(corrects=BANDWIDTH, job=table, recipe="adamw"),
+        *(Probe(corrects=name, job=wide, recipe=recipes[name]) for name in recipes if name in precisions),
+    )
+    if gpus == 1:
+        return (*(Probe(corrects=HOST, job=small, recipe=recipe) for recipe in of_host), *alone)
+    of_all = replace(small, batch_size=small.batch_size * gpus)
+    table_of_all = replace(table, batch_size=table.batch_size * gpus)
+    return (
+        *(Probe(corrects=HOST, job=of_all, recipe=f"{recipe} + ddp", gpus=gpus) for recipe in of_host),
+        *alone,
+        Probe(corrects=SHARDING, job=of_all, recipe="adamw + fsdp", gpus=gpus),
+        Probe(corrects=ALL_REDUCE, job=table_of_all, recipe="sgd + ddp", gpus=gpus),
+        Probe(corrects=ALL_GATHER, job=table_of_all, recipe="sgd + fsdp", gpus=gpus),
+    )
+
+
+def _llama(*, layers: int, width: int, vocabulary: int, batch: int, length: int) -> Job:
+    config = {
+        "model_type": "llama",
+        "hidden_size": width,
+        "intermediate_size": width * 11 // 4,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // 64,
+        "num_key_value_heads": width // 64,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 512,
+    }
+    model = Model.from_config(config, name=f"probe-{layers}x{width}")
+    return Job(model=model, task=Task.CAUSAL_LM, batch_size=batch, sequence_length=length)

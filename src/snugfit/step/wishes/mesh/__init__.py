@@ -1,0 +1,1 @@
+"""What stands behind the wish for several processes, beside its handler: axes of their mesh."""

@@ -1,0 +1,1 @@
+"""Whether each GPU works on whole sequences, or several share each of them."""

@@ -1,0 +1,130 @@
+"""Context parallelism by torch's ring attention: each sequence is cut over a group of GPUs.
+
+Each GPU of a group has two pieces of every sequence, one from its front and one from its back, so that all
+have as much to attend to. All but attention looks at one token alone, and so at pieces as at the whole. In
+attention keys and values go around, and the results of the pieces are merged (`context_parallel` of
+torch.distributed). It helps where activations of long sequences are what does not fit: they shrink by n, and
+so do logits. Weights do not shrink by it: `fsdp` beside it spreads them over all GPUs, those of a group too.
+
+Ring attention knows causal masks and no others, and torch's own keeps the random numbers of its last piece
+alone, so there is no dropout in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from snugfit.job.job import Task
+from snugfit.techniques import several_gpus
+from snugfit.techniques.setting import between
+from snugfit.techniques.setup import RING, ParallelWish, Setup
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+ROTARY = ("default", "linear", "llama3", "yarn")
+"""Rotary positions whose angles depend on a token's own position alone. Others (`dynamic`, `longrope`) look
+for the largest one of a batch, which is another in each piece."""
+
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+"""What configs call the dropout of attention."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context(Technique):
+    """Cuts each sequence over n GPUs, among which keys and values go around."""
+
+    fidelity: ClassVar = Fidelity.ROUNDS
+    source: ClassVar = "Liu et al., Ring Attention, arXiv 2310.01889; torch's context_parallel"
+    elsewhere: ClassVar = ("context_parallel", "cp", "ring_attention")
+    needs_several_gpus: ClassVar = True
+    least_capability: ClassVar = (8, 0)
+
+    n: int = between(2, several_gpus.MOST_GPUS)
+    """GPUs that share a sequence, all of which it is best to have in one host."""
+
+    def install(self, setup: Setup) -> Setup:
+        """Cuts sequences, and has attention know of it; weights stay spread as they are."""
+        parallel = replace(setup.parallel or ParallelWish(weights="alone"), context=self.n)
+        attention = RING if setup.attention == "sdpa" else setup.attention
+        return replace(setup, parallel=parallel, attention=attention)
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """What ring attention does not know, and what is not simulated on several GPUs."""
+        setup = recipe[Slot.SHARDING].install(recipe[Slot.ATTENTION].install(Setup()))
+        wish = replace(setup.parallel or ParallelWish(weights="alone"), context=self.n)
+        yield from several_gpus.objections(job, recipe, wish)
+        if setup.sharding is not None:
+            yield f"it does not go with {recipe[Slot.SHARDING]}, which is DeepSpeed's. Take 'fsdp' or 'ddp'."
+        if setup.attention != "sdpa":
+            yield f"torch's ring attention is SDPA, so it does not go with {recipe[Slot.ATTENTION]}. Take 'sdpa'."
+        if job.padding:
+            yield (
+                f"sequences have padding ({job.padding:.0%}), and ring attention knows no masks. Fill them "
+                "(--padding 0; pack: true when training)."
+            )
+        if job.sequence_length % (2 * self.n):
+            below = job.sequence_length // (2 * self.n) * 2 * self.n
+            near = " or ".join(str(length) for length in (below, below + 2 * self.n) if length)
+            yield (
+                f"sequences of {job.sequence_length} tokens cannot be cut into {2 * self.n} equal pieces, two "
+                f"for each of {self.n} GPUs. Try {near}."
+            )
+        if job.model.module is None:
+            yield from _of_model(job)
+
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """What was measured nowhere."""
+        yield "ring attention was measured on no GPU yet: its bytes are those of torch's own code on shapes."
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """Groups that fit into one host."""
+        yield from (cls(n=n) for n in (2, 4, 8))
+
+
+def _of_model(job: Job) -> Iterator[str]:
+    """Why ring attention cannot be this model's."""
+    if job.task is not Task.CAUSAL_LM:
+        yield f"ring attention is causal, and the task is {job.task}. It is for causal-lm."
+        return
+    kind: Any = job.model_class()
+    facts = job.config_to_read().to_dict()
+    text = facts.get("text_config") or facts
+    if why := _other_attention(kind, text):
+        yield f"{kind.__name__} {why}, and ring attention knows causal attention alone. Leave it out."
+    rope = text.get("rope_parameters") or {}
+    kinds = {rope.get("rope_type", "")} if "rope_type" in rope or not rope else _types_of(rope)
+    if not kinds <= set(ROTARY):
+        found = ", ".join(sorted(kinds)) or "none"
+        yield (
+            f"{kind.__name__} must know a token's place by rotary positions ({', '.join(ROTARY)}), and its "
+            f"rope_type is {found}. Leave it out."
+        )
+    if (found := next((name for name in DROPOUTS if text.get(name)), None)) is not None:
+        yield (
+            f"its attention has dropout ({found} = {text[found]}), whose gradients ring attention gets wrong. "
+            f"Set {found} to 0 in the model's config."
+        )
+
+
+def _types_of(rope: dict[str, Any]) -> set[str]:
+    """The rotary positions of each kind of layer, where they differ."""
+    return {one.get("rope_type", "") for one in rope.values() if isinstance(one, dict)}
+
+
+def _other_attention(kind: Any, text: dict[str, Any]) -> str:
+    """How this model mixes tokens otherwise than by causal attention of torch's; empty where it does not."""
+    layers = {*(text.get("layer_types") or ())} - {"full_attention"}
+    if layers:
+        return f"has layers of other kinds ({', '.join(sorted(layers))})"
+    if not text.get("layer_types") and text.get("sliding_window"):
+        return f"looks at a window of {text['sliding_window']} tokens"
+    if getattr(kind, "_is_stateful", False):
+        return "carries a state from token to token"
+    if not (getattr(kind, "_supports_sdpa", False) and getattr(kind, "_supports_attention_backend", False)):
+        return "does not let its attention be chosen"
+    return ""

@@ -1,0 +1,24 @@
+"""Whole sequences: what a GPU computes of a sample, it computes by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from snugfit.techniques.counterpart import Counterpart
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity, Technique
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeSequences(Technique):
+    """Leaves each sequence on one GPU."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    plain: ClassVar = True
+    source: ClassVar = "torch's eager mode"
+    counterparts: ClassVar = (Counterpart(arguments={}),)
+
+    def install(self, setup: Setup) -> Setup:
+        """No sequence is cut."""
+        return setup
