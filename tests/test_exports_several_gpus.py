@@ -207,6 +207,16 @@ def test_where_accelerate_s_fsdp_is_another_it_says_so(tmp_path: Path) -> None:
     assert "reduce_dtype=torch.float32" in made(tmp_path, "bf16 + fsdp", "torch", 2).files["train.py"]
 
 
+def test_a_loss_that_the_trainer_would_count_per_gpu_is_not(tmp_path: Path) -> None:
+    """T5 averages over its own labels; Llama divides by those of the whole batch."""
+    means = made(tmp_path, "ddp", "hf", 2, family="t5", target_length=8)
+    assert "means of the GPUs count alike" in means.note
+    assert json.loads(means.files["training_arguments.json"])["average_tokens_across_devices"] is False
+    whole = export(job_in(tmp_path / "llama", "llama", batch_size=8), Recipe.parse("ddp"), "hf", 2)
+    assert not whole.note
+    assert "average_tokens_across_devices" not in whole.files["training_arguments.json"]
+
+
 def test_training_arguments_take_what_is_written(tmp_path: Path) -> None:
     """FSDP2, whose layers are groups, and a mesh of accelerate's own class."""
     from transformers import TrainingArguments

@@ -24,7 +24,13 @@ from snugfit.exchange import finetuning_tools
 from snugfit.exchange.deepspeed_config import deepspeed_config
 from snugfit.exchange.launch_config import launch_config
 from snugfit.exchange.script import samples_at_once, script_values, write_script
-from snugfit.exchange.trainer_arguments import MESH, training_arguments
+from snugfit.exchange.trainer_arguments import (
+    EACH_MEAN_ALIKE,
+    MESH,
+    ONE_LABEL,
+    divides_by_labels,
+    training_arguments,
+)
 from snugfit.techniques.technique import Slot
 from snugfit.techniques.translate import write_arguments
 
@@ -108,6 +114,8 @@ def _for_the_trainer(job: Job, recipe: Recipe, gpus: int) -> Export:
     script = script_values(
         job, recipe, "hf", write_arguments(recipe)[0], training_arguments=arguments, gpus=gpus
     )
+    if gpus > 1 and job.task not in ONE_LABEL and not divides_by_labels(job):
+        script["note"] = ". ".join(filter(None, (script["note"], EACH_MEAN_ALIKE)))
     files = {"training_arguments.py": write_script("hf", script)}
     if MESH not in arguments:
         files["training_arguments.json"] = json.dumps(arguments, indent=2) + "\n"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
 from snugfit.exchange import installed
 from snugfit.exchange.script import samples_at_once
+from snugfit.job.architectures import class_of
 from snugfit.step.compiling import layer_names
 from snugfit.techniques.translate import write_arguments
 
@@ -60,20 +63,41 @@ def training_arguments(job: Job, recipe: Recipe, to: str = "hf", gpus: int = 1) 
             arguments.setdefault(head, {})[part] = value
         else:
             arguments[head] = value
-    if gpus > 1 and job.task in ONE_LABEL:  # or models that never divide by their number count each GPU's
-        arguments["average_tokens_across_devices"] = False
-    if "fsdp_config" in arguments:  # by itself accelerate goes by `_no_split_modules`, BERT's embeddings too
-        groups = {
-            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "transformer_layer_cls_to_wrap": [*layer_names(job)],
-        }
-        arguments["fsdp_config"] |= groups
-        if arguments["fsdp_config"]["cpu_offload"]:  # the norm of gradients is summed on the host too
-            arguments["ddp_backend"] = "cpu:gloo,cuda:nccl"
+    if gpus > 1:
+        arguments |= _on_several(job, arguments)
     if MESH in arguments:
         copies = gpus // int(arguments[MESH]["dp_shard_size"])
         arguments[MESH] = {"dp_replicate_size": copies, **arguments[MESH]}
     return _as_installed(arguments)
+
+
+EACH_MEAN_ALIKE = (
+    "This model's loss is a mean that is not divided by the labels of the whole batch, and the Trainer would "
+    "count it once for each GPU: it is told not to, and then the means of the GPUs count alike, however many "
+    "labels each has"
+)
+"""`Trainer.compute_loss` multiplies by the number of processes under `average_tokens_across_devices`."""
+
+
+def divides_by_labels(job: Job) -> bool:
+    """Whether the code of this job's model hands its loss the number of labels of the whole batch."""
+    model = class_of(job.task, job.transformers_config())
+    return "loss_function(" in inspect.getsource(model.forward)
+
+
+def _on_several(job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said beside the recipe's arguments where several processes train."""
+    more: dict[str, Any] = {}
+    if job.task in ONE_LABEL or not divides_by_labels(job):
+        more["average_tokens_across_devices"] = False
+    if "fsdp_config" in arguments:  # by itself accelerate goes by `_no_split_modules`, BERT's embeddings too
+        more["fsdp_config"] = arguments["fsdp_config"] | {
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "transformer_layer_cls_to_wrap": [*layer_names(job)],
+        }
+        if arguments["fsdp_config"]["cpu_offload"]:  # the norm of gradients is summed on the host too
+            more["ddp_backend"] = "cpu:gloo,cuda:nccl"
+    return more
 
 
 def _why_unsaid(technique: Technique) -> str:
