@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -345,10 +346,12 @@ CONFIG = "distributed_type: FSDP\nnum_processes: 4\nmixed_precision: bf16\nfsdp_
 def test_what_of_several_processes_is_not_predicted_is_refused(
     tmp_path: Path, name: str, content: Any, key: str
 ) -> None:
-    refused = read(
-        tmp_path, name, content, gpus=4 if name == "a.json" and "fsdp" in content else None
-    ).refused
-    assert key in {line.key for line in refused}
+    named = 4 if name == "a.json" and "fsdp" in content else None
+    reading = read(tmp_path, name, content, named)
+    assert key in {line.key for line in reading.refused}
+    is_about_their_number = content == CONFIG.replace("4", "1")
+    with pytest.raises(UsageError, match=re.escape(key)):
+        reading.refuse({} if is_about_their_number else {"gpus": 4})
 
 
 def test_deepspeed_s_batches_say_how_many_gpus_there_are(tmp_path: Path) -> None:

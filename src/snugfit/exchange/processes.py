@@ -27,6 +27,9 @@ BATCH, MICRO, PIECES = "job.batch_size", "per_device_train_batch_size", "gradien
 NOT_SAID = "how many processes share the training is said by whoever starts them: say it with --gpus"
 COMPUTED = "it is known only when the processes start: say it with --gpus"
 ONE_PROCESS = "one process has nobody to share with: leave it out, or say how many there are with --gpus"
+OF_THEIR_NUMBER = (NOT_SAID, COMPUTED, ONE_PROCESS)
+"""What is no longer asked when the user names the number."""
+
 NO_MESH = "without FSDP (version 2) a mesh of processes spreads nothing"
 IN_THE_CONFIG = "how its processes share the work says the file of accelerate launch: give that file instead"
 OWN_BUCKETS = (

@@ -22,7 +22,17 @@ from snugfit.exchange import installed
 from snugfit.exchange.account import Line, Reading
 from snugfit.exchange.dialect import Dialect, as_word, dialect, flatten
 from snugfit.exchange.document import Document, open_document
-from snugfit.exchange.processes import BY, GPUS, PER_HOST, RAW, SHARDS, read_processes
+from snugfit.exchange.processes import (
+    BY,
+    COPIES,
+    GPUS,
+    HOSTS,
+    OF_THEIR_NUMBER,
+    PER_HOST,
+    RAW,
+    SHARDS,
+    read_processes,
+)
 from snugfit.exchange.python_call import Unknown
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
@@ -165,7 +175,8 @@ class _Reader:
             self.arguments.pop(key, None)
         for lines, pairs in ((self.refused, processes.refused), (self.differs, processes.differs)):
             for key, says in pairs:
-                self._line(lines, *origins.get(key, (key, "")), says, instead="gpus")
+                instead = "gpus" if says in OF_THEIR_NUMBER else "recipe"
+                self._line(lines, *origins.get(key, (key, "")), says, instead=instead)
         counted = next((origins[key] for key in (GPUS, PER_HOST, SHARDS) if key in origins), None)
         if self.gpus > 1:
             self.settings["gpus"] = self.gpus
@@ -174,6 +185,12 @@ class _Reader:
                 self.said_by["gpus"] = counted[0]
         elif counted and not processes.refused:
             self._line(self.ignored, *counted, "it is one GPU")
+        wrong = {key for key, _ in processes.refused}
+        for key in (HOSTS, COPIES, SHARDS):
+            if key in origins and origins[key] != counted and key not in wrong:
+                self._line(self.took, *origins[key], f"of {self.gpus} GPUs")
+        if BY in origins and not processes.words and not wrong and self.gpus == 1:
+            self._line(self.ignored, *origins[BY], "it is one GPU")
         origin = origins.get(processes.asked_by) or counted or ("gpus", self.gpus)
         self.arguments |= processes.words
         self.origins |= dict.fromkeys(processes.words, origin)
