@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    import torch
+
     from aligned import Event
     from snugfit.job.job import Job
     from snugfit.techniques.setup import Setup
@@ -39,6 +41,8 @@ class Ran(NamedTuple):
 
     account: list[Event]
     losses: list[float]
+    weights: dict[str, torch.Tensor]
+    """Those that the rank has after these losses, by name; whole ones."""
 
 
 def run_ranks(ranks: int, cases: Sequence[Case]) -> list[list[Ran]]:
@@ -65,6 +69,11 @@ def run_ranks(ranks: int, cases: Sequence[Case]) -> list[list[Ran]]:
 
 def losses_of(job: Job, setup: Setup) -> list[float]:
     """The losses of a few real steps, whose weights and batches are those of one seed."""
+    return trained(job, setup)[0]
+
+
+def trained(job: Job, setup: Setup) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses of a few real steps that begin with one seed, and the weights after them, by name."""
     import torch
 
     from snugfit.step.open_step import open_step
@@ -78,7 +87,13 @@ def losses_of(job: Job, setup: Setup) -> list[float]:
 
     torch.manual_seed(0)
     step = open_step(job, setup, "plain", torch.device("cpu"), keep_losses=True)
-    return list(step.run(3, SeedAfterBuilding()))
+    losses = list(step.run(3, SeedAfterBuilding()))
+    assert step.model is not None
+    weights = {
+        name: (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach()
+        for name, weight in step.model.named_parameters()
+    }
+    return losses, weights
 
 
 def run_rank(folder: Path, ranks: int, rank: int) -> None:
@@ -96,7 +111,7 @@ def run_rank(folder: Path, ranks: int, rank: int) -> None:
     for job, recipe in cases:
         setup = on_gpus(Recipe.parse(recipe).setup(), ranks)
         part = job_of_rank(job, setup)
-        ran.append((reports(part, setup), losses_of(part, setup)))
+        ran.append((reports(part, setup), *trained(part, setup)))
     (folder / f"ran{rank}").write_bytes(pickle.dumps(ran))
     dist.barrier()
     dist.destroy_process_group()

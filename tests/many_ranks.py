@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ def free_port() -> int:
 NO_DROPOUT: dict[str, dict[str, float]] = {
     "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     "llama": {"attention_dropout": 0.0},
+    "mixtral": {"attention_dropout": 0.0},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }
 
@@ -46,12 +48,14 @@ def run_of(
     **options: Any,
 ) -> Trained:
     """Trains in this process, which may be one of several, on samples that are padded unevenly, or for Llama
-    of 16 tokens each: 41 of them leave one sample for the last batch of an epoch."""
-    facts = NO_DROPOUT[job] if not dropout else {"attention_dropout": 0.1} if job == "llama" else {}
+    of 128 tokens each: 41 of them leave one sample for the last batch of an epoch."""
+    attention = {"attention_dropout": 0.1} if "attention_dropout" in NO_DROPOUT[job] else {}
+    facts = attention if dropout else NO_DROPOUT[job]
     small = small_job(job, layers, facts, batch_size=8, clip=1.0)
-    data = [{"input_ids": row["input_ids"]} if job == "gpt2" else row for row in rows(samples)]
+    data = [row if job == "bert" else {"input_ids": row["input_ids"]} for row in rows(samples)]
     if job == "llama":
-        data = [{"input_ids": (row["input_ids"] * 4)[:16]} for row in rows(samples)]
+        small = replace(small, sequence_length=128)
+        data = [{"input_ids": (row["input_ids"] * 32)[:128]} for row in rows(samples)]
     how = {"max_steps": 12, "save_steps": 500, **options}
     return train(
         small, recipe, data, output_dir=folder, device="cpu", foresee=False, weights="random",
@@ -147,7 +151,9 @@ def warm() -> None:
     """What the process that forks does first: it imports what the forks need."""
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
+    import torch.distributed.pipelining
     import torch.nn.parallel  # noqa: F401
     import transformers.models.bert.modeling_bert
     import transformers.models.gpt2.modeling_gpt2
-    import transformers.models.llama.modeling_llama  # noqa: F401
+    import transformers.models.llama.modeling_llama
+    import transformers.models.mixtral.modeling_mixtral  # noqa: F401

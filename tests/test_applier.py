@@ -42,7 +42,8 @@ BY_COUNTERPART = {("script", "expandable_segments")}
 
 def test_each_wish_has_one_handler() -> None:
     assert sorted(handler.wish for handler in HANDLERS) == sorted(WISHES)
-    assert {handler.slot for handler in HANDLERS} == set(roster.Slot)
+    several = {*roster.slots_of_several_gpus()}  # which share one wish
+    assert {handler.slot for handler in HANDLERS} | several == set(roster.Slot)
 
 
 def test_handlers_stand_in_the_order_of_installing() -> None:

@@ -354,6 +354,14 @@ def test_what_of_several_processes_is_not_predicted_is_refused(
         reading.refuse({} if is_about_their_number else {"gpus": 4})
 
 
+def test_exchanges_overlap_on_several_gpus_alone(tmp_path: Path) -> None:
+    arguments = json.loads(made(tmp_path, "zero3", "hf", 2).files["training_arguments.json"])
+    arguments["deepspeed"]["zero_optimization"]["overlap_comm"] = True
+    assert not read(tmp_path, "arguments.json", arguments, 2).refused
+    (refused,) = read(tmp_path, "arguments.json", arguments).refused
+    assert refused.key == "deepspeed.zero_optimization.overlap_comm"
+
+
 def test_deepspeed_s_batches_say_how_many_gpus_there_are(tmp_path: Path) -> None:
     batch = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
     reading = read(tmp_path, "ds.json", {**batch, "zero_optimization": {"stage": 2}})

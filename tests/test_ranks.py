@@ -53,7 +53,7 @@ OWN: dict[str, Callable[[Event], bool]] = {
 }
 """What only the CPU's ranks allocate, by the reason."""
 
-SEVERAL = ("ddp", "zero1", "fsdp", "hsdp", "tensor", "context")
+SEVERAL = ("ddp", "zero1", "fsdp", "hsdp", "tensor", "context", "expert")
 
 EXCHANGED = (
     "FSDP::all_gather", "FSDP::post_backward_reduce", "DistributedDataParallel.forward", "aten::cat",
@@ -71,6 +71,7 @@ TWO = [
             "context(2)", "context(2) + every_layer + bf16", "context(2) + micro_batches(2)",
         ),
         "qwen3": ("tensor(2)", "tensor(2) + micro_batches(2) + adamw_fused"),
+        "mixtral": ("tensor(2) + expert(2)", "bf16 + micro_batches(2) + tensor(2) + expert(2)"),
         "bert": (
             "ddp + bf16", "ddp(bucket_views=true)", "fsdp", "fsdp(reshard=none) + bf16 + micro_batches(2)",
             "zero1(bucket_views=true) + bf16 + adamw_fused + micro_batches(2)",
@@ -81,7 +82,7 @@ TWO = [
 FOUR = [
     ("llama", "hsdp(2)"), ("llama", "hsdp(2, reshard=none) + bf16"), ("bert", "fsdp + bf16"),
     ("llama", "ddp + tensor(2)"), ("llama", "fsdp + tensor(2)"),
-    ("qwen3", "fsdp + bf16 + micro_batches(2) + tensor(2)"),
+    ("qwen3", "fsdp + bf16 + micro_batches(2) + tensor(2)"), ("mixtral", "fsdp + tensor(2) + expert(2)"),
     ("llama", "context(4)"), ("llama", "fsdp + context(2) + bf16"),
     ("llama", "ddp + context(2) + micro_batches(2)"), ("llama", "fsdp + context(2) + every_layer"),
 ]  # fmt: skip
@@ -250,6 +251,13 @@ def test_gathered_weights_that_stay_are_noticed(monkeypatch: pytest.MonkeyPatch)
     )
     with pytest.raises(AssertionError):
         hold(2, "llama", "fsdp")
+
+
+@pytest.mark.whole
+def test_what_is_sent_and_not_kept_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "is_functional", lambda func: False)
+    with pytest.raises(AssertionError):
+        hold(2, "llama", "context(2)")
 
 
 @pytest.mark.whole

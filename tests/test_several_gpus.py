@@ -57,6 +57,7 @@ def exchanges(trace: Trace, operator: str) -> list[Kernel]:
         ("fsdp", 0, "must be a whole number from 1"),
         ("fsdp", 3, "cannot be shared evenly by 3 GPUs. Try 6 or 9"),
         ("tensor(2)", 4, "Add fsdp or ddp, which share the batch among 2 such groups"),
+        ("expert(2)", 2, r"Write 'tensor\(2\) \+ expert\(2\)'"),
         ("fsdp + tensor(2)", 2, "nothing is left to share the batch among"),
         ("fsdp + tensor(2)", 3, r"takes 2 GPUs \(2 for tensor\) or a multiple"),
     ],
@@ -76,6 +77,8 @@ def test_gpus_that_do_not_go_with_the_recipe_or_the_batch(recipe: str, gpus: int
         ("tensor(3)", "4 attention heads and 2 key/value heads and 112 columns .* by 3 GPUs. Try 2."),
         ("zero1 + tensor(2)", "is not simulated together with zero1. Try 'fsdp' or 'ddp'"),
         ("ddp(bucket_views=true) + tensor(2)", "Leave bucket_views out"),
+        ("tensor(2) + expert(4)", r"makes no groups of 4. Write 'tensor\(4\) \+ expert\(4\)'"),
+        ("tensor(2) + expert(2)", "transformers has no expert-parallel plan for llama"),
         ("tensor(2) + adafactor", "is not simulated on parts of matrices. Try 'adamw'"),
         ("tensor(2) + fp16", "it does not go with fp16. Try 'bf16'"),
         ("tensor(2) + compiled", "is not simulated together with compiled"),
@@ -250,6 +253,20 @@ def test_groups_of_a_mesh_are_those_of_the_rank() -> None:
 def test_a_model_without_a_plan_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"no tensor-parallel plan for bert\. Take fsdp"):
         Recipe.parse("tensor(2)").check(small_job("bert", 2), installed=False)
+
+
+def test_experts_are_spread_whole_over_ranks_that_share_layers() -> None:
+    """Each has an n-th of them, and computes products of an n-th of the tokens."""
+    job = replace(small_job("mixtral", 2), batch_size=8)
+    with pytest.raises(RecipeError, match=r"moe_tp_experts, packed_colwise, .* Add expert\(2\)"):
+        Recipe.parse("tensor(2)").check(job, installed=False)
+    alone = rehearse(job, Recipe.parse("bf16").setup(), CudaPolicy())
+    setup = on_gpus(Recipe.parse("bf16 + tensor(2) + expert(2)").setup(), 2)
+    spread = rehearse(job, setup, CudaPolicy())
+    flops = [sum(k.flops for k in trace.kernels if k.operator == "aten::mm") for trace in (alone, spread)]
+    assert flops[1] / flops[0] == pytest.approx(0.5, abs=0.01)
+    largest = [max(b.nbytes for b in trace.blocks if b.kind == Kind.GRADIENTS) for trace in (alone, spread)]
+    assert largest[1] == largest[0] / 2
 
 
 # ---- seconds -----------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def forks() -> Iterator[Forks]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """Runs of one process, by their model."""
-    folders = {job: tmp_path_factory.mktemp("alone") / job for job in ("bert", "gpt2", "llama")}
+    folders = {job: tmp_path_factory.mktemp("alone") / job for job in ("bert", "gpt2", "llama", "mixtral")}
     for job, folder in folders.items():
         run_of(str(folder), job=job, eval_strategy="steps", eval_steps=6)
     return folders
@@ -84,7 +84,8 @@ SAME = [
     ("ddp + micro_batches(2)", 2, "gpt2"), ("ddp", 2, "gpt2"), ("fsdp", 2, "gpt2"), ("hsdp(2)", 4, "gpt2"),
     ("ddp + micro_batches(2)", 2, "bert"), ("fsdp + micro_batches(4)", 2, "bert"), ("fsdp", 4, "gpt2"),
     ("ddp(bucket_views=true)", 2, "bert"), ("fsdp(reshard=none)", 2, "bert"), ("tensor(2)", 2, "llama"),
-    ("ddp + micro_batches(2) + tensor(2)", 4, "llama"),
+    ("ddp + micro_batches(2) + tensor(2)", 4, "llama"), ("tensor(2) + expert(2)", 2, "mixtral"),
+    ("fsdp + tensor(2) + expert(2)", 4, "mixtral"),
 ]  # fmt: skip
 
 
@@ -123,6 +124,7 @@ AGAIN = [
     ("fsdp", 2, "bert"), ("tensor(2)", 2, "llama"), ("ddp", 2, "bert"),
     ("fsdp + micro_batches(2)", 2, "bert"),
     ("fsdp + tensor(2)", 4, "llama"), ("ddp + tensor(2)", 4, "llama"),
+    ("tensor(2) + expert(2)", 2, "mixtral"),
 ]  # fmt: skip
 
 

@@ -18,8 +18,8 @@ PER_HOST, HOSTS, COPIES, SHARDS = (
     "parallel.replicate",
     "parallel.shard",
 )
-ZERO, ELSEWHERE = "parallel.zero", "parallel.elsewhere"
-RAW = (GPUS, BY, PER_HOST, HOSTS, COPIES, SHARDS, ZERO, ELSEWHERE)
+ZERO, ELSEWHERE, OVERLAP = "parallel.zero", "parallel.elsewhere", "parallel.overlap"
+RAW = (GPUS, BY, PER_HOST, HOSTS, COPIES, SHARDS, ZERO, ELSEWHERE, OVERLAP)
 """Words that are read here and nowhere else."""
 
 BATCH, MICRO, PIECES = "job.batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"
@@ -36,6 +36,7 @@ OWN_BUCKETS = (
     "on several GPUs accelerate leaves DeepSpeed its own buckets, of half a billion elements each, which are "
     "not predicted. Give a DeepSpeed file with sizes of auto instead (deepspeed_config_file)"
 )
+TWO_BUCKETS = "on one GPU there is nothing to overlap, and its second bucket is not predicted"
 FIRST_STAGE = (
     "DeepSpeed's first stage on several GPUs has no counterpart: ddp is without it, and zero2 is the next"
 )
@@ -68,7 +69,7 @@ def read_processes(arguments: Mapping[str, Any], said: Mapping[str, Any], named:
     """Of all `arguments`, of which the configuration itself has `said` some; the user may have `named` a
     number of GPUs, which goes before its own."""
     processes = Processes()
-    numbers = {key: arguments[key] for key in RAW if key in arguments and key not in (BY, ZERO)}
+    numbers = {key: arguments[key] for key in RAW if key in arguments and key not in (BY, ZERO, OVERLAP)}
     if wrong := [key for key, value in numbers.items() if type(value) is not int or value < 1]:
         if named is None:
             processes.refused += [(key, COMPUTED) for key in wrong]
@@ -80,6 +81,8 @@ def read_processes(arguments: Mapping[str, Any], said: Mapping[str, Any], named:
         processes.refused.append(
             (SHARDS if SHARDS in numbers else COPIES, f"it makes a mesh of {mesh}, not of {gpus}")
         )
+    if OVERLAP in arguments and processes.gpus == 1:
+        processes.refused.append((OVERLAP, TWO_BUCKETS))
     if ELSEWHERE in numbers:
         processes.refused.append((ELSEWHERE, IN_THE_CONFIG))
     by = arguments.get(BY)

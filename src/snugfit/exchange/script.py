@@ -82,17 +82,18 @@ def script_values(
 
 
 def setup_on(recipe: Recipe, gpus: int) -> Setup:
-    """The recipe's Setup on so many GPUs. DeepSpeed's engine asks its launcher how many there are. Raises
+    """The recipe's Setup on so many GPUs; DeepSpeed's engine may ask its launcher how many there are. Raises
     `UsageError` for a number that the recipe cannot train on."""
     setup = recipe.setup()
-    return setup if setup.sharding is not None else on_gpus(setup, gpus)
+    asks_launcher = setup.sharding is not None and not hasattr(setup.sharding, "ranks")
+    return setup if asks_launcher else on_gpus(setup, gpus)
 
 
 def samples_at_once(job: Job, recipe: Recipe, gpus: int) -> int:
     """Samples of a micro-batch on one GPU. Raises `UsageError` for a batch that cannot be cut so evenly."""
     setup = setup_on(recipe, gpus)
-    if setup.parallel is None and gpus > 1:
-        setup = replace(setup, parallel=ParallelWish(ranks=gpus))
+    if setup.sharding is not None:
+        setup = replace(setup, sharding=None, parallel=ParallelWish(ranks=gpus))
     return job_of_rank(job, setup).batch_size // setup.micro_batches
 
 

@@ -25,8 +25,9 @@ from snugfit.job.job import Job, refuse_what_is_no_job
 from snugfit.job.weights import find_weights, own_folder
 from snugfit.report.text.files import writable_folder
 from snugfit.step.applier import refuse_unsupported
+from snugfit.step.build import is_in_stages
 from snugfit.techniques.recipe import Recipe, without_auto
-from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+from snugfit.techniques.several_gpus import KNOW_SHARDS, job_of_rank, on_gpus
 from snugfit.techniques.technique import Slot
 from snugfit.training.options import TrainOptions
 from snugfit.training.predicted import predict_nothing
@@ -177,6 +178,11 @@ def _recipe_for(
         raise UsageError(
             f"{recipe[Slot.SHARDING]}: checkpoints cannot have its optimizer states yet, so it is only "
             "predicted and measured. Train with another technique of the slot 'sharding'."
+        )
+    if is_in_stages(setup) and setup.optimizer.factory.path not in KNOW_SHARDS:
+        raise UsageError(
+            f"{recipe[Slot.OPTIMIZER]}: checkpoints of layers in stages cannot have its states yet, so it is "
+            "only predicted and measured. Train with 'adamw', 'adamw_fused' or 'sgd'."
         )
     recipe.check(job_of_rank(job, setup), capability_of(target))
     refuse_unsupported("plain", setup)

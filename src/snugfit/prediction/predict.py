@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import GpuError, UsageError
@@ -20,6 +22,16 @@ from snugfit.prediction.several_gpus.communication import (
     doubts_about_exchanges,
     interconnect_of,
 )
+from snugfit.prediction.several_gpus.pipelined import (
+    PipelinedSteps,
+    RankForeseen,
+    among_stages,
+    differing,
+    pipelined_steps,
+    stages_by_rank,
+    weights_on_host,
+)
+from snugfit.prediction.several_gpus.stages import without_other_stages
 from snugfit.prediction.startup import count_in_programs, distinct_kernels, startup
 from snugfit.prediction.timeline import phase_spans, time_kernels
 from snugfit.rehearsal.few_layers import rehearse_from_few_layers
@@ -100,17 +112,20 @@ def predict(
     setup = on_gpus(profile.setup(recipe), gpus)
     part = job_of_rank(job, setup)
     warnings = recipe.check(part, gpu.compute_capability if gpu else None)
-    trace = _rehearse(part, setup, gpu, profile, loop, trainer_class)
-    communication = communication_bytes(trace, gpus)
-    group = group_bytes(setup, loop) + communication
-    context, about_context = context_of(gpu, profile, trace, group=group)
-    limit = gpu.memory_bytes - context if gpu and gpu.memory_bytes else None
-    after = replay(trace, expandable=setup.expandable_segments, limit=limit)
-    if limit is not None and after.retries and after.reserved_peak <= limit:
-        about_context.append(RETRIED)
-    timing, timeline, about_seconds = _seconds(trace, gpu, job, setup, rates)
-    peak, host = trace.peak().position, _host_bytes(part, setup, trace, loop)
     available = memory_bytes if memory_bytes is not None else gpu.memory_bytes if gpu else None
+
+    def foresee(rank: int) -> RankForeseen:
+        trace = _rehearse(part, setup, gpu, profile, loop, trainer_class, rank)
+        return _foresee_rank(rank, trace, gpu, profile, setup, loop, gpus)
+
+    stages = stages_by_rank(part, setup)
+    ranks = [foresee(rank) for rank in stages]
+    shown = max(ranks, key=attrgetter("needed_bytes"))
+    trace, after = shown.trace, shown.after
+    pipelined = pipelined_steps(ranks, stages, part, setup, gpu, rates)
+    timing, timeline, about_seconds = _seconds(trace, gpu, job, setup, rates, pipelined, stages[shown.rank])
+    host = _host_bytes(part, setup, shown, ranks, loop)
+    peak = trace.peak().position
     return Prediction(
         job=job,
         recipe=recipe,
@@ -118,16 +133,31 @@ def predict(
         gpu=gpu,
         memory_bytes=available,
         headroom_bytes=headroom_bytes,
-        footprint=_footprint(trace, peak, after, context, host, available, communication),
+        footprint=_footprint(trace, peak, after, shown.context, host, available, shown.communication),
         anatomy=anatomy(trace, peak, after.reserved, part, setup),
         versions=installed_versions(),
-        doubts=(*warnings, *trace.doubts, *about_context, *doubts_about(gpu, profile), *about_seconds),
+        doubts=(*warnings, *trace.doubts, *shown.doubts, *doubts_about(gpu, profile), *about_seconds),
         timing=timing,
         startup=_startup(trace, job, setup, timing) if loop == "plain" else None,
         software=software,
         timeline=timeline,
         gpus=gpus,
+        rank=shown.rank,
+        ranks=differing(ranks, stages, part, setup, pipelined),
     )
+
+
+def _foresee_rank(
+    rank: int, trace: Trace, gpu: Gpu | None, profile: Software, setup: Setup, loop: str, gpus: int
+) -> RankForeseen:
+    communication = communication_bytes(trace, gpus)
+    group = group_bytes(setup, loop) + communication
+    context, about_context = context_of(gpu, profile, trace, group=group)
+    limit = gpu.memory_bytes - context if gpu and gpu.memory_bytes else None
+    after = replay(trace, expandable=setup.expandable_segments, limit=limit)
+    if limit is not None and after.retries and after.reserved_peak <= limit:
+        about_context.append(RETRIED)
+    return RankForeseen(rank, trace, after, context, communication, about_context)
 
 
 def rehearse_again(prediction: Prediction) -> Trace:
@@ -135,11 +165,17 @@ def rehearse_again(prediction: Prediction) -> Trace:
     profile = find_software(prediction.software)
     setup = on_gpus(profile.setup(prediction.recipe), prediction.gpus)
     part = job_of_rank(prediction.job, setup)
-    return _rehearse(part, setup, prediction.gpu, profile, prediction.loop, None)
+    return _rehearse(part, setup, prediction.gpu, profile, prediction.loop, None, prediction.rank)
 
 
 def _rehearse(
-    job: Job, setup: Setup, gpu: Gpu | None, profile: Software, loop: str, trainer_class: type[Any] | None
+    job: Job,
+    setup: Setup,
+    gpu: Gpu | None,
+    profile: Software,
+    loop: str,
+    trainer_class: type[Any] | None,
+    rank: int,
 ) -> Trace:
     policy = policy_for(gpu, profile)
     as_ours = loop == "plain" and not (profile.keep_gradients or profile.always_mask)
@@ -153,17 +189,18 @@ def _rehearse(
         keep_gradients=profile.keep_gradients,
         always_mask=profile.always_mask,
         trainer_class=trainer_class,
+        rank=rank,
     )
 
 
-def _host_bytes(job: Job, setup: Setup, trace: Trace, loop: str) -> int:
+def _host_bytes(job: Job, setup: Setup, shown: RankForeseen, ranks: Sequence[RankForeseen], loop: str) -> int:
     """Largest resident memory in bytes of the process and its workers, to within 400 MiB.
 
     Most of it is not the job's: Python, torch and CUDA's libraries. The job adds its host tensors: a model
     that is built on the host, until it moves, and then batches in the loader's hands, activations that wait
-    there, an optimizer's states.
+    there, an optimizer's states. Of a model that is cut into stages that is the whole one.
     """
-    weights = sum(block.nbytes for block in trace.blocks if block.kind == Kind.WEIGHTS)
+    trace, weights = shown.trace, weights_on_host(job, setup, ranks)
     batch = sum(block.nbytes for block in trace.blocks if block.kind == Kind.INPUTS and block.step == 0)
     workers = setup.loader.workers
     training = (
@@ -174,6 +211,7 @@ def _host_bytes(job: Job, setup: Setup, trace: Trace, loop: str) -> int:
         + host_state_bytes(trace.kernels)
     )
     on_host = job.build_on == "host" or loop == "trainer"
+    on_host = on_host or len(ranks) > 1
     if setup.sharding is not None and setup.sharding.stage == 3 and loop != "plain":
         on_host = False  # `built_by_transformers`: they are made on the device, part by part
     return max(training, IMPORTED_BYTES + weights * on_host)
@@ -209,7 +247,13 @@ def _footprint(
 
 
 def _seconds(
-    trace: Trace, gpu: Gpu | None, job: Job, setup: Setup, rates: Rates | None = None
+    trace: Trace,
+    gpu: Gpu | None,
+    job: Job,
+    setup: Setup,
+    rates: Rates | None,
+    pipelined: PipelinedSteps | None,
+    stage: int,
 ) -> tuple[StepSeconds | None, tuple[PhaseSpan, ...], tuple[str, ...]]:
     """The steady step's seconds on this GPU, its timeline, and sentences on what is uncertain about them."""
     if gpu is None:
@@ -222,6 +266,12 @@ def _seconds(
     if setup.compile is not None:
         doubts = (*doubts, WHOLE_SECONDS if setup.compile.what == "model" else COMPILED_SECONDS)
     workers = setup.loader.workers
+    if pipelined is not None:
+        alone = step_seconds(
+            without_other_stages(trace), gpu, batch_size=job.batch_size, rates=rates, workers=workers
+        )
+        timing = among_stages(alone, trace, gpu, job, pipelined, stage)
+        return timing, (), (*doubts, *doubts_about_exchanges(trace, gpu))
     timing = step_seconds(trace, gpu, batch_size=job.batch_size, rates=rates, workers=workers)
     timed = time_kernels(trace, rates, interconnect_of(gpu, rates), workers=workers)
     return timing, phase_spans(timed), (*doubts, *doubts_about_exchanges(trace, gpu, rates))

@@ -178,10 +178,10 @@ class HostLaunchCosts:
     """A tensor in shards that an operator is given (`SHARDED_OPERANDS`): updates of three models took 1.6 to
     1.9 microseconds for each (same file)."""
 
-    part_operator: float = 3e-5
-    """An operator of DTensor's in forward and backward passes, beside what it launches (`PART_OPERATORS`). A
-    guess: on a shared CPU (torch 2.13) a product of such tensors took 20 to 45 microseconds more than a plain
-    one. No GPU's host was measured."""
+    part_operator: float = 5.5e-5
+    """An operator of DTensor's in forward and backward passes, beside what it launches (`PART_OPERATORS`).
+    Four steps with `tensor(2)` on two H100s, beside the rates that `snugfit calibrate --gpus 2` measured
+    there before, wanted 48 to 65 microseconds (results/h100-2026-11-26/several-gpus-2.json)."""
 
     def slower(self, factor: float) -> HostLaunchCosts:
         """The costs of a host that takes `factor` times as long."""

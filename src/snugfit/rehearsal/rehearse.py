@@ -188,6 +188,7 @@ def _engine(step: Step, recorder: Recorder) -> Iterator[contextlib.AbstractConte
         from snugfit.rehearsal.sharded.ranks import RankRecorder, rank_on_shapes
 
         assert isinstance(recorder, RankRecorder)
+        recorder.experts = step.setup.parallel.experts
         with rank_on_shapes(recorder, step.rank, step.setup.parallel.ranks):
             if not step.setup.parallel.on_host:
                 yield contextlib.nullcontext()

@@ -14,7 +14,7 @@ from snugfit.report.text.table import PlainTable, table
 from snugfit.report.text.terminal import words
 from snugfit.results.footprint import Footprint
 from snugfit.results.prediction import Anatomy, Prediction
-from snugfit.results.step_seconds import COMMUNICATION, LINK, PhaseSeconds, StepSeconds
+from snugfit.results.step_seconds import COMMUNICATION, LINK, PIPELINE, PhaseSeconds, StepSeconds
 from snugfit.units import show_bytes, show_mib, show_seconds
 
 LARGEST_SHOWN = 12
@@ -23,6 +23,7 @@ BOUND_BY = {
     "host": "the host",
     LINK: "the link to the host's memory",
     COMMUNICATION: "what the GPUs exchange",
+    PIPELINE: "what it waits for other stages",
 }
 """How what bounds a step is called."""
 
@@ -33,6 +34,7 @@ def render(prediction: Prediction, *, operators: bool = False) -> RenderableType
     """The whole report of one prediction."""
     anatomy = prediction.anatomy
     parts: list[RenderableType] = [heading(prediction), footprint_table(prediction.footprint)]
+    parts += [ranks_table(prediction)] if prediction.ranks else []
     parts += [
         verdict(prediction),
         *about_pace(prediction),
@@ -76,6 +78,24 @@ def footprint_table(footprint: Footprint) -> PlainTable:
     return table(("At the peak", "MiB>", ">", "Meaning"), known)
 
 
+def ranks_table(prediction: Prediction) -> PlainTable:
+    """What ranks take that differ, with a mark at the one that all the rest is about."""
+    rows = [
+        (
+            f"{one.rank}{' (shown)' if one.rank == prediction.rank else ''}",
+            f"{one.stage + 1}",
+            f"{one.layers}",
+            show_mib(one.requested_bytes),
+            show_mib(one.reserved_bytes),
+            "" if one.nvml_bytes is None else show_mib(one.nvml_bytes),
+            "" if one.idle_seconds is None else show_seconds(one.idle_seconds),
+        )
+        for one in prediction.ranks
+    ]
+    heads = ("Rank", "Stage>", "Layers>", "Requested MiB>", "Reserved MiB>", "On the GPU MiB>", "Waits>")
+    return table(heads, rows)
+
+
 def verdict(prediction: Prediction) -> Text:
     """Whether it fits, and by how much."""
     spare, memory = prediction.spare_bytes, prediction.memory_bytes
@@ -105,7 +125,20 @@ def about_pace(prediction: Prediction) -> list[Text]:
             f"{show_seconds(timing.device_seconds)} of it, and would need {show_seconds(roofline)} at the "
             f"rates of its data sheet{travels}."
         ),
+        *_about_stages(timing),
         *_about_exchanges(timing),
+    ]
+
+
+def _about_stages(timing: StepSeconds) -> list[Text]:
+    """How long GPUs wait for others that have other layers."""
+    if not timing.bubble:
+        return []
+    return [
+        words(
+            f"This GPU waits {show_seconds(timing.idle_seconds)} of it for other stages. Of all GPUs' time "
+            f"{100 * timing.bubble:.0f} % are spent so: the bubble, which more micro-batches make smaller."
+        )
     ]
 
 

@@ -91,6 +91,26 @@ class Anatomy:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankPredicted:
+    """What one rank of several takes, where they differ: ranks of one stage of the layers take the same."""
+
+    rank: int
+    """The first rank of its stage."""
+    stage: int
+    """Its stage, from 0."""
+    layers: int
+    """How many of the layers it has."""
+    requested_bytes: int
+    """At its peak, as in `Footprint`."""
+    allocated_bytes: int
+    reserved_bytes: int
+    nvml_bytes: int | None
+    """None where no context is known."""
+    idle_seconds: float | None = None
+    """Of the step, in which it waits for other stages; None where the seconds are not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Prediction(Tabular):
     """What a job under a recipe will take, and whether that fits."""
 
@@ -116,8 +136,13 @@ class Prediction(Tabular):
     timeline: tuple[PhaseSpan, ...] = ()
     """When host and device work in the steady step, phase by phase; empty where the seconds are not known."""
     gpus: int = 1
-    """How many train together. Bytes are those of one of them, the first rank, and so are the kernels;
-    samples per second are of all."""
+    """How many train together. Bytes are those of one of them, and so are the kernels; samples per second
+    are of all."""
+    rank: int = 0
+    """Which of them the bytes are of: the one that needs the most, where they differ."""
+    ranks: tuple[RankPredicted, ...] = ()
+    """Ranks that differ: the first stage's, the last one's, and what stands for those between; empty where
+    all are alike."""
     software: str = "installed"
     """`installed`, or the name of a software profile that was emulated."""
 

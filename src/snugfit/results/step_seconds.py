@@ -8,6 +8,10 @@ from typing import Any
 COMMUNICATION = "communication"
 """`StepSeconds.bound` of a step that would be shorter if its GPUs exchanged nothing."""
 
+PIPELINE = "pipeline"
+"""`StepSeconds.bound` of a step in which the GPU waits for other stages most of the time that it does not
+work."""
+
 LINK = "link"
 """`StepSeconds.bound` of a step that would be shorter if its activations did not travel."""
 
@@ -74,8 +78,8 @@ class StepSeconds:
     bound: str
     """`host` when the device waits for work most of the time that it does not work, `loading` when all wait
     for the processes that make batches, `link` when the device waits for activations that travel between it
-    and the host's memory, `communication` when it waits for other GPUs, else the operator group that keeps
-    the device longest."""
+    and the host's memory, `communication` when it waits for other GPUs, `pipeline` when these have other
+    stages of the layers, else the operator group that keeps the device longest."""
 
     measured_rates: bool
     """Whether the GPU's rates were measured; else they were scaled from another's by data sheet."""
@@ -93,6 +97,12 @@ class StepSeconds:
     exposed_communication_seconds: float = 0.0
     """Of the step, by which it is longer than if exchanges took no time: what is not hidden behind the
     computation."""
+
+    idle_seconds: float = 0.0
+    """Of the step, in which this GPU waits for those that have other stages of the layers."""
+
+    bubble: float = 0.0
+    """The share of all GPUs' time in which they wait for other stages, in [0, 1)."""
 
     @property
     def scaling_efficiency(self) -> float | None:

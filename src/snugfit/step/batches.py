@@ -203,3 +203,44 @@ def place(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         batch,
         lambda _, value: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value,
     )
+
+
+FILL = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+"""What a shorter micro-batch is filled up with, by input; other inputs must be as long as each other."""
+
+
+def join(pieces: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:
+    """One host batch of `count` micro-batches, as stages need them: all as long, and of as many samples. At
+    the end of an epoch there may be fewer samples or pieces: what stands in their place has no labels that
+    count, or, of a whole piece, a loss that is multiplied by 0."""
+    import torch
+
+    if len(pieces) == count == 1:
+        return dict(pieces[0])
+    shapes = [tuple(piece["input_ids"].shape) for piece in pieces]
+    samples, length = (max(sizes) for sizes in zip(*shapes, strict=True))
+    masked = any("attention_mask" in piece for piece in pieces) or any(size < length for _, size in shapes)
+    full: list[dict[str, Any]] = []
+    for piece in pieces:
+        more = {"attention_mask": torch.ones_like(piece["input_ids"])} if masked else {}
+        full.append({name: _filled(name, value, samples, length) for name, value in (more | dict(piece)).items()})
+    idle = {**full[0], "labels": full[0]["labels"].clamp(min=0)}  # a mean over nothing is no number
+    full += [idle] * (count - len(full))
+    return {
+        name: torch.cat([piece[name] for piece in full]) if torch.is_tensor(value) else value
+        for name, value in full[0].items()
+    }
+
+
+def _filled(name: str, value: Any, samples: int, length: int) -> Any:
+    """The tensor (B, S) of an input, for so many samples of this length; what is no tensor as it is."""
+    import torch
+
+    if not torch.is_tensor(value):
+        return value
+    if value.dim() > 1 and name in FILL and value.shape[1] < length:
+        value = torch.nn.functional.pad(value, (0, length - value.shape[1]), value=FILL[name])
+    if len(value) < samples:
+        again = value[:1].expand(samples - len(value), *value.shape[1:])
+        value = torch.cat([value, torch.full_like(again, FILL[name]) if name == "labels" else again])
+    return value

@@ -18,6 +18,7 @@ from snugfit.step.applier import adapt_model, model_arguments, wrap_model
 from snugfit.step.wishes.mesh.spread_tensors import optimizer_groups
 from snugfit.step.wishes.optimizer import make_optimizer
 from snugfit.step.wishes.parallel import sharded_optimizer
+from snugfit.step.wishes.stages import keep_stage
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 
@@ -43,11 +44,11 @@ def build_model(
     A model that is built on the host and then moved makes its device tensors in the order of its modules. A
     rehearsal has no host to build on: it builds out of its recorder's sight, and then moves. Quantized
     weights are made on the device, as transformers loads them. A model whose weights the host keeps stays
-    there until it is given to its processes.
+    there until it is given to its processes. One that is cut into stages is cut on the host.
     """
     on_host = on_host and setup.quantize is None
     stays = setup.parallel is not None and setup.parallel.on_host
-    if on_host or stays or job.build_on == "host":
+    if on_host or stays or job.build_on == "host" or is_in_stages(setup):
         with _host(device):
             model = _instantiate(job, setup, weights, on_loaded)
         model = model if stays else _move(model, device)
@@ -63,7 +64,13 @@ def build_model(
 
 def _instantiate(job: Job, setup: Setup, weights: Path | None, on_loaded: OnLoaded) -> torch.nn.Module:
     built = instantiate(job, weights=weights, on_loaded=on_loaded, **model_arguments(setup))
-    return adapt_model(setup, built)
+    built = adapt_model(setup, built)
+    return keep_stage(setup.parallel, built) if setup.parallel and is_in_stages(setup) else built
+
+
+def is_in_stages(setup: Setup) -> bool:
+    """Whether each process has a part of the layers."""
+    return setup.parallel is not None and setup.parallel.stages > 1
 
 
 def _refuse_left_on_the_host(job: Job, model: torch.nn.Module, device: torch.device) -> None:

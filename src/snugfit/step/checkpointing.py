@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
 from snugfit.step.selective import checkpoint_arguments
+from snugfit.step.wishes.stages import is_elsewhere
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 
@@ -85,8 +86,8 @@ def layer_stacks(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
     for module in model.modules():
         if id(module) in inside or not isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
             continue
-        layers = list(module)
-        if len(layers) < 2 or not _are_alike(layers):
+        layers = [layer for layer in module if not is_elsewhere(layer)]
+        if len(module) < 2 or not layers or not _are_alike(layers):
             continue
         inside.update(id(child) for layer in layers for child in layer.modules())
         stacks.append((sum(map(_elements, module.parameters())), layers))

@@ -26,8 +26,8 @@ from snugfit.step.applier import (
     pass_context,
     run_context,
 )
-from snugfit.step.batches import micro_batches, place
-from snugfit.step.build import build_model, build_optimizer
+from snugfit.step.batches import join, micro_batches, place
+from snugfit.step.build import build_model, build_optimizer, is_in_stages
 from snugfit.step.loss import loss_of
 from snugfit.step.step import Step
 from snugfit.step.wishes.mesh.spread_tensors import clip
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from snugfit.job.job import Job
     from snugfit.step.step import Observer
+    from snugfit.step.wishes.pipeline import StagePasses
     from snugfit.techniques.setup import Setup
 
 
@@ -67,6 +68,22 @@ class OptimizerLoop(Step):
     """The plain loop's frame: build, then per step gradients, clipping and update. Where the gradients come
     from is left open, so that an update can be rehearsed alone."""
 
+    passes: StagePasses | None = None
+    """Of this process's stage, where the layers are cut into stages."""
+
+    def stage_passes(self, model: torch.nn.Module, runs: torch.nn.Module) -> StagePasses | None:
+        """The passes of this process's stage of a model, for which `runs` is called; None where it has all
+        layers."""
+        if self.setup.parallel is None or not is_in_stages(self.setup):
+            return None
+        from snugfit.step.wishes.pipeline import StagePasses
+
+        return StagePasses(self.setup.parallel, runs, model, self.forward_context)
+
+    def forward_context(self) -> contextlib.AbstractContextManager[Any]:
+        """What the model computes in, as the Setup wishes."""
+        return forward_context(self.setup, self.device)
+
     @abstractmethod
     def _accumulate(self, built: Built) -> torch.Tensor | None:
         """Leaves one step's gradients in the parameters, and gives its loss when losses are kept."""
@@ -81,6 +98,7 @@ class OptimizerLoop(Step):
         losses: list[torch.Tensor] = []
         with contextlib.closing(self._batches()) as batches:
             built = Built(model, runs, optimizer, scaler, batches, observer)
+            self.passes = self.stage_passes(model, runs)
             for index in range(steps):
                 observer.step_begins(index)
                 loss = self._accumulate(built)
@@ -97,6 +115,8 @@ class OptimizerLoop(Step):
                 if self.keep_losses and loss is not None:
                     losses.append(loss)
         self.model, self.optimizer = model, optimizer
+        if self.passes is not None and self.keep_losses:
+            return self.passes.told(losses, steps)
         return [float(loss) for loss in losses]
 
     def _clip(self, built: Built) -> None:
@@ -105,7 +125,10 @@ class OptimizerLoop(Step):
         built.observer.phase("clip")
         if built.scaler is not None:
             built.scaler.unscale_(built.optimizer)
-        clip(built.model.parameters(), self.job.clip)
+        if self.passes is not None:
+            self.passes.clip(built.model.parameters(), self.job.clip)
+        else:
+            clip(built.model.parameters(), self.job.clip)
 
     def _batches(self) -> Generator[list[dict[str, Any]], None, None]:
         return micro_batches(self.job, self.setup, self.device, always_mask=self.always_mask)
@@ -136,6 +159,8 @@ class PlainStep(OptimizerLoop):
         observer.phase("load")
         pieces = next(built.batches)
         weights = self._weights_of(pieces)
+        if self.passes is not None:
+            return self._accumulate_in_stages(built, self.passes, pieces, weights)
         total: torch.Tensor | None = None
         for number, (piece, weight) in enumerate(zip(pieces, weights, strict=True), 1):
             if weight == 0 and self.setup.parallel is None:  # the mean over nothing is no number
@@ -154,6 +179,29 @@ class PlainStep(OptimizerLoop):
                 observer.phase("backward")
                 (loss if scaler is None else scaler.scale(loss)).backward()
                 del loss
+        return total
+
+    def _accumulate_in_stages(
+        self,
+        built: Built,
+        passes: StagePasses,
+        pieces: Sequence[Mapping[str, Any]],
+        weights: Sequence[float | None],
+    ) -> torch.Tensor | None:
+        """`_accumulate` where other processes have other layers: all micro-batches at once, in the order of
+        the schedule."""
+        count = self.setup.micro_batches
+        whole = join(pieces, count)
+        inputs = place(passes.inputs(whole), self.device)
+        shares = [1.0 if weight is None else weight for weight in weights] + [0.0] * (count - len(pieces))
+        built.observer.phase("forward")
+        losses = passes.run(inputs, tuple(whole["input_ids"].shape), shares, built.observer)
+        total: torch.Tensor | None = None
+        if self.keep_losses and losses:
+            for loss in losses:
+                total = loss.detach().float() if total is None else total + loss.detach()
+            if total is not None:
+                self.computed(total)
         return total
 
     def _weights_of(self, pieces: Sequence[Mapping[str, Any]]) -> Sequence[float | None]:
@@ -183,10 +231,6 @@ class PlainStep(OptimizerLoop):
                 observer.step_ends(index)
         self.model = model
         return []
-
-    def forward_context(self) -> contextlib.AbstractContextManager[Any]:
-        """What the model computes in, as the Setup wishes."""
-        return forward_context(self.setup, self.device)
 
 
 def _loss(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:

@@ -277,7 +277,7 @@ class ParallelWish:
     """Where there are stages: in which order each runs its micro-batches, by torch's name."""
 
     experts: int = 1
-    """Over how many ranks of the data axis the experts of each layer are spread."""
+    """Over how many ranks the experts of each layer are spread: those that share its matrices, or 1."""
 
     @property
     def copies(self) -> bool:

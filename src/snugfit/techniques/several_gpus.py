@@ -151,6 +151,11 @@ def on_gpus(setup: Setup, gpus: int) -> Setup:
 def _on_mesh(wish: ParallelWish, gpus: int) -> ParallelWish:
     """The wish for so many ranks, whose axes multiply to them."""
     together = wish.ranks_of_one_part
+    if wish.experts not in (1, wish.tensor):
+        raise UsageError(
+            f"Experts are spread over {wish.experts} GPUs that share a layer, and {wish.tensor} do. Write "
+            f"'tensor({wish.experts}) + expert({wish.experts})'."
+        )
     if gpus % together:
         named = " x ".join(f"{count} for {axis}" for axis, count in axes_of(wish).items())
         raise UsageError(
@@ -171,11 +176,6 @@ def _on_mesh(wish: ParallelWish, gpus: int) -> ParallelWish:
         raise UsageError(
             f"hsdp({wish.shards}) spreads a copy of the weights over {wish.shards} GPUs, and {data} GPUs "
             f"make no such groups. Name a multiple of {wish.shards}, or a divisor of {data} in its place."
-        )
-    if data % wish.experts:
-        raise UsageError(
-            f"Experts are spread over {wish.experts} of the GPUs that share the batch, and those are {data}. "
-            "Take a divisor of it."
         )
     return replace(wish, ranks=gpus)
 

@@ -42,6 +42,8 @@ class Slot(StrEnum):
     SHARDING = "sharding"
     TENSOR_PARALLEL = "tensor_parallel"
     CONTEXT_PARALLEL = "context_parallel"
+    EXPERT_PARALLEL = "expert_parallel"
+    PIPELINE_PARALLEL = "pipeline_parallel"
     ALLOCATOR = "allocator"
     LOADING = "loading"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,6 +14,12 @@ KNOWN = (
 )  # fmt: skip
 """Words of a plan that torch has a style of the same meaning for (`step/wishes/mesh/tensor.py`)."""
 
+EXPERT_STYLES = ("grouped_gemm", "moe_tp_experts", "ep_router", "ep_dispatch_experts")
+"""Words of transformers' plans for experts: of 5.17, and, with the last in the place of two, from 5.21 on."""
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""What configs call the number of a layer's experts."""
+
 SIZES = {
     "num_attention_heads": "attention heads",
     "num_key_value_heads": "key/value heads",
@@ -23,8 +29,8 @@ SIZES = {
 """What is shared evenly, by its name in a config."""
 
 
-def objections(job: Job, parts: int) -> Iterator[str]:
-    """Why this model cannot be cut into so many parts."""
+def objections(job: Job, parts: int, *, experts: bool = False) -> Iterator[str]:
+    """Why this model cannot be cut into so many parts, where `experts` are spread whole or cut too."""
     if job.model.module is not None:
         return
     config = job.config_to_read()
@@ -35,8 +41,11 @@ def objections(job: Job, parts: int) -> Iterator[str]:
             "model."
         )
         return
-    if strange := sorted({word for word in plan.values() if word not in KNOWN}):
-        yield f"the plan for {config.model_type} has {', '.join(strange)}, which is not simulated. Take fsdp."
+    spread = _expert_plan(config)
+    left = {word for rule, word in plan.items() if not (experts and is_of_experts(rule, spread))}
+    if strange := sorted(left - {*KNOWN}):
+        cure = f"Add expert({parts})" if spread and not experts else "Take fsdp"
+        yield f"the plan for {config.model_type} has {', '.join(strange)}, which is not simulated. {cure}."
         return
     sizes = {what: size for key, what in SIZES.items() if (size := _size(config, key)) is not None}
     uneven = [f"{size:,} {what}" for what, size in sizes.items() if size % parts]
@@ -44,6 +53,29 @@ def objections(job: Job, parts: int) -> Iterator[str]:
         fit = [n for n in (2, 3, 4, 5, 6, 8, 16, 32) if not any(size % n for size in sizes.values())]
         cure = f"Try {' or '.join(map(str, fit))}." if fit else "Take fsdp, which spreads any model."
         yield f"{' and '.join(uneven)} cannot be shared evenly by {parts} GPUs. {cure}"
+
+
+def objections_to_experts(job: Job, parts: int) -> Iterator[str]:
+    """Why the experts of this model cannot be spread over so many GPUs."""
+    if job.model.module is not None:
+        return
+    config = job.config_to_read()
+    if not _expert_plan(config):
+        yield f"transformers has no expert-parallel plan for {config.model_type}. Leave it out."
+        return
+    experts = next((size for key in EXPERTS if (size := _size(config, key)) is not None), None)
+    if experts is None or experts % parts:
+        yield f"{experts or 'an unknown number of'} experts cannot be shared evenly by {parts} GPUs."
+
+
+def is_of_experts(rule: str, expert_plan: Iterable[str]) -> bool:
+    """Whether a rule is about a module that a plan for experts is about, or about a part of it."""
+    return any(rule == one or rule.startswith(f"{one}.") for one in expert_plan)
+
+
+def _expert_plan(config: Any) -> dict[str, str]:
+    plan: dict[str, str] = getattr(config, "base_model_ep_plan", None) or {}
+    return plan if set(plan.values()) <= {*EXPERT_STYLES} else {}
 
 
 def _size(config: Any, key: str) -> int | None:

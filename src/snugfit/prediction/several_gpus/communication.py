@@ -91,7 +91,7 @@ class Interconnect:
         peers, stride = kernel.peers
         if peers < 2:
             return 0.0
-        within = max(1, min(peers, self.gpus_per_host // max(1, stride)))
+        within = max(1, min(peers, self.gpus_per_host // max(1, abs(stride))))
         hosts = math.ceil(peers / within)
         start = START
         if hosts > 1:
@@ -131,9 +131,13 @@ def communication_bytes(trace: Trace, gpus: int) -> int:
     exchanges = [kernel for kernel in trace.kernels if kernel.operator in COLLECTIVES]
     if not exchanges:
         return 0
-    further = {kernel.peers for kernel in exchanges} - {(gpus, 1)}
-    sends = {kernel.peers for kernel in exchanges if kernel.operator in (SEND, RECEIVE, ALL_TO_ALL)}
-    return FIRST_GROUP + FURTHER_GROUP * len(further) + sum(PEERS * (peers - 1) for peers, _ in sends)
+    to_one = {kernel.peers for kernel in exchanges if kernel.operator in (SEND, RECEIVE)}
+    groups = {kernel.peers for kernel in exchanges if kernel.operator not in (SEND, RECEIVE)}
+    further = {stride for _, stride in groups - {(gpus, 1)}}
+    of_stages = {abs(stride) for _, stride in to_one} - {1} - further  # their group, where it sums nothing
+    sends = to_one | {kernel.peers for kernel in exchanges if kernel.operator == ALL_TO_ALL}
+    more = len(groups - {(gpus, 1)}) + len(of_stages)
+    return FIRST_GROUP + FURTHER_GROUP * more + sum(PEERS * (peers - 1) for peers, _ in sends)
 
 
 MEASURED = ("H200-SXM",)
@@ -153,7 +157,7 @@ def doubts_about_exchanges(trace: Trace, gpu: Gpu | None, rates: Rates | None = 
             f"No exchanges between {gpu.name}s were measured. Their seconds follow {how}, and NCCL's memory "
             "is an H200's."
         )
-    if any((count - 1) * stride >= connected.gpus_per_host for count, stride in peers):
+    if any((count - 1) * abs(stride) >= connected.gpus_per_host for count, stride in peers):
         doubts.append(
             f"Hosts are taken to have {connected.gpus_per_host} GPUs and a network of "
             f"{8 * connected.network / 1e9:.0f} Gb/s for each. No exchange between hosts was measured."

@@ -459,9 +459,9 @@ class Recorder(TorchDispatchMode, Observer):
             origin = GENERATED if self._compiled else TRITON
             self._add_kernel(f"{origin}{name}", cost_of_generated(reads, writes, layout))
 
-    def _add_to_last_step(self, operator: str, cost: KernelCost) -> None:
+    def _add_to_last_step(self, operator: str, cost: KernelCost, peers: tuple[int, int] = ALONE) -> None:
         if self._step == self.steps - 1:
-            self._add_kernel(operator, cost)
+            self._add_kernel(operator, cost, peers)
 
     def wait(self) -> None:
         """The host waits for the device."""

@@ -35,7 +35,6 @@ KERNELS = {
 WAITS = frozenset(sync_ops)
 """Operators that exchange nothing, and wait for those that do."""
 
-
 ALL_TO_ALL_SINGLE = (torch.ops._c10d_functional.all_to_all_single.default,)
 """Functional operators that turn parts of a tensor about: what is given, sizes of what comes and of what
 goes, and the group."""
@@ -81,10 +80,10 @@ def group_of(func: Any, args: tuple[Any, ...]) -> Any:
     return CollectiveOp.get_process_group(func, args)
 
 
-def peers_of(group: Any) -> tuple[int, int]:
-    """How many ranks a group has, and how far apart they are."""
+def peers_of(group: Any, kernel: str = "") -> tuple[int, int]:
+    """How many ranks a group has, and how far apart they are. Where one sends to the next one, two."""
     ranks = torch.distributed.get_process_group_ranks(group)
-    return len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 0
+    return 2 if kernel == SEND else len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 0
 
 
 def carried_bytes(func: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -100,9 +99,14 @@ def is_functional(func: Any) -> bool:
 
 
 def tensors_carried(func: Any, out: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """The whole tensors that are gathered or scattered, which exist to be exchanged. What is summed or sent
-    belongs to somebody else."""
+    """The whole tensors that are gathered, scattered or received, which exist to be exchanged. What is summed
+    or sent belongs to somebody else."""
     kernel = kernel_of(func)
+    if kernel == RECEIVE:
+        return [tensor for tensor in tree_leaves(args[:1]) if isinstance(tensor, torch.Tensor)]
+    if func.namespace == "_c10d_functional":  # what it is given is somebody else's
+        gives = kernel in (ALL_GATHER, REDUCE_SCATTER) and isinstance(out, torch.Tensor)
+        return [out] if gives else []
     if kernel == ALL_GATHER:
         return [tensor for tensor in tree_leaves((out, args[:1])) if isinstance(tensor, torch.Tensor)]
     if kernel == REDUCE_SCATTER:

@@ -31,6 +31,7 @@ from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.rehearsal.sharded import collectives
 from snugfit.rehearsal.sharded.device_module import ShapesModule
 from snugfit.rehearsal.sharded.offloaded_shards import TO_COPY, HostShards
+from snugfit.rehearsal.sharded.stages import instead_of_others, peers_of_exchange
 from snugfit.rehearsal.sharded.streams import Moment, StreamOrder
 from snugfit.rehearsal.trace.trace import (
     ALL_REDUCE,
@@ -63,6 +64,11 @@ class RankRecorder(Recorder):
         """Which stream is current, and which kernels wait for which."""
         self.shards: HostShards | None = None
         """The host's memory, where it keeps the shards."""
+        self.experts = 1
+        """Over how many ranks the experts of a layer are spread. Each has all rows of tokens, and its
+        products skip those of others' experts: an even part of them is taken to be left."""
+        self.averages_over: Any = None
+        """The process group over which DDP averages."""
         self._of_group: dict[str, int] = {}  # NCCL's own stream of a process group
         self._unawaited: Moment = frozenset()  # exchanges that nobody has waited for
         self._kept: list[torch.Tensor] = []  # by NCCL
@@ -121,7 +127,7 @@ class RankRecorder(Recorder):
         self.claim(bucket, Kind.COMMUNICATION)
         if self.policy.keeps_exchanged:
             self._kept.append(bucket)
-        self._add_exchange(ALL_REDUCE, bucket.nbytes, dist.group.WORLD, own_stream=True)
+        self._add_exchange(ALL_REDUCE, bucket.nbytes, self.averages_over, own_stream=True)
 
     def count_shard_hooks(self, hooks: int) -> None:
         """The host runs so many of FSDP2's hooks."""
@@ -144,11 +150,10 @@ class RankRecorder(Recorder):
         operands = sum(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs)))
         self._add_to_last_step(SHARDED_OPERANDS, KernelCost(0, 0, (), "", operands, "", ()))
 
-    def _add_to_last_step(self, operator: str, cost: KernelCost) -> None:
+    def _add_to_last_step(self, operator: str, cost: KernelCost, peers: tuple[int, int] = ALONE) -> None:
         """All ranks of a host work through its memory at once, and share it."""
-        if self._step == self.steps - 1:
-            shared = operator in (WORK_ON_HOST, UPDATE_ON_HOST)
-            self._add_kernel(operator, cost, (dist.get_world_size(), 1) if shared else ALONE)
+        shared = operator in (WORK_ON_HOST, UPDATE_ON_HOST)
+        super()._add_to_last_step(operator, cost, (dist.get_world_size(), 1) if shared else peers)
 
     def _exchange(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in collectives.WAITS:
@@ -169,6 +174,11 @@ class RankRecorder(Recorder):
             self.claim(tensor, Kind.COMMUNICATION)
         group = collectives.group_of(func, args)
         nbytes = collectives.carried_bytes(func, out, args, kwargs)
+        if (peers := peers_of_exchange(func, args, group)) is not None:  # what goes from stage to stage
+            self._add_to_last_step(
+                collectives.kernel_of(func), KernelCost(0, nbytes, (), "", 1, "", ()), peers
+            )
+            return out
         own_stream = collectives.is_async(func, args, kwargs)
         if own_stream and kernel == ALL_REDUCE:
             self._kept.clear()  # after broadcasts, which DDP begins a step with, NCCL's thread still held all
@@ -184,10 +194,24 @@ class RankRecorder(Recorder):
             stream = self._of_group.setdefault(name, len(self._of_group) - (1 << 10))
             self.order.wait(stream, self.order.moment(before))
             self.order.current = stream  # its memory is the current stream's all the same
-        self._add_kernel(kernel, KernelCost(0, nbytes, (), "", 1, "", ()), collectives.peers_of(group))
+        self._add_kernel(
+            kernel, KernelCost(0, nbytes, (), "", 1, "", ()), collectives.peers_of(group, kernel)
+        )
         if own_stream:
             self._unawaited |= self.order.moment(stream)
             self.order.current = before
+
+    def _run(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        operator: str,
+        cost: KernelCost | None,
+    ) -> None:
+        if cost is not None and func is torch.ops.aten._grouped_mm.default:
+            cost = cost._replace(flops=cost.flops // self.experts)
+        super()._run(func, args, kwargs, operator, cost)
 
     def _place(self, number: int) -> tuple[int, tuple[int, ...]]:
         return self.order.place(number)
@@ -214,7 +238,6 @@ def _copies_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 @contextlib.contextmanager
 def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[None]:
     """Within it, torch.distributed is that of this rank of so many, on `meta`."""
-    import torch.distributed._functional_collectives as functional
     import torch.distributed._meta_registrations as fake_work
     import torch.nn.parallel.distributed as data_parallel
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -240,17 +263,14 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[No
     def make_and_hook(self: Any, *arguments: Any, **keywords: Any) -> None:
         make(self, *arguments, **keywords)
         self.register_comm_hook(recorder, average)
+        recorder.averages_over = self.process_group
         self.logger = _Unlogged(self.logger)
 
     average.__annotations__.update(  # which torch compares, and wants the classes themselves
         bucket=vars(dist)["GradBucket"], **{"return": torch.futures.Future[torch.Tensor]}
     )
 
-    def wrap(tensor: torch.Tensor) -> torch.Tensor:
-        return functional.AsyncCollectiveTensor(tensor)  # on shapes torch's own operator makes a copy
-
     replaced: tuple[tuple[Any, str, Any], ...] = (
-        (functional, "_maybe_wrap_tensor", wrap),
         (torch.UntypedStorage, "resize_", resize),
         (FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
         with_count("pre_forward", 2),
@@ -259,6 +279,7 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[No
         (data_parallel, "_verify_param_shape_across_processes", lambda *compared: None),
         (data_parallel.DistributedDataParallel, "__init__", make_and_hook),
         (fake_work, "generate_unique_id", itertools.count().__next__),
+        *instead_of_others(until_waited=recorder.policy.keeps_exchanged),
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(process_group(rank, ranks))

@@ -221,7 +221,8 @@ class Kernel(NamedTuple):
     after: tuple[int, ...] = ()
     """Numbers of the kernels in other streams that its stream waits for first."""
     peers: tuple[int, int] = ALONE
-    """How many GPUs exchange tensors in it, and how far apart their ranks are."""
+    """How many GPUs exchange tensors in it, and how far apart their ranks are. Of what goes from one to
+    another: how far on that is, below 0 for a rank before."""
 
     @property
     def itemsize(self) -> int:

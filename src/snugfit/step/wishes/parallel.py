@@ -26,6 +26,7 @@ from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from snugfit.techniques.setup import OptimizerWish, ParallelWish
@@ -50,23 +51,29 @@ class ParallelHandler(Handler):
         if value is not None:
             import torch.distributed.fsdp
             import torch.distributed.optim
+            import torch.distributed.pipelining
             import torch.nn.parallel  # noqa: F401
 
     def distribute(self, value: ParallelWish | None, model: Any) -> Any:
         """The model in DDP, or with its weights spread over the processes."""
         if value is None:
             return model
-        device, runs = _device_of(model), model
-        mesh = mesh_of(value, device) if value.ranks_of_one_part > 1 else None
-        if mesh and value.tensor > 1:
-            in_tensor_parts(model, mesh["tensor"])
+        if value.copies and value.ranks_of_one_part == 1:
+            return in_ddp(value, model)
+        if value.weights == "alone" and value.tensor == value.context == 1:
+            return model
+        device, runs = device_of(model), model
+        mesh = mesh_of(value, device)
+        if value.tensor > 1:
+            in_tensor_parts(model, mesh["tensor"], experts=value.experts > 1)
         if value.weights == "sharded":
-            in_fsdp(value, model, data_mesh(mesh_of(_with_contexts(value), device)))
-        elif mesh and value.copies and value.tensor > 1:
+            over = mesh_of(_with_contexts(value), device) if value.context > 1 else mesh
+            in_fsdp(value, model, data_mesh(over))
+        elif value.copies and value.tensor > 1:
             in_replicas(model, data_mesh(mesh))
         elif value.copies:
-            runs = in_ddp(value, model)
-        if mesh and value.context > 1:
+            runs = in_ddp(value, model, data_mesh(mesh).get_group() if value.stages > 1 else None)
+        if value.context > 1:
             _SEQUENCES[model] = _SEQUENCES[runs] = mesh["context"]
         return runs
 
@@ -90,7 +97,7 @@ class ParallelHandler(Handler):
     def around_evaluation(
         self, value: ParallelWish | None, model: Any, batch: dict[str, Any]
     ) -> Context | None:
-        """Sequences are cut."""
+        """Sequences are cut where no backward pass follows too."""
         if value is None or value.context == 1:
             return None
         return functools.partial(cut_batch, _SEQUENCES[model], model, batch)
@@ -154,13 +161,15 @@ def _parts_are_summed(model: Any) -> Iterator[None]:
     sum_parts_of_gradients(model)
 
 
-def in_ddp(wish: ParallelWish, model: torch.nn.Module) -> torch.nn.Module:
-    """The model in `DistributedDataParallel`, whose gradients are averaged bucket by bucket."""
+def in_ddp(wish: ParallelWish, model: torch.nn.Module, group: ProcessGroup | None = None) -> torch.nn.Module:
+    """The model in `DistributedDataParallel`, whose gradients are averaged over a group, by default all
+    ranks, bucket by bucket."""
     from torch.nn.parallel import DistributedDataParallel
 
     device = next(model.parameters()).device
     return DistributedDataParallel(
         model,
+        process_group=group,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=wish.bucket_views,
     )
@@ -183,7 +192,7 @@ def in_fsdp(wish: ParallelWish, model: torch.nn.Module, mesh: DeviceMesh) -> tor
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    device = _device_of(model)
+    device = device_of(model)
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": wish.reshard != "none",
@@ -211,7 +220,7 @@ def sharded_optimizer(wish: OptimizerWish, groups: Any, **numbers: Any) -> torch
     return ZeroRedundancyOptimizer(groups, kind, **{**numbers, **wish.factory.arguments})
 
 
-def _device_of(model: torch.nn.Module) -> str:
+def device_of(model: torch.nn.Module) -> str:
     """The kind of device that this process computes on, while the model may wait on the host."""
     import torch.distributed as dist
 

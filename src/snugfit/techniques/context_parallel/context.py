@@ -29,12 +29,18 @@ ROTARY = ("default", "linear", "llama3", "yarn")
 """Rotary positions whose angles depend on a token's own position alone. Others (`dynamic`, `longrope`) look
 for the largest one of a batch, which is another in each piece."""
 
+HALVES = ("bfloat16", "float16")
+
+ALIGNED = 32
+"""Tokens up to whose multiple efficient attention, the only one of 32 bits, rounds what it says of each
+(`kAlignLSE`), so that results of other lengths cannot be merged."""
+
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 """What configs call the dropout of attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Context(Technique):
+class ContextParallel(Technique):
     """Cuts each sequence over n GPUs, among which keys and values go around."""
 
     fidelity: ClassVar = Fidelity.ROUNDS
@@ -54,36 +60,53 @@ class Context(Technique):
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """What ring attention does not know, and what is not simulated on several GPUs."""
-        setup = recipe[Slot.SHARDING].install(recipe[Slot.ATTENTION].install(Setup()))
-        wish = replace(setup.parallel or ParallelWish(weights="alone"), context=self.n)
-        yield from several_gpus.objections(job, recipe, wish)
+        setup = Setup()
+        for slot in Slot:
+            if slot is not self.slot:
+                setup = recipe[slot].install(setup)
+        wish = setup.parallel or ParallelWish(weights="alone")
+        yield from several_gpus.objections(job, recipe, replace(wish, context=self.n))
         if setup.sharding is not None:
             yield f"it does not go with {recipe[Slot.SHARDING]}, which is DeepSpeed's. Take 'fsdp' or 'ddp'."
+        if wish.ranks_of_one_part > 1 or wish.experts > 1:
+            yield "it is not simulated together with tensor, pipeline or expert parallelism. Leave them out."
         if setup.attention != "sdpa":
-            yield f"torch's ring attention is SDPA, so it does not go with {recipe[Slot.ATTENTION]}. Take 'sdpa'."
+            yield f"torch's ring attention is SDPA's, and {recipe[Slot.ATTENTION]} is another. Take 'sdpa'."
         if job.padding:
             yield (
-                f"sequences have padding ({job.padding:.0%}), and ring attention knows no masks. Fill them "
-                "(--padding 0; pack: true when training)."
+                f"{job.padding:.0%} of each sequence is padding, and ring attention knows no masks. Fill "
+                "sequences (--padding 0; pack: true when training)."
             )
-        if job.sequence_length % (2 * self.n):
-            below = job.sequence_length // (2 * self.n) * 2 * self.n
-            near = " or ".join(str(length) for length in (below, below + 2 * self.n) if length)
-            yield (
-                f"sequences of {job.sequence_length} tokens cannot be cut into {2 * self.n} equal pieces, two "
-                f"for each of {self.n} GPUs. Try {near}."
-            )
+        yield from self._of_lengths(job, wish.dtype or setup.autocast or setup.weights_dtype or job.dtype)
         if job.model.module is None:
             yield from _of_model(job)
 
-    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """What was measured nowhere."""
-        yield "ring attention was measured on no GPU yet: its bytes are those of torch's own code on shapes."
+    def _of_lengths(self, job: Job, dtype: str) -> Iterator[str]:
+        """Why sequences of this length cannot be cut for attention in this dtype."""
+        of_a_piece = 1 if dtype in HALVES else ALIGNED
+        least = 2 * self.n * of_a_piece
+        if not job.sequence_length % least:
+            return
+        below = job.sequence_length // least * least
+        near = " or ".join(str(length) for length in (below, below + least) if length)
+        pieces = f"{2 * self.n} equal pieces, two for each of {self.n} GPUs"
+        if of_a_piece > 1:
+            pieces += f", of a multiple of {ALIGNED} tokens, as attention in {dtype} needs them"
+        yield (
+            f"sequences of {job.sequence_length} tokens cannot be cut into {pieces}. "
+            f"Try --sequence-length {near}."
+        )
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Groups that fit into one host."""
-        yield from (cls(n=n) for n in (2, 4, 8))
+        """Groups that fit into one host, and whose pieces attention takes in any dtype."""
+        if job.model.module is None and not job.padding and not any(_of_model(job)):
+            yield from (cls(n=n) for n in (2, 4, 8) if job.sequence_length % (2 * n * ALIGNED) == 0)
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """It is too new."""
+        return "ring attention was measured on no GPU yet, so no plan chooses it by itself"
 
 
 def _of_model(job: Job) -> Iterator[str]:
@@ -98,17 +121,18 @@ def _of_model(job: Job) -> Iterator[str]:
         yield f"{kind.__name__} {why}, and ring attention knows causal attention alone. Leave it out."
     rope = text.get("rope_parameters") or {}
     kinds = {rope.get("rope_type", "")} if "rope_type" in rope or not rope else _types_of(rope)
-    if not kinds <= set(ROTARY):
-        found = ", ".join(sorted(kinds)) or "none"
+    if not kinds <= {*ROTARY}:
+        shown = ", ".join(sorted(kinds - {""})) or "none"
         yield (
             f"{kind.__name__} must know a token's place by rotary positions ({', '.join(ROTARY)}), and its "
-            f"rope_type is {found}. Leave it out."
+            f"rope_type is {shown}. Leave it out."
         )
-    if (found := next((name for name in DROPOUTS if text.get(name)), None)) is not None:
-        yield (
-            f"its attention has dropout ({found} = {text[found]}), whose gradients ring attention gets wrong. "
-            f"Set {found} to 0 in the model's config."
-        )
+    for name in DROPOUTS:
+        if text.get(name):
+            yield (
+                f"attention has dropout ({name} = {text[name]}), of which ring attention makes wrong "
+                f"gradients. Set {name} to 0 in the model's config."
+            )
 
 
 def _types_of(rope: dict[str, Any]) -> set[str]:

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 
 UNMEASURED = (
-    "Torch's own code was simulated, and its bytes agree with processes on a CPU to the last one. No step "
-    "was measured on GPUs, and what DTensor takes the host is a guess."
+    "plans look at it only where it is kept. Torch's own code was simulated, and its bytes agree with "
+    "processes on a CPU to the last one; but no step was measured on GPUs, and what DTensor takes the host "
+    "is a guess"
 )
 
 
@@ -53,18 +54,16 @@ class Tensor(Technique):
         """What is not simulated on several GPUs, and sizes that n parts cannot share."""
         wish = recipe[Slot.SHARDING].install(Setup()).parallel or ParallelWish(weights="alone")
         yield from several_gpus.objections(job, recipe, replace(wish, tensor=self.n))
-        yield from tensor_plans.objections(job, self.n)
-
-    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Nobody has measured it on a GPU."""
-        yield UNMEASURED
+        spread = recipe[Slot.EXPERT_PARALLEL].install(Setup()).parallel
+        yield from tensor_plans.objections(job, self.n, experts=spread is not None)
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
         """Groups that fit into one host."""
-        yield from (cls(n=n) for n in (2, 4, 8) if not [*tensor_plans.objections(job, n)])
+        sizes = (2, 4, 8)
+        yield from (cls(n=n) for n in sizes if not [*tensor_plans.objections(job, n, experts=True)])
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
         """Its seconds are not known well enough to choose it."""
-        return "plans look at it only where it is kept"
+        return UNMEASURED

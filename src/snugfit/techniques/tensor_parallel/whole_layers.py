@@ -20,5 +20,5 @@ class WholeLayers(Technique):
     counterparts: ClassVar = (Counterpart(arguments={}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Nothing is cut."""
+        """Leaves the model as it is."""
         return setup

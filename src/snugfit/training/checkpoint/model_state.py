@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from snugfit.errors import SnugfitError
+from snugfit.step.wishes.stages import is_stage
 from snugfit.training.checkpoint import adapters
 from snugfit.training.checkpoint.module_attributes import (
     Numbers,
@@ -235,6 +236,8 @@ def load_model_state(model: torch.nn.Module, folder: Path) -> None:
     for name, value in values.items():
         if name in own:
             _put(model, own[name], name, value)
+        elif is_stage(model):
+            continue  # another one has it
         elif name in document["transient"]:
             _make_buffer(model, name, value)
         else:

@@ -13,7 +13,7 @@ wrong has changed them already.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError, UsageError
@@ -65,6 +65,28 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
     vars(optimizer).update(saved.get("attributes", {}))
     for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
         group.update({name: value for name, value in settings.items() if name != "params"})
+
+
+def own_part(
+    saved: Mapping[str, Any], optimized: Sequence[str], names: Sequence[str]
+) -> tuple[list[str], dict[str, Any]]:
+    """Of an optimizer's state of all these weights what an optimizer of some, by `names`, has, and which of
+    them are there."""
+    own = set(names)
+    groups: list[dict[str, Any]] = []
+    states: dict[int, Any] = {}
+    kept: list[str] = []
+    index = 0
+    for group in saved["groups"]:
+        before = len(kept)
+        for _ in range(group["params"]):
+            if optimized[index] in own:
+                if index in saved["states"]:
+                    states[len(kept)] = saved["states"][index]
+                kept.append(optimized[index])
+            index += 1
+        groups.append({**group, "params": len(kept) - before})
+    return kept, {**saved, "groups": groups, "states": states}
 
 
 def _in_pages(optimizer: Any, weight: torch.Tensor, values: dict[str, Any]) -> dict[str, Any]:

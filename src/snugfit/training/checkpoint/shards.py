@@ -6,6 +6,9 @@
     model_state.json, ...       buffers, and what modules remember (`model_state.py`), by the first process
     config.json, model...       at the end of a run: the whole weights, as libraries load them
 
+Where layers are cut into stages, each process writes its own weights and their states, whole or its part of
+them. The optimizer's groups and single numbers are put together from all stages' (`state.json`).
+
 Since each part says where it belongs, another number of processes reads what it needs of them, and so does
 one alone: torch's resharding. The other way round a whole checkpoint is read by all, and each keeps its part.
 
@@ -18,18 +21,19 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
+from snugfit.step.wishes.stages import is_stage
 from snugfit.training.checkpoint.model_state import ModelState, model_state_of
 from snugfit.training.checkpoint.optimizer_state import parameters_of
 from snugfit.training.checkpoint.packed_state import pack
 from snugfit.training.checkpoint.state import STATE, TENSORS, TrainState, state_of
 from snugfit.training.checkpoint.weights import WEIGHTS, ModelWeights
-from snugfit.training.ranks import Ranks, from_first
+from snugfit.training.ranks import Ranks, from_first, talking
 
 if TYPE_CHECKING:
     import torch
@@ -49,8 +53,8 @@ def is_part(tensor: Any) -> bool:
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Whether this process holds parts of the model's weights."""
-    return any(is_part(weight) for weight in model.parameters())
+    """Whether this process holds parts of the model's weights, or some of its layers."""
+    return is_stage(model) or any(is_part(weight) for weight in model.parameters())
 
 
 def has_shards(folder: Path) -> bool:
@@ -138,12 +142,20 @@ def shards_of(
     """This process's part of the run as it is, copied to the host; with `is_last` the first has the whole
     model too. All processes call it between two steps, and not before the last one is written."""
     model, optimizer = state.model, state.optimizer
-    parts = dict(_weights(model))  # under tensor parallelism some are whole in all, and one writes them
-    parts |= {name: tensor for name, tensor in _moments(state) if is_part(tensor)}
+    if is_stage(model):
+        parts = {name: one for name, one in (*_weights(model), *_moments(state)) if _is_of_stage(one)}
+    else:
+        parts = dict(_weights(model))  # under tensor parallelism some are whole in all, and one writes them
+        parts |= {name: tensor for name, tensor in _moments(state) if is_part(tensor)}
     persistent = set(model.state_dict())
     shared = model_state_of(model, persistent)
-    shared = replace(shared, tensors={n: value for n, value in shared.tensors.items() if not is_part(value)})
-    tree, tensors = pack(_without_parts(state_of(state, random)), parameters_of(optimizer))
+    own = {name for name, _ in model.named_parameters()} if is_stage(model) else set()
+    rest = {n: value for n, value in shared.tensors.items() if not is_part(value) and n not in own}
+    shared = replace(shared, tensors=rest)
+    tree = state_of(state, random)
+    if is_stage(model):
+        tree |= _of_all_stages(_without(_is_of_stage, tree["optimizer"]), tree["optimized"], state.ranks)
+    tree, tensors = pack(_without(is_part, tree), parameters_of(optimizer))
     staging.begin()
     copied = ShardedSnapshot(
         parts={name: _on_host(part, staging) for name, part in parts.items()},
@@ -155,7 +167,7 @@ def shards_of(
         ranks=state.ranks,
     )
     if is_last:
-        files = {WEIGHTS: whole_weights(model)}
+        files = {WEIGHTS: _of_stages(whole_weights(model), state.ranks)}
         if state.ranks.is_first:
             copied.weights = ModelWeights(model=model, files=files, configs={}, state=copied.state)
     if state.device.type == "cuda":
@@ -191,11 +203,75 @@ def _moments(state: TrainState) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{_OPTIMIZER}{names[id(weight)]}/{key}", value
 
 
-def _without_parts(tree: Any) -> Any:
-    """The state without what is written by parts."""
+def _without(is_kept: Callable[[Any], bool], tree: Any) -> Any:
+    """The state without what is kept otherwise: what is written by parts."""
     if isinstance(tree, dict):
-        return {key: _without_parts(value) for key, value in tree.items() if not is_part(value)}
+        return {key: _without(is_kept, value) for key, value in tree.items() if not is_kept(value)}
     return tree
+
+
+def _is_of_stage(value: Any) -> bool:
+    """Whether a weight or a state is written by the process that has it; single numbers are not."""
+    import torch
+
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _of_all_stages(own: Mapping[str, Any], names: Sequence[str], ranks: Ranks) -> dict[str, Any]:
+    """In the first process the state of an optimizer of all weights, which stages have one after the other,
+    and their names; of this process's in the others. All processes call it."""
+    seen: set[str] = set()
+    stages = []
+    for state, optimized in ranks.gather((own, list(names))):
+        if not seen.intersection(optimized):
+            seen.update(optimized)
+            stages.append((state, optimized))
+    return _joined(stages) if stages else {"optimizer": dict(own), "optimized": list(names)}
+
+
+def _joined(stages: Sequence[tuple[Mapping[str, Any], Sequence[str]]]) -> dict[str, Any]:
+    """One optimizer's state of those of several stages, group by group."""
+    first = stages[0][0]
+    groups: list[dict[str, Any]] = []
+    states: dict[int, Any] = {}
+    optimized: list[str] = []
+    begins = [0] * len(stages)  # of the group among the stage's weights
+    for number, settings in enumerate(first["groups"]):
+        counts = [state["groups"][number]["params"] for state, _ in stages]
+        for stage, (state, names) in enumerate(stages):
+            for index in range(begins[stage], begins[stage] + counts[stage]):
+                if index in state["states"]:
+                    states[len(optimized)] = state["states"][index]
+                optimized.append(names[index])
+            begins[stage] += counts[stage]
+        groups.append({**settings, "params": sum(counts)})
+    return {"optimizer": {**first, "groups": groups, "states": states}, "optimized": optimized}
+
+
+def _of_stages(own: Mapping[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.Tensor]:
+    """In the first process the tensors of all stages, those of others as they come over the host's network;
+    this process's own in the others. All processes call it."""
+    import torch
+    import torch.distributed as dist
+
+    named = {name: (tuple(value.shape), value.dtype) for name, value in own.items()}
+    whole = dict(own)
+    lists = ranks.gather(named)
+    wanted: list[Any] = [None]
+    if ranks.is_first:
+        seen = set(own)
+        wanted = [[]]
+        for rank, one in enumerate(lists):
+            wanted[0] += [(rank, name, *one[name]) for name in one if name not in seen]
+            seen.update(one)
+    for rank, name, shape, dtype in from_first(wanted[0], ranks.host) if ranks.are_many else ():
+        with talking():
+            if ranks.is_first:
+                whole[name] = torch.empty(shape, dtype=dtype)
+                dist.recv(whole[name], rank, group=ranks.host)
+            elif ranks.rank == rank:
+                dist.send(own[name].contiguous(), 0, group=ranks.host)
+    return whole
 
 
 def _on_host(part: Any, staging: Staging) -> torch.Tensor:
@@ -220,9 +296,9 @@ def load_shards(state: TrainState, folder: Path) -> None:
     reader = FileSystemReader(folder / SHARDS)
     known = reader.read_metadata().state_dict_metadata
     values = dict(_weights(state.model))
-    lost = sorted(values.keys() - known.keys()) or sorted(
-        name for name in known if name.startswith(_MODEL) and name not in values
-    )
+    lost = sorted(values.keys() - known.keys())
+    if not lost and not is_stage(state.model):
+        lost = sorted(name for name in known if name.startswith(_MODEL) and name not in values)
     if lost:
         name = lost[0].removeprefix(_MODEL)
         raise SnugfitError(f"{folder} has the weights of another model: {name} is in one of them alone.")
@@ -243,6 +319,8 @@ def _room_for_moments(state: TrainState, known: Mapping[str, Any]) -> dict[str, 
     for name in known:
         if name.startswith(_OPTIMIZER):
             weight, _, key = name.removeprefix(_OPTIMIZER).rpartition("/")
+            if weight not in weights:  # another stage has it
+                continue
             dtype = known[name].properties.dtype
             rooms[name] = torch.zeros_like(weights[weight].detach(), dtype=dtype)
             state.optimizer.state[weights[weight]][key] = rooms[name]

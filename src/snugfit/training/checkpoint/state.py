@@ -23,10 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
+from snugfit.step.wishes.stages import is_stage
 from snugfit.training.checkpoint.model_state import beginning_of
 from snugfit.training.checkpoint.module_attributes import frozen_parameters, set_frozen
 from snugfit.training.checkpoint.optimizer_state import (
     optimizer_state,
+    own_part,
     parameters_of,
     restore_optimizer,
 )
@@ -295,6 +297,8 @@ def restore(state: TrainState, folder: Path) -> int:
         optimized = saved.get("optimized", names)
         random = [saved["random"], *saved.get(RANDOM_OF_OTHERS, ())]
         saved = {name: saved[name] for name in _KEPT} | {"frozen": saved.get("frozen")}
+        if is_stage(state.model):
+            optimized, saved["optimizer"] = own_part(saved["optimizer"], optimized, names)
     for before, now in zip(optimized, names):
         if before != now:
             raise SnugfitError(

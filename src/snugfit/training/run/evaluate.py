@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
+    from snugfit.step.wishes.pipeline import StagesInTurn
     from snugfit.techniques.setup import Setup
     from snugfit.training.run.run import Data
 
@@ -48,7 +49,7 @@ class Evaluated:
 
 
 def evaluate(
-    model: torch.nn.Module,
+    model: torch.nn.Module | StagesInTurn,
     job: Job,
     batches: Iterable[tuple[dict[str, Any], bool]],
     device: torch.device,
@@ -75,7 +76,7 @@ def evaluate(
                 continue
             batch = place(host, device)
             with torch.no_grad(), autocast, within(batch):
-                out = model(**batch)
+                out: Any = model(**batch)
             if not share:
                 continue
             lost += float(loss_of(out)) * share

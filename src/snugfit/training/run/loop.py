@@ -232,15 +232,24 @@ class TrainingStep(PlainStep):
         self.read_norm(state)
         if self._unchecked:
             self._unchecked = False
-            if not all_finite(weight for weight in state.parameters if weight.requires_grad):
+            sound = all_finite(weight for weight in state.parameters if weight.requires_grad)
+            if not self._is_so_in_all_stages(sound):
                 raise WeightsNonFinite
+
+    def _is_so_in_all_stages(self, here: bool) -> bool:
+        """Whether this is so in all processes, where each has gradients and weights of its own layers; else
+        in this one, which has what all have."""
+        if self.passes is None or self._exchange is None:
+            return here
+        return not self._exchange.ranks.sum([float(not here)])[0]
 
     def _norm_of(self, trained: list[torch.nn.Parameter], state: TrainState) -> torch.Tensor | None:
         if not self.job.clip:
             return None
         if state.scaler is not None:
             state.scaler.unscale_(state.optimizer)
-        return whole(total_norm(weight.grad for weight in trained if weight.grad is not None))
+        norm = total_norm(weight.grad for weight in trained if weight.grad is not None)
+        return whole(norm) if self.passes is None else self.passes.norm_of_all(norm)
 
     def _raise_if_non_finite(self, state: TrainState, trained: list[torch.nn.Parameter], loss: float) -> None:
         """Raises `NonFinite`; waits for the gradients."""
@@ -248,6 +257,7 @@ class TrainingStep(PlainStep):
         self.norm = self._check.norm() if clips else None
         gradients = (weight.grad for weight in trained if weight.grad is not None)
         sound = all_finite(gradients) if self.norm is None else math.isfinite(self.norm)
+        sound = self._is_so_in_all_stages(sound)
         if not sound:
             state.optimizer.zero_grad(set_to_none=True)
             raise NonFinite(loss, self.norm)

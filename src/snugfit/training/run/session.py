@@ -100,7 +100,7 @@ class Session:
 
     def _compare_cut(self) -> None:
         """Compares the loss of a few samples with that of halves, once, when a cut is first wanted."""
-        if self._is_compared:
+        if self._is_compared or self._active.step.passes is not None:  # of which a part has no loss
             return
         self._is_compared, active = True, self._active
         before = self._recovery.job
@@ -266,9 +266,10 @@ class Session:
         options, progress = self._run.options, self._progress
         ranks = self._run.ranks
         micro_batch = self._run.job.batch_size // ranks.data_ranks // self._active.setup.micro_batches
+        passes = self._active.step.passes
         try:
             evaluated = evaluate(
-                self._active.state.model,
+                self._active.state.model if passes is None else passes.in_turn(),
                 self._run.job,
                 in_order(
                     self._run.evaluation,

@@ -5,21 +5,21 @@ the device by torch's own order, which balances the work of a causal mask: of 2 
 number r from the front and number r from the back. With its tokens it gets their places, which a model
 counts by itself otherwise, and the labels of the tokens that follow, which the piece alone does not have.
 
-    loss      of a rank: its tokens' losses, times n, by the labels of the whole. Averaged over the ranks of a
-              group it is the mean over the whole, however the labels are spread over the pieces
-    kernels   flash attention, and efficient attention for 32 bits. Of cuDNN's, torch's ring attention meets an
-              assertion in the backward pass (pytorch/pytorch issue 176915)
+    loss      of a rank: its tokens' losses, times n, by the labels of the whole. Averaged over the ranks of
+              a group it is the mean over the whole, however the labels are spread over the pieces
+    kernels   flash attention, and efficient attention for 32 bits. With cuDNN's, torch's ring attention meets
+              an assertion in the backward pass (pytorch/pytorch issue 176915)
     mask      none is made: transformers makes masks for the attention that it knows by name, and not for this
               one. Whatever would need one is refused, when the technique is checked or when a mask comes
-    CPU       torch goes around for the three fused kernels of a GPU. What it runs on a CPU is given to the same
-              function of torch's here
+    CPU       torch goes around for the three fused kernels of a GPU. What it runs on a CPU is given to the
+              same function of torch's here
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from snugfit.errors import RecipeError
 from snugfit.job.batch import IGNORED
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 HALVES = ("torch.float16", "torch.bfloat16")
 
+NOT_IN_A_RING = ("sliding_window", "position_bias", "softcap", "s_aux")
+"""What models tell transformers' attention besides, where theirs is another."""
+
 SEQUENCE = 2
 """The dimension of a query, (B, H, S, D), along which it is cut."""
 
@@ -39,13 +42,13 @@ def register() -> None:
     """transformers knows this attention by its name. It has no mask among transformers' masks, so models make
     none; and torch goes around on CPUs too."""
     import torch
-    import torch.distributed.tensor.experimental._context_parallel._attention as around
+    from torch.distributed.tensor.experimental._context_parallel import _attention as around
     from transformers import AttentionInterface
 
     AttentionInterface.register(RING, attend)
-    aten = torch.ops.aten
-    around.custom_ops[aten._scaled_dot_product_flash_attention_for_cpu.default] = _forward_on_cpu
-    around.custom_ops[aten._scaled_dot_product_flash_attention_for_cpu_backward.default] = _backward_on_cpu
+    aten, handlers = torch.ops.aten, cast("dict[Any, Any]", around.custom_ops)
+    handlers[aten._scaled_dot_product_flash_attention_for_cpu.default] = _forward_on_cpu
+    handlers[aten._scaled_dot_product_flash_attention_for_cpu_backward.default] = _backward_on_cpu
 
 
 # ---- a batch ---------------------------------------------------------------------------------------------
@@ -55,6 +58,7 @@ def register() -> None:
 def cut_batch(mesh: DeviceMesh, model: Any, batch: dict[str, Any]) -> Iterator[None]:
     """Within it, this rank's part of a batch on the device stands in its place, and attention goes around the
     ranks of the mesh. Afterwards the batch stays what it is."""
+    import torch
     from torch.distributed.tensor.experimental import context_parallel
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -62,15 +66,16 @@ def cut_batch(mesh: DeviceMesh, model: Any, batch: dict[str, Any]) -> Iterator[N
     batch.update(_of_whole(batch, mesh.size()))
     batch.pop("attention_mask", None)
     cut = [batch[name] for name in ("input_ids", "position_ids", "shift_labels") if name in batch]
-    passes = _Passes()
+    passes, plain = _Passes(), torch.nn.functional.scaled_dot_product_attention
     around = context_parallel(mesh, buffers=cut, buffer_seq_dims=[1] * len(cut), no_restore_buffers={*cut})
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]), around:
-        _PASSES.append(passes)
-        try:
+    _PASSES.append(passes)
+    try:
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]), around:
             yield
-        finally:
-            _PASSES.remove(passes)
-    passes.check(model)
+    finally:
+        _PASSES.remove(passes)
+        torch.nn.functional.scaled_dot_product_attention = plain  # which torch 2.11 does not after an error
+    passes.check(getattr(model, "module", model))
 
 
 def _of_whole(batch: dict[str, Any], ranks: int) -> dict[str, Any]:
@@ -91,14 +96,14 @@ def _refuse(ranks: int, batch: dict[str, Any]) -> None:
     """Raises `RecipeError` for a batch that cannot be cut."""
     if (mask := batch.get("attention_mask")) is not None and not bool(mask.all()):
         raise RecipeError(
-            f"Sequences are cut over {ranks} GPUs, and a batch has padding, which ring attention does not know. "
-            "Fill them to one length (pack: true)."
+            f"Sequences are cut over {ranks} GPUs, and a batch has padding, which ring attention does not "
+            "know. Fill them to one length (pack: true)."
         )
     length = batch["input_ids"].size(1)
     if length % (2 * ranks):
         raise RecipeError(
-            f"Sequences are cut over {ranks} GPUs, two pieces each, and those of a batch have {length} tokens. "
-            f"Fill them to a multiple of {2 * ranks} (pack: true)."
+            f"Sequences are cut over {ranks} GPUs, two pieces each, and those of a batch have {length} "
+            f"tokens. Fill them to a multiple of {2 * ranks} (pack: true)."
         )
 
 
@@ -116,8 +121,8 @@ class _Passes:
         layers = getattr(getattr(model, "config", None), "num_hidden_layers", 1)
         if self.calls < layers:
             raise RecipeError(
-                f"Of {layers} layers only {self.calls} asked for ring attention; the others would see a piece "
-                "of each sequence. Leave the technique that cuts sequences out."
+                f"Of {layers} layers only {self.calls} asked for ring attention; the others would see a "
+                "piece of each sequence. Leave the technique that cuts sequences out."
             )
 
 
@@ -143,12 +148,15 @@ def attend(
     from transformers.integrations.sdpa_attention import repeat_kv
 
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    others = [name for name in ("sliding_window", "position_bias", "softcap", "s_aux") if more.get(name)]
-    if attention_mask is not None or dropout or not causal or others:
-        what = others or ["a mask" if attention_mask is not None else "dropout" if dropout else "both ways"]
+    asked = [name for name in NOT_IN_A_RING if more.get(name) is not None]
+    if attention_mask is not None:
+        asked.append("a mask")
+    if dropout:
+        asked.append("dropout")
+    if asked or not causal:
         raise RecipeError(
-            f"{type(module).__name__}: ring attention is causal and nothing else, and this one has "
-            f"{' and '.join(what)}. Leave the technique that cuts sequences out."
+            f"{type(module).__name__}: ring attention is causal and knows nothing else, and this one has "
+            f"{' and '.join(asked) or 'no such order'}. Leave the technique that cuts sequences out."
         )
     for passes in _PASSES:
         passes.calls += 1

@@ -23,8 +23,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from snugfit.techniques.tensor_plans import is_of_experts
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     import torch
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,8 +38,9 @@ HEADS = 2
 """The axis of heads where what is normed per head is (B, S, heads, head size)."""
 
 
-def in_tensor_parts(model: torch.nn.Module, mesh: DeviceMesh) -> None:
-    """Leaves this rank's part of each matrix in the model. `mesh` has the ranks that share one copy of it."""
+def in_tensor_parts(model: torch.nn.Module, mesh: DeviceMesh, *, experts: bool) -> None:
+    """Leaves this rank's part of each matrix in the model, and of `experts` some, whole. `mesh` has the ranks
+    that share one copy of it."""
     from torch.distributed.tensor.parallel import parallelize_module
 
     tied = _tied(model)
@@ -45,21 +48,58 @@ def in_tensor_parts(model: torch.nn.Module, mesh: DeviceMesh) -> None:
     parallelize_module(model, mesh, dict(plan), src_data_rank=None)  # each has the whole, and keeps its part
     for module, source in tied:
         module.weight = source.weight
+    if experts:
+        spread_experts(model, mesh)
 
 
 def plan_of(model: torch.nn.Module) -> dict[str, str]:
-    """By a module's name, how it is cut, in transformers' words."""
-    rules: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    """By a module's name, how it is cut, in transformers' words; but for experts."""
+    rules: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
+    of_experts: Mapping[str, str] = getattr(model, "_ep_plan", None) or {}
     names = {name: module for name, module in model.named_modules() if name}
-    plan = {
+    plan = _expanded({r: word for r, word in rules.items() if not is_of_experts(r, of_experts)}, names)
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    known = next((name for name, module in names.items() if module is embedding), None)
+    return {known: EMBEDDING, **plan} if known is not None and plan else plan
+
+
+def spread_experts(model: torch.nn.Module, mesh: DeviceMesh) -> None:
+    """Leaves this rank's experts in the model: transformers' own code, in which all ranks of the mesh hold
+    the same tokens and sum what their experts made of them."""
+    names = dict([*model.named_parameters(), *model.named_modules()])
+    rules: Mapping[str, str] = getattr(model, "_ep_plan", None) or {}
+    plan = _expanded(rules, names)
+    plan = dict(sorted(plan.items(), key=lambda rule: rule[1] != "grouped_gemm"))  # weights first
+    try:
+        from transformers.distributed.expert_parallel import apply_expert_parallelism
+    except ImportError:  # before 5.21
+        _spread_as_before(model, mesh, plan)
+    else:
+        apply_expert_parallelism(model, mesh, mesh, plan, ep_implementation="all_reduce")
+
+
+def _spread_as_before(model: torch.nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
+    """The same with the styles of transformers 5.17, which has them among those of tensor parallelism."""
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+    weights, modules = dict(model.named_parameters()), dict(model.named_modules())
+    for name, word in plan.items():
+        style: Any = ALL_PARALLEL_STYLES[word]
+        if name in weights:
+            owner, _, own = name.rpartition(".")
+            style.shard_param(modules[owner], own, mesh)
+        else:
+            style.install_forward(modules[name], mesh)
+
+
+def _expanded(rules: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    """A plan by the names that its rules stand for."""
+    return {
         name: word
         for rule, word in rules.items()
         for name in names
         if re.fullmatch(re.escape(rule).replace(r"\*", r"\d+"), name)
     }
-    embedding = model.get_input_embeddings()  # type: ignore[operator]
-    known = next((name for name, module in names.items() if module is embedding), None)
-    return {known: EMBEDDING, **plan} if known is not None and plan else plan
 
 
 def _style(word: str) -> ParallelStyle | None:

@@ -1,0 +1,152 @@
+"""A prediction whose ranks differ, each with its stage of the layers: what each takes, and all together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from snugfit.errors import GpuError
+from snugfit.prediction.rates import Rates, rates_for
+from snugfit.prediction.several_gpus.communication import interconnect_of
+from snugfit.prediction.several_gpus.stages import (
+    PipelinedStep,
+    pipelined_step,
+    rank_of,
+    stages_to_rehearse,
+    stand_in,
+)
+from snugfit.rehearsal.trace.trace import RECEIVE, SEND
+from snugfit.results.footprint import Kind
+from snugfit.results.prediction import RankPredicted
+from snugfit.results.step_seconds import PIPELINE, StepSeconds
+from snugfit.step.wishes.stages import layers_of
+
+if TYPE_CHECKING:
+    from snugfit.job.gpu import Gpu
+    from snugfit.job.job import Job
+    from snugfit.prediction.allocator import Replay
+    from snugfit.rehearsal.trace.trace import Trace
+    from snugfit.techniques.setup import Setup
+
+PIPELINE_BOUND_ABOVE = 0.15
+"""Share of the step in which a GPU waits for other stages, above which the step is called bound by that. A
+choice, as for the host."""
+
+
+class RankForeseen(NamedTuple):
+    """One of the ranks that are rehearsed."""
+
+    rank: int
+    trace: Trace
+    after: Replay
+    context: int
+    communication: int
+    doubts: list[str]
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes that its GPU must have."""
+        return self.context + self.after.reserved_peak
+
+
+class PipelinedSteps(NamedTuple):
+    """The steady step of all stages."""
+
+    real: PipelinedStep
+    at_once: PipelinedStep
+    """As if nothing took time to send."""
+
+
+def stages_by_rank(job: Job, setup: Setup) -> dict[int, int]:
+    """The ranks to rehearse, each with its stage of the layers."""
+    wish = setup.parallel
+    if wish is None or wish.stages == 1:
+        return {0: 0}
+    return {rank_of(stage, wish): stage for stage in stages_to_rehearse(wish, job.model.layers)}
+
+
+def pipelined_steps(
+    ranks: Sequence[RankForeseen],
+    stages: Mapping[int, int],
+    job: Job,
+    setup: Setup,
+    gpu: Gpu | None,
+    rates: Rates | None,
+) -> PipelinedSteps | None:
+    """The step of all stages, and as it would be if nothing took time to send; None where there is one."""
+    wish = setup.parallel
+    if wish is None or len(stages) == 1 or gpu is None:
+        return None
+    try:
+        rates = rates or rates_for(gpu)
+    except GpuError:
+        return None
+    how = {"micro_batches": setup.micro_batches, "workers": setup.loader.workers}
+    by_stage = {stages[one.rank]: one.trace for one in ranks}
+    real = pipelined_step(by_stage, wish, job.model.layers, gpu, rates, **how)
+    at_once = pipelined_step(by_stage, wish, job.model.layers, gpu, rates, **how, transfer_takes=0.0)
+    return PipelinedSteps(real, at_once)
+
+
+def differing(
+    ranks: Sequence[RankForeseen],
+    stages: Mapping[int, int],
+    job: Job,
+    setup: Setup,
+    pipelined: PipelinedSteps | None,
+) -> tuple[RankPredicted, ...]:
+    """What ranks take that differ."""
+    wish = setup.parallel
+    if wish is None or len(ranks) == 1:
+        return ()
+    return tuple(
+        RankPredicted(
+            rank=one.rank,
+            stage=stages[one.rank],
+            layers=len(layers_of(stages[one.rank], wish.stages, job.model.layers)),
+            requested_bytes=one.after.requested_peak,
+            allocated_bytes=one.after.allocated_peak,
+            reserved_bytes=one.after.reserved_peak,
+            nvml_bytes=one.needed_bytes if one.context else None,
+            idle_seconds=pipelined.real.idle[stages[one.rank]] if pipelined else None,
+        )
+        for one in ranks
+    )
+
+
+def among_stages(
+    alone: StepSeconds,
+    trace: Trace,
+    gpu: Gpu,
+    job: Job,
+    pipelined: PipelinedSteps,
+    stage: int,
+) -> StepSeconds:
+    """The seconds of a stage's step, of those that it would take if it had all that it waits for."""
+    link = interconnect_of(gpu)
+    sent = sum(link.seconds(kernel) for kernel in trace.kernels if kernel.operator in (SEND, RECEIVE))
+    real, at_once = pipelined
+    length, idle = real.step_seconds, real.idle[stage]
+    exposed = max(0.0, length - at_once.step_seconds)
+    waits = idle > max(length - idle - alone.device_seconds, PIPELINE_BOUND_ABOVE * length)
+    return replace(
+        alone,
+        step_seconds=length,
+        samples_per_second=job.batch_size / length if length else 0.0,
+        bound=PIPELINE if waits else alone.bound,
+        communication_seconds=alone.communication_seconds + sent,
+        exposed_communication_seconds=alone.exposed_communication_seconds + exposed,
+        idle_seconds=idle,
+        bubble=real.bubble,
+    )
+
+
+def weights_on_host(job: Job, setup: Setup, ranks: Sequence[RankForeseen]) -> int:
+    """Bytes of the weights that a process builds on the host, where it does: of all stages."""
+    own = [sum(block.nbytes for block in one.trace.blocks if block.kind == Kind.WEIGHTS) for one in ranks]
+    wish = setup.parallel
+    if wish is None or wish.stages == 1:
+        return own[0]
+    by_stage = dict(zip(stages_to_rehearse(wish, job.model.layers), own, strict=True))
+    return sum(by_stage[stand_in(stage, wish, job.model.layers)] for stage in range(wish.stages))

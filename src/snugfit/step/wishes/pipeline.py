@@ -1,0 +1,234 @@
+"""The passes of a step in stages: torch's own pipelining (`torch.distributed.pipelining`).
+
+torch's schedule says in which order this stage runs forward and backward passes of the micro-batches, and
+sends and receives between them. It is given the shapes of what goes from stage to stage, so that it need not
+find them out by trying; its buffers, one for each micro-batch and direction, stay from step to step.
+
+    first stage    token ids in, hidden states out
+    last stage     hidden states in, loss out: each micro-batch's, times its share of what counts
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import RecipeError
+from snugfit.step.wishes.parallel import device_of, mesh_of
+from snugfit.step.wishes.stages import stage_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.pipelining import PipelineStage
+
+    from snugfit.step.step import Observer
+    from snugfit.techniques.setup import ParallelWish
+
+EACH = ("attention_mask", "position_ids")
+"""Inputs that every stage is given, beside the first's token ids and the last's labels."""
+
+
+class StagePasses:
+    """The forward and backward passes of this process's stage."""
+
+    def __init__(
+        self, wish: ParallelWish, runs: Any, model: Any, around: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self._wish, self._runs, self._around = wish, runs, around
+        self.model = model
+        """This stage of the model."""
+        self.stage = stage_of(wish, dist.get_rank())
+        """The number of this stage, from 0."""
+        self.group = mesh_of(wish, device_of(model)).get_group("stage")
+        """The processes that have the other stages of the same copy of the model."""
+        meeting = torch.zeros(1, device=next(model.parameters()).device)
+        dist.all_reduce(meeting, group=self.group)  # NCCL wants all of a group before two of them exchange
+        self._made_for: tuple[int, ...] = ()
+        self._schedule: Any = None
+        self._stage: Any = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage computes the loss."""
+        return self.stage == self._wish.stages - 1
+
+    def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """What this stage needs of a batch."""
+        named = (*EACH, *(["input_ids"] if self.stage == 0 else []), *(["labels"] if self.is_last else []))
+        return {name: value for name, value in batch.items() if name in named}
+
+    def run(
+        self, inputs: Mapping[str, Any], shape: tuple[int, int], shares: Sequence[float], observer: Observer
+    ) -> list[torch.Tensor]:
+        """Leaves a step's gradients in the parameters, and gives each micro-batch's part of the loss where
+        this stage computes it. `inputs` are on the device, of a batch of this `shape` (B, S), which is cut
+        into as many micro-batches as there are `shares`."""
+        import torch
+
+        if self._made_for != (*shape, len(shares)):
+            self._make(shape, len(shares))
+            self._made_for = (*shape, len(shares))
+        self._stage.observer = observer
+        losses: list[torch.Tensor] = []
+        given = dict(inputs)
+        ids = [given.pop("input_ids")] if self.stage == 0 else []
+        target = torch.tensor(shares, dtype=torch.float64, device="cpu") if self.is_last else None
+        more: dict[str, Any] = {"return_outputs": False} if self._may_drop_outputs else {}
+        self._schedule.step(*ids, target=target, losses=losses, **more, **given)
+        return losses
+
+    def clip(self, weights: Iterable[torch.nn.Parameter], largest: float) -> None:
+        """Scales the gradients of all stages so that their norm together is at most this."""
+        import torch
+
+        trained = [weight for weight in weights if weight.grad is not None]
+        own = torch.nn.utils.get_total_norm([weight.grad for weight in trained if weight.grad is not None])
+        norm = self.norm_of_all(own)
+        torch.nn.utils.clip_grads_with_norm_(trained, largest, norm)
+
+    def norm_of_all(self, norm: torch.Tensor) -> torch.Tensor:
+        """The L2 norm of the gradients of all stages, of that of this stage's."""
+        import torch.distributed as dist
+
+        whole: Any = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        square: torch.Tensor = whole**2
+        dist.all_reduce(square, group=self.group)
+        return square.sqrt()
+
+    def in_turn(self) -> StagesInTurn:
+        """The whole model for forward passes alone, one stage after the other."""
+        return StagesInTurn(self)
+
+    def forward(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """The loss of a batch (B, S) on the device, where this stage computes it; 0 in the others. All stages
+        call it."""
+        import torch
+        import torch.distributed as dist
+
+        ids = batch["input_ids"]
+        inputs = self.inputs(batch)
+        given = inputs.pop("input_ids", None)
+        ranks = dist.get_process_group_ranks(self.group)
+        if given is None:
+            shape = (*ids.shape, self.model.config.hidden_size)
+            given = torch.empty(shape, dtype=self._dtype, device=ids.device)
+            dist.recv(given, ranks[self.stage - 1], group=self.group)
+        out: torch.Tensor = self._runs(given, **inputs)
+        if self.is_last:
+            return out
+        dist.send(out, ranks[self.stage + 1], group=self.group)
+        return torch.zeros((), device=ids.device)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Of what goes from stage to stage."""
+        import torch
+
+        dtype: torch.dtype = (
+            getattr(torch, self._wish.dtype) if self._wish.dtype else next(self.model.parameters()).dtype
+        )
+        return dtype
+
+    def told(self, losses: Sequence[torch.Tensor], steps: int) -> list[float]:
+        """The losses of so many steps, which the last stage has, told to all stages."""
+        import torch
+        import torch.distributed as dist
+
+        weight = next(self.model.parameters())
+        values = torch.zeros(steps, dtype=torch.float32, device=weight.device)
+        if losses:
+            values.copy_(torch.stack([loss.float() for loss in losses]))
+        dist.all_reduce(values, group=self.group)
+        return [float(value) for value in values]
+
+    def _make(self, shape: tuple[int, int], micro_batches: int) -> None:
+        """The schedule for batches of this shape (B, S)."""
+        import torch
+        from torch.distributed.pipelining.schedules import get_schedule_class
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        weight = next(self.model.parameters())
+        piece = (shape[0] // micro_batches, shape[1])
+        self._schedule = self._stage = None  # and the buffers of the shape before
+        with _disable_current_modes(), torch.device("meta"):  # a rehearsal would count them
+            ids = torch.empty(piece, dtype=torch.long)
+            hidden = torch.empty(*piece, self.model.config.hidden_size, dtype=self._dtype, requires_grad=True)
+            loss = torch.empty((), requires_grad=True)
+            self._stage = _stage_class()(
+                self._runs,
+                self.stage,
+                self._wish.stages,
+                weight.device,
+                input_args=(ids if self.stage == 0 else hidden,),
+                output_args=(loss if self.is_last else hidden,),
+                group=self.group,
+            )
+        self._stage.around, self._stage.hidden = self._around, None if self.is_last else hidden
+        kind: Any = get_schedule_class(self._wish.schedule)
+        self._schedule = kind(self._stage, micro_batches, loss_fn=_times_share, scale_grads=False)
+        self._may_drop_outputs = "return_outputs" in inspect.signature(self._schedule.step).parameters
+
+
+class StagesInTurn:
+    """A model whose stages run one after the other, without a backward pass."""
+
+    def __init__(self, passes: StagePasses) -> None:
+        self._passes = passes
+
+    @property
+    def training(self) -> bool:
+        """Whether it is in the mode in which it trains."""
+        return bool(self._passes.model.training)
+
+    def train(self, mode: bool = True) -> None:
+        """Puts it into this mode."""
+        self._passes.model.train(mode)
+
+    def eval(self) -> None:
+        """Puts it into the mode in which nothing is dropped."""
+        self.train(False)
+
+    def __call__(self, **batch: Any) -> torch.Tensor:
+        """The loss of a batch on the device, in the last stage; 0 in the others."""
+        return self._passes.forward(batch)
+
+
+def _times_share(loss: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """A micro-batch's part of the loss of the whole batch."""
+    return loss * share.item()
+
+
+def _stage_class() -> type[PipelineStage]:
+    from torch.distributed.pipelining import PipelineStage
+
+    class ObservedStage(PipelineStage):
+        """torch's stage, which says what it is at and computes in what the Setup wishes."""
+
+        observer: Any
+        around: Any
+        hidden: Any
+
+        def forward_one_chunk(self, *given: Any, **more: Any) -> Any:
+            """A forward pass of one micro-batch."""
+            self.observer.phase("forward")
+            with self.around():
+                out = super().forward_one_chunk(*given, **more)
+            expected = self.hidden
+            if expected is not None and (out.shape, out.dtype) != (expected.shape, expected.dtype):
+                raise RecipeError(
+                    f"A stage hands on {tuple(out.shape)} numbers of {out.dtype}, and the next one expects "
+                    f"{tuple(expected.shape)} of {expected.dtype}. Try 'fsdp' in place of stages."
+                )
+            return out
+
+        def backward_one_chunk(self, *given: Any, **more: Any) -> Any:
+            """A backward pass of one micro-batch."""
+            self.observer.phase("backward")
+            return super().backward_one_chunk(*given, **more)
+
+    return ObservedStage

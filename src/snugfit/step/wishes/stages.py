@@ -1,0 +1,151 @@
+"""A decoder cut into stages: of the whole model each process keeps its layers, and what only they need.
+
+The model stays transformers' own, with its own forward pass. A layer that another stage has is replaced by
+one that hands on what it is given, so that layers keep their numbers (some models look up by them which mask
+a layer takes) and weights their names, by which checkpoints know them. The first stage keeps the embedding;
+the others begin with what the stage before them has computed, which transformers calls `inputs_embeds`. The
+last one keeps the final norm and the head, and gives the loss.
+
+Every process builds the whole model on the host, from the same seed, so that all stages together have the
+weights that one process would have; the device sees its own part alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import RecipeError
+from snugfit.step.loss import loss_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.techniques.setup import ParallelWish
+
+PARTS = ("embed_tokens", "layers", "norm")
+"""What a decoder of transformers calls the parts that are cut apart; Llama's names, which most have."""
+
+HEAD = "lm_head"
+
+_ELSEWHERE = "of_another_stage"
+
+
+@functools.cache
+def _elsewhere() -> Any:
+    """The class of what stands in the place of a part that another stage has."""
+    from torch import nn
+
+    class Elsewhere(nn.Module):
+        """Hands on what it is given."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            setattr(self, _ELSEWHERE, True)
+
+        def forward(self, hidden_states: Any, *arguments: Any, **keywords: Any) -> Any:
+            """What the stages before have computed."""
+            return hidden_states
+
+    return Elsewhere
+
+
+def is_elsewhere(module: Any) -> bool:
+    """Whether another stage has the layer that should stand here."""
+    return bool(getattr(module, _ELSEWHERE, False))
+
+
+def is_stage(model: Any) -> bool:
+    """Whether other processes have other layers of this model."""
+    return any(map(is_elsewhere, model.modules()))
+
+
+def stage_of(wish: ParallelWish, rank: int) -> int:
+    """The stage of the process that has this number: stages are the first axis of the mesh."""
+    return rank // (wish.ranks // wish.stages)
+
+
+def layers_of(stage: int, stages: int, layers: int) -> range:
+    """The layers of a stage, of so many that are cut as evenly as may be; the longer stages come first."""
+    short, longer = divmod(layers, stages)
+    starts = [index * short + min(index, longer) for index in range(stages + 1)]
+    return range(*list(pairwise(starts))[stage])
+
+
+def keep_stage(wish: ParallelWish, model: Any) -> Any:
+    """The whole model, of which only this process's stage is left.
+
+    Raises `RecipeError` for a model that is not built so that it can be cut.
+    """
+    import torch.distributed as dist
+
+    stage = stage_of(wish, dist.get_rank())
+    decoder = _decoder_of(model)
+    own = layers_of(stage, wish.stages, len(decoder.layers))
+    for number in range(len(decoder.layers)):
+        if number in own:
+            decoder.layers[number].register_forward_hook(_one_tensor)
+        else:
+            decoder.layers[number] = _elsewhere()()
+    is_first, is_last = stage == 0, stage == wish.stages - 1
+    if not is_first:
+        decoder.embed_tokens = _elsewhere()()
+    if not is_last:
+        decoder.norm = _elsewhere()()
+        setattr(model, HEAD, _elsewhere()())
+    model.forward = _Stage(model, decoder, is_first=is_first, is_last=is_last)
+    return model
+
+
+class _Stage:
+    """The forward pass of a stage, in the place of the model's. It is no module: a module would be one of the
+    model's own parts."""
+
+    def __init__(self, model: Any, decoder: Any, *, is_first: bool, is_last: bool) -> None:
+        self._decoder, self._is_first, self._is_last = decoder, is_first, is_last
+        self._whole = model.forward
+
+    def __call__(self, given: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        """Of token ids or of what the stage before has computed: what the next one is given, or the loss."""
+        inputs["input_ids" if self._is_first else "inputs_embeds"] = given
+        if self._is_last:
+            return loss_of(self._whole(**inputs))
+        inputs.pop("labels", None)
+        hidden: torch.Tensor = self._decoder(**inputs).last_hidden_state
+        return hidden
+
+
+def _decoder_of(model: Any) -> Any:
+    from torch import nn
+
+    decoder: Any = getattr(model, getattr(model, "base_model_prefix", ""), None)
+    stack = getattr(decoder, "layers", None)
+    can_be_cut = (
+        decoder is not None
+        and all(isinstance(getattr(decoder, part, None), nn.Module) for part in PARTS)
+        and isinstance(stack, nn.ModuleList)
+        and isinstance(getattr(model, HEAD, None), nn.Module)
+    )
+    if not can_be_cut:
+        raise RecipeError(
+            f"{type(model).__name__} cannot be cut into stages: only decoders are that have "
+            f"{', '.join(PARTS)} and {HEAD}, as Llama, Mistral and Qwen do. Try 'fsdp'."
+        )
+    others = {name for name, child in decoder.named_children() if any(True for _ in child.parameters())}
+    if others - {*PARTS} or decoder.embed_tokens.weight is getattr(model, HEAD).weight:
+        named = ", ".join(sorted(others - {*PARTS})) or "an embedding that the head is tied to"
+        raise RecipeError(
+            f"{type(model).__name__} cannot be cut into stages: several would need {named}. Try 'fsdp'."
+        )
+    return decoder
+
+
+def _one_tensor(layer: Any, given: Any, out: Any) -> None:
+    """Raises `RecipeError` for a layer that hands on more than one tensor."""
+    import torch
+
+    if not isinstance(out, torch.Tensor):
+        raise RecipeError(
+            f"{type(layer).__name__} hands on several values, and stages hand on one tensor. Try 'fsdp'."
+        )

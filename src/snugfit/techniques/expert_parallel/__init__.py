@@ -1,0 +1,1 @@
+"""The slot `expert_parallel`: whether GPUs share the experts of each layer. One technique a file."""

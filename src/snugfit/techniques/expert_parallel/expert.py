@@ -1,0 +1,63 @@
+"""Expert parallelism: of n GPUs that share each layer, each has an n-th of its experts, whole.
+
+A mixture of experts is cut with it where `tensor(n)` alone would cut each expert's matrices: attention and
+the rest as `tensor(n)` does, and experts by their number. All n GPUs hold the same tokens; each runs its own
+experts on those that chose them, and the parts are summed. No token is sent to another GPU, so nothing is
+unbalanced but the work. It is transformers' own (`base_model_ep_plan`), and of what its versions from 5.17 on
+can do the part that they share; tokens that travel between GPUs with other parts of the batch came in 5.21.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from snugfit.techniques import several_gpus, tensor_plans
+from snugfit.techniques.setting import between
+from snugfit.techniques.setup import ParallelWish, Setup
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expert(Technique):
+    """Of n GPUs that share layers by `tensor(n)`, each has some of the experts."""
+
+    fidelity: ClassVar = Fidelity.ROUNDS
+    source: ClassVar = "Lepikhin et al., GShard, arXiv 2006.16668; transformers' expert_parallel"
+    elsewhere: ClassVar = ("expert_parallel", "ep")
+    needs_several_gpus: ClassVar = True
+
+    n: int = between(2, several_gpus.MOST_GPUS)
+    """GPUs that the experts of a layer are spread over: as many as in `tensor(n)`."""
+
+    def install(self, setup: Setup) -> Setup:
+        """Spreads experts over the GPUs that share layers."""
+        wish = setup.parallel or ParallelWish(weights="alone")
+        return replace(setup, parallel=replace(wish, experts=self.n))
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """It goes with as many GPUs that share layers, and with a mixture of experts."""
+        setup = recipe[Slot.TENSOR_PARALLEL].install(Setup())
+        if setup.parallel is None or setup.parallel.tensor != self.n:
+            yield (
+                f"experts are spread over the GPUs that share a layer, and {recipe[Slot.TENSOR_PARALLEL]} "
+                f"makes no groups of {self.n}. Write 'tensor({self.n}) + expert({self.n})'."
+            )
+        yield from tensor_plans.objections_to_experts(job, self.n)
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """Groups that fit into one host."""
+        yield from (cls(n=n) for n in (2, 4, 8) if not [*tensor_plans.objections_to_experts(job, n)])
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """Its seconds are not known well enough to choose it."""
+        return (
+            "plans look at it only where it is kept. Each GPU is taken to compute an even part of the "
+            "tokens; no step was measured on GPUs"
+        )

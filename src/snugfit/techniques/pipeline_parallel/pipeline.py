@@ -1,0 +1,116 @@
+"""Pipeline parallel training by torch.distributed.pipelining: each GPU holds a part of the layers.
+
+The first GPU embeds and runs the first layers, the last one runs the last layers and computes the loss.
+Between them go activations, and back their gradients, one micro-batch after the other: while one GPU works on
+a micro-batch, the next works on the one before. What they wait for each other is the bubble, at best
+(n - 1) / (m + n - 1) of a step with n stages and m micro-batches. GPUs differ in what they hold: the first
+has the embedding and keeps the most micro-batches, the last has the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
+
+from snugfit.techniques import roster, several_gpus
+from snugfit.techniques.setting import between
+from snugfit.techniques.setup import PADDING_FREE, ParallelWish, Setup
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
+"""What torch calls them (`torch.distributed.pipelining.schedules.get_schedule_class`)."""
+
+UNMEASURED = (
+    "No pipeline was measured on GPUs yet: its bytes are those of torch's own code, its seconds are not "
+    "checked."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline(Technique):
+    """Each of n GPUs, or groups of GPUs, holds a part of the layers and hands on what it computes."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    source: ClassVar = "Huang et al., GPipe, arXiv 1811.06965; Narayanan et al., arXiv 2104.04473 (1F1B)"
+    elsewhere: ClassVar = ("pipeline_parallel", "pp")
+    needs_several_gpus: ClassVar = True
+    searched: ClassVar = False
+
+    n: int = between(2, 512)
+    """Stages: parts that the stack of layers is cut into, as even as may be. The longer ones come first."""
+
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """In which order a GPU runs its micro-batches: `gpipe` all forward and then all backward, `1f1b` a
+    backward pass as soon as there is one, so that at most n micro-batches wait for theirs."""
+
+    def install(self, setup: Setup) -> Setup:
+        """Cuts the layers into stages."""
+        wish = setup.parallel or ParallelWish(weights="alone")
+        return replace(setup, parallel=replace(wish, stages=self.n, schedule=SCHEDULES[self.schedule]))
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """What cannot be cut into stages, and what is not simulated on several GPUs."""
+        setup = Setup()
+        for slot in roster.slots_of_several_gpus():
+            setup = recipe[slot].install(setup)
+        wish = setup.parallel
+        assert wish is not None
+        if setup.sharding is not None or wish.states == "sharded" or wish.on_host:
+            yield f"it is not simulated together with {recipe[Slot.SHARDING]}. Try 'fsdp' or 'ddp'."
+        if wish.tensor * wish.context * wish.experts > 1:
+            yield "stages are not simulated together with matrices, sequences or experts that GPUs share."
+        if wish.weights == "alone":
+            yield from several_gpus.objections(job, recipe, wish)
+        yield from self._about_model(job)
+        yield from self._about_recipe(recipe)
+
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """That nobody has measured it."""
+        yield UNMEASURED
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """As many stages as a host may have GPUs."""
+        yield from (cls(n=n) for n in (2, 4, 8))
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """Plans share the batch alone."""
+        return "plans for several GPUs do not look at stages yet"
+
+    def _about_model(self, job: Job) -> Iterator[str]:
+        if job.model.module is not None:
+            return  # which several_gpus.objections refuses
+        config = job.config_to_read()
+        if job.task != "causal-lm" or getattr(config, "is_encoder_decoder", False):
+            yield f"only decoders that train as causal-lm are cut into stages, and the task is {job.task}."
+            return
+        if getattr(config.get_text_config(), "tie_word_embeddings", False):
+            yield (
+                "the first stage and the last one would share one matrix, the embedding that the head is "
+                "tied to. Untie them in the config (tie_word_embeddings: false), or try 'fsdp'."
+            )
+        if self.n > job.model.layers:
+            yield f"{job.model.name} has {job.model.layers} layers. Take at most so many stages."
+
+    def _about_recipe(self, recipe: TechniqueBySlot) -> Iterator[str]:
+        setup = Setup()
+        for slot in (Slot.ATTENTION, Slot.PRECISION, Slot.BATCHING, Slot.CHECKPOINTING):
+            setup = recipe[slot].install(setup)
+        pieces = setup.micro_batches
+        if pieces < self.n and self.schedule == "1f1b":
+            waits = (self.n - 1) / (pieces + self.n - 1)  # Narayanan et al., section 2.2.1
+            yield (
+                f"{self.n} stages need at least {self.n} micro-batches, and there are {pieces}: with fewer "
+                f"a GPU waits for others {waits:.0%} of a step. Add micro_batches({2 * self.n})."
+            )
+        if pieces == 1 and self.schedule == "gpipe":
+            yield (f"with one micro-batch only one GPU works at a time. Add micro_batches({2 * self.n}).")
+        if setup.scale_gradients:
+            yield f"it is not simulated together with {recipe[Slot.PRECISION]}. Try 'bf16'."
+        if setup.attention == PADDING_FREE:
+            yield f"it is not simulated together with {recipe[Slot.ATTENTION]}. Leave one of them out."

@@ -1,0 +1,220 @@
+"""Sequences that are cut over GPUs: what is refused by name, what a rank holds, and what it exchanges."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from small_models import small_job
+from snugfit.errors import RecipeError, UsageError
+from snugfit.prediction.predict import predict
+from snugfit.prediction.several_gpus.communication import FIRST_GROUP, FURTHER_GROUP, PEERS
+from snugfit.rehearsal.device.policy import CudaPolicy
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.trace.trace import ALL_GATHER, REDUCE_SCATTER, SEND, Kernel, Trace
+from snugfit.results.footprint import Kind
+from snugfit.step.wishes.mesh.ring_attention import attend, cut_batch
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import RING
+from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+
+LAYERS = 3
+JOB = replace(small_job("llama", LAYERS), batch_size=4, sequence_length=256)
+
+
+def trace_of(recipe: str, gpus: int, rank: int = 0) -> Trace:
+    setup = on_gpus(Recipe.parse(recipe).setup(), gpus)
+    return rehearse(job_of_rank(JOB, setup), setup, CudaPolicy(), rank=rank)
+
+
+def kernels(trace: Trace, operator: str) -> list[Kernel]:
+    return [kernel for kernel in trace.kernels if kernel.operator == operator]
+
+
+# ---- what is refused -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "recipe", "why"),
+    [
+        ({"sequence_length": 100}, "bf16", "100 tokens cannot be cut into 8 equal pieces.*Try .* 96 or 104"),
+        ({"sequence_length": 264}, "fp32", "a multiple of 32 tokens, as attention in float32.*256 or 512"),
+        ({"padding": 0.25}, "bf16", "25% of each sequence is padding"),
+        ({}, "bf16 + eager", "eager is another. Take 'sdpa'"),
+        ({}, "bf16 + zero2", "does not go with zero2, which is DeepSpeed's"),
+        ({}, "bf16 + lora", "is not simulated together with lora"),
+        ({"phase": "evaluate"}, "bf16", "training only"),
+    ],
+)
+def test_what_it_does_not_go_with(change: dict[str, Any], recipe: str, why: str) -> None:
+    with pytest.raises(RecipeError, match=why):
+        Recipe.parse(f"{recipe} + context(4)").check(replace(JOB, **change), installed=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "facts", "why"),
+    [
+        ("bert", {}, "the task is sequence-classification"),
+        ("gpt2", {}, r"by rotary positions .* rope_type is none"),
+        ("llama", {"attention_dropout": 0.1}, r"\(attention_dropout = 0.1\).*Set attention_dropout to 0"),
+        ("gemma2", {}, r"has layers of other kinds \(sliding_attention\)"),
+        ("mixtral", {"sliding_window": 8}, "looks at a window of 8 tokens"),
+    ],
+)
+def test_models_whose_attention_is_another(family: str, facts: dict[str, Any], why: str) -> None:
+    job = replace(small_job(family, LAYERS, facts), batch_size=4)
+    with pytest.raises(RecipeError, match=why):
+        Recipe.parse("bf16 + context(2)").check(job, installed=False)
+
+
+def test_positions_that_look_at_the_whole_batch() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    job = replace(small_job("llama", LAYERS, {"rope_parameters": rope}), sequence_length=256)
+    with pytest.raises(RecipeError, match="rope_type is dynamic"):
+        Recipe.parse("bf16 + context(2)").check(job, installed=False)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpus", "why"),
+    [
+        ("context(2)", 3, r"takes 2 GPUs \(2 for context\) or a multiple"),
+        ("context(2)", 4, "Add fsdp or ddp, which share the batch among 2 such groups, or name 2 GPUs"),
+        ("fsdp + context(4)", 4, "4 work on each part of it. Name a multiple of 4"),
+        ("context(2)", 1, "trains on several GPUs, and one was named"),
+    ],
+)
+def test_gpus_that_make_no_such_groups(recipe: str, gpus: int, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        predict(JOB, f"bf16 + {recipe}", gpu="h200", gpus=gpus)
+
+
+def test_a_batch_that_cannot_be_cut_is_refused() -> None:
+    """As data brings it, which no recipe is checked with."""
+    mesh: Any = SimpleNamespace(size=lambda: 2)
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    padded = {"input_ids": ids, "attention_mask": torch.tensor([[1] * 8, [1] * 6 + [0] * 2])}
+    with pytest.raises(RecipeError, match=r"a batch has padding.*pack: true"), cut_batch(mesh, None, padded):
+        pass
+    uneven = {"input_ids": ids[:, :6]}
+    with (
+        pytest.raises(RecipeError, match="have 6 tokens"),
+        cut_batch(mesh, None, uneven),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"attention_mask": torch.zeros(1)}, "has a mask"),
+        ({"attention_mask": None, "dropout": 0.1}, "has dropout"),
+        ({"attention_mask": None, "sliding_window": 8}, "has sliding_window"),
+        ({"attention_mask": None, "is_causal": False}, "has no such order"),
+    ],
+)
+def test_another_attention_is_not_computed_as_if_it_were_this_one(given: dict[str, Any], why: str) -> None:
+    query = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(RecipeError, match=why):
+        attend(SimpleNamespace(), query, query, query, **given)
+
+
+# ---- what a recipe asks ----------------------------------------------------------------------------------
+
+
+def test_it_is_an_axis_of_its_own() -> None:
+    alone, beside = (Recipe.parse(text).setup() for text in ("context(2)", "bf16 + hsdp(2) + context(2)"))
+    assert alone.attention == beside.attention == RING
+    assert alone.parallel is not None
+    assert alone.parallel.weights == "alone"
+    assert beside.parallel is not None
+    assert (beside.parallel.weights, beside.parallel.shards, beside.parallel.context) == ("sharded", 2, 2)
+    assert on_gpus(beside, 8).parallel.data_ranks == 4  # type: ignore[union-attr]
+    assert job_of_rank(JOB, on_gpus(beside, 8)).batch_size == 1
+    assert job_of_rank(JOB, on_gpus(alone, 2)) == JOB
+
+
+@pytest.mark.parametrize("word", ["context_parallel", "cp", "ring_attention"])
+def test_other_words_for_it(word: str) -> None:
+    assert str(Recipe.parse(f"{word}(2)")) == "context(2)"
+
+
+# ---- what one rank takes ---------------------------------------------------------------------------------
+
+
+def test_activations_are_shared_and_weights_are_not() -> None:
+    whole = predict(JOB, "bf16", gpu="h200").footprint.kinds
+    cut = predict(JOB, "bf16 + context(2)", gpu="h200", gpus=2).footprint.kinds
+    assert cut[Kind.ACTIVATIONS] / whole[Kind.ACTIVATIONS] == pytest.approx(0.5, abs=0.05)
+    assert cut[Kind.WEIGHTS] == whole[Kind.WEIGHTS]
+
+
+def test_one_copy_of_the_weights_is_spread_over_the_ranks_of_a_sequence_too() -> None:
+    held = [
+        predict(JOB, f"bf16 + adamw_fused + {recipe}", gpu="h200", gpus=4).footprint.kinds
+        for recipe in ("fsdp", "fsdp + context(2)", "hsdp(2)")
+    ]
+    for kind in (Kind.WEIGHTS, Kind.OPTIMIZER_STATES):
+        assert held[0][kind] == held[1][kind] < held[2][kind]
+
+
+def test_keys_and_values_go_around() -> None:
+    """In each layer they are gathered, once forward and once backward, and their gradients are sent on, once
+    for each rank; each waits for what it carries, and what computes waits for it."""
+    trace = trace_of("bf16 + context(4)", 4)
+    gathered, sent = kernels(trace, ALL_GATHER), kernels(trace, SEND)
+    assert [kernel.phase for kernel in gathered].count("forward") == LAYERS
+    assert len(gathered) == 2 * LAYERS
+    assert len(sent) == 4 * LAYERS
+    assert {kernel.peers for kernel in gathered} == {(4, 1)}
+    assert {kernel.peers for kernel in sent} == {(2, 1)}
+    assert all(kernel.stream != 0 and kernel.after for kernel in (*gathered, *sent))
+    first = trace.kernels.index(gathered[0])
+    assert next(kernel for kernel in trace.kernels if first in kernel.after).stream == 0
+    group = JOB.batch_size * JOB.sequence_length // 4 * 2 * 16  # of two heads of 16
+    assert gathered[0].nbytes == 4 * 2 * 2 * group  # keys and values of 16 bits, of four ranks
+    assert {kernel.nbytes for kernel in sent} == {2 * 4 * group}  # gradients of 32 bits
+
+
+def test_attention_is_flash_attention_s_where_a_gpu_would_take_another() -> None:
+    assert trace_of("bf16", 1).attention == ("cudnn",)
+    assert trace_of("bf16 + context(2)", 2).attention == ("flash",)
+    assert trace_of("fp32 + context(2)", 2).attention == ("efficient",)
+
+
+def test_weights_are_summed_over_all_ranks() -> None:
+    trace = trace_of("bf16 + fsdp + context(2)", 4)
+    scattered = kernels(trace, REDUCE_SCATTER)
+    assert len(scattered) == LAYERS + 1
+    assert {kernel.peers for kernel in scattered} == {(4, 1)}
+    assert (2, 1) in {kernel.peers for kernel in kernels(trace, ALL_GATHER)}
+    apart = trace_of("bf16 + hsdp(2) + context(2)", 8)
+    assert {kernel.peers for kernel in kernels(apart, REDUCE_SCATTER)} == {(4, 1)}
+
+
+def test_a_group_of_a_sequence_takes_memory_of_its_own() -> None:
+    one = predict(JOB, "bf16 + context(2)", gpu="h200", gpus=2).footprint
+    assert one.communication_bytes == FIRST_GROUP + PEERS
+    two = predict(JOB, "bf16 + fsdp + context(2)", gpu="h200", gpus=4).footprint
+    assert two.communication_bytes == FIRST_GROUP + FURTHER_GROUP + PEERS
+
+
+def test_samples_per_second_are_of_all_and_nothing_is_said_to_be_measured() -> None:
+    made = predict(JOB, "bf16 + context(2)", gpu="h200", gpus=2)
+    assert made.timing is not None
+    assert made.timing.samples_per_second == pytest.approx(JOB.batch_size / made.timing.step_seconds)
+    assert any("measured on no GPU" in doubt for doubt in made.doubts)
+
+
+def test_nothing_stays_replaced_after_a_step_that_fails() -> None:
+    """torch 2.11's own context leaves its attention in place then."""
+    plain = torch.nn.functional.scaled_dot_product_attention
+    broken = replace(JOB, sequence_length=264)  # which pieces of 32 bits cannot be, if nobody asks first
+    setup = on_gpus(Recipe.parse("fp32 + context(4)").setup(), 4)
+    with pytest.raises(Exception, match="could not be simulated"):
+        rehearse(broken, setup, CudaPolicy())
+    assert torch.nn.functional.scaled_dot_product_attention is plain
+    assert trace_of("bf16", 1).attention == ("cudnn",)

@@ -1,0 +1,297 @@
+"""Layers in stages: laws 1 and 3 against real gloo processes, what is refused, and what a step takes."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import pipelining
+
+from aligned import Event, compare, peak
+from gloo_ranks import Case, Ran, run_ranks, trained
+from reported import foreseen
+from small_models import small_job
+from snugfit.errors import RecipeError
+from snugfit.job.job import Job
+from snugfit.prediction.predict import predict, rehearse_again
+from snugfit.prediction.several_gpus.communication import (
+    FIRST_GROUP,
+    FURTHER_GROUP,
+    PEERS,
+    communication_bytes,
+)
+from snugfit.prediction.several_gpus.stages import (
+    BACKWARD,
+    FORWARD,
+    StageWork,
+    order_of,
+    rank_of,
+    simulate_stages,
+    stages_to_rehearse,
+    stand_in,
+)
+from snugfit.rehearsal.device.policy import CpuPolicy
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.sharded import stages
+from snugfit.rehearsal.trace.trace import RECEIVE, SEND, Trace
+from snugfit.results.footprint import Kind
+from snugfit.step.wishes.stages import layers_of
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import ParallelWish
+from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+from test_ranks import to_last_birth, unheard, without_own
+
+JOB = small_job("llama", 4, batch_size=16, clip=1.0)
+"""Four layers, so that four stages have one each."""
+
+TWO = (
+    "pipeline(2) + micro_batches(4)",
+    "pipeline(2, schedule=gpipe) + micro_batches(4)",
+    "pipeline(2) + micro_batches(2) + every_layer + bf16",
+    "pipeline(2, schedule=gpipe) + micro_batches(8) + bf16 + adamw_fused",
+)
+FOUR = (
+    "pipeline(4) + micro_batches(8)",
+    "pipeline(4, schedule=gpipe) + micro_batches(4) + every_layer",
+    "pipeline(2) + ddp + micro_batches(4)",
+    "pipeline(2) + fsdp + micro_batches(4)",
+    "pipeline(2) + fsdp + micro_batches(2) + bf16 + every_layer",
+)
+EVERY = [*((2, recipe) for recipe in TWO), *((4, recipe) for recipe in FOUR)]
+
+
+@functools.cache
+def real(ranks: int) -> dict[tuple[str, int], Ran]:
+    """What each of so many ranks did under every recipe; they are started once."""
+    recipes = TWO if ranks == 2 else FOUR
+    cases: list[Case] = [(JOB, recipe) for recipe in recipes]
+    return {
+        (recipe, rank): ran
+        for rank, of_rank in enumerate(run_ranks(ranks, cases))
+        for recipe, ran in zip(recipes, of_rank, strict=True)
+    }
+
+
+@functools.cache
+def rehearsed(ranks: int, recipe: str, rank: int) -> Trace:
+    setup = on_gpus(Recipe.parse(recipe).setup(), ranks)
+    return rehearse(job_of_rank(JOB, setup), setup, CpuPolicy(), rank=rank)
+
+
+def built(events: Sequence[Event]) -> list[Event]:
+    """Without what is dropped while the model is built: a CPU's process builds the whole model where it
+    trains, and a GPU's sees its stage alone. Nor with what DDP joins the weights in to compare them, of which
+    gloo's thread lets go."""
+    dropped = {event.block for event in events if event.nbytes < 0 and event.phase == "build"}
+    joined = {
+        event.block
+        for event in events
+        if event.phase == "build" and any("flatten_dense" in one for one in event.operators)
+    }
+    return [event for event in events if event.block not in dropped | joined]
+
+
+def hold(ranks: int, recipe: str, rank: int) -> None:
+    """Law 1 for one of so many ranks."""
+    trace = built(without_own(foreseen(rehearsed(ranks, recipe, rank))))
+    account = unheard(built(without_own(real(ranks)[recipe, rank].account)), trace)
+    comparison = compare(to_last_birth(account), to_last_birth(trace))
+    assert comparison.similarity == 1.0, f"{recipe}, rank {rank} of {ranks}: {comparison}"
+    assert peak(account) == peak(trace)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("ranks", "recipe"), EVERY)
+def test_each_real_stage_allocates_what_its_trace_says(ranks: int, recipe: str) -> None:
+    for rank in range(ranks):
+        hold(ranks, recipe, rank)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("ranks", "recipe"), EVERY)
+def test_stages_train_as_one_process_does(ranks: int, recipe: str) -> None:
+    """Law 3: losses of three steps, and each stage's weights after them."""
+    setup = on_gpus(Recipe.parse(recipe).setup(), ranks)
+    alone = [word for word in recipe.split(" + ") if not word.startswith(("pipeline", "ddp", "fsdp"))]
+    exact = "fsdp" not in recipe or "bf16" not in recipe  # with shards bf16 is no autocast
+    losses, weights = trained(job_of_rank(JOB, setup), Recipe.parse(" + ".join(alone)).setup())
+    seen: set[str] = set()
+    for rank in range(ranks):
+        ran = real(ranks)[recipe, rank]
+        assert ran.losses == pytest.approx(losses, rel=1e-5 if exact else 2e-2)
+        for name, weight in ran.weights.items() if exact else ():
+            torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-5)
+        seen |= set(ran.weights)
+    assert seen == set(weights)
+
+
+@pytest.mark.whole
+def test_what_is_sent_and_not_held_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = stages.instead_of_others
+    monkeypatch.setattr(
+        "snugfit.rehearsal.sharded.ranks.instead_of_others", lambda *, until_waited: plain(until_waited=True)
+    )
+    rehearsed.cache_clear()
+    with pytest.raises(AssertionError):
+        hold(2, TWO[1], 0)
+    rehearsed.cache_clear()
+
+
+def test_stages_send_each_micro_batch_once_each_way() -> None:
+    first, middle, last = (rehearsed(4, FOUR[0], rank) for rank in (0, 1, 3))
+    assert sent(first) == {(SEND, 1): 8, (RECEIVE, 1): 8}
+    assert sent(middle) == {(SEND, 1): 8, (RECEIVE, 1): 8, (SEND, -1): 8, (RECEIVE, -1): 8}
+    assert sent(last) == {(SEND, -1): 8, (RECEIVE, -1): 8}
+
+
+def sent(trace: Trace) -> dict[tuple[str, int], int]:
+    counts: dict[tuple[str, int], int] = {}
+    for kernel in trace.kernels:
+        if kernel.operator in (SEND, RECEIVE):
+            key = (kernel.operator, kernel.peers[1])
+            counts[key] = counts.get(key, 0) + 1
+    return counts
+
+
+# ---- what is refused -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recipe", "why"),
+    [
+        ("pipeline(2)", "2 stages need at least 2 micro-batches, and there are 1: with fewer a GPU waits"),
+        ("pipeline(4) + micro_batches(2)", "waits for others 60% of a step. Add micro_batches\\(8\\)"),
+        ("pipeline(2, schedule=gpipe)", "with one micro-batch only one GPU works at a time"),
+        ("pipeline(5) + micro_batches(8)", "llama has 4 layers. Take at most so many stages"),
+        ("pipeline(2) + micro_batches(2) + fp16", "is not simulated together with fp16. Try 'bf16'"),
+        ("pipeline(2) + micro_batches(2) + lora(r=2)", "is not simulated together with lora"),
+        ("pipeline(2) + micro_batches(2) + zero1", "is not simulated together with zero1. Try 'fsdp' or"),
+        ("pipeline(2) + micro_batches(2) + zero3", "is not simulated together with zero3. Try 'fsdp' or"),
+    ],
+)
+def test_what_does_not_go_together(recipe: str, why: str) -> None:
+    with pytest.raises(RecipeError, match=why):
+        Recipe.parse(recipe).check(JOB, installed=False)
+
+
+@pytest.mark.parametrize(
+    ("job", "why"),
+    [
+        (small_job("bert"), "only decoders that train as causal-lm are cut into stages"),
+        (small_job("t5"), "only decoders that train as causal-lm are cut into stages"),
+        (small_job("gpt2"), "the embedding that the head is tied to. Untie them in the config"),
+    ],
+)
+def test_models_that_are_not_cut(job: Job, why: str) -> None:
+    with pytest.raises(RecipeError, match=why):
+        Recipe.parse("pipeline(2) + micro_batches(2)").check(job, installed=False)
+
+
+def test_a_model_of_another_build_is_refused_by_name() -> None:
+    untied = small_job("gpt2", 4, {"tie_word_embeddings": False}, batch_size=16)
+    with pytest.raises(RecipeError, match="GPT2LMHeadModel cannot be cut into stages: only decoders are"):
+        predict(untied, "pipeline(2) + micro_batches(4)", gpu="h200", gpus=2)
+
+
+def test_a_word_of_other_libraries_is_understood() -> None:
+    assert Recipe.parse("pp(4)") == Recipe.parse("pipeline(4)")
+
+
+# ---- what a step takes -----------------------------------------------------------------------------------
+
+
+def test_ranks_differ_and_the_one_that_needs_the_most_is_shown() -> None:
+    predicted = predict(JOB, "pipeline(4) + micro_batches(8)", gpu="h200", gpus=4)
+    assert [(one.rank, one.stage, one.layers) for one in predicted.ranks] == [(0, 0, 1), (1, 1, 1), (3, 3, 1)]
+    worst = max(predicted.ranks, key=lambda one: one.nvml_bytes or 0)
+    assert predicted.rank == worst.rank
+    assert predicted.footprint.requested_bytes == worst.requested_bytes
+    assert predicted.needed_bytes == worst.nvml_bytes
+    document = json.loads(json.dumps(predicted.to_json()))
+    assert [one["rank"] for one in document["ranks"]] == [0, 1, 3]
+    shown = rehearse_again(predicted)
+    assert shown.peak().nbytes == worst.requested_bytes
+    assert not predict(JOB, "fsdp", gpu="h200", gpus=4).ranks
+
+
+def test_gpipe_keeps_every_micro_batch_and_1f1b_as_many_as_there_are_stages() -> None:
+    both = [
+        predict(JOB, f"pipeline(2, schedule={name}) + micro_batches(8)", gpu="h200", gpus=2)
+        for name in ("1f1b", "gpipe")
+    ]
+    one, all_of_them = (predicted.footprint.kinds[Kind.ACTIVATIONS] for predicted in both)
+    assert all_of_them > 3 * one
+
+
+def test_layers_are_cut_as_evenly_as_may_be() -> None:
+    assert [[*layers_of(stage, 3, 8)] for stage in range(3)] == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    wish = ParallelWish(weights="alone", stages=5, ranks=5, schedule="1F1B")
+    assert stages_to_rehearse(wish, 12) == (0, 1, 2, 4)  # the second is a long one, the third a short one
+    assert [stand_in(stage, wish, 12) for stage in range(5)] == [0, 1, 2, 2, 4]
+    assert rank_of(3, replace(wish, ranks=20)) == 12
+
+
+EVEN = StageWork(forward=1.0, backward=2.0, before=0.0, after=0.0)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
+def test_the_bubble_of_even_stages_is_the_known_one(schedule: str) -> None:
+    """(n - 1) / (m + n - 1) of the step (Narayanan et al., arXiv 2104.04473, section 2.2.1)."""
+    step = simulate_stages([EVEN] * 4, 8, schedule, transfer=0.0, clips=True)
+    assert step.step_seconds == pytest.approx(3.0 * (8 + 3))
+    assert step.bubble == pytest.approx(3 / 11)
+
+
+def test_stages_wait_for_the_slowest_and_for_what_is_sent() -> None:
+    slow = replace(EVEN, forward=2.0, backward=4.0)
+    step = simulate_stages([EVEN, slow], 8, "1F1B", transfer=0.0, clips=True)
+    assert step.step_seconds == pytest.approx(8 * 6.0 + 3.0)
+    assert step.idle == pytest.approx([27.0, 3.0])
+    far = simulate_stages([EVEN] * 2, 2, "GPipe", transfer=0.5, clips=True)
+    assert far.step_seconds == pytest.approx(3.0 * 3 + 2 * 0.5)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+def test_torch_runs_the_passes_in_the_order_that_is_simulated(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    ran: list[tuple[str, int]] = []
+
+    def logged(kind: str, plain: Any) -> Any:
+        def run(self: Any, chunk: int, *given: Any, **more: Any) -> Any:
+            ran.append((kind, chunk))
+            return plain(self, chunk, *given, **more)
+
+        return run
+
+    stage = pipelining.PipelineStage
+    monkeypatch.setattr(stage, "forward_one_chunk", logged(FORWARD, stage.forward_one_chunk))
+    monkeypatch.setattr(stage, "backward_one_chunk", logged(BACKWARD, stage.backward_one_chunk))
+    setup = on_gpus(Recipe.parse(f"pipeline(4, schedule={name}) + micro_batches(8)").setup(), 4)
+    assert setup.parallel is not None
+    for rank in range(4):
+        ran.clear()
+        rehearse(JOB, setup, CpuPolicy(), steps=2, rank=rank)
+        assert ran == 2 * list(order_of(rank, 4, 8, setup.parallel.schedule)), rank
+
+
+def test_a_step_is_as_long_as_its_stages_take() -> None:
+    few, many = (
+        predict(JOB, f"pipeline(4) + micro_batches({n})", gpu="h200", gpus=4).timing for n in (4, 16)
+    )
+    assert few is not None
+    assert many is not None
+    assert few.bubble > many.bubble > 0
+    assert 0 < few.idle_seconds < few.step_seconds
+    assert few.communication_seconds > 0
+
+
+def test_nccl_has_memory_for_each_neighbour() -> None:
+    first, middle = (communication_bytes(rehearsed(4, FOUR[0], rank), 4) for rank in (0, 1))
+    assert (first, middle) == (FIRST_GROUP + PEERS, FIRST_GROUP + 2 * PEERS)
+    assert communication_bytes(rehearsed(4, FOUR[2], 0), 4) == FIRST_GROUP + 2 * FURTHER_GROUP + PEERS

@@ -1,0 +1,107 @@
+"""`snugfit train` where each process has some of the layers: as one process, kept and resumed bit for bit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clean_forks import Forks
+from many_ranks import fault_told, run_of, trained, weights_in
+from small_runs import events, losses
+from test_train_many import equal
+from tiers import slow_but
+from tolerance import same_losses, same_parameters
+
+pytestmark = [pytest.mark.whole, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")]
+
+LAST = 12
+"""The step after which the small runs end."""
+
+TWO = "pipeline(2) + micro_batches(2)"
+
+HOW: dict[str, Any] = {"job": "llama", "layers": 4}
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks("many_ranks") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    run_of(str(folder), **HOW, eval_strategy="steps", eval_steps=6, lr_scheduler_type="constant")
+    return folder
+
+
+RECIPES = [
+    (TWO, 2), ("pipeline(2) + ddp + micro_batches(2)", 4), ("pipeline(2) + fsdp + micro_batches(2)", 4),
+    ("pipeline(4, schedule=gpipe) + micro_batches(2)", 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "size"), slow_but(RECIPES, 2))
+def test_as_one_process(tmp_path: Path, forks: Forks, alone: Path, recipe: str, size: int) -> None:
+    """Losses, norms, evaluations and weights of one process, with samples that are padded unevenly."""
+    how = {**HOW, "eval_strategy": "steps", "eval_steps": 6, "lr_scheduler_type": "constant"}
+    assert trained(forks, tmp_path / "many", size, recipe=recipe, **how) == [0] * size
+    ours, theirs = losses(tmp_path / "many"), losses(alone)
+    assert list(ours) == list(theirs) == list(range(1, LAST + 1)), "one process writes the journal, once"
+    for column in range(3):
+        same_losses([row[column] for row in ours.values()], [row[column] for row in theirs.values()])
+    for name in ("samples", "tokens"):
+        assert [event[name] for event in events(tmp_path / "many", "step")] == [
+            event[name] for event in events(alone, "step")
+        ], name
+    same_losses(*([event["loss"] for event in events(at, "evaluated")] for at in (tmp_path / "many", alone)))
+    same_parameters(weights_in(tmp_path / "many", LAST), weights_in(alone, LAST))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "size"), slow_but([(TWO, 2), ("pipeline(2) + fsdp + micro_batches(2)", 4)], 1)
+)
+def test_resumed_on_as_many_it_is_the_same_run(tmp_path: Path, forks: Forks, recipe: str, size: int) -> None:
+    """Bit for bit."""
+    how = {**HOW, "recipe": recipe, "lr_scheduler_type": "constant"}
+    assert trained(forks, tmp_path / "whole", size, **how) == [0] * size
+    assert trained(forks, tmp_path / "half", size, max_steps=5, **how) == [0] * size
+    assert trained(forks, tmp_path / "half", size, **how) == [0] * size
+    assert losses(tmp_path / "half") == losses(tmp_path / "whole")
+    assert equal(weights_in(tmp_path / "half", LAST), weights_in(tmp_path / "whole", LAST))
+    assert not events(tmp_path / "half", "warning")
+
+
+OTHERS = [
+    (TWO, "micro_batches(2)", 1), ("micro_batches(2)", TWO, 2), (TWO, "fsdp + micro_batches(2)", 2),
+    (TWO, "pipeline(4, schedule=gpipe) + micro_batches(2)", 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("before", "after", "size"), slow_but(OTHERS, 2))
+def test_resumed_on_others_it_has_the_same_numbers(
+    tmp_path: Path, forks: Forks, alone: Path, before: str, after: str, size: int
+) -> None:
+    """Weights and optimizer states are read by whoever goes on."""
+    how = {**HOW, "lr_scheduler_type": "constant"}
+    for recipe, count, steps in ((before, 2 if before == TWO else 1, 5), (after, size, LAST)):
+        if count == 1:
+            assert run_of(str(tmp_path / "run"), recipe=recipe, max_steps=steps, **how).exit_code == 0
+        else:
+            asked = {"recipe": recipe, "max_steps": steps, **how}
+            assert trained(forks, tmp_path / "run", count, **asked) == [0] * count
+    same_losses(*([row[0] for row in losses(at).values()] for at in (tmp_path / "run", alone)))
+    same_parameters(weights_in(tmp_path / "run", LAST), weights_in(alone, LAST))
+
+
+def test_optimizers_whose_states_are_not_kept_are_refused(tmp_path: Path, forks: Forks) -> None:
+    recipe = f"{TWO} + adafactor"
+    assert set(trained(forks, tmp_path / "run", 2, recipe=recipe, **HOW)) == {2}
+    assert "checkpoints of layers in stages cannot have its states" in fault_told(tmp_path / "run", 0)
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)
