@@ -211,7 +211,7 @@ def test_where_accelerate_s_fsdp_is_another_it_says_so(tmp_path: Path) -> None:
 def test_a_loss_that_the_trainer_would_count_per_gpu_is_not(tmp_path: Path) -> None:
     """T5 averages over its own labels; Llama divides by those of the whole batch."""
     means = made(tmp_path, "ddp", "hf", 2, family="t5", target_length=8)
-    assert "means of the GPUs count alike" in means.note
+    assert "means of the GPUs then count alike" in means.note
     assert json.loads(means.files["training_arguments.json"])["average_tokens_across_devices"] is False
     whole = export(job_in(tmp_path / "llama", "llama", batch_size=8), Recipe.parse("ddp"), "hf", 2)
     assert not whole.note

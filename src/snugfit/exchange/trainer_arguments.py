@@ -74,8 +74,8 @@ def training_arguments(job: Job, recipe: Recipe, to: str = "hf", gpus: int = 1) 
 
 EACH_MEAN_ALIKE = (
     "This model's loss is a mean that is not divided by the labels of the whole batch, and the Trainer would "
-    "count it once for each GPU: it is told not to, and then the means of the GPUs count alike, however many "
-    "labels each has"
+    "count it once for each GPU. average_tokens_across_devices=False has it not do so; the means of the GPUs "
+    "then count alike, however many labels each has"
 )
 """`Trainer.compute_loss` multiplies by the number of processes under `average_tokens_across_devices`."""
 

@@ -20,8 +20,8 @@ from weakref import WeakKeyDictionary
 from snugfit.step.checkpointing import layer_stacks
 from snugfit.step.wishes.handler import Context, Handler, ScriptContext
 from snugfit.step.wishes.mesh.ring_attention import cut_batch
+from snugfit.step.wishes.mesh.script import parallel_fields
 from snugfit.step.wishes.mesh.tensor import in_tensor_parts, sum_parts_of_gradients
-from snugfit.step.wishes.parallel_script import parallel_fields
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
