@@ -428,6 +428,8 @@ def needs(technique: type[Technique]) -> Iterator[str]:
 def elsewhere(technique: type[Technique]) -> Iterator[str]:
     """What transformers and other libraries call it."""
     for counterpart in technique.counterparts:
+        if counterpart.used == "to read":  # in words of our own
+            continue
         pairs = (f"{name}={argument_words(value)}" for name, value in counterpart.arguments.items())
         if words := ", ".join(pairs):
             yield f"`{words}`{' (' + counterpart.note + ')' if counterpart.note else ''}"

@@ -210,8 +210,10 @@ def test_the_command_line_of_a_script(launcher: str, tmp_path: Path) -> None:
 
 
 def test_launchers_say_how_many_gpus_there_are(tmp_path: Path) -> None:
-    several = SHELL.format(launcher="torchrun --nproc_per_node 8")
-    assert keys(read(tmp_path, "run.sh", several).refused) == {"launcher.nproc_per_node"}
+    several = read(tmp_path, "run.sh", SHELL.format(launcher="torchrun --nproc_per_node 8 --nnodes=2"))
+    assert not several.refused
+    assert (several.settings["gpus"], several.settings["batch_size"]) == (16, 8 * 16)
+    assert several.settings["recipe"] == "bf16 + micro_batches(2) + adamw_fused + ddp"
     half = SHELL.format(launcher="accelerate launch --mixed_precision fp16").replace("--bf16", "")
     assert "fp16" in read(tmp_path, "half.sh", half).settings["recipe"]
 

@@ -308,12 +308,13 @@ def test_what_a_technique_says_of_itself_reads_back(technique: Any, tmp_path: Pa
     recipe = Recipe((each,))
     if list(each.objections(job, recipe)):
         pytest.skip(f"{each} does not go with {job.model.name}")
+    gpus = 4 if each.needs_several_gpus else 1
     if write_arguments(recipe)[1]:
         with pytest.raises(RecipeError):
-            export(job, recipe, "hf")
+            export(job, recipe, "hf", gpus)
         return
     file = tmp_path / "training_arguments.py"
-    file.write_text(export(job, recipe, "hf").files[file.name])
+    file.write_text(export(job, recipe, "hf", gpus).files[file.name])
     reading = read_arguments(file)
     cast = recipe.setup().weights_dtype
     assert reading.settings["dtype"] == (cast or job.dtype)
@@ -321,6 +322,7 @@ def test_what_a_technique_says_of_itself_reads_back(technique: Any, tmp_path: Pa
     expected = Recipe(tuple(one for one in recipe if one.slot not in beside))
     assert reading.settings["recipe"] == str(expected)
     assert reading.settings["batch_size"] == job.batch_size
+    assert reading.settings.get("gpus", 1) == gpus
     assert reading.settings["model"] == job.model.name
     assert reading.settings["task"] == job.task
     assert not reading.refused

@@ -14,6 +14,7 @@ from snugfit.errors import UsageError
 from snugfit.exchange.account import Reading
 from snugfit.exchange.dialect import DIALECTS, dialect
 from snugfit.exchange.installed import checkpointing_name, defaults
+from snugfit.exchange.processes import RAW
 from snugfit.exchange.read import read_arguments
 from snugfit.techniques import roster
 from snugfit.techniques.translate import read_slots
@@ -206,7 +207,7 @@ def test_what_changes_memory_or_maths_is_refused_by_name(
         ("ds.json", {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3},
          "train_micro_batch_size_per_gpu"),
         ("acc.yaml", "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}", "distributed_type"),
-        ("acc.yaml", "distributed_type: MULTI_GPU\nnum_processes: 8", "num_processes"),
+        ("acc.yaml", "distributed_type: MULTI_XPU\nnum_processes: 8", "distributed_type"),
         ("acc.yaml", "distributed_type: 'NO'\nmixed_precision: mxfp4", "mixed_precision"),
         ("acc.yaml", "distributed_type: 'NO'\nmixed_precision: fp8\nfp8_config: {backend: TE}",
          "fp8_config.backend"),
@@ -433,7 +434,11 @@ def test_tables_translate_into_words_that_exist(name: str) -> None:
     known |= {
         key for technique in roster.techniques() for one in technique.counterparts for key in one.arguments
     }
-    known |= {"lora.peft_type", *(key for refusal in dialect("trainer").refused for key in refusal["keys"])}
+    known |= {
+        "lora.peft_type",
+        *RAW,
+        *(key for refusal in dialect("trainer").refused for key in refusal["keys"]),
+    }
     for meaning in dialect(name).becomes.values():
         words = [meaning] if isinstance(meaning, str) else [key for one in meaning.values() for key in
                  ([one] if isinstance(one, str) else one)]  # fmt: skip

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 Recipe = Annotated[str, typer.Argument(help='Techniques: "bf16 + every_layer + micro_batches(4)", or plain.')]
 Target = Annotated[
-    Literal["hf", "accelerate", "torch", "trl", "axolotl", "llamafactory"],
+    Literal["hf", "accelerate", "torch", "deepspeed", "trl", "axolotl", "llamafactory"],
     typer.Option(
         "--to",
         help="hf: TrainingArguments. accelerate: a loop with accelerate and its config. torch: a plain "
-        "PyTorch loop. trl: a script for TRL. axolotl, llamafactory: their YAML files.",
+        "PyTorch loop. deepspeed: a loop around its engine and its config. trl: a script for TRL. axolotl, "
+        "llamafactory: their YAML files.",
     ),
 ]
 Into = Annotated[
@@ -28,7 +29,8 @@ Into = Annotated[
     typer.Option(
         "--export",
         metavar="KIND DIR",
-        help="Write the answer into a folder, for hf, accelerate, torch, trl, axolotl or llamafactory.",
+        help="Write the answer into a folder, for hf, accelerate, torch, deepspeed, trl, axolotl or "
+        "llamafactory.",
     ),
 ]
 Output = Annotated[Path | None, typer.Option(help="Write the files into this folder. \\[print them]")]
@@ -47,6 +49,7 @@ def export(
     labels: given.Labels = None,
     clip: given.Clip = None,
     dtype: given.Dtype = None,
+    gpus: given.Gpus = None,
     job_file: given.JobFile = None,
     settings: given.Settings = None,
     online: given.Online = False,
@@ -55,7 +58,8 @@ def export(
     force: Force = False,
     as_json: given.AsJson = False,
 ) -> int:
-    """Write a recipe for transformers' Trainer, accelerate, torch, TRL, axolotl or LLaMA-Factory."""
+    """Write a recipe for transformers' Trainer, accelerate, torch, DeepSpeed, TRL, axolotl or
+    LLaMA-Factory."""
     from snugfit.cli.request import Request
     from snugfit.exchange.export import export as write
     from snugfit.report.text.files import writable_folder, write_new
@@ -63,7 +67,7 @@ def export(
 
     flags: dict[str, Any] = {
         "model": model, "task": task, "sequence_length": sequence_length, "target_length": target_length,
-        "batch_size": batch_size, "labels": labels, "clip": clip, "dtype": dtype,
+        "batch_size": batch_size, "labels": labels, "clip": clip, "dtype": dtype, "gpus": gpus,
         "job_file": job_file,
         "settings": settings, "online": online, "offline": offline, "recipe": recipe,
     }  # fmt: skip
@@ -72,7 +76,7 @@ def export(
     if output is not None:
         writable_folder(output)
     request = Request.read(flags)
-    exported = write(request.job, request.recipe, to)
+    exported = write(request.job, request.recipe, to, request.gpus)
     if output is not None:
         files = {output / name: text for name, text in exported.files.items()}
         write_new(files, force=force)
@@ -104,8 +108,9 @@ def check_export(into: tuple[str, Path] | None, job: Job) -> None:
         )
 
 
-def write_export(into: tuple[str, Path] | None, job: Job, recipe: str | None) -> None:
-    """Writes the answer's recipe where `--export` asks for it; None when there is no answer."""
+def write_export(into: tuple[str, Path] | None, job: Job, recipe: str | None, gpus: int = 1) -> None:
+    """Writes the answer's recipe where `--export` asks for it, for so many GPUs; None when there is no
+    answer."""
     if into is None:
         return
     from snugfit.exchange.export import export as write
@@ -116,7 +121,7 @@ def write_export(into: tuple[str, Path] | None, job: Job, recipe: str | None) ->
         typer.echo("Nothing was exported, because nothing fits.", err=True)
         return
     target, folder = into
-    exported = write(job, Parsed.parse(recipe), target)
+    exported = write(job, Parsed.parse(recipe), target, gpus)
     check_export(into, job)
     write_new({folder / name: text for name, text in exported.files.items()}, force=True)
     _tell(exported, folder)

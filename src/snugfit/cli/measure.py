@@ -65,7 +65,7 @@ def measure(
         typer.echo(f"Note: {spills}.", err=True)
     request = request.with_least(lambda: gpu_here(device))
     # Whatever is wrong with the prediction is said before minutes are spent on the run.
-    count = 1 if gpus is None else gpus
+    count = request.gpus if gpus is None else gpus
     predicted = _predict(request, device, count) if predict else None
     measured = run(
         request.job,

@@ -93,7 +93,8 @@ def predict(
         write_atomically(trace, export_trace(predictions[0], trace.suffix))
         given.say_written(trace)
     answer = predictions[0]
-    write_export(export, answer.job, None if answer.fits is False else str(answer.recipe))
+    recipe = None if answer.fits is False else str(answer.recipe)
+    write_export(export, answer.job, recipe, answer.gpus)
     return NothingFits.exit_code if all(one.fits is False for one in predictions) else 0
 
 

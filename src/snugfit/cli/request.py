@@ -197,7 +197,10 @@ def _reading(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading | No
     settings |= settings_from({key: given.pop(key) for key in [*given] if key in options}, "command line")
     if not given and not flags.get("arguments_file"):
         return None
-    reading = read_arguments(flags.get("arguments_file"), given, options=options)
+    gpus = settings.get("gpus")
+    reading = read_arguments(
+        flags.get("arguments_file"), given, options=options, gpus=gpus if type(gpus) is int else None
+    )
     reading.refuse(settings)
     settings_from({key: reading.settings[key] for key in options if key in reading.settings}, reading.path)
     for key, name in reading.by_flags.items():

@@ -15,6 +15,7 @@ made yet are not reported.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -129,7 +130,7 @@ def check_document(document: Document) -> Checked:
     values = document.values
     findings = [*_find_renamed(values, facts), *_find_removed(values, facts)]
     findings += [*_find_old_values(document, facts), *_find_unknown(document, facts)]
-    findings += _find_wrong_batches(document)
+    findings += [*_find_wrong_batches(document), *_find_wrong_mesh(document)]
     if document.dialect == "trainer":
         known = {key for finding in findings for key in finding.keys}
         wrong = ((key, says) for key, says in wrong_values(values) if key not in known)
@@ -240,13 +241,35 @@ def _find_wrong_batches(document: Document) -> Iterator[Finding]:
         yield Finding(kind="conflict", keys=names, says=says, fix=Fix(remove=names[:1]))
 
 
+def _find_wrong_mesh(document: Document) -> Iterator[Finding]:
+    """accelerate's mesh of processes, whose axes multiply to their number."""
+    mesh, processes = document.values.get("parallelism_config"), document.values.get("num_processes")
+    if document.dialect != "accelerate" or not isinstance(mesh, Mapping) or type(processes) is not int:
+        return
+    sizes = {key: value for key, value in mesh.items() if key.endswith("_size") and type(value) is int}
+    if sizes and math.prod(sizes.values()) != processes:
+        says = f"its sizes multiply to {math.prod(sizes.values())}, and num_processes is {processes}"
+        yield Finding(kind="conflict", keys=tuple(f"parallelism_config.{key}" for key in sizes), says=says)
+
+
+def _processes(document: Document) -> dict[str, int]:
+    """How many processes DeepSpeed's three numbers come to, where they stand in the file."""
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    values = (document.values.get(name) for name in names)
+    numbers = [one for one in values if isinstance(one, int) and one > 0]
+    if document.dialect != "deepspeed" or len(numbers) < len(names):
+        return {}
+    whole, micro, pieces = numbers
+    return {"processes": whole // (micro * pieces)}
+
+
 def _apply_rules(document: Document, facts: Mapping[str, Any]) -> Iterator[Finding]:
     renamed = {old: entry["to"] for old, entry in facts["renamed"].items() if "values" not in entry}
     own = {new: old for old, new in renamed.items() if old in document.values and new not in document.values}
     given = {renamed.get(key, key): value for key, value in document.values.items() if value is not None}
     usual = _defaults_of(document.dialect)
     given = dict(_all_keys(given))
-    force = {**usual, **given}
+    force = {**usual, **given, **_processes(document)}
     for rule in facts["rules"]:
         when = rule.get("when", {})
         named = rule.get("given", [])

@@ -33,6 +33,9 @@ TASKS = {
 """By the name of transformers' and TRL's example scripts: the task whose head they train."""
 
 LAUNCHERS = ("python", "python3", "torchrun", "accelerate", "trl", "llamafactory-cli", "deepspeed")
+LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
+"""What `python -m` starts that starts a script itself."""
+
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
@@ -107,7 +110,13 @@ def read_shell(text: str, where: str) -> tuple[str, dict[str, Any]]:
 
 def _read_command(words: list[str]) -> tuple[str, dict[str, Any]]:
     """The dialect and the arguments of one command: first the launcher's own, then the script's."""
-    scripts = [at for at, word in enumerate(words) if word.endswith(".py") or word in ("sft", "train", "-m")]
+    scripts = [
+        at
+        for at, word in enumerate(words)
+        if word.endswith(".py")
+        or word in ("sft", "train")
+        or (word == "-m" and words[at + 1 : at + 2] != [] and words[at + 1] not in LAUNCHER_MODULES)
+    ]
     start = scripts[0] + (words[scripts[0]] == "-m") if scripts else 0
     name = words[start].rpartition("/")[2].removesuffix(".py")
     arguments = {f"launcher.{key}": value for key, value in _flags(words[:start]).items()}
@@ -145,7 +154,8 @@ def _take_value(name: str, rest: list[str]) -> str:
 
 def _is_switch(name: str) -> bool:
     meaning = dialect("script").becomes.get(name)
-    return field_kinds().get(name) is bool or (isinstance(meaning, dict) and "true" in meaning)
+    is_flag = isinstance(meaning, dict) and "true" in meaning and meaning.keys() <= {"true", "false", "null"}
+    return field_kinds().get(name) is bool or is_flag
 
 
 def _scalar(name: str, text: str) -> Any:

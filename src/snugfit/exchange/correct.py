@@ -21,7 +21,7 @@ from snugfit.exchange.document import Document
 from snugfit.exchange.python_call import WIDENS
 from snugfit.step.wishes.python_text import literal
 
-NO_ARGUMENTS = ("job.", "adapters_dtype", WIDENS)
+NO_ARGUMENTS = ("job.", "parallel.", "adapters_dtype", WIDENS)
 """What is known of a script beside the arguments that stand in it."""
 
 ROUNDS = 4

@@ -3,9 +3,10 @@
     hf           training_arguments.py (a `TrainingArguments` call and the model), training_arguments.json
     accelerate   train.py (the loop on accelerate), accelerate_config.yaml
     torch        train.py (the loop, on torch and transformers alone)
+    deepspeed    train.py (the loop around DeepSpeed's engine), ds_config.json
     trl, axolotl, llamafactory   files of the tools that fine-tune language models (`finetuning_tools.py`)
 
-The first three run as the loop of snugfit of that name (`trainer`, `accelerate`, `plain`), step for step.
+The first four run as a loop of snugfit (`trainer`, `accelerate`, `plain`, and `plain` again), step for step.
 What the Trainer is told comes from what each technique says of itself (`Technique.counterparts`); what the
 scripts do comes from the Setup's wishes. A wish that a target cannot express is refused by the technique's
 name, and nothing is written then.
@@ -18,10 +19,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from snugfit.errors import UsageError, did_you_mean
+from snugfit.errors import RecipeError, UsageError, did_you_mean
 from snugfit.exchange import finetuning_tools
-from snugfit.exchange.script import script_values, write_script
-from snugfit.exchange.trainer_arguments import training_arguments
+from snugfit.exchange.deepspeed_config import deepspeed_config
+from snugfit.exchange.launch_config import launch_config
+from snugfit.exchange.script import samples_at_once, script_values, write_script
+from snugfit.exchange.trainer_arguments import (
+    EACH_MEAN_ALIKE,
+    MESH,
+    ONE_LABEL,
+    divides_by_labels,
+    training_arguments,
+)
+from snugfit.techniques.technique import Slot
 from snugfit.techniques.translate import write_arguments
 
 if TYPE_CHECKING:
@@ -32,6 +42,7 @@ FILES = {
     "hf": ("training_arguments.py", "training_arguments.json"),
     "accelerate": ("train.py", "accelerate_config.yaml"),
     "torch": ("train.py",),
+    "deepspeed": ("train.py", "ds_config.json"),
     "trl": ("sft.py",),
     "axolotl": ("axolotl.yaml",),
     "llamafactory": ("llamafactory.yaml",),
@@ -51,10 +62,8 @@ class Export:
     files: Mapping[str, str]
     """Text by file name."""
 
-    @property
-    def note(self) -> str:
-        """What is not quite as predicted when the target runs it; empty where nothing is."""
-        return finetuning_tools.NOTES.get(self.to, "")
+    note: str = ""
+    """What is not quite as predicted when the target runs it; empty where nothing is."""
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object, as the command prints it."""
@@ -73,45 +82,41 @@ def check_target(job: Job, to: str) -> None:
         finetuning_tools.check_task(job, to)
 
 
-def export(job: Job, recipe: Recipe, to: str) -> Export:
-    """The files for a target. Raises `RecipeError` for what the target cannot express."""
+def export(job: Job, recipe: Recipe, to: str, gpus: int = 1) -> Export:
+    """The files for a target, for so many GPUs. Raises `RecipeError` for what the target cannot express, and
+    `UsageError` for a number of GPUs that the recipe or the batch does not go with."""
     check_target(job, to)
+    samples_at_once(job, recipe, gpus)
     recipe.check(job, installed=False)
     if to in finetuning_tools.TOOLS:
-        return Export(to=to, files={FILES[to][0]: finetuning_tools.TOOLS[to](job, recipe)})
+        if gpus > 1:
+            raise RecipeError(
+                f"{recipe[Slot.SHARDING]} cannot be exported to {to}: its files were compared on one GPU "
+                "only.\nExport to hf, accelerate or torch."
+            )
+        text = finetuning_tools.TOOLS[to](job, recipe)
+        return Export(to=to, files={FILES[to][0]: text}, note=finetuning_tools.NOTES[to])
     if to == "hf":
-        return Export(to=to, files=_for_the_trainer(job, recipe))
-    script = script_values(job, recipe, to, write_arguments(recipe)[0])
+        return _for_the_trainer(job, recipe, gpus)
+    script = script_values(job, recipe, to, write_arguments(recipe)[0], gpus=gpus)
+    if to == "deepspeed":
+        script["config"] = deepspeed_config(job, recipe, gpus)
     files = {"train.py": write_script(to, script)}
     if to == "accelerate":
-        files["accelerate_config.yaml"] = _launch_config(script["mixed"])
-    return Export(to=to, files=files)
+        files["accelerate_config.yaml"] = launch_config(script)
+    if to == "deepspeed":
+        files["ds_config.json"] = json.dumps(script["config"], indent=2) + "\n"
+    return Export(to=to, files=files, note=script["note"])
 
 
-def _for_the_trainer(job: Job, recipe: Recipe) -> dict[str, str]:
-    arguments = training_arguments(job, recipe)
-    script = script_values(job, recipe, "hf", write_arguments(recipe)[0], training_arguments=arguments)
-    return {
-        "training_arguments.py": write_script("hf", script),
-        "training_arguments.json": json.dumps(arguments, indent=2) + "\n",
-    }
-
-
-def _launch_config(mixed: str) -> str:
-    """What `accelerate config` would write for one GPU."""
-    import yaml
-
-    config = {
-        "compute_environment": "LOCAL_MACHINE",
-        "debug": False,
-        "distributed_type": "NO",
-        "downcast_bf16": "no",
-        "machine_rank": 0,
-        "main_training_function": "main",
-        "mixed_precision": mixed,
-        "num_machines": 1,
-        "num_processes": 1,
-        "use_cpu": False,
-    }
-    text: str = yaml.safe_dump(config, sort_keys=True)
-    return text
+def _for_the_trainer(job: Job, recipe: Recipe, gpus: int) -> Export:
+    arguments = training_arguments(job, recipe, gpus=gpus)
+    script = script_values(
+        job, recipe, "hf", write_arguments(recipe)[0], training_arguments=arguments, gpus=gpus
+    )
+    if gpus > 1 and job.task not in ONE_LABEL and not divides_by_labels(job):
+        script["note"] = ". ".join(filter(None, (script["note"], EACH_MEAN_ALIKE)))
+    files = {"training_arguments.py": write_script("hf", script)}
+    if MESH not in arguments:
+        files["training_arguments.json"] = json.dumps(arguments, indent=2) + "\n"
+    return Export(to="hf", files=files, note=script["note"])

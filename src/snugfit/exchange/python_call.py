@@ -100,6 +100,7 @@ def read_script(text: str, where: str) -> tuple[str, dict[str, Any]]:
         **casts,
         **_compiles(tree, calls),
         **reader.budget(tree),
+        **reader.gpus(kind),
         **_converts(calls),
     }
 
@@ -158,6 +159,13 @@ class _CallReader:
         ]
         return {f"functorch.{name}": self.value(values[-1])} if values else {}
 
+    def gpus(self, kind: str) -> dict[str, Any]:
+        """For how many processes the script says that it is, as those do which snugfit has exported."""
+        node = self.names.get("GPUS")
+        if not isinstance(node, ast.Constant) or type(node.value) is not int or node.value == 1:
+            return {}
+        return {"parallel.elsewhere" if kind == "accelerate" else "job.gpus": node.value}
+
     def trained_model(self, call: ast.Call, options: Any) -> dict[str, Any]:
         """The model that a trainer is given by its name, not as an object. TRL loads it with the `options` of
         `model_init_kwargs`, in float32 where these say no dtype (`create_model_from_path` of TRL 1.16)."""
@@ -180,7 +188,7 @@ class _CallReader:
                 str(getattr(key, "value", "")): self.value(value)
                 for key, value in zip(node.keys, node.values, strict=True)
             }
-        if isinstance(node, ast.Call) and _name(node) == "BitsAndBytesConfig":
+        if isinstance(node, ast.Call) and _name(node) in ("BitsAndBytesConfig", "ParallelismConfig"):
             return self.call(node)
         try:
             return ast.literal_eval(node)

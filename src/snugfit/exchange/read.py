@@ -22,6 +22,17 @@ from snugfit.exchange import installed
 from snugfit.exchange.account import Line, Reading
 from snugfit.exchange.dialect import Dialect, as_word, dialect, flatten
 from snugfit.exchange.document import Document, open_document
+from snugfit.exchange.processes import (
+    BY,
+    COPIES,
+    GPUS,
+    HOSTS,
+    OF_THEIR_NUMBER,
+    PER_HOST,
+    RAW,
+    SHARDS,
+    read_processes,
+)
 from snugfit.exchange.python_call import Unknown
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
@@ -34,16 +45,21 @@ _JOB = "job."
 
 
 def read_arguments(
-    path: Path | None, flags: Mapping[str, Any] | None = None, *, options: Collection[str] = ()
+    path: Path | None,
+    flags: Mapping[str, Any] | None = None,
+    *,
+    options: Collection[str] = (),
+    gpus: int | None = None,
 ) -> Reading:
     """The job and the recipe in a user's file, and in transformers' arguments on the command line, which go
-    before the file's. `options` are the arguments that the run itself listens to, and that become settings.
-    Raises `UsageError` when the file is none that is known.
+    before the file's. `options` are the arguments that the run itself listens to, and that become settings;
+    so many `gpus` go before the number that the file says. Raises `UsageError` when the file is none that is
+    known.
 
     What has no counterpart does not raise here: it stands in `refused`.
     """
     document = Document(path=Path("the command line"), format="shell", dialect="script", values={})
-    return _Reader(open_document(path) if path else document, flags or {}, options).reading()
+    return _Reader(open_document(path) if path else document, flags or {}, options, gpus).reading()
 
 
 @dataclass
@@ -53,6 +69,8 @@ class _Reader:
     document: Document
     flags: Mapping[str, Any]
     options: Collection[str]
+    named_gpus: int | None
+    gpus: int = 1
     arguments: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, tuple[str, Any]] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -79,6 +97,7 @@ class _Reader:
         if table.note:
             self.differs.append(Line(key=table.title, value="", says=table.note))
         self._fill_defaults(table)
+        self._processes()
         decided = self._recipe()
         self._job()
         for key, value in self.arguments.items():
@@ -146,6 +165,41 @@ class _Reader:
                 whole[key] = _names(whole[key], is_pattern=key == "optim_target_modules")
         self.arguments = whole
 
+    def _processes(self) -> None:
+        """What the raw words about processes come to, in their place."""
+        said = {key: self.arguments[key] for key in self.origins if key in self.arguments}
+        processes = read_processes(self.arguments, said, self.named_gpus)
+        self.gpus = processes.gpus
+        origins = {key: self.origins.pop(key) for key in RAW if key in self.origins}
+        for key in RAW:
+            self.arguments.pop(key, None)
+        for lines, pairs in ((self.refused, processes.refused), (self.differs, processes.differs)):
+            for key, says in pairs:
+                instead = "gpus" if says in OF_THEIR_NUMBER else "recipe"
+                self._line(lines, *origins.get(key, (key, "")), says, instead=instead)
+        counted = next((origins[key] for key in (GPUS, PER_HOST, SHARDS) if key in origins), None)
+        if self.gpus > 1:
+            self.settings["gpus"] = self.gpus
+            if counted and self.named_gpus is None:
+                self._line(self.took, *counted, f"{self.gpus} GPUs")
+                self.said_by["gpus"] = counted[0]
+        elif counted and not processes.refused:
+            self._line(self.ignored, *counted, "it is one GPU")
+        wrong = {key for key, _ in processes.refused}
+        for key in (HOSTS, COPIES, SHARDS):
+            if key in origins and origins[key] != counted and key not in wrong:
+                self._line(self.took, *origins[key], f"of {self.gpus} GPUs")
+        if BY in origins and not processes.words and not wrong and self.gpus == 1:
+            self._line(self.ignored, *origins[BY], "it is one GPU")
+        origin = origins.get(processes.asked_by) or counted or ("gpus", self.gpus)
+        self.arguments |= processes.words
+        self.origins |= dict.fromkeys(processes.words, origin)
+        if BY not in processes.words:  # what would say more of it says nothing
+            for key in [key for key in self.arguments if key.startswith("parallel.")]:
+                self.arguments.pop(key)
+                if key in self.origins:
+                    self._line(self.ignored, *self.origins.pop(key), "nothing is shared with other processes")
+
     def _recipe(self) -> set[str]:
         """The recipe into the settings; gives the arguments that decided it."""
         techniques: list[Technique] = []
@@ -204,7 +258,7 @@ class _Reader:
         self._batch()
 
     def _batch(self) -> None:
-        """The global batch: micro-batch x accumulation, on one GPU."""
+        """The global batch: micro-batch x accumulation, on each GPU."""
         micro, pieces = self.arguments.get(MICRO_BATCH), self.arguments.get(ACCUMULATION)
         name, given = self.origins.get(MICRO_BATCH, (MICRO_BATCH, micro))
         if micro is None:
@@ -214,15 +268,17 @@ class _Reader:
             says = _COMPUTED if unknown else "a batch must be a whole number of samples"
             self._line(self.refused, name, given, says, instead="batch_size")
             return
-        whole = self.settings.setdefault("batch_size", micro * pieces)
-        if whole != micro * pieces:
-            says = f"{micro} in {pieces} pieces is not the global batch of {whole}"
+        whole = self.settings.setdefault("batch_size", micro * pieces * self.gpus)
+        gpus = "one GPU" if self.gpus == 1 else f"{self.gpus} GPUs"
+        if whole != micro * pieces * self.gpus:
+            of_all = "" if self.gpus == 1 else f" on each of {gpus}"
+            says = f"{micro} in {pieces} pieces{of_all} is not the global batch of {whole}"
             self._line(self.refused, name, given, says, instead="batch_size")
         else:
             default = "" if MICRO_BATCH in self.origins else " (default)"
             if not default:
                 self.said_by["batch_size"] = name
-            self._line(self.took, name, f"{as_word(given)}{default}", f"batch_size {whole} on one GPU")
+            self._line(self.took, name, f"{as_word(given)}{default}", f"batch_size {whole} on {gpus}")
 
     def _account(self, key: str, value: Any) -> None:
         """What to say of an argument that decided nothing: it is a default, it may be passed by, or not."""

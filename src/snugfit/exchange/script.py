@@ -9,7 +9,9 @@ the technique is refused by name.
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from snugfit.exchange import installed
@@ -18,6 +20,8 @@ from snugfit.job.model import CLASSIFICATION
 from snugfit.step.applier import script_fields
 from snugfit.step.wishes.handler import ScriptContext
 from snugfit.step.wishes.python_text import literal
+from snugfit.techniques.setup import ParallelWish, Setup
+from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -31,20 +35,23 @@ def script_values(
     dotted: Mapping[str, Any],
     *,
     training_arguments: Mapping[str, Any] | None = None,
+    gpus: int = 1,
 ) -> dict[str, Any]:
     """Everything that a template may write, by the name that it has there; texts are Python already, unless
     the template says `literal`, and `to` is the target. With `training_arguments` the loop is the
     Trainer's."""
     context = ScriptContext(
         job=job,
-        setup=recipe.setup(),
+        setup=setup_on(recipe, gpus),
         recipe=recipe,
+        target=to,
         trainer=training_arguments is not None,
         library=installed.version(),
         checkpointing_name=installed.checkpointing_name(),
         checkpointing_options=installed.checkpointing_options(),
     )
     wishes = script_fields(context)
+    wishes.setdefault("parallel", None)
     arguments = {"dtype": "", **wishes["model_arguments"], **_config_arguments(job)}  # dtype stands first
     return {
         "recipe": str(recipe),
@@ -55,6 +62,9 @@ def script_values(
         "environment": {k.partition(".")[2]: v for k, v in dotted.items() if k.startswith("environment.")},
         "shifted": job.task == "causal-lm",  # the first token of a sequence is not predicted
         "batch_size": job.batch_size,
+        "gpus": gpus,
+        "joins": to == "deepspeed" or (to == "torch" and wishes["parallel"] is not None),
+        "note": "",
         "learning_rate": job.learning_rate,
         "clip": job.clip,
         "training_arguments": training_arguments or {},
@@ -71,6 +81,22 @@ def script_values(
     }
 
 
+def setup_on(recipe: Recipe, gpus: int) -> Setup:
+    """The recipe's Setup on so many GPUs; DeepSpeed's engine may ask its launcher how many there are. Raises
+    `UsageError` for a number that the recipe cannot train on."""
+    setup = recipe.setup()
+    asks_launcher = setup.sharding is not None and not hasattr(setup.sharding, "ranks")
+    return setup if asks_launcher else on_gpus(setup, gpus)
+
+
+def samples_at_once(job: Job, recipe: Recipe, gpus: int) -> int:
+    """Samples of a micro-batch on one GPU. Raises `UsageError` for a batch that cannot be cut so evenly."""
+    setup = setup_on(recipe, gpus)
+    if setup.sharding is not None:
+        setup = replace(setup, sharding=None, parallel=ParallelWish(ranks=gpus))
+    return job_of_rank(job, setup).batch_size // setup.micro_batches
+
+
 def write_script(template: str, script: Mapping[str, Any]) -> str:
     """The text of the script with these `script_values`; it is Python that compiles."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -84,6 +110,7 @@ def write_script(template: str, script: Mapping[str, Any]) -> str:
         autoescape=False,
     )
     environment.filters["literal"] = literal
+    environment.filters["wrapped"] = lambda line: "\n".join(textwrap.wrap(line, 100, break_on_hyphens=False))
     text = environment.get_template(f"{template}.j2").render(script=script).lstrip("\n")
     compile(text, f"{template}.py", "exec")
     return text

@@ -14,6 +14,8 @@ dotted and say where they are set:
     functorch.*                 `torch._functorch.config`, in a script
     layers.float8               torchao's recipe for the products of their linear layers, in a script
     environment.PYTORCH_...     a variable of the process
+    parallel.*                  how several processes train together, in words of our own: other libraries say
+                                it partly in their launchers' files (`exchange/processes.py`)
 
 A value is what it must be, or `Setting("n")`: whatever it is there becomes the technique's setting `n`.
 """
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -45,3 +47,6 @@ class Counterpart:
 
     note: str = ""
     """What is not quite the same, for whoever reads a translation; such a counterpart is never written."""
+
+    used: Literal["both ways", "to read", "to write"] = "both ways"
+    """Whether arguments are read by it, written, or both."""

@@ -13,7 +13,7 @@ from snugfit.techniques.technique import Slot, TechniqueBySlot
 if TYPE_CHECKING:
     from snugfit.job.job import Job
 
-READ = "buckets are as large as `auto` makes them, and overlap_comm is off"
+READ = "buckets are as large as `auto` makes them, and overlap_comm is off on one GPU"
 """What of a configuration that is read stands in no recipe."""
 
 ADAMW = "torch.optim:AdamW"

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from snugfit.errors import UsageError
+from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setup import PADDING_FREE, ParallelWish, Setup
 from snugfit.techniques.technique import Slot, TechniqueBySlot
 
@@ -31,6 +32,44 @@ SHARDS_ON_HOST = (
 KNOW_SHARDS = ("torch.optim:AdamW", "torch.optim:SGD")
 """Optimizers of torch that update shards as they update whole weights (chosen: others look at a weight's
 shape, or are code that knows no shards)."""
+
+
+COPIED = (
+    Counterpart(arguments={"ddp_find_unused_parameters": False}, used="to write"),
+    Counterpart(
+        arguments={"parallel.by": "ddp", "parallel.bucket_views": Setting("bucket_views")}, used="to read"
+    ),
+)
+"""DDP elsewhere: the Trainer takes it by itself where several processes are started, and then looks for
+parameters without gradients in each step unless it is told not to."""
+
+
+def sharded_elsewhere(group: Setting | None = None) -> tuple[Counterpart, ...]:
+    """FSDP2 elsewhere: `TrainingArguments(fsdp=True)`, which never gathers again what is in no layer. With a
+    `group` each copy of the weights is spread over so many GPUs, and the number of copies is left to whoever
+    knows that of the GPUs."""
+    written = [
+        Counterpart(
+            arguments={
+                "fsdp": True,
+                "fsdp_config.version": 2,
+                "fsdp_config.reshard_after_forward": reshard == "layers",
+                "fsdp_config.cpu_offload": offload == "cpu",
+                **({"parallelism_config.dp_shard_size": group} if group else {}),
+            },
+            settings={"reshard": reshard, "offload": offload},
+            used="to write",
+        )
+        for reshard in ("layers", "none")
+        for offload in ("none", "cpu")
+    ]
+    read = {
+        "parallel.by": "fsdp",
+        "parallel.reshard": Setting("reshard"),
+        "parallel.offload": Setting("offload"),
+        **({"parallel.copies": "several", "parallel.group": group} if group else {}),
+    }
+    return (*written, Counterpart(arguments=read, used="to read"))
 
 
 def with_parallel(setup: Setup, wish: ParallelWish) -> Setup:

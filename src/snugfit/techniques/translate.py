@@ -46,6 +46,8 @@ def _read_slot(slot: Slot, arguments: Mapping[str, Any]) -> SlotReading:
     looked_at: dict[str, None] = {}
     for kind in roster.techniques():
         for counterpart in kind.counterparts if kind.slot is slot else ():
+            if counterpart.used == "to write":
+                continue
             keys = tuple(counterpart.arguments)
             looked_at |= dict.fromkeys(keys)
             literals = sum(not isinstance(value, Setting) for value in counterpart.arguments.values())
@@ -81,7 +83,8 @@ def write_arguments(recipe: Recipe) -> tuple[dict[str, Any], tuple[Technique, ..
     unsaid = []
     for technique in recipe:
         for counterpart in technique.counterparts:
-            if not counterpart.note and (own := _arguments_for(counterpart, technique)) is not None:
+            is_written = not counterpart.note and counterpart.used != "to read"
+            if is_written and (own := _arguments_for(counterpart, technique)) is not None:
                 arguments |= own
                 break
         else:

@@ -65,8 +65,11 @@ class ScriptContext:
     setup: Setup
     recipe: Recipe
 
+    target: str
+    """Whose loop the script's is: `torch`, `accelerate`, `hf`, or the name of a tool."""
+
     trainer: bool
-    """Whether the script's loop is the Trainer's, which is told of most wishes in its arguments."""
+    """Whether that is the Trainer's, which is told of most wishes in its arguments."""
 
     library: str
     """transformers and its version."""

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from snugfit.step.checkpointing import layer_stacks
-from snugfit.step.wishes.handler import Context, Handler
+from snugfit.step.wishes.handler import Context, Handler, ScriptContext
 from snugfit.step.wishes.mesh.ring_attention import cut_batch
+from snugfit.step.wishes.mesh.script import parallel_fields
 from snugfit.step.wishes.mesh.tensor import in_tensor_parts, sum_parts_of_gradients
 from snugfit.techniques.technique import Slot
 
@@ -43,7 +44,6 @@ class ParallelHandler(Handler):
         "trainer": NOT_YET,
         "fit": LIVE,
         "custom_loop": LIVE,
-        "script": "no script for several GPUs is written. `snugfit train` runs it",
     }
 
     def import_code(self, value: ParallelWish | None) -> None:
@@ -116,6 +116,10 @@ class ParallelHandler(Handler):
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
+
+    def script(self, value: ParallelWish | None, context: ScriptContext) -> dict[str, Any]:
+        """What spreads the model in a script."""
+        return {} if value is None else parallel_fields(value, context)
 
 
 def _release_first_buckets(model: Any) -> None:

@@ -52,8 +52,11 @@ class AutocastHandler(Handler):
         return {"mixed_precision": _MIXED[value]}
 
     def script(self, value: str | None, context: ScriptContext) -> dict[str, Any]:
-        """torch's dtype for a loop of torch's, accelerate's word for one of accelerate's."""
-        return {"autocast": f"torch.{value}" if value else "", "mixed": _MIXED[value]}
+        """torch's dtype for a loop of torch's, accelerate's word for one of accelerate's, which has the same
+        word where weights are cast as they are gathered."""
+        parallel = context.setup.parallel
+        word = _MIXED[value or (parallel.dtype if parallel else None)]
+        return {"autocast": f"torch.{value}" if value else "", "mixed": word}
 
 
 class ScaleGradientsHandler(Handler):

@@ -41,5 +41,10 @@ def call_text(call: Call, first: str) -> CallText | None:
     if call.path.startswith(_OWN):
         return None
     module, _, name = call.path.partition(":")
-    arguments = "".join(f", {key}={literal(value)}" for key, value in call.arguments.items())
-    return CallText(imported=f"from {module} import {name}", called=f"{name}({first}{arguments})")
+    called = f"{name}({first}{keywords_text(call.arguments)})"
+    return CallText(imported=f"from {module} import {name}", called=called)
+
+
+def keywords_text(arguments: Mapping[str, Any]) -> str:
+    """Keyword arguments that follow others: `, foreach=True`."""
+    return "".join(f", {key}={literal(value)}" for key, value in arguments.items())

@@ -26,6 +26,7 @@ class Ddp(Technique):
     fidelity: ClassVar = Fidelity.SAME
     source: ClassVar = "Li et al., PyTorch Distributed, arXiv 2006.15704; torch.nn.parallel"
     elsewhere: ClassVar = ("data_parallel", "distributed_data_parallel")
+    counterparts: ClassVar = several_gpus.COPIED
     needs_several_gpus: ClassVar = True
 
     bucket_views: bool = False

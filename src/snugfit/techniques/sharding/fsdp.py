@@ -26,6 +26,7 @@ class Fsdp(Technique):
     fidelity: ClassVar = Fidelity.ROUNDS
     source: ClassVar = "Zhao et al., PyTorch FSDP, arXiv 2304.11277; torch.distributed.fsdp.fully_shard"
     elsewhere: ClassVar = ("fully_shard", "fsdp2", "full_shard")
+    counterparts: ClassVar = several_gpus.sharded_elsewhere()
     needs_several_gpus: ClassVar = True
 
     reshard: Literal["layers", "all", "none"] = "layers"

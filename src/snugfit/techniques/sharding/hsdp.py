@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from snugfit.techniques import several_gpus
+from snugfit.techniques.counterpart import Setting
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import ParallelWish, Setup
 from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
@@ -26,6 +27,7 @@ class Hsdp(Technique):
     fidelity: ClassVar = Fidelity.ROUNDS
     source: ClassVar = "Zhao et al., PyTorch FSDP, arXiv 2304.11277, section 3.2.2; fully_shard"
     elsewhere: ClassVar = ("hybrid_shard", "hybrid_sharded")
+    counterparts: ClassVar = several_gpus.sharded_elsewhere(Setting("n"))
     needs_several_gpus: ClassVar = True
 
     n: int = between(2, several_gpus.MOST_GPUS)

@@ -52,9 +52,12 @@ class ShardingHandler(Handler):
         return {"deepspeed": config, "bf16": bf16}
 
     def script(self, value: ShardingWish | None, context: ScriptContext) -> dict[str, Any]:
-        """Nothing in the Trainer's script, whose arguments say it; a loop of one's own cannot."""
-        if value is not None and not context.trainer:
+        """Nothing in the Trainer's script, whose arguments say it, nor in one around the engine, which has a
+        file of its own; another loop cannot."""
+        if value is None and context.target == "deepspeed":
+            raise context.refusal(self.slot, "its steps are not those of DeepSpeed's engine")
+        if value is not None and not context.trainer and context.target != "deepspeed":
             raise context.refusal(
-                self.slot, "the script's own loop would be DeepSpeed's engine's. --export hf writes it"
+                self.slot, "the loop would be that of DeepSpeed's engine. --export hf or deepspeed writes it"
             )
         return {}

@@ -1,0 +1,139 @@
+"""How many processes train together, and how they share the work, in somebody's configuration.
+
+No one key says it. A launcher's flag or file counts the processes, FSDP is a switch beside them, copies of
+the weights are a mesh, and DDP is what happens when nothing else is said. Dialects translate all that into a
+few raw words (`parallel.by`, `parallel.replicate`, ...), and here these become what techniques are read from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+GPUS, BY, STAGE, OFFLOAD = "job.gpus", "parallel.by", "sharding.stage", "sharding.offload"
+PER_HOST, HOSTS, COPIES, SHARDS = (
+    "parallel.per_host",
+    "parallel.hosts",
+    "parallel.replicate",
+    "parallel.shard",
+)
+ZERO, ELSEWHERE, OVERLAP = "parallel.zero", "parallel.elsewhere", "parallel.overlap"
+RAW = (GPUS, BY, PER_HOST, HOSTS, COPIES, SHARDS, ZERO, ELSEWHERE, OVERLAP)
+"""Words that are read here and nowhere else."""
+
+BATCH, MICRO, PIECES = "job.batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"
+
+NOT_SAID = "how many processes share the training is said by whoever starts them: say it with --gpus"
+COMPUTED = "it is known only when the processes start: say it with --gpus"
+ONE_PROCESS = "one process has nobody to share with: leave it out, or say how many there are with --gpus"
+OF_THEIR_NUMBER = (NOT_SAID, COMPUTED, ONE_PROCESS)
+"""What is no longer asked when the user names the number."""
+
+NO_MESH = "without FSDP (version 2) a mesh of processes spreads nothing"
+IN_THE_CONFIG = "how its processes share the work says the file of accelerate launch: give that file instead"
+OWN_BUCKETS = (
+    "on several GPUs accelerate leaves DeepSpeed its own buckets, of half a billion elements each, which are "
+    "not predicted. Give a DeepSpeed file with sizes of auto instead (deepspeed_config_file)"
+)
+TWO_BUCKETS = "on one GPU there is nothing to overlap, and its second bucket is not predicted"
+FIRST_STAGE = (
+    "DeepSpeed's first stage on several GPUs has no counterpart: ddp is without it, and zero2 is the next"
+)
+ALONE = (
+    "on one GPU ZeRO shards nothing; without offload to the CPU its flat copies and buckets are not predicted"
+)
+
+
+@dataclass(kw_only=True)
+class Processes:
+    """What the raw words come to."""
+
+    gpus: int = 1
+    """How many processes there are, one for each GPU."""
+
+    words: dict[str, Any] = field(default_factory=dict)
+    """Arguments that techniques are read from."""
+
+    asked_by: str = ""
+    """The raw word that asked for them; empty where it is the number of processes."""
+
+    refused: list[tuple[str, str]] = field(default_factory=list)
+    """Raw words that have no counterpart, each with the reason."""
+
+    differs: list[tuple[str, str]] = field(default_factory=list)
+    """Raw words that are not quite the same here, each with the difference."""
+
+
+def read_processes(arguments: Mapping[str, Any], said: Mapping[str, Any], named: int | None) -> Processes:
+    """Of all `arguments`, of which the configuration itself has `said` some; the user may have `named` a
+    number of GPUs, which goes before its own."""
+    processes = Processes()
+    numbers = {key: arguments[key] for key in RAW if key in arguments and key not in (BY, ZERO, OVERLAP)}
+    if wrong := [key for key, value in numbers.items() if type(value) is not int or value < 1]:
+        if named is None:
+            processes.refused += [(key, COMPUTED) for key in wrong]
+        numbers = {key: value for key, value in numbers.items() if key not in wrong}
+    gpus = named or _count(numbers, arguments, said)
+    mesh = numbers.get(COPIES, 1) * numbers.get(SHARDS, 1)
+    processes.gpus = gpus or 1
+    if gpus and mesh not in (1, gpus):
+        processes.refused.append(
+            (SHARDS if SHARDS in numbers else COPIES, f"it makes a mesh of {mesh}, not of {gpus}")
+        )
+    if OVERLAP in arguments and processes.gpus == 1:
+        processes.refused.append((OVERLAP, TWO_BUCKETS))
+    if ELSEWHERE in numbers:
+        processes.refused.append((ELSEWHERE, IN_THE_CONFIG))
+    by = arguments.get(BY)
+    if by == "fsdp":
+        _read_fsdp(processes, gpus, numbers)
+    elif numbers.get(SHARDS, 1) > 1:
+        processes.refused.append((SHARDS, NO_MESH))
+    elif by == "deepspeed" and processes.gpus > 1:
+        processes.refused.append((BY, OWN_BUCKETS))
+    elif ZERO in arguments and STAGE not in arguments:
+        _read_zero(processes, arguments[ZERO])
+    elif by == "ddp" and gpus is None:
+        processes.refused.append((BY, NOT_SAID))
+    elif processes.gpus > 1 and STAGE not in arguments:
+        processes.words, processes.asked_by = {BY: "ddp", "parallel.bucket_views": False}, BY if by else ""
+    return processes
+
+
+def _count(numbers: Mapping[str, int], arguments: Mapping[str, Any], said: Mapping[str, Any]) -> int | None:
+    """The number of processes that the configuration says; None where it says none."""
+    if GPUS in numbers:
+        return numbers[GPUS]
+    if PER_HOST in numbers or HOSTS in numbers:
+        return numbers.get(PER_HOST, 1) * numbers.get(HOSTS, 1)
+    if COPIES in numbers or SHARDS in numbers:
+        return numbers.get(COPIES, 1) * numbers.get(SHARDS, 1)
+    values = (arguments.get(key) for key in (BATCH, MICRO, PIECES) if key in said)
+    parts = [value for value in values if isinstance(value, int) and value > 0]
+    if len(parts) < 3:
+        return None
+    whole, micro, pieces = parts
+    return whole // (micro * pieces) if whole % (micro * pieces) == 0 else None
+
+
+def _read_fsdp(processes: Processes, gpus: int | None, numbers: Mapping[str, int]) -> None:
+    if gpus is None:
+        processes.refused.append((BY, NOT_SAID))
+    elif gpus == 1:
+        processes.refused.append((BY, ONE_PROCESS))
+    elif numbers.get(COPIES, 1) > 1 and numbers.get(SHARDS, 1) == 1:
+        processes.refused.append((COPIES, "FSDP has no processes to spread a copy over"))
+    processes.words[BY], processes.asked_by = "fsdp", BY
+    if numbers.get(COPIES, 1) > 1:
+        processes.words |= {"parallel.copies": "several", "parallel.group": numbers.get(SHARDS, 1)}
+
+
+def _read_zero(processes: Processes, stage: int) -> None:
+    """DeepSpeed's first or second stage with nothing on the host."""
+    if processes.gpus == 1:
+        processes.differs.append((ZERO, ALONE))
+    elif stage == 1:
+        processes.refused.append((ZERO, FIRST_STAGE))
+    else:
+        processes.words, processes.asked_by = {STAGE: stage, OFFLOAD: "none"}, ZERO

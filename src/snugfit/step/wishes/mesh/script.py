@@ -1,0 +1,72 @@
+"""Several processes in an exported script: what its template writes for a `ParallelWish`, or why it cannot.
+
+A script of torch's does what `parallel.py` does, line by line. accelerate and the Trainer spread a model by
+code of their own, which their files ask for: what is said of it there stands in `ACCELERATE_S_FSDP`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from snugfit.step.compiling import layer_names
+from snugfit.techniques.setup import ParallelWish
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    from snugfit.step.wishes.handler import ScriptContext
+
+ACCELERATE_S_FSDP = (
+    "accelerate's FSDP2 makes the embedding a group of its own, and the last norm with the head another one, "
+    "which stays gathered after the forward pass. Under bf16 it trains weights in float32, sums gradients in "
+    "bf16 and casts what the model gives to bf16, where snugfit's own loop sums in float32 and casts no "
+    "output. So its bytes and losses are those of --loop accelerate or trainer, not of the plain loop"
+)
+"""`accelerate.utils.fsdp_utils.fsdp2_prepare_model` and the plugin's `set_mixed_precision` of 1.15."""
+
+
+def _imports(wish: ParallelWish) -> tuple[str, ...]:
+    """What spreads a model in a script of torch's."""
+    if wish.weights == "copied":
+        return ("from torch.nn.parallel import DistributedDataParallel",)
+    names = (*(("CPUOffloadPolicy",) if wish.on_host else ()), "MixedPrecisionPolicy", "fully_shard")
+    return (
+        "from torch.distributed.device_mesh import init_device_mesh",
+        f"from torch.distributed.fsdp import {', '.join(names)}",
+    )
+
+
+def parallel_fields(wish: ParallelWish, context: ScriptContext) -> dict[str, Any]:
+    """The values of a template. Raises `RecipeError` for what its script cannot do."""
+    cuts_more = [one.slot for one in context.recipe if one.needs_several_gpus and one.slot != Slot.SHARDING]
+    if cuts_more:
+        raise context.refusal(cuts_more[0], "scripts for several GPUs share the batch among them alone")
+    if why := _why_not(wish, context.target):
+        raise context.refusal(Slot.SHARDING, why)
+    shards = wish.shards or wish.data_ranks
+    copies = wish.data_ranks // shards
+    return {
+        "parallel": {
+            "weights": wish.weights,
+            "bucket_views": wish.bucket_views,
+            "mesh": {"shard": shards} if copies == 1 else {"replicate": copies, "shard": shards},
+            "imports": _imports(wish),
+            "reshard": wish.reshard,
+            "on_host": wish.on_host,
+            "dtype": f"torch.{wish.dtype}" if wish.dtype else "",
+            "layers": layer_names(context.job) if wish.weights == "sharded" else (),
+        },
+        "note": ACCELERATE_S_FSDP if wish.weights == "sharded" and context.target != "torch" else "",
+    }
+
+
+def _why_not(wish: ParallelWish, target: str) -> str:
+    """Why no script of this target is written; empty where one is."""
+    if target == "torch":
+        return ""
+    if target == "deepspeed":
+        return "its steps are not those of DeepSpeed's engine"
+    if wish.states == "sharded":
+        return "accelerate does not place the states of torch's ZeroRedundancyOptimizer"
+    if wish.weights == "sharded" and wish.reshard == "all":
+        return "accelerate keeps what is in no layer gathered until it was used. Try reshard=layers"
+    return ""
