@@ -41,13 +41,13 @@ class Ran(NamedTuple):
     losses: list[float]
 
 
-def run_ranks(ranks: int, cases: Sequence[Case]) -> list[list[Ran]]:
-    """What each of so many ranks did in each case."""
+def run_ranks(ranks: int, cases: Sequence[Case], loop: str = "plain") -> list[list[Ran]]:
+    """What each of so many ranks did in each case, in this loop."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "cases").write_bytes(pickle.dumps(list(cases)))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, __file__, str(folder), str(ranks)]
+        command = [sys.executable, __file__, str(folder), loop, str(ranks)]
         processes = [
             subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
             for rank in range(ranks)
@@ -63,7 +63,7 @@ def run_ranks(ranks: int, cases: Sequence[Case]) -> list[list[Ran]]:
         return [[Ran(*one) for one in of_rank] for of_rank in read]
 
 
-def losses_of(job: Job, setup: Setup) -> list[float]:
+def losses_of(job: Job, setup: Setup, loop: str = "plain") -> list[float]:
     """The losses of a few real steps, whose weights and batches are those of one seed."""
     import torch
 
@@ -77,11 +77,11 @@ def losses_of(job: Job, setup: Setup) -> list[float]:
             torch.manual_seed(5)
 
     torch.manual_seed(0)
-    step = open_step(job, setup, "plain", torch.device("cpu"), keep_losses=True)
+    step = open_step(job, setup, loop, torch.device("cpu"), keep_losses=True)
     return list(step.run(3, SeedAfterBuilding()))
 
 
-def run_rank(folder: Path, ranks: int, rank: int) -> None:
+def run_rank(folder: Path, loop: str, ranks: int, rank: int) -> None:
     """What each process does."""
     import torch.distributed as dist
 
@@ -96,7 +96,7 @@ def run_rank(folder: Path, ranks: int, rank: int) -> None:
     for job, recipe in cases:
         setup = on_gpus(Recipe.parse(recipe).setup(), ranks)
         part = job_of_rank(job, setup)
-        ran.append((reports(part, setup), losses_of(part, setup)))
+        ran.append((reports(part, setup, loop=loop), losses_of(part, setup, loop)))
     (folder / f"ran{rank}").write_bytes(pickle.dumps(ran))
     dist.barrier()
     dist.destroy_process_group()
@@ -138,4 +138,4 @@ def _waited_for(exchange: Callable[..., Any]) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
-    run_rank(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    run_rank(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

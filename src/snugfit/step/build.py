@@ -33,6 +33,7 @@ def build_model(
     device: torch.device,
     *,
     on_host: bool = False,
+    stays: bool = False,
     weights: Path | None = None,
     on_loaded: OnLoaded = lambda loaded: None,
 ) -> torch.nn.Module:
@@ -42,10 +43,10 @@ def build_model(
     A model that is built on the host and then moved makes its device tensors in the order of its modules. A
     rehearsal has no host to build on: it builds out of its recorder's sight, and then moves. Quantized
     weights are made on the device, as transformers loads them. A model whose weights the host keeps stays
-    there until it is given to its processes.
+    there until it is given to its processes, and so does one that `stays`, because who spreads it moves it.
     """
     on_host = on_host and setup.quantize is None
-    stays = setup.parallel is not None and setup.parallel.on_host
+    stays = stays or (setup.parallel is not None and setup.parallel.on_host)
     if on_host or stays or job.build_on == "host":
         with _host(device):
             model = _instantiate(job, setup, weights, on_loaded)

@@ -29,6 +29,7 @@ from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.rehearsal.sharded import collectives
 from snugfit.rehearsal.sharded.device_module import ShapesModule
 from snugfit.rehearsal.sharded.offloaded_shards import TO_COPY, HostShards
+from snugfit.rehearsal.sharded.spreading import while_spreading
 from snugfit.rehearsal.sharded.streams import Moment, StreamOrder
 from snugfit.rehearsal.trace.trace import ALL_REDUCE, DEFAULT_STREAM, SHARD_HOOKS
 from snugfit.results.footprint import Kind
@@ -209,7 +210,7 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[No
         stack.enter_context(
             patch.object(torch, "meta", ShapesModule(recorder.order, ranks, recorder.wait), create=True)
         )
-        for owner, name, instead in replaced:
+        for owner, name, instead in (*replaced, *while_spreading(recorder)):
             stack.enter_context(patch.object(owner, name, instead))
         yield
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from snugfit.step.checkpointing import layer_stacks
+from snugfit.step.wishes import parallel_by_accelerate as by_accelerate
 from snugfit.step.wishes.handler import Context, Handler
 from snugfit.techniques.technique import Slot
 
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from snugfit.job.job import Job
     from snugfit.techniques.setup import OptimizerWish, ParallelWish
 
-NOT_YET = "several GPUs are predicted, measured and trained by snugfit's own loop. Leave --loop out"
 LIVE = "a live model cannot be spread over several GPUs. `snugfit train` does it"
 
 
@@ -34,12 +35,14 @@ class ParallelHandler(Handler):
 
     wish, slot = "parallel", Slot.SHARDING
     refused: ClassVar = {
-        "accelerate": NOT_YET,
-        "trainer": NOT_YET,
         "fit": LIVE,
         "custom_loop": LIVE,
         "script": "no script for several GPUs is written. `snugfit train` runs it",
     }
+
+    def why_refused(self, value: ParallelWish | None, front_end: str) -> str:
+        """What accelerate and the Trainer have no word for."""
+        return by_accelerate.why_refused(value, front_end) if value is not None else ""
 
     def import_code(self, value: ParallelWish | None) -> None:
         """torch's own, before anything is watched."""
@@ -61,6 +64,14 @@ class ParallelHandler(Handler):
         if value.weights == "sharded":
             return functools.partial(_fsdp_tells, model, is_last=is_last)
         return None if is_last else model.no_sync
+
+    def accelerator_arguments(self, value: ParallelWish | None) -> dict[str, Any]:
+        """accelerate's own words for it."""
+        return by_accelerate.accelerator_arguments(value) if value is not None else {}
+
+    def training_arguments(self, value: ParallelWish | None, job: Job, device: torch.device) -> dict[str, Any]:
+        """The Trainer's words for it."""
+        return by_accelerate.training_arguments(value) if value is not None else {}
 
     def after_update(self, value: ParallelWish | None, model: Any, step: int) -> None:
         """Has NCCL let go of DDP's first buckets, once."""
