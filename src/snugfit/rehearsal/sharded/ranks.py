@@ -23,6 +23,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from snugfit.rehearsal.record.kernels import KernelCost
 from snugfit.rehearsal.record.recorder import Recorder
@@ -60,6 +61,8 @@ class RankRecorder(Recorder):
         kwargs = kwargs or {}
         if torch._C._get_dispatch_mode(FAKE) is not None:
             return func(*args, **kwargs)
+        if self._phase == "build" and func.is_view and self._is_on_host(args[0]):
+            return func(*args, **kwargs)
         if collectives.is_collective(func) and DTensor not in types:
             return self._exchange(func, args, kwargs)
         if self.shards is not None and DTensor not in types:
@@ -68,6 +71,10 @@ class RankRecorder(Recorder):
             if self._phase == "backward" and _copies_out(func, args, kwargs):  # a shard's gradient
                 return self.shards.keep(args[0])
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _is_on_host(self, value: Any) -> bool:
+        """Whether it is a part of a model that was built out of sight, and was not moved here so far."""
+        return isinstance(value, torch.Tensor) and value.is_meta and not self.memory.has_seen(value)
 
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
         """The bytes of this tensor, or of a sharded one's own part, are of this kind."""
@@ -120,8 +127,10 @@ class RankRecorder(Recorder):
         group = collectives.group_of(func, args)
         nbytes = collectives.carried_bytes(func, out, args, kwargs)
         own_stream = collectives.is_async(func, args, kwargs)
-        if own_stream and collectives.kernel_of(func) == ALL_REDUCE:
-            self._kept.clear()  # after broadcasts, which DDP begins a step with, NCCL's thread still held all
+        if own_stream and collectives.kernel_of(func) == ALL_REDUCE and self._phase != "backward":
+            # Of those in a backward pass (DDP asks which weights were unused) none waits for the buckets, and
+            # after broadcasts, which DDP begins a step with, NCCL's thread still held all.
+            self._kept.clear()
         self._add_exchange(collectives.kernel_of(func), nbytes, group, own_stream=own_stream)
         return out
 
@@ -241,4 +250,7 @@ def process_group(rank: int = 0, ranks: int = 1) -> Iterator[None]:
     try:
         yield
     finally:
+        has_parts = len(dist.distributed_c10d._world.pg_map) > 1
         dist.destroy_process_group()
+        if has_parts:  # what DTensor remembers of meshes names groups that are gone
+            _clear_sharding_prop_cache()
