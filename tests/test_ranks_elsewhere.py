@@ -145,7 +145,8 @@ def test_a_rank_of_the_plain_loop_is_not_accelerate_s() -> None:
 def test_a_spread_model_is_built_on_the_host() -> None:
     """Never are all weights on the device, as they are where the plain loop has built them there."""
     building = {
-        loop: max(level_while_building(trace_of(loop, 4, "llama", "fsdp"))) for loop in ("plain", "accelerate")
+        loop: max(level_while_building(trace_of(loop, 4, "llama", "fsdp")))
+        for loop in ("plain", "accelerate")
     }
     assert building["accelerate"] < 0.7 * building["plain"]  # of two layers
 

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.techniques.setup import OptimizerWish, ParallelWish
 
-LIVE = "a live model cannot be spread over several GPUs. `snugfit train` does it"
+LIVE = (
+    "a live model is not spread over several GPUs. `snugfit train` does it; and started by torchrun, a Trainer "
+    "with fit trains by its own DDP"
+)
 
 
 class ParallelHandler(Handler):
@@ -69,7 +72,9 @@ class ParallelHandler(Handler):
         """accelerate's own words for it."""
         return by_accelerate.accelerator_arguments(value) if value is not None else {}
 
-    def training_arguments(self, value: ParallelWish | None, job: Job, device: torch.device) -> dict[str, Any]:
+    def training_arguments(
+        self, value: ParallelWish | None, job: Job, device: torch.device
+    ) -> dict[str, Any]:
         """The Trainer's words for it."""
         return by_accelerate.training_arguments(value) if value is not None else {}
 

@@ -323,10 +323,15 @@ def restore_frozen(model: torch.nn.Module, folder: Path) -> None:
     set_frozen(model, dict(_read(folder)[0][PAIRS]).get("frozen"))
 
 
-def restore_rng(folder: Path, device: torch.device) -> None:
-    """The random generators alone, as they were when the checkpoint was taken."""
+def restore_rng(folder: Path, device: torch.device, rank: int = 0) -> None:
+    """The random generators alone, as they were when the checkpoint was taken, of the process of this
+    number. Raises `SnugfitError` where it had none."""
     tree, tensors = _read(folder)
-    restore_all_rng_states(unpack(dict(tree[PAIRS])["random"], tensors, device), device)
+    parts = dict(tree[PAIRS])
+    others = unpack(parts.get(RANDOM_OF_OTHERS, []), tensors, device) if rank else []
+    with as_written(folder):
+        kept = others[rank - 1] if rank else unpack(parts["random"], tensors, device)
+    restore_all_rng_states(kept, device)
 
 
 def _read(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
