@@ -21,19 +21,21 @@ from snugfit.errors import SnugfitError
 DATA = {"bert": classified, "gpt2": spoken}
 
 
-def fit_of(folder: Path, *, rank: int = 0, model: str = "bert", recipe: str | None = "ddp", **asked: Any) -> Any:
+def fit_of(
+    folder: Path, *, rank: int = 0, model: str = "bert", recipe: str | None = "ddp", **asked: Any
+) -> Any:
     """Trains in this process, on samples of uneven length; gives the trainer. A `fault` of this rank comes
     when a step has ended."""
     resume, dropout = asked.pop("resume", None), asked.pop("dropout", 0.0)
     fault, evaluates = asked.pop("fault", None), asked.pop("evaluates", False)
-    micro = tuple(asked.pop("micro", (4, 1)))
+    micro, samples = tuple(asked.pop("micro", (4, 1))), asked.pop("samples", 48)
     wanted: dict[str, Any] = {
         "max_steps": 8, "save_strategy": "steps", "save_steps": 3, "train_sampling_strategy": "random",
         "seed": 5, **asked,
     }  # fmt: skip
     more: dict[str, Any] = {"eval_dataset": DATA[model](10)} if evaluates else {}
     trainer = trainer_of(
-        folder, model_of(model, dropout=dropout), DATA[model](43), micro=micro, more=more, **wanted
+        folder, model_of(model, dropout=dropout), DATA[model](samples), micro=micro, more=more, **wanted
     )
     if fault is not None and fault["rank"] == rank:
         trainer.add_callback(_Fault(**fault))
