@@ -107,7 +107,6 @@ def fits(forks: Forks, folder: Path, size: int = 2, **asked: Any) -> list[int]:
 def warm() -> None:
     """What the process that forks does first: it imports what the forks need."""
     import accelerate  # noqa: F401
-    import torch.nn.parallel
     import transformers.models.bert.modeling_bert
     import transformers.models.gpt2.modeling_gpt2
     import transformers.trainer  # noqa: F401

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import snugfit
 from clean_forks import Forks
 from fitted import losses_of
 from many_fits import fit_of, fits, result_in
@@ -121,7 +122,7 @@ def test_the_best_model_and_a_finished_run_are_those_of_all(forks: Forks, tmp_pa
     ("recipe", "why"),
     [
         ("fsdp", "Write 'ddp' in its place"),
-        ("zero1", "snugfit train takes the recipe"),
+        ("zero1", "snugfit train takes several"),
         ("ddp(bucket_views=true)", "each holds all of the model"),
         ("zero3", "the Trainer's own DDP"),
         ("ddp + lora(4)", "not tested there"),
@@ -136,7 +137,9 @@ def test_other_recipes_are_refused_by_name(recipe: str, why: str) -> None:
 def test_a_recipe_that_says_ddp_is_the_same_without() -> None:
     assert recipe_in_each(Recipe.parse("ddp + bf16"), 2) == Recipe.parse("bf16")
     assert recipe_in_each(Recipe.parse("bf16"), 4) == Recipe.parse("bf16")
-    assert recipe_in_each(Recipe.parse("ddp + bf16"), 1) == Recipe.parse("ddp + bf16")  # refused later
+    assert recipe_in_each(Recipe.parse("bf16"), 1) == Recipe.parse("bf16")
+    with pytest.raises(RecipeError, match="this is the only one. Start the script with torchrun"):
+        recipe_in_each(Recipe.parse("ddp + bf16"), 1)
 
 
 def test_what_a_trainer_cannot_keep_there_is_refused_by_name(
@@ -153,6 +156,15 @@ def test_what_a_trainer_cannot_keep_there_is_refused_by_name(
 
     trainer = trainer_of(tmp_path, model_of("bert"), classified(), kind=Own)
     refuse_what_processes_cannot(trainer)  # it is alone
+    launched = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="2 processes were started, but each one's Trainer trains alone"):
+        refuse_what_processes_cannot(trainer)
+    with pytest.raises(UsageError, match=r"snugfit\.accelerate trains a hand-written loop in one"):
+        snugfit.accelerate(trainer.model, None, [], "plain")  # type: ignore[arg-type]
+    for name in launched:
+        monkeypatch.delenv(name)
     monkeypatch.setattr(ranks, "processes_of", lambda trainer: 2)
     trainer.accelerator.state.__dict__["distributed_type"] = DistributedType.MULTI_CPU
     trainer.accelerator.dataloader_config.even_batches = False

@@ -45,6 +45,7 @@ from snugfit.step.checkpointing import copy_without_data
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.checkpoint.state import TrainState
 from snugfit.training.journal import Journal
+from snugfit.training.ranks import world
 from snugfit.training.recovery import cut_warning
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def accelerate(
     Raises `UsageError` for what cannot be trained so and `RecipeError` for a wish that these cannot be given,
     by name, `NothingFits` for a plan of nothing; nothing is changed then.
     """
+    _refuse_several()
     options_of({"logging_steps": logging_steps, "save_total_limit": save_total_limit})
     _refuse_what_cannot_be_called(loss=loss, items=items, scheduler=getattr(scheduler, "step", scheduler))
     watch = watch or Watching(logging_steps, bar=False)
@@ -113,6 +115,17 @@ def accelerate(
         job=_job_to_train(job, live, step, notes, watch), recipe=recipe, state=state, step=step,
         batches=batches, checkpoints=checkpoints, journal=journal, every=logging_steps,
     )  # fmt: skip
+
+
+def _refuse_several() -> None:
+    """Raises `UsageError` in one of several processes: nobody would tell the others of its gradients, and all
+    would write into one folder."""
+    if (process := world()) is not None and process.size > 1:
+        raise UsageError(
+            f"This is one of {process.size} processes, and snugfit.accelerate trains a hand-written loop in "
+            "one. On several GPUs train with snugfit train --gpus, or with a Trainer and snugfit.fit; else "
+            "start the script without torchrun."
+        )
 
 
 def _job_to_train(

@@ -1,7 +1,7 @@
-"""A trainer that is one of several processes: what `fit` takes there, and what the processes tell each other.
+"""A trainer that is one of several processes: what `fit` takes there, and what they tell each other.
 
-torchrun, or `accelerate launch`, starts the user's script in each of them, and the Trainer puts its model into
-DDP by itself. So each process holds all of the model and trains on its part of the batch:
+torchrun, or `accelerate launch`, starts the user's script in each of them, and the Trainer puts its model
+into DDP by itself. So each process holds all of the model and trains on its part of the batch:
 `per_device_train_batch_size` times `gradient_accumulation_steps`, of each. The recipe says what one process
 does; that they are several it may say too (`ddp`), and need not.
 
@@ -56,6 +56,11 @@ def refuse_what_processes_cannot(trainer: Any) -> None:
     from torch.utils.data import IterableDataset
 
     if processes_of(trainer) == 1:
+        if (process := world()) is not None and process.size > 1:
+            raise UsageError(
+                f"{process.size} processes were started, but each one's Trainer trains alone. On the CPU "
+                "give TrainingArguments(use_cpu=True); else start the script without torchrun."
+            )
         return
     accelerator, loading = trainer.accelerator, trainer.accelerator.dataloader_config
     kinds = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
@@ -82,21 +87,26 @@ def recipe_in_each(recipe: Recipe, processes: int) -> Recipe:
     """What each of so many processes does, without what says that they are several. Raises `RecipeError` for
     what they cannot do together."""
     setup = recipe.setup()
-    if processes == 1:
-        return recipe
     wish, sharding = setup.parallel, recipe[Slot.SHARDING]
+    if processes == 1:
+        if wish is not None:
+            raise RecipeError(
+                f"{sharding} is for several processes, and this is the only one. Start the script with "
+                "torchrun --nproc-per-node N, or leave it out."
+            )
+        return recipe
     if wish not in (None, ParallelWish()) or setup.sharding is not None:
         raise RecipeError(
-            f"{sharding} cannot be given to a trainer: {HOW}, where each holds all of the model. Write 'ddp' in "
-            "its place, or leave it out. snugfit train takes the recipe as it is."
+            f"{sharding} cannot be given to a trainer: {HOW}, where each holds all of the model. Write 'ddp' "
+            "in its place, or leave it out. snugfit train takes several techniques of that slot."
         )
     alone = recipe.with_(roster.plain(Slot.SHARDING))
     plain = Setup()
     for slot in NOT_TRIED:
         if recipe[slot].install(plain) != plain:
             raise RecipeError(
-                f"{recipe[slot]} cannot be given to a trainer that is one of {processes} processes: it is not "
-                "tested there. Leave it out, or train in one process."
+                f"{recipe[slot]} cannot be given to a trainer that is one of {processes} processes: it is "
+                "not tested there. Leave it out, or train in one process."
             )
     if setup.float8 is not None:
         raise RecipeError(f"{recipe[Slot.PRECISION]} is not tested in several processes. Try 'bf16'.")

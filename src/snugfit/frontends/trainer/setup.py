@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 
 
 def refuse_what_cannot_be_fitted(trainer: Any) -> None:
-    """Raises `UsageError` for what is no Trainer, and for one that spreads its model or its batch otherwise."""
+    """Raises `UsageError` for what is no Trainer, and for one that spreads its model over devices, or trains
+    otherwise than can be kept."""
     import transformers
 
     if not isinstance(trainer, transformers.Trainer):

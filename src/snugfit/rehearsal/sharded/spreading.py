@@ -1,4 +1,4 @@
-"""How a model is spread over ranks, in a rehearsal: what FSDP2 and accelerate ask of tensors and devices then.
+"""How a model is spread over ranks, in a rehearsal: what FSDP2 and accelerate ask of tensors and devices.
 
 A model that is spread from the host comes to the device one group of weights after the other. On shapes both
 are on `meta`, where FSDP2 moves nothing, as of a model that is still to be loaded; what a recorder has not
@@ -59,4 +59,4 @@ def _mesh_of_all(mesh_dim_names: tuple[str, ...] | None = None) -> Any:
 def _address(tensor: torch.Tensor) -> int:
     if not tensor.is_meta:
         return _data_ptr(tensor)
-    return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
+    return int(tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size())

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import OptimizerWish, ParallelWish
 
 LIVE = (
-    "a live model is not spread over several GPUs. `snugfit train` does it; and started by torchrun, a Trainer "
-    "with fit trains by its own DDP"
+    "a live model is not spread over several GPUs. `snugfit train` does it; and a script with fit that "
+    "torchrun starts trains by the Trainer's own DDP"
 )
 
 

@@ -41,17 +41,22 @@ def why_refused(wish: ParallelWish, front_end: str) -> str:
         dtype=wish.dtype,
         bucket_views=wish.bucket_views,
     )
-    if wish.states == "sharded":
-        return f"{library} cannot place the states of torch's ZeroRedundancyOptimizer. {TRY}"
-    if wish != known or wish.weights not in ("copied", "sharded"):
-        return f"{library} is simulated with ddp, fsdp and hsdp alone. {TRY}"
-    if wish.bucket_views and front_end == "trainer":
-        return "TrainingArguments have no word for gradients in buckets. Try ddp without bucket_views"
-    if wish.weights == "sharded" and wish.reshard == "all":
-        return f"{library} keeps what is in no layer until it was used. Try reshard=layers or reshard=none"
-    if wish.on_host:
-        return f"shards on the host are simulated by snugfit's own loop alone. {TRY} without offload"
-    return ""
+    whys = {
+        f"{library} cannot place the states of torch's ZeroRedundancyOptimizer. {TRY}": (
+            wish.states == "sharded"
+        ),
+        f"{library} is simulated with ddp, fsdp and hsdp alone. {TRY}": (
+            wish != replace(known, states=wish.states) or wish.weights not in ("copied", "sharded")
+        ),
+        "TrainingArguments have no word for gradients in buckets. Try ddp without bucket_views": (
+            wish.bucket_views and front_end == "trainer"
+        ),
+        f"{library} keeps what is in no layer until it was used. Try reshard=layers or reshard=none": (
+            wish.weights == "sharded" and wish.reshard == "all"
+        ),
+        f"shards on the host are simulated by snugfit's own loop alone. {TRY} without offload": wish.on_host,
+    }
+    return next((why for why, is_so in whys.items() if is_so), "")
 
 
 def told_to_accelerate(setup: Setup) -> Setup:
