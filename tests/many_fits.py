@@ -17,8 +17,19 @@ from fitted import classified, losses_of, model_of, spoken, trainer_of
 from many_ranks import free_port
 from snugfit import fit
 from snugfit.errors import SnugfitError
+from snugfit.job.batch import IGNORED
 
-DATA = {"bert": classified, "gpt2": spoken}
+
+def mostly_masked(count: int) -> list[dict[str, Any]]:
+    """Samples with a label per token, of which three in four have none that counts."""
+    samples = spoken(count)
+    for index, sample in enumerate(samples):
+        if index % 4:
+            sample["labels"] = [IGNORED] * len(sample["labels"])
+    return samples
+
+
+DATA = {"bert": classified, "gpt2": spoken, "gpt2 masked": mostly_masked}
 
 
 def fit_of(
@@ -35,7 +46,12 @@ def fit_of(
     }  # fmt: skip
     more: dict[str, Any] = {"eval_dataset": DATA[model](10)} if evaluates else {}
     trainer = trainer_of(
-        folder, model_of(model, dropout=dropout), DATA[model](samples), micro=micro, more=more, **wanted
+        folder,
+        model_of(model.split(maxsplit=1)[0], dropout=dropout),
+        DATA[model](samples),
+        micro=micro,
+        more=more,
+        **wanted,
     )
     if fault is not None and fault["rank"] == rank:
         trainer.add_callback(_Fault(**fault))
@@ -48,7 +64,7 @@ def fit_of(
 
 
 class _Fault(transformers.TrainerCallback):  # type: ignore[misc]
-    """Dies, hears a signal, or spoils its weights when a step is done."""
+    """Dies, hears a signal, spoils its weights or has no more memory when a step is done."""
 
     def __init__(self, step: int, kind: str, rank: int) -> None:
         self.step, self.kind = step, kind
@@ -60,9 +76,15 @@ class _Fault(transformers.TrainerCallback):  # type: ignore[misc]
             os._exit(9)
         if self.kind == "is_stopped":
             os.kill(os.getpid(), signal.SIGTERM)
+        if self.kind == "exhausts":
+            model.register_forward_pre_hook(_no_memory)
         if self.kind == "spoils":
             with torch.no_grad():
                 next(model.parameters()).fill_(float("nan"))
+
+
+def _no_memory(module: Any, inputs: Any) -> None:
+    raise MemoryError("no memory")
 
 
 def one_fit(rank: int, size: int, port: int, folder: str, asked: dict[str, Any]) -> int:

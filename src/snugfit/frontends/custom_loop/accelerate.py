@@ -86,11 +86,10 @@ def accelerate(
     Raises `UsageError` for what cannot be trained so and `RecipeError` for a wish that these cannot be given,
     by name, `NothingFits` for a plan of nothing; nothing is changed then.
     """
-    _refuse_several()
     options_of({"logging_steps": logging_steps, "save_total_limit": save_total_limit})
     _refuse_what_cannot_be_called(loss=loss, items=items, scheduler=getattr(scheduler, "step", scheduler))
     watch = watch or Watching(logging_steps, bar=False)
-    device = device_of_model(model, optimizer)
+    device = _device_of(model, optimizer)
     keeps = output_dir is not None
     job = job_of(model, optimizer, loader, device, loss=loss, clip=clip, dims=batch_dims, resumes=keeps)
     recipe = recipe_of(plan, job)
@@ -117,15 +116,16 @@ def accelerate(
     )  # fmt: skip
 
 
-def _refuse_several() -> None:
-    """Raises `UsageError` in one of several processes: nobody would tell the others of its gradients, and all
-    would write into one folder."""
+def _device_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.device:
+    """Where the model is. Raises `UsageError` in one of several processes: nobody would tell the others of
+    its gradients, and all would write into one folder."""
     if (process := world()) is not None and process.size > 1:
         raise UsageError(
             f"This is one of {process.size} processes, and snugfit.accelerate trains a hand-written loop in "
             "one. On several GPUs train with snugfit train --gpus, or with a Trainer and snugfit.fit; else "
             "start the script without torchrun."
         )
+    return device_of_model(model, optimizer)
 
 
 def _job_to_train(

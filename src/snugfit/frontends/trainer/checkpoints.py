@@ -141,7 +141,7 @@ class TrainerCheckpoints:
             return
         if resume_from:
             named = None if resume_from is True else Path(str(resume_from))
-            self.resumed = self._ranks.first_answers(lambda: self._found(named))
+            self.resumed = self._ranks.first_answers(lambda: self._find(named))
             self._goes_back, self.state.folder = named is not None, self.resumed.folder
             about = self.resumed.about
             self._seed = about["order_seed"]
@@ -157,7 +157,7 @@ class TrainerCheckpoints:
             self._is_data_noted = True
             self._facts |= dataset_facts(self._trainer.train_dataset)
 
-    def _found(self, named: Path | None) -> Checkpoint:
+    def _find(self, named: Path | None) -> Checkpoint:
         """The checkpoint of this run that is asked for, the newest or the one that is named."""
         checkpoint = self._manager.newest() if named is None else self._manager.checkpoint_at(named)
         if checkpoint is None:

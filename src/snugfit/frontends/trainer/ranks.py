@@ -20,7 +20,7 @@ memory, or to abandon an evaluation when a signal comes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError, UsageError
@@ -97,7 +97,7 @@ def recipe_in_each(recipe: Recipe, processes: int) -> Recipe:
         return recipe
     if wish not in (None, ParallelWish()) or setup.sharding is not None:
         raise RecipeError(
-            f"{sharding} cannot be given to a trainer: {HOW}, where each holds all of the model. Write 'ddp' "
+            f"{sharding} cannot be given to a trainer: {HOW}, where each has all of the model. Write 'ddp' "
             "in its place, or leave it out. snugfit train takes several techniques of that slot."
         )
     alone = recipe.with_(roster.plain(Slot.SHARDING))
@@ -137,3 +137,20 @@ def shares_of_all(batches: Sequence[Any], device: torch.device, ranks: Ranks, **
     total = own.sum()
     dist.all_reduce(total)
     return own * ranks.size / total
+
+
+def with_some_item(batch: Mapping[str, Any], share: torch.Tensor) -> Mapping[str, Any]:
+    """The same micro-batch, or, where none of its labels counts and so its share is 0, with labels that do:
+    the mean over nothing is no number, and 0 times that is none either. One process leaves such a micro-batch
+    out; of several all must take it, and none waits to be told."""
+    import torch
+
+    changed: dict[str, Any] = {}
+    for name in ("labels", "shift_labels"):
+        labels = batch.get(name)
+        if not isinstance(labels, torch.Tensor) or labels.dim() < 2 or labels.is_floating_point():
+            continue
+        changed[name] = labels.clone()
+        last = changed[name][..., -1]
+        changed[name][..., -1] = torch.where(share > 0, last, torch.zeros_like(last))
+    return {**batch, **changed} if changed else batch

@@ -65,10 +65,10 @@ class StateFiles:
         ends = trainer.control.should_training_stop and trainer.state.global_step < trainer.state.max_steps
         rows = trainer.args.per_device_train_batch_size
         own = {**logged_losses(trainer), "data": self._data.to_json(rows)}
-        others = self._ranks.gather(own)[1:]
+        from_others = self._ranks.gather(own)[1:]
         extra = {
             **own,
-            **({OF_OTHERS: others} if others else {}),
+            **({OF_OTHERS: from_others} if from_others else {}),
             "figures": [None if norm is None else float(norm), learning_rate],
             "unevaluated": self._abandoned,
             "ends": bool(ends and not is_stopped),

@@ -29,6 +29,7 @@ from snugfit.frontends.trainer.loss import (
     weigh_among_all,
 )
 from snugfit.frontends.trainer.out_of_memory import retry_step, update_broke
+from snugfit.frontends.trainer.ranks import with_some_item
 from snugfit.frontends.trainer.setup import brings_optimizer, optimizer_for
 from snugfit.frontends.trainer.users_files import weights_folder
 from snugfit.step.applier import forward_context, run_context, set_process
@@ -158,9 +159,11 @@ class FittedTrainer(TrainerHooks):
         for index, batch in enumerate(batches, start=step.micro_batch_index - len(batches)):
             for piece in pieces_of(batch, self.snugfit.max_rows, self.snugfit.job.model.batch_dims):
                 share = share_of(self, step, piece, index)
-                if not isinstance(share, float) or share:
-                    with patch.object(step, "share", share):
-                        total = total + super().training_step(model, piece, *arguments, **keywords)
+                if isinstance(share, float) and not share:
+                    continue
+                given = piece if isinstance(share, float) else with_some_item(piece, share)
+                with patch.object(step, "share", share):
+                    total = total + super().training_step(model, given, *arguments, **keywords)
         return total
 
     def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:

@@ -328,10 +328,10 @@ def restore_rng(folder: Path, device: torch.device, rank: int = 0) -> None:
     number. Raises `SnugfitError` where it had none."""
     tree, tensors = _read(folder)
     parts = dict(tree[PAIRS])
-    others = unpack(parts.get(RANDOM_OF_OTHERS, []), tensors, device) if rank else []
     with as_written(folder):
-        kept = others[rank - 1] if rank else unpack(parts["random"], tensors, device)
-    restore_all_rng_states(kept, device)
+        packed = unpack(parts[RANDOM_OF_OTHERS], tensors, device)[rank - 1] if rank else None
+        states = packed if rank else unpack(parts["random"], tensors, device)
+    restore_all_rng_states(states, device)
 
 
 def _read(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
