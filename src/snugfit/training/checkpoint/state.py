@@ -329,8 +329,10 @@ def restore_rng(folder: Path, device: torch.device, rank: int = 0) -> None:
     tree, tensors = _read(folder)
     parts = dict(tree[PAIRS])
     with as_written(folder):
-        packed = unpack(parts[RANDOM_OF_OTHERS], tensors, device)[rank - 1] if rank else None
-        states = packed if rank else unpack(parts["random"], tensors, device)
+        if rank:
+            states = unpack(parts[RANDOM_OF_OTHERS], tensors, device)[rank - 1]
+        else:
+            states = unpack(parts["random"], tensors, device)
     restore_all_rng_states(states, device)
 
 
