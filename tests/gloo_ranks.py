@@ -12,6 +12,7 @@ thread has let go. What DDP exchanges by itself is left as it is.
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import subprocess
@@ -45,13 +46,13 @@ class Ran(NamedTuple):
     """Those that the rank has after these losses, by name; whole ones."""
 
 
-def run_ranks(ranks: int, cases: Sequence[Case]) -> list[list[Ran]]:
-    """What each of so many ranks did in each case."""
+def run_ranks(ranks: int, cases: Sequence[Case], loop: str = "plain") -> list[list[Ran]]:
+    """What each of so many ranks did in each case, in this loop."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "cases").write_bytes(pickle.dumps(list(cases)))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, __file__, str(folder), str(ranks)]
+        command = [sys.executable, __file__, str(folder), loop, str(ranks)]
         processes = [
             subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
             for rank in range(ranks)
@@ -67,12 +68,12 @@ def run_ranks(ranks: int, cases: Sequence[Case]) -> list[list[Ran]]:
         return [[Ran(*one) for one in of_rank] for of_rank in read]
 
 
-def losses_of(job: Job, setup: Setup) -> list[float]:
+def losses_of(job: Job, setup: Setup, loop: str = "plain") -> list[float]:
     """The losses of a few real steps, whose weights and batches are those of one seed."""
-    return trained(job, setup)[0]
+    return trained(job, setup, loop)[0]
 
 
-def trained(job: Job, setup: Setup) -> tuple[list[float], dict[str, torch.Tensor]]:
+def trained(job: Job, setup: Setup, loop: str = "plain") -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses of a few real steps that begin with one seed, and the weights after them, by name."""
     import torch
 
@@ -86,17 +87,16 @@ def trained(job: Job, setup: Setup) -> tuple[list[float], dict[str, torch.Tensor
             torch.manual_seed(5)
 
     torch.manual_seed(0)
-    step = open_step(job, setup, "plain", torch.device("cpu"), keep_losses=True)
+    step = open_step(job, setup, loop, torch.device("cpu"), keep_losses=True)
     losses = list(step.run(3, SeedAfterBuilding()))
-    assert step.model is not None
     weights = {
         name: (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach()
-        for name, weight in step.model.named_parameters()
+        for name, weight in (step.model.named_parameters() if step.model is not None else ())
     }
     return losses, weights
 
 
-def run_rank(folder: Path, ranks: int, rank: int) -> None:
+def run_rank(folder: Path, loop: str, ranks: int, rank: int) -> None:
     """What each process does."""
     import torch.distributed as dist
 
@@ -105,13 +105,16 @@ def run_rank(folder: Path, ranks: int, rank: int) -> None:
     from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 
     cases: list[Case] = pickle.loads((folder / "cases").read_bytes())
+    if loop == "trainer":  # it leaves the choice to torch, and a GPU's is another (`test_law_loops.py`)
+        module: Any = importlib.import_module("torch.optim.optimizer")
+        module._get_foreach_kernels_supported_devices = lambda: ["cpu", "meta"]
     _wait_for_the_thread()
     dist.init_process_group("one_thread", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     ran = []
     for job, recipe in cases:
         setup = on_gpus(Recipe.parse(recipe).setup(), ranks)
         part = job_of_rank(job, setup)
-        ran.append((reports(part, setup), *trained(part, setup)))
+        ran.append((reports(part, setup, loop=loop), *trained(part, setup, loop)))
     (folder / f"ran{rank}").write_bytes(pickle.dumps(ran))
     dist.barrier()
     dist.destroy_process_group()
@@ -198,4 +201,4 @@ def _follow_functional_ones() -> None:
 
 
 if __name__ == "__main__":
-    run_rank(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    run_rank(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -161,8 +161,8 @@ def unheard(account: Sequence[Event], trace: Sequence[Event]) -> list[Event]:
     born = 0
     for event in trace:
         born += event.nbytes > 0
-        one = partner[event.block]
-        if event.nbytes < 0 and one.block not in dead and _is_exchanged(one):
+        one = partner.get(event.block)  # none is there for what was born before
+        if event.nbytes < 0 and one is not None and one.block not in dead and _is_exchanged(one):
             missing.setdefault(born, []).append(replace(one, nbytes=-one.nbytes))
     completed, born = [], 0
     for event in account:

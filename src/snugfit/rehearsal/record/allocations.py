@@ -147,6 +147,10 @@ class Allocations:
             index = self._add_block("aten::resize_", nbytes, Kind.GATHERED)
             self._live[address] = (index, weakref.ref(storage, self._on_free(address, index)))
 
+    def has_seen(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is one of the device. What was built out of sight is the host's still."""
+        return tensor.untyped_storage()._cdata in self._live
+
     # ---- CUDA graphs -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager

@@ -31,6 +31,7 @@ from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.rehearsal.sharded import collectives
 from snugfit.rehearsal.sharded.device_module import ShapesModule
 from snugfit.rehearsal.sharded.offloaded_shards import TO_COPY, HostShards
+from snugfit.rehearsal.sharded.spreading import while_spreading
 from snugfit.rehearsal.sharded.stages import instead_of_others, peers_of_exchange
 from snugfit.rehearsal.sharded.streams import Moment, StreamOrder
 from snugfit.rehearsal.trace.trace import (
@@ -79,7 +80,8 @@ class RankRecorder(Recorder):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch._C._get_dispatch_mode(FAKE) is not None:
+        of_no_device = torch._C._get_dispatch_mode(FAKE) is not None
+        if of_no_device or (self._phase == "build" and func.is_view and self._is_on_host(args[0])):
             return func(*args, **kwargs)
         if collectives.is_wrapping(func):
             return AsyncCollectiveTensor(args[0])
@@ -93,6 +95,10 @@ class RankRecorder(Recorder):
         if DTensor in types:
             self._count_parts(args, kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _is_on_host(self, value: Any) -> bool:
+        """Whether it is a part of a model that was built out of sight, and was not moved here so far."""
+        return isinstance(value, torch.Tensor) and value.is_meta and not self.memory.has_seen(value)
 
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
         """The bytes of this tensor, or of a sharded one's own part, are of this kind."""
@@ -180,8 +186,10 @@ class RankRecorder(Recorder):
             )
             return out
         own_stream = collectives.is_async(func, args, kwargs)
-        if own_stream and kernel == ALL_REDUCE:
-            self._kept.clear()  # after broadcasts, which DDP begins a step with, NCCL's thread still held all
+        if own_stream and kernel == ALL_REDUCE and self._phase != "backward":
+            # Of those in a backward pass (DDP asks which weights were unused) none waits for the buckets, and
+            # after broadcasts, which DDP begins a step with, NCCL's thread still held all.
+            self._kept.clear()
         self._add_exchange(kernel, nbytes, group, own_stream=own_stream)
         return out
 
@@ -286,7 +294,7 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[No
         stack.enter_context(
             patch.object(torch, "meta", ShapesModule(recorder.order, ranks, recorder.wait), create=True)
         )
-        for owner, name, instead in replaced:
+        for owner, name, instead in (*replaced, *while_spreading(recorder)):
             stack.enter_context(patch.object(owner, name, instead))
         yield
 
@@ -317,8 +325,10 @@ def process_group(rank: int = 0, ranks: int = 1) -> Iterator[None]:
     try:
         yield
     finally:
+        has_parts = len(dist.distributed_c10d._world.pg_map) > 1
         dist.destroy_process_group()
-        _forget_meshes()
+        if has_parts:
+            _forget_meshes()
 
 
 def _forget_meshes() -> None:
