@@ -12,6 +12,8 @@ thread has let go. What DDP exchanges by itself is left as it is.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import pickle
 import subprocess
@@ -39,15 +41,18 @@ class Ran(NamedTuple):
 
     account: list[Event]
     losses: list[float]
+    exchanged: frozenset[int] = frozenset()
+    """Bytes of the tensors that it exchanged in Python."""
 
 
-def run_ranks(ranks: int, cases: Sequence[Case]) -> list[list[Ran]]:
-    """What each of so many ranks did in each case."""
+def run_ranks(ranks: int, cases: Sequence[Case], *, within: str = "") -> list[list[Ran]]:
+    """What each of so many ranks did in each case, `within` a context manager that is named by its import
+    path (`module:name`)."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "cases").write_bytes(pickle.dumps(list(cases)))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, __file__, str(folder), str(ranks)]
+        command = [sys.executable, __file__, str(folder), str(ranks), within]
         processes = [
             subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
             for rank in range(ranks)
@@ -81,7 +86,7 @@ def losses_of(job: Job, setup: Setup) -> list[float]:
     return list(step.run(3, SeedAfterBuilding()))
 
 
-def run_rank(folder: Path, ranks: int, rank: int) -> None:
+def run_rank(folder: Path, ranks: int, rank: int, within: str) -> None:
     """What each process does."""
     import torch.distributed as dist
 
@@ -93,10 +98,13 @@ def run_rank(folder: Path, ranks: int, rank: int) -> None:
     _wait_for_the_thread()
     dist.init_process_group("one_thread", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     ran = []
-    for job, recipe in cases:
-        setup = on_gpus(Recipe.parse(recipe).setup(), ranks)
-        part = job_of_rank(job, setup)
-        ran.append((reports(part, setup), losses_of(part, setup)))
+    module, _, name = within.partition(":")
+    with getattr(importlib.import_module(module), name)() if within else contextlib.nullcontext():
+        for job, recipe in cases:
+            setup = on_gpus(Recipe.parse(recipe).setup(), ranks)
+            part = job_of_rank(job, setup)
+            EXCHANGED.clear()
+            ran.append((reports(part, setup), losses_of(part, setup), frozenset(EXCHANGED)))
     (folder / f"ran{rank}").write_bytes(pickle.dumps(ran))
     dist.barrier()
     dist.destroy_process_group()
@@ -104,9 +112,13 @@ def run_rank(folder: Path, ranks: int, rank: int) -> None:
 
 EXCHANGES = (
     "all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor",
-    "all_reduce",
+    "all_reduce", "broadcast",
 )  # fmt: skip
-"""Functions of torch.distributed by which FSDP2 exchanges, under the names of all its versions."""
+"""Functions of torch.distributed by which FSDP2 and DeepSpeed exchange, under the names of all its
+versions."""
+
+EXCHANGED: set[int] = set()
+"""Bytes of the tensors that this process has given to them."""
 
 
 def _wait_for_the_thread() -> None:
@@ -125,9 +137,12 @@ def _wait_for_the_thread() -> None:
 
 
 def _waited_for(exchange: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
     import torch.distributed as dist
 
     def wait(*arguments: Any, **keywords: Any) -> Any:
+        given = [one for one in (*arguments, *keywords.values()) if isinstance(one, torch.Tensor)]
+        EXCHANGED.update(one.untyped_storage().nbytes() for one in given)
         work = exchange(*arguments, **keywords)
         if work is not None:
             work.wait()
@@ -138,4 +153,4 @@ def _waited_for(exchange: Callable[..., Any]) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
-    run_rank(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    run_rank(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[4]), sys.argv[3])

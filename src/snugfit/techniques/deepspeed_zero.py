@@ -62,7 +62,7 @@ def zero_section(wish: ShardingWish, sizes: dict[str, Any], folder: str = DISK) 
     is in this folder."""
     section: dict[str, Any] = {
         "stage": wish.stage,
-        "overlap_comm": False,
+        "overlap_comm": wish.ranks > 1,
         "contiguous_gradients": True,
         **{name: size for name, size in sizes.items() if wish.stage == 3 or not name.startswith("stage3_")},
     }

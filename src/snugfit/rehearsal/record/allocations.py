@@ -147,6 +147,10 @@ class Allocations:
             index = self._add_block("aten::resize_", nbytes, Kind.GATHERED)
             self._live[address] = (index, weakref.ref(storage, self._on_free(address, index)))
 
+    def lend(self, tensor: torch.Tensor, stream: int) -> None:
+        """Another stream than its own works on this tensor, too (`record_stream`): the allocator keeps its
+        block, once it is freed, until that is done."""
+
     # ---- CUDA graphs -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -203,13 +207,13 @@ class Allocations:
 
     # ---- what for ----------------------------------------------------------------------------------------
 
-    def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
+    def claim(self, tensor: torch.Tensor, kind: str, module: str = "", *, instead_of: str = "") -> None:
         """This tensor's bytes are of this kind, and of this module where one is named; the first claim
-        counts."""
+        counts, unless it was for the kind that this one stands `instead_of`."""
         if tensor.device.type != "meta":
             return
         index, _ = self._live.get(tensor.untyped_storage()._cdata, (NO_BLOCK, None))
-        if index != NO_BLOCK and not self._blocks[index][5]:
+        if index != NO_BLOCK and self._blocks[index][5] in ("", instead_of):
             block = self._blocks[index]
             block[2], block[5] = module or block[2], kind
 

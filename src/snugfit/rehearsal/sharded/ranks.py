@@ -80,8 +80,7 @@ class RankRecorder(Recorder):
         if name == "backward":
             self._first_to_come = True
         elif self._phase == "backward":
-            self.order.wait(DEFAULT_STREAM, self._unawaited)
-            self._unawaited = frozenset()
+            self.order.wait(DEFAULT_STREAM, self.take_unawaited())
         super().phase(name)
 
     def step_ends(self, index: int) -> None:
@@ -107,11 +106,16 @@ class RankRecorder(Recorder):
         if self._phase in ("forward", "backward"):
             self._add_to_last_step(SHARD_HOOKS, KernelCost(0, 0, (), "", hooks, "", ()))
 
+    def take_unawaited(self) -> Moment:
+        """The moment at which the exchanges are done that nobody has waited for; from here on somebody
+        has."""
+        moment, self._unawaited = self._unawaited, frozenset()
+        return moment
+
     def _exchange(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         if func in collectives.WAITS:
-            self.order.wait(self.order.current, self._unawaited)
-            self._unawaited = frozenset()
+            self.order.wait(self.order.current, self.take_unawaited())
             return out
         self.memory.add_outputs(collectives.kernel_of(func), out)
         for tensor in collectives.tensors_carried(func, out, args):

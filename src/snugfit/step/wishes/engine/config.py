@@ -39,12 +39,13 @@ def group_bytes(setup: Setup, loop: str = "plain") -> int:
 
 
 def engine_config(setup: Setup, *, batch_size: int, clip: float | None, width: int) -> dict[str, Any]:
-    """What `deepspeed.initialize` is given, for a model whose hidden states have this width."""
+    """What `deepspeed.initialize` is given, for a model whose hidden states have this width, and the batch of
+    one process."""
     wish = setup.sharding
     assert wish is not None
     rows = max(1, batch_size // setup.micro_batches)
     return {
-        "train_batch_size": rows * setup.micro_batches,
+        "train_batch_size": rows * setup.micro_batches * wish.ranks,
         "train_micro_batch_size_per_gpu": rows,
         "gradient_accumulation_steps": setup.micro_batches,
         "gradient_clipping": clip or 0.0,
