@@ -53,17 +53,18 @@ def run_ranks(ranks: int, cases: Sequence[Case], *, within: str = "") -> list[li
         (folder / "cases").write_bytes(pickle.dumps(list(cases)))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         command = [sys.executable, __file__, str(folder), str(ranks), within]
-        processes = [
-            subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
-            for rank in range(ranks)
-        ]
+        processes = []
+        for rank in range(ranks):
+            with (folder / f"said{rank}").open("w") as said:  # a pipe fills up while another's is read
+                processes.append(subprocess.Popen([*command, str(rank)], env=environment, stderr=said))
         try:
-            said = [process.communicate(timeout=TIME_LIMIT)[1] for process in processes]
+            for process in processes:
+                process.wait(timeout=TIME_LIMIT)
         finally:
             for process in processes:
                 process.kill()
-        failed = [text for process, text in zip(processes, said, strict=True) if process.returncode]
-        assert not failed, "\n".join(failed)
+        failed = [rank for rank, process in enumerate(processes) if process.returncode]
+        assert not failed, "\n".join((folder / f"said{rank}").read_text() for rank in failed)
         read = [pickle.loads((folder / f"ran{rank}").read_bytes()) for rank in range(ranks)]
         return [[Ran(*one) for one in of_rank] for of_rank in read]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -44,7 +45,7 @@ FOUR = [("bert", "zero2(offload=none)"), ("bert", "zero3(offload=none) + bf16")]
 def few_weights_live() -> Iterator[None]:
     """Within it, the third stage drops weights once a module has computed, as it does with a large model; and
     DeepSpeed compiles no operator for exchanges between CPUs."""
-    from deepspeed.comm import torch as backend
+    backend = importlib.import_module("deepspeed.comm.torch")  # whose package has torch itself by that name
 
     section = config.zero_section
 
