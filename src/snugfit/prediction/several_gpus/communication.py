@@ -120,9 +120,9 @@ def communication_bytes(trace: Trace, gpus: int) -> int:
     exchanges = [kernel for kernel in trace.kernels if kernel.operator in COLLECTIVES]
     if not exchanges:
         return 0
-    further = {kernel.peers for kernel in exchanges} - {(gpus, 1)}
+    further = max(len({kernel.peers for kernel in exchanges} - {(gpus, 1)}), trace.groups)
     sends = {kernel.peers for kernel in exchanges if kernel.operator in (SEND, RECEIVE, ALL_TO_ALL)}
-    return FIRST_GROUP + FURTHER_GROUP * len(further) + sum(PEERS * (peers - 1) for peers, _ in sends)
+    return FIRST_GROUP + FURTHER_GROUP * further + sum(PEERS * (peers - 1) for peers, _ in sends)
 
 
 MEASURED = ("H200-SXM",)

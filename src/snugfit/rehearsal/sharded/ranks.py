@@ -16,7 +16,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -30,7 +31,7 @@ from snugfit.rehearsal.sharded import collectives
 from snugfit.rehearsal.sharded.device_module import ShapesModule
 from snugfit.rehearsal.sharded.offloaded_shards import TO_COPY, HostShards
 from snugfit.rehearsal.sharded.streams import Moment, StreamOrder
-from snugfit.rehearsal.trace.trace import ALL_REDUCE, DEFAULT_STREAM, SHARD_HOOKS
+from snugfit.rehearsal.trace.trace import ALL_REDUCE, DEFAULT_STREAM, SHARD_HOOKS, Recording
 from snugfit.results.footprint import Kind
 from snugfit.step.host_link import MetaLink
 
@@ -50,6 +51,7 @@ class RankRecorder(Recorder):
         """The host's memory, where it keeps the shards."""
         self._of_group: dict[str, int] = {}  # NCCL's own stream of a process group
         self._unawaited: Moment = frozenset()  # exchanges that nobody has waited for
+        self._further_groups: set[str] = set()  # than that of all ranks
         self._kept: list[torch.Tensor] = []  # by NCCL
         self._first_to_come = True  # of the buckets of a backward pass
 
@@ -106,6 +108,11 @@ class RankRecorder(Recorder):
         if self._phase in ("forward", "backward"):
             self._add_to_last_step(SHARD_HOOKS, KernelCost(0, 0, (), "", hooks, "", ()))
 
+    def recording(self, attention: Iterable[str]) -> Recording:
+        """What was written, with the groups that exchanged something."""
+        recording = super().recording(attention)
+        return recording._replace(trace=replace(recording.trace, groups=len(self._further_groups)))
+
     def take_unawaited(self) -> Moment:
         """The moment at which the exchanges are done that nobody has waited for; from here on somebody
         has."""
@@ -129,6 +136,8 @@ class RankRecorder(Recorder):
         return out
 
     def _add_exchange(self, kernel: str, nbytes: int, group: Any, *, own_stream: bool) -> None:
+        if group is not dist.group.WORLD:
+            self._further_groups.add(group.group_name)
         if self._step != self.steps - 1:
             return
         before = self.order.current

@@ -251,6 +251,8 @@ class Trace:
     streams: Mapping[int, int] = field(default_factory=dict)
     """The stream that each block is of, by its index, where that is not the default one (0). The allocator
     keeps what it has of one stream from every other."""
+    groups: int = 0
+    """Process groups besides that of all ranks in which the run has exchanged something."""
 
     @property
     def phases(self) -> tuple[Mark, ...]:
