@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import GpuError, UsageError
@@ -20,6 +22,7 @@ from snugfit.prediction.several_gpus.communication import (
     doubts_about_exchanges,
     interconnect_of,
 )
+from snugfit.prediction.several_gpus.late_frees import NONE_LATE, late_frees
 from snugfit.prediction.startup import count_in_programs, distinct_kernels, startup
 from snugfit.prediction.timeline import phase_spans, time_kernels
 from snugfit.rehearsal.few_layers import rehearse_from_few_layers
@@ -105,7 +108,8 @@ def predict(
     group = group_bytes(setup, loop) + communication
     context, about_context = context_of(gpu, profile, trace, group=group)
     limit = gpu.memory_bytes - context if gpu and gpu.memory_bytes else None
-    after = replay(trace, expandable=setup.expandable_segments, limit=limit)
+    late = _late_frees(trace, gpu, setup, rates)
+    after = replay(trace, expandable=setup.expandable_segments, limit=limit, late=late)
     if limit is not None and after.retries and after.reserved_peak <= limit:
         about_context.append(RETRIED)
     timing, timeline, about_seconds = _seconds(trace, gpu, job, setup, rates)
@@ -225,6 +229,16 @@ def _seconds(
     timing = step_seconds(trace, gpu, batch_size=job.batch_size, rates=rates, workers=workers)
     timed = time_kernels(trace, rates, interconnect_of(gpu), workers=workers)
     return timing, phase_spans(timed), (*doubts, *doubts_about_exchanges(trace, gpu))
+
+
+def _late_frees(trace: Trace, gpu: Gpu | None, setup: Setup, rates: Rates | None) -> Mapping[int, int]:
+    """The frees after which other streams still work on the block; none where this GPU's seconds are not
+    known."""
+    if gpu is None or not trace.awaited:
+        return NONE_LATE
+    with contextlib.suppress(GpuError):
+        rates = rates or rates_for(gpu)
+    return late_frees(trace, rates, interconnect_of(gpu), workers=setup.loader.workers)
 
 
 def _startup(trace: Trace, job: Job, setup: Setup, timing: StepSeconds | None) -> Startup | None:

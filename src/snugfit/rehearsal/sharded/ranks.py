@@ -31,7 +31,7 @@ from snugfit.rehearsal.sharded import collectives
 from snugfit.rehearsal.sharded.device_module import ShapesModule
 from snugfit.rehearsal.sharded.offloaded_shards import TO_COPY, HostShards
 from snugfit.rehearsal.sharded.streams import Moment, StreamOrder
-from snugfit.rehearsal.trace.trace import ALL_REDUCE, DEFAULT_STREAM, SHARD_HOOKS, Recording
+from snugfit.rehearsal.trace.trace import ALL_REDUCE, DEFAULT_STREAM, SHARD_HOOKS, MarkKind, Recording
 from snugfit.results.footprint import Kind
 from snugfit.step.host_link import MetaLink
 
@@ -47,6 +47,7 @@ class RankRecorder(Recorder):
         super().__init__(*arguments, **keywords)
         self.order = StreamOrder(self.memory.use_stream)
         """Which stream is current, and which kernels wait for which."""
+        self.memory.moment_of = self.order.moment
         self.shards: HostShards | None = None
         """The host's memory, where it keeps the shards."""
         self._of_group: dict[str, int] = {}  # NCCL's own stream of a process group
@@ -109,9 +110,14 @@ class RankRecorder(Recorder):
             self._add_to_last_step(SHARD_HOOKS, KernelCost(0, 0, (), "", hooks, "", ()))
 
     def recording(self, attention: Iterable[str]) -> Recording:
-        """What was written, with the groups that exchanged something."""
+        """What was written, with the groups that exchanged something, and what freed blocks wait for."""
         recording = super().recording(attention)
-        return recording._replace(trace=replace(recording.trace, groups=len(self._further_groups)))
+        awaited = dict(self.memory.awaited)
+        launched = [mark.event for mark in recording.marks if awaited and mark.kind is MarkKind.KERNEL]
+        trace = replace(
+            recording.trace, groups=len(self._further_groups), awaited=awaited, launched=tuple(launched)
+        )
+        return recording._replace(trace=trace)
 
     def take_unawaited(self) -> Moment:
         """The moment at which the exchanges are done that nobody has waited for; from here on somebody
