@@ -69,7 +69,9 @@ class ScriptStep(Step):
 
     def __init__(self, *, ranks: int, rows: int, low_precision: bool, **sizes: Any) -> None:
         recipe = "bf16 + zero3(offload=none)"
-        super().__init__(small_job("bert", 1), on_gpus(Recipe.parse(recipe).setup(), ranks), torch.device("meta"))
+        super().__init__(
+            small_job("bert", 1), on_gpus(Recipe.parse(recipe).setup(), ranks), torch.device("meta")
+        )
         self._rows, self._low_precision, self._sizes = rows, low_precision, sizes
         self._logits: torch.Tensor | None = None
         """Of the last step: the script's variable holds them until the next step's stand."""
@@ -98,7 +100,10 @@ class ScriptStep(Step):
             "train_micro_batch_size_per_gpu": self._rows,
             "gradient_accumulation_steps": 1,
             "zero_allow_untested_optimizer": True,
-            "bf16": {"enabled": True, **dict.fromkeys(("bf16_master_weights_and_grads", "bf16_optimizer_states"), low)},
+            "bf16": {
+                "enabled": True,
+                **dict.fromkeys(("bf16_master_weights_and_grads", "bf16_optimizer_states"), low),
+            },
             "zero_optimization": {
                 "stage": 3,
                 "overlap_comm": True,

@@ -113,9 +113,7 @@ def to_last_birth(events: Sequence[Event]) -> list[Event]:
     return [*events[: last + 1]]
 
 
-def unheard(
-    account: Sequence[Event], trace: Sequence[Event], sizes: Collection[int] = ()
-) -> list[Event]:
+def unheard(account: Sequence[Event], trace: Sequence[Event], sizes: Collection[int] = ()) -> list[Event]:
     """The account with those frees where the trace has them that nobody heard of, of tensors that were
     exchanged: by torch's own classes, or of one of these sizes. It is left as it is where births are not
     alike."""

@@ -65,7 +65,8 @@ class LastStep:
         )
 
     def run_again(self, allocator: Allocates, frees: Frees, emptied: Collection[int]) -> None:
-        """Runs it once more, with its `frees` done by the events' places; before the events that are `emptied` the allocator gives back what it keeps."""
+        """Runs it once more; its frees are done by `frees`, by the places of the events. Before those that
+        are `emptied` the allocator gives back what it keeps."""
         for index, (move, memory, stream) in enumerate(self._moves, start=self._start):
             if index in emptied:
                 allocator.empty_cache()

@@ -42,8 +42,8 @@ def _engine_step(loop: str, ranks: int) -> type[Step]:
     """The loop's Step whose engine is DeepSpeed's."""
     if loop != "plain" and ranks > 1:
         raise UsageError(
-            f"The {loop} loop cannot do this: DeepSpeed's engine on several GPUs is predicted and measured in "
-            "snugfit's own loop. Leave --loop out."
+            f"The {loop} loop cannot do this: DeepSpeed's engine on several GPUs is predicted and "
+            "measured in snugfit's own loop. Leave --loop out."
         )
     if loop == "plain":
         from snugfit.step.wishes.engine.loop import EngineStep

@@ -87,7 +87,7 @@ def _by_moments(trace: Trace, timed: Sequence[TimedKernel]) -> Mapping[int, int]
             continue
         done = max(ends[kernel] for kernel in awaited)
         first = bisect.bisect_left(launches, done)  # of the kernels that are launched after that
-        back = trace.launched[first - 1] if first else 0
+        back = trace.launched[first - 1] if 0 < first < len(launches) else len(trace.events) * bool(first)
         if back > event:
             late[event] = back
     return late

@@ -182,8 +182,8 @@ def in_process_group(device: torch.device) -> Iterator[None]:
         stack.enter_context(patch.dict(vars(groups)))
         stack.enter_context(patch.object(functional, "linear", functional.linear))
         if device.type == "cpu":  # DeepSpeed would compile an operator by which CPUs exchange
-            backend = importlib.import_module("deepspeed.comm.torch")
-            stack.enter_context(patch.object(backend, "build_shm_op", lambda: None))
+            exchanges = importlib.import_module("deepspeed.comm.torch")
+            stack.enter_context(patch.object(exchanges, "build_shm_op", lambda: None))
         if several:
             yield
             return
