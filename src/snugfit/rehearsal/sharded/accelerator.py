@@ -153,12 +153,12 @@ class RankAccelerator(ShapesAccelerator):
 
     @property
     def Stream(self) -> Any:
-        """Makes a stream."""
+        """What makes a new stream, of whatever priority."""
         return self._streams.Stream
 
     @property
     def Event(self) -> Any:
-        """Makes an event."""
+        """What makes a new event, with whatever flags."""
         return self._streams.Event
 
     def stream(self, stream: Any) -> Any:

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-import torch
-
 from snugfit.results.footprint import Kind
 
 if TYPE_CHECKING:
+    import torch
+
     from snugfit.rehearsal.sharded.ranks import RankRecorder
     from snugfit.rehearsal.sharded.streams import Moment
 
@@ -38,6 +38,7 @@ class _Gathering:
 @contextlib.contextmanager
 def engine_of_rank(recorder: RankRecorder) -> Iterator[None]:
     """Within it, the engine's streams and exchanges are written down."""
+    import torch
     from deepspeed.runtime.zero import partition_parameters as partitions
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -51,26 +52,17 @@ def engine_of_rank(recorder: RankRecorder) -> Iterator[None]:
     def record_stream(tensor: torch.Tensor, stream: Any) -> None:
         recorder.memory.lend(tensor, stream.stream_id)
 
-    replaced = [
+    replaced: list[tuple[Any, str, Any]] = [
         (torch.Tensor, "record_stream", record_stream),
         (partitions, "_dist_allgather_fn", gather),
-        (partitions.AllGatherHandle, "wait", _and_claim(partitions.AllGatherHandle, recorder)),
-        (
-            partitions.AllGatherCoalescedHandle,
-            "wait",
-            _and_claim(partitions.AllGatherCoalescedHandle, recorder),
-        ),
-        (
-            DeepSpeedZeroOptimizer,
-            "setup_buckets",
-            _and_claim_buckets(DeepSpeedZeroOptimizer.setup_buckets, recorder),
-        ),
-        (
-            DeepSpeedZeroOptimizer_Stage3,
-            "__init__",
-            _and_claim_buckets(DeepSpeedZeroOptimizer_Stage3.__init__, recorder),
-        ),
     ]
+    for handle in (partitions.AllGatherHandle, partitions.AllGatherCoalescedHandle):
+        replaced.append((handle, "wait", _and_claim(handle, recorder)))
+    for stage, makes in (
+        (DeepSpeedZeroOptimizer, "setup_buckets"),
+        (DeepSpeedZeroOptimizer_Stage3, "__init__"),
+    ):
+        replaced.append((stage, makes, _and_claim_buckets(getattr(stage, makes), recorder)))
     with contextlib.ExitStack() as stack:
         for owner, name, instead in replaced:
             stack.enter_context(patch.object(owner, name, instead))
