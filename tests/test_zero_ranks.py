@@ -19,6 +19,8 @@ from aligned import Event, compare, peak
 from gloo_ranks import Ran, losses_of, run_ranks
 from snugfit.errors import UsageError
 from snugfit.job.gpu import find_gpu
+from snugfit.measurement import causes
+from snugfit.measurement.measure import measure
 from snugfit.prediction.allocator import Allocator, replay
 from snugfit.prediction.pinned import host_state_bytes, pinned_bytes
 from snugfit.prediction.predict import predict
@@ -34,6 +36,7 @@ from snugfit.step.wishes.engine.config import engine_config
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.units import MIB
+from test_measure import tiny_job
 from test_ranks import BATCH, case, rehearsed, to_last_birth, unheard, without_own
 from test_sharding import with_deepspeed
 
@@ -220,6 +223,18 @@ def test_nccl_has_two_groups_where_the_run_exchanges_in_two() -> None:
     assert footprint.nvml_bytes is not None
     alone = predict(case("llama", "")[0], "zero2(offload=none)", gpu="h200").footprint
     assert alone.communication_bytes == 0
+
+
+@with_deepspeed
+@pytest.mark.whole
+def test_two_processes_are_measured() -> None:
+    """DeepSpeed trains in the group that a measurement has made."""
+    measured = measure(
+        tiny_job(), "zero3(offload=none)", device="cpu", gpus=2, warmup=1, steps=2, ledger=None
+    )
+    assert measured.outcome == causes.OK, measured.message
+    assert len([rank for rank in measured.ranks if rank.step_seconds]) == 2
+    assert len(measured.losses) == 3
 
 
 # ---- blocks that another stream still works on -------------------------------------------------------------

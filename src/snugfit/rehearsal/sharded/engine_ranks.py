@@ -62,7 +62,8 @@ def engine_of_rank(recorder: RankRecorder) -> Iterator[None]:
         (DeepSpeedZeroOptimizer, "setup_buckets"),
         (DeepSpeedZeroOptimizer_Stage3, "__init__"),
     ):
-        replaced.append((stage, makes, _and_claim_buckets(getattr(stage, makes), recorder)))
+        if hasattr(stage, makes):  # DeepSpeed 0.18 makes the second stage's elsewhere
+            replaced.append((stage, makes, _and_claim_buckets(getattr(stage, makes), recorder)))
     with contextlib.ExitStack() as stack:
         for owner, name, instead in replaced:
             stack.enter_context(patch.object(owner, name, instead))
