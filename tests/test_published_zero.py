@@ -1,7 +1,7 @@
-"""What DeepSpeed's own example printed of its memory on one and on four H100s, beside a rehearsal of it.
+"""What was published of the memory of DeepSpeed's own example on one and four GPUs, beside a rehearsal of it.
 
 The example's model and loop are written anew in `bf16_master_weight.py`; DeepSpeed, torch and their kernels
-are those installed here. `data/published-zero3.json` has what was printed, and where.
+are those installed here. `data/published-zero3.json` has what was printed, and where that was found.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ UNCERTAIN = (
     "hosts others shared: the bytes as predicted, the seconds of zero2 27 to 81 % more. What zero3's hooks "
     "take the host is fitted to its own, which took 2 % less and 8 % more than predicted. Other steps that "
     "such a host bounds took up to 60 % longer there. On several GPUs no step of ours was measured; the "
-    "memory of DeepSpeed's own example on one and four H100s is predicted within 0.01 GiB."
+    "memory that was published of DeepSpeed's own example is predicted within 0.01 GiB."
 )
 
 OF_DISKS = (
