@@ -22,6 +22,7 @@ from snugfit.job.gpu import find_gpu
 from snugfit.measurement import causes
 from snugfit.measurement.measure import measure
 from snugfit.prediction.allocator import Allocator, replay
+from snugfit.prediction.last_step import LastStep, begin_of_last_step
 from snugfit.prediction.pinned import host_state_bytes, pinned_bytes
 from snugfit.prediction.predict import predict
 from snugfit.prediction.rates import packaged_rates
@@ -289,3 +290,13 @@ def test_weights_that_one_stream_gathers_wait_for_the_one_that_computes() -> Non
     ends = {-event - 1: position for position, event in enumerate(trace.events) if event < 0}
     for block, kernels in trace.awaited.items():
         assert all(trace.launched[kernel] <= ends[block] for kernel in kernels)
+
+
+@with_deepspeed
+@pytest.mark.whole
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_last_step_leaves_what_it_found(stage: int) -> None:
+    """So the allocator replays it until nothing changes any more."""
+    trace = trace_of(f"bf16 + zero{stage}(offload=none)", 4)
+    start = begin_of_last_step(trace)
+    assert LastStep(trace, start, dict.fromkeys(range(len(trace.blocks) + 1))).leaves_as_many

@@ -58,6 +58,8 @@ class Allocations:
         """The numbers of the kernels that a stream has now to do, as far as they are recorded."""
         self.awaited: dict[int, tuple[int, ...]] = {}
         """Those of streams that had worked on a block when it was freed, by its index."""
+        self.is_over = False
+        """Whether the run is, so that what is freed now is none of its frees."""
         self._borrowers: defaultdict[int, set[int]] = defaultdict(set)  # other streams by block
         self._played: dict[int, Any] = {}  # storage's address -> weak reference
         self._released: set[int] = set()  # blocks that were freed before their storages
@@ -130,7 +132,7 @@ class Allocations:
         return free
 
     def _add_free(self, index: int) -> None:
-        if index == NO_BLOCK:
+        if index == NO_BLOCK or self.is_over:
             return
         self.events.append(-(index + 1))
         if streams := self._borrowers.pop(index, None):

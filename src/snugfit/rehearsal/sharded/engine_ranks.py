@@ -39,11 +39,12 @@ class _Gathering:
 def engine_of_rank(recorder: RankRecorder) -> Iterator[None]:
     """Within it, the engine's streams and exchanges are written down."""
     import torch
+    from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero import partition_parameters as partitions
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    begin = partitions._dist_allgather_fn
+    begin, destroy = partitions._dist_allgather_fn, DeepSpeedEngine.destroy
 
     def gather(*arguments: Any, **keywords: Any) -> _Gathering:
         begin(*arguments, **keywords)
@@ -52,9 +53,15 @@ def engine_of_rank(recorder: RankRecorder) -> Iterator[None]:
     def record_stream(tensor: torch.Tensor, stream: Any) -> None:
         recorder.memory.lend(tensor, stream.stream_id)
 
+    def end_and_destroy(engine: Any) -> None:
+        """What an engine frees when it is destroyed would make the last step another than those before."""
+        recorder.memory.is_over = True
+        destroy(engine)
+
     replaced: list[tuple[Any, str, Any]] = [
         (torch.Tensor, "record_stream", record_stream),
         (partitions, "_dist_allgather_fn", gather),
+        (DeepSpeedEngine, "destroy", end_and_destroy),
     ]
     for handle in (partitions.AllGatherHandle, partitions.AllGatherCoalescedHandle):
         replaced.append((handle, "wait", _and_claim(handle, recorder)))
