@@ -54,8 +54,9 @@ def engine_of_rank(recorder: RankRecorder) -> Iterator[None]:
         recorder.memory.lend(tensor, stream.stream_id)
 
     def end_and_destroy(engine: Any) -> None:
-        """What an engine frees when it is destroyed would make the last step another than those before."""
-        recorder.memory.is_over = True
+        """What this run's engine frees as it is destroyed would make the last step another than those before;
+        an earlier run's is destroyed when the collector finds it."""
+        recorder.end_of(getattr(getattr(engine, "optimizer", None), "optimizer", None))
         destroy(engine)
 
     replaced: list[tuple[Any, str, Any]] = [

@@ -92,6 +92,10 @@ class RankRecorder(Recorder):
             MetaLink.observer.hold_on_host(self.shards.most, self.shards.pinned)
         super().step_ends(index)
 
+    def end_of(self, optimizer: Any) -> None:
+        """What is freed from here on is none of the run's frees, if this is the optimizer that it trains."""
+        self.memory.is_over |= optimizer is not None and optimizer is self._optimizer
+
     def average(self, bucket: torch.Tensor) -> None:
         """A bucket of gradients is averaged over all ranks, in NCCL's own stream. NCCL keeps it until the
         next backward pass begins to average, or something else is exchanged beside the computation
