@@ -16,7 +16,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -43,6 +44,8 @@ from snugfit.rehearsal.trace.trace import (
     SHARDED_OPERANDS,
     UPDATE_ON_HOST,
     WORK_ON_HOST,
+    MarkKind,
+    Recording,
 )
 from snugfit.results.footprint import Kind
 from snugfit.step.host_link import MetaLink
@@ -63,6 +66,7 @@ class RankRecorder(Recorder):
         super().__init__(*arguments, **keywords)
         self.order = StreamOrder(self.memory.use_stream)
         """Which stream is current, and which kernels wait for which."""
+        self.memory.moment_of = self.order.moment
         self.shards: HostShards | None = None
         """The host's memory, where it keeps the shards."""
         self.experts = 1
@@ -72,6 +76,7 @@ class RankRecorder(Recorder):
         """The process group over which DDP averages."""
         self._of_group: dict[str, int] = {}  # NCCL's own stream of a process group
         self._unawaited: Moment = frozenset()  # exchanges that nobody has waited for
+        self._further_groups: set[str] = set()  # than that of all ranks
         self._kept: list[torch.Tensor] = []  # by NCCL
         self._first_to_come = True  # of the buckets of a backward pass
         self._carried: dict[int, Any] = {}  # by the result's storage, what is sent until that is waited for
@@ -112,8 +117,7 @@ class RankRecorder(Recorder):
         if name == "backward":
             self._first_to_come = True
         elif self._phase == "backward":
-            self.order.wait(DEFAULT_STREAM, self._unawaited)
-            self._unawaited = frozenset()
+            self.order.wait(DEFAULT_STREAM, self.take_unawaited())
             self._carried.clear()
         super().phase(name)
 
@@ -122,6 +126,10 @@ class RankRecorder(Recorder):
         if self.shards is not None and MetaLink.observer is not None:
             MetaLink.observer.hold_on_host(self.shards.most, self.shards.pinned)
         super().step_ends(index)
+
+    def end_of(self, optimizer: Any) -> None:
+        """What is freed from here on is none of the run's frees, if this is the optimizer that it trains."""
+        self.memory.is_over |= optimizer is not None and optimizer is self._optimizer
 
     def average(self, bucket: torch.Tensor) -> None:
         """A bucket of gradients is averaged over all ranks, in NCCL's own stream. NCCL keeps it until the
@@ -161,10 +169,25 @@ class RankRecorder(Recorder):
         shared = operator in (WORK_ON_HOST, UPDATE_ON_HOST)
         super()._add_to_last_step(operator, cost, (dist.get_world_size(), 1) if shared else peers)
 
+    def recording(self, attention: Iterable[str]) -> Recording:
+        """What was written, with the groups that exchanged something, and what freed blocks wait for."""
+        recording = super().recording(attention)
+        awaited = dict(self.memory.awaited)
+        launched = [mark.event for mark in recording.marks if awaited and mark.kind is MarkKind.KERNEL]
+        trace = replace(
+            recording.trace, groups=len(self._further_groups), awaited=awaited, launched=tuple(launched)
+        )
+        return recording._replace(trace=trace)
+
+    def take_unawaited(self) -> Moment:
+        """The moment at which the exchanges are done that nobody has waited for; from here on somebody
+        has."""
+        moment, self._unawaited = self._unawaited, frozenset()
+        return moment
+
     def _exchange(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in collectives.WAITS:
-            self.order.wait(self.order.current, self._unawaited)
-            self._unawaited = frozenset()
+            self.order.wait(self.order.current, self.take_unawaited())
             if not collectives.gives_its_own(func):
                 return func(*args, **kwargs)
             self._carried.pop(args[0].untyped_storage()._cdata, None)
@@ -194,6 +217,8 @@ class RankRecorder(Recorder):
         return out
 
     def _add_exchange(self, kernel: str, nbytes: int, group: Any, *, own_stream: bool) -> None:
+        if group is not dist.group.WORLD:
+            self._further_groups.add(group.group_name)
         if self._step != self.steps - 1:
             return
         before = self.order.current
