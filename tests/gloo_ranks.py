@@ -198,7 +198,8 @@ def _follow_functional_ones() -> None:
 
     def wait_and_follow(result: Any) -> Any:
         tensor = wait(result)
-        dist.barrier(result.exchanged_by)
+        group = getattr(result, "exchanged_by", None)
+        dist.barrier(group if isinstance(group, dist.ProcessGroup) else None)  # DTensor's are of all at once
         return tensor
 
     def with_group(exchange: Callable[..., Any]) -> Callable[..., Any]:

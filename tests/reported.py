@@ -126,7 +126,8 @@ def _paired(times: list[tuple[int, str]], raw: list[tuple[int, int, int, Calls]]
 
 
 def _inside(above: Calls, death: int | None) -> frozenset[str]:
-    return frozenset(name for name, end in above if death is not None and end >= death)
+    innermost = dict(above)  # a wrapper's operator runs one of the same name
+    return frozenset(name for name, end in innermost.items() if death is not None and end >= death)
 
 
 def foreseen(trace: Trace) -> list[Event]:

@@ -197,7 +197,8 @@ class RankRecorder(Recorder):
         out = func(*args, **kwargs)
         kernel = collectives.kernel_of(func, args)
         self.memory.add_outputs(kernel, out)
-        if collectives.is_functional(func) and isinstance(out, torch.Tensor):
+        copied = kernel == ALL_REDUCE  # what is summed is a copy, so nothing is kept of what was given
+        if collectives.is_functional(func) and isinstance(out, torch.Tensor) and not copied:
             self._carried[out.untyped_storage()._cdata] = args[0]
         for tensor in collectives.tensors_carried(func, out, args):
             self.claim(tensor, Kind.COMMUNICATION)
