@@ -71,6 +71,13 @@ SCRATCH = {
 """Scratch of CPU kernels that a trace does not hold: born and dead inside one call of the first operator, and
 allocated by the second where it is named. `a/b` is an operator `a` that calls `b` itself."""
 
+GOES_AROUND = (
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+)
+"""Operators that a wrapper may call several times within one call: what is born and dead in that one need not
+be in one of those."""
+
 HOST_TABLES = 2048
 """bitsandbytes' two tables of 256 numbers: it makes them on the host, before they go where the states are;
 an optimizer of one moment has use for one of them."""
@@ -105,5 +112,7 @@ def _is_inside(event: Event, operators: str) -> bool:
     if first not in event.inside:
         return False
     at = event.operators.index(first)
+    if first not in GOES_AROUND:
+        at = len(event.operators) - 1 - event.operators[::-1].index(first)
     called = event.operators[at + 1 : at + 1 + len(others)]
     return list(called) == others and WRAPPER not in event.operators[at:]

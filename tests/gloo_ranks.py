@@ -12,6 +12,7 @@ thread has let go. What DDP exchanges by itself is left as it is.
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
 import subprocess
@@ -108,8 +109,11 @@ EXCHANGES = (
 )  # fmt: skip
 """Functions of torch.distributed by which FSDP2 exchanges, under the names of all its versions."""
 
-FUNCTIONAL = ("all_gather_single", "all_gather_tensor", "permute_tensor")
-"""Of torch's functional ones those by which ring attention exchanges; it waits for what they give."""
+FUNCTIONAL = (
+    "all_reduce", "all_gather_single", "all_gather_tensor", "reduce_scatter_single", "reduce_scatter_tensor",
+    "all_to_all_single", "permute_tensor",
+)  # fmt: skip
+"""Those by which DTensor and ring attention do. They give a tensor that is waited for when it is used."""
 
 
 def _wait_for_the_thread() -> None:
@@ -145,22 +149,37 @@ def _follow_functional_ones() -> None:
     import torch.distributed as dist
     import torch.distributed._functional_collectives as functional
 
-    wait = functional.AsyncCollectiveTensor.wait
+    waiting: Any = functional.AsyncCollectiveTensor
+    wait, trigger = waiting.wait, waiting.trigger_wait
 
     def wait_and_follow(result: Any) -> Any:
         tensor = wait(result)
-        dist.barrier(result.exchanged_by)
+        dist.barrier(getattr(result, "exchanged_by", None))
+        return tensor
+
+    def trigger_and_follow(result: Any) -> Any:
+        waited, tensor = result.completed, trigger(result)
+        if not waited:
+            dist.barrier(getattr(result, "exchanged_by", None))
         return tensor
 
     def with_group(exchange: Callable[..., Any]) -> Callable[..., Any]:
+        asked = inspect.signature(exchange)
+
         def run(*arguments: Any, **keywords: Any) -> Any:
             result = exchange(*arguments, **keywords)
-            result.exchanged_by = keywords.get("group", arguments[-1])
+            given = asked.bind(*arguments, **keywords).arguments["group"]
+            name = functional._resolve_group_name(given, "")
+            group = dist.distributed_c10d._resolve_process_group(name)
+            if isinstance(result, waiting):
+                result.exchanged_by = group
+            else:
+                dist.barrier(group)
             return result
 
         return run
 
-    functional.AsyncCollectiveTensor.wait = wait_and_follow  # type: ignore[method-assign]
+    waiting.wait, waiting.trigger_wait = wait_and_follow, trigger_and_follow
     for name in FUNCTIONAL:
         if (exchange := getattr(functional, name, None)) is not None:
             setattr(functional, name, with_group(exchange))

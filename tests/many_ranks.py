@@ -31,9 +31,14 @@ def free_port() -> int:
 
 NO_DROPOUT: dict[str, dict[str, float]] = {
     "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "llama": {"attention_dropout": 0.0},
+    "packed": {},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    "llama": {},
 }
+
+
+FULL = 128
+"""Tokens of a sequence that two GPUs can share in 32 bits."""
 
 
 def run_of(
@@ -46,14 +51,14 @@ def run_of(
     dropout: bool = False,
     **options: Any,
 ) -> Trained:
-    """Trains in this process, which may be one of several, on samples that are padded unevenly, or for Llama
-    of 128 tokens each: 41 of them leave one sample for the last batch of an epoch."""
-    facts = {} if dropout else NO_DROPOUT[job]
-    small = small_job(job, layers, facts, batch_size=8, clip=1.0)
-    data = [{"input_ids": row["input_ids"]} if job == "gpt2" else row for row in rows(samples)]
-    if job == "llama":
-        small = replace(small, sequence_length=128)
-        data = [{"input_ids": (row["input_ids"] * 32)[:128]} for row in rows(samples)]
+    """Trains in this process, which may be one of several, on samples that are padded unevenly, or,
+    `packed`, have `FULL` tokens each: 41 of them leave one sample for the last batch of an epoch."""
+    facts = NO_DROPOUT[job] if not dropout else {"attention_dropout": 0.1} if job == "llama" else {}
+    small = small_job("llama" if job == "packed" else job, layers, facts, batch_size=8, clip=1.0)
+    data = [row if job == "bert" else {"input_ids": row["input_ids"]} for row in rows(samples)]
+    if job == "packed":
+        small = replace(small, sequence_length=FULL)
+        data = [{"input_ids": (row["input_ids"] * FULL)[:FULL]} for row in rows(samples)]
     how = {"max_steps": 12, "save_steps": 500, **options}
     return train(
         small, recipe, data, output_dir=folder, device="cpu", foresee=False, weights="random",

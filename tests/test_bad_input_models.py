@@ -327,7 +327,7 @@ def test_more_labels_than_transformers_can_name_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("word", "told"),
-    [("tensor_parallel", "'fsdp'"), ("load_in_4bit", "'qlora'"), ("mxfp8", "'fp8'")],
+    [("load_in_4bit", "'qlora'"), ("mxfp8", "'fp8'")],
 )
 def test_a_technique_that_is_not_here_is_told_why(word: str, told: str) -> None:
     with pytest.raises(RecipeError) as error:

@@ -25,6 +25,7 @@ from aligned import Event, compare, peak
 from cpu_scratch import WRAPPER, compared
 from gloo_ranks import Case, Ran, losses_of, run_ranks
 from reported import foreseen
+from small_models import small_job
 from snugfit.errors import RecipeError
 from snugfit.prediction.pinned import host_state_bytes, pinned_bytes
 from snugfit.rehearsal.device.policy import CpuPolicy
@@ -42,8 +43,7 @@ BATCH = 8
 
 OWN: dict[str, Callable[[Event], bool]] = {
     "gloo gathers into a buffer of its own": lambda event: (
-        "c10d::_allgather_base_" in event.operators
-        or "c10d::allgather_into_tensor_coalesced_" in event.operators
+        {"c10d::_allgather_base_", "c10d::allgather_into_tensor_coalesced_"} & {*event.operators[:-1]}
         or any(one.startswith("gloo:") for one in event.operators)
     ),
     "gloo scatters sums from a copy": lambda event: (
@@ -53,7 +53,7 @@ OWN: dict[str, Callable[[Event], bool]] = {
 }
 """What only the CPU's ranks allocate, by the reason."""
 
-SEVERAL = ("ddp", "zero1", "fsdp", "hsdp", "context")
+SEVERAL = ("ddp", "zero1", "fsdp", "hsdp", "tensor", "context")
 
 EXCHANGED = (
     "FSDP::all_gather", "FSDP::post_backward_reduce", "DistributedDataParallel.forward", "aten::cat",
@@ -67,8 +67,10 @@ TWO = [
         "llama": (
             "ddp", "ddp(bucket_views=true) + bf16", "ddp + micro_batches(2)", "fsdp", "fsdp + bf16",
             "fsdp(reshard=none)", "fsdp + micro_batches(2)", "fsdp(reshard=all) + every_layer + bf16",
-            "zero1", "context(2)", "context(2) + every_layer + bf16", "context(2) + micro_batches(2)",
+            "zero1", "tensor(2) + bf16", "tensor(2) + every_layer + bf16",
+            "context(2)", "context(2) + every_layer + bf16", "context(2) + micro_batches(2)",
         ),
+        "qwen3": ("tensor(2)", "tensor(2) + micro_batches(2) + adamw_fused"),
         "bert": (
             "ddp + bf16", "ddp(bucket_views=true)", "fsdp", "fsdp(reshard=none) + bf16 + micro_batches(2)",
             "zero1(bucket_views=true) + bf16 + adamw_fused + micro_batches(2)",
@@ -78,6 +80,8 @@ TWO = [
 ]  # fmt: skip
 FOUR = [
     ("llama", "hsdp(2)"), ("llama", "hsdp(2, reshard=none) + bf16"), ("bert", "fsdp + bf16"),
+    ("llama", "ddp + tensor(2)"), ("llama", "fsdp + tensor(2)"),
+    ("qwen3", "fsdp + bf16 + micro_batches(2) + tensor(2)"),
     ("llama", "context(4)"), ("llama", "fsdp + context(2) + bf16"),
     ("llama", "ddp + context(2) + micro_batches(2)"), ("llama", "fsdp + context(2) + every_layer"),
 ]  # fmt: skip
@@ -86,6 +90,9 @@ FOUR = [
 def case(family: str, recipe: str) -> Case:
     from test_law_rehearsed_equals_real import job
 
+    if family == "qwen3":  # norms of each head, and a head that is tied to the embedding
+        facts = {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}
+        return small_job("llama", 2, facts, batch_size=BATCH), recipe
     return replace(job(family), batch_size=BATCH), recipe
 
 
@@ -247,7 +254,7 @@ def test_gathered_weights_that_stay_are_noticed(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.whole
 def test_what_is_sent_and_not_kept_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "is_functional", lambda func: False)
+    monkeypatch.setattr(collectives, "keeps_given", lambda func: False)
     with pytest.raises(AssertionError):
         hold(2, "llama", "context(2)")
 

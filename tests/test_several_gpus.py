@@ -56,6 +56,9 @@ def exchanges(trace: Trace, operator: str) -> list[Kernel]:
         ("hsdp(4)", 6, "Name a multiple of 4, or a divisor of 6"),
         ("fsdp", 0, "must be a whole number from 1"),
         ("fsdp", 3, "cannot be shared evenly by 3 GPUs. Try 6 or 9"),
+        ("tensor(2)", 4, "Add fsdp or ddp, which share the batch among 2 such groups"),
+        ("fsdp + tensor(2)", 2, "nothing is left to share the batch among"),
+        ("fsdp + tensor(2)", 3, r"takes 2 GPUs \(2 for tensor\) or a multiple"),
     ],
 )
 def test_gpus_that_do_not_go_with_the_recipe_or_the_batch(recipe: str, gpus: int, why: str) -> None:
@@ -70,6 +73,12 @@ def test_gpus_that_do_not_go_with_the_recipe_or_the_batch(recipe: str, gpus: int
         ("fsdp + fp16", "weights are gathered in bf16 or as they are"),
         ("ddp + lora(r=2)", "is not simulated together with lora"),
         ("hsdp(2) + host(all)", "is not simulated together with host"),
+        ("tensor(3)", "4 attention heads and 2 key/value heads and 112 columns .* by 3 GPUs. Try 2."),
+        ("zero1 + tensor(2)", "is not simulated together with zero1. Try 'fsdp' or 'ddp'"),
+        ("ddp(bucket_views=true) + tensor(2)", "Leave bucket_views out"),
+        ("tensor(2) + adafactor", "is not simulated on parts of matrices. Try 'adamw'"),
+        ("tensor(2) + fp16", "it does not go with fp16. Try 'bf16'"),
+        ("tensor(2) + compiled", "is not simulated together with compiled"),
     ],
 )
 def test_what_several_gpus_do_not_go_with(recipe: str, why: str) -> None:
@@ -200,6 +209,47 @@ def test_the_command_takes_gpus(capsys: pytest.CaptureFixture[str], tmp_path: ob
     assert "scaling efficiency" in shown
     assert run([*arguments, "--gpus", "2"]) == 2
     assert "Add a technique of the slot 'sharding'" in capsys.readouterr().err
+
+
+# ---- matrices that are cut ---------------------------------------------------------------------------------
+
+
+def test_each_rank_of_a_group_holds_its_part_of_each_matrix() -> None:
+    """Of the same samples; of a batch that several groups share each has its part."""
+    alone = predict(JOB, "fp32", gpu="h200").footprint.kinds
+    cut = predict(JOB, "tensor(2)", gpu="h200", gpus=2).footprint.kinds
+    for kind in (Kind.WEIGHTS, Kind.OPTIMIZER_STATES):
+        assert cut[kind] / alone[kind] == pytest.approx(0.5, abs=0.05)
+    both = predict(JOB, "fsdp + tensor(2)", gpu="h200", gpus=4).footprint.kinds
+    assert both[Kind.WEIGHTS] / alone[Kind.WEIGHTS] == pytest.approx(0.25, abs=0.05)
+
+
+def test_a_layer_is_exchanged_as_its_plan_says() -> None:
+    """Forward once for each matrix whose input is cut, and for the embedding; backward once for each whose
+    output is. Each waits for what it carries, and the next kernel for it."""
+    trace, layers = trace_of("tensor(2)", 2), JOB.model.layers
+    summed = [kernel.phase for kernel in exchanges(trace, ALL_REDUCE)]
+    assert summed.count("forward") == 2 * layers + 1
+    assert summed.count("backward") == 5 * layers + 1
+    assert [kernel.phase for kernel in exchanges(trace, ALL_GATHER)] == ["forward"]  # the logits
+    first = next(n for n, kernel in enumerate(trace.kernels) if kernel.operator == ALL_REDUCE)
+    assert trace.kernels[first].after
+    assert any(first in kernel.after for kernel in trace.kernels)
+
+
+def test_groups_of_a_mesh_are_those_of_the_rank() -> None:
+    """In any order of rehearsals: torch remembers a mesh, and the next one is equal to it."""
+    for rank in (0, 3, 1):
+        trace = trace_of("fsdp + tensor(2)", 4, rank)
+        assert {kernel.peers for kernel in exchanges(trace, REDUCE_SCATTER)} == {(2, 2)}
+        passes = ("forward", "backward")
+        assert {k.peers for k in exchanges(trace, ALL_REDUCE) if k.phase in passes} == {(2, 1)}
+    assert communication_bytes(trace, 4) == FIRST_GROUP + 2 * FURTHER_GROUP
+
+
+def test_a_model_without_a_plan_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"no tensor-parallel plan for bert\. Take fsdp"):
+        Recipe.parse("tensor(2)").check(small_job("bert", 2), installed=False)
 
 
 # ---- seconds -----------------------------------------------------------------------------------------------

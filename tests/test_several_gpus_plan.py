@@ -30,10 +30,11 @@ H200 = find_gpu("h200")
 
 
 def test_one_gpu_shares_with_nobody_and_several_do() -> None:
-    alone = [str(one) for one in sharings(JOB, 1, Kept())]
-    four = [str(one) for one in sharings(JOB, 4, Kept())]
-    sixteen = [str(one) for one in sharings(replace(JOB, batch_size=16), 16, Kept())]
-    assert alone == ["unsharded"]
+    alone, four, sixteen = (
+        [str(Recipe(one)) for one in sharings(replace(JOB, batch_size=16), gpus, Kept())]
+        for gpus in (1, 4, 16)
+    )
+    assert alone == ["plain"]
     assert {"ddp(bucket_views=true)", "fsdp", "fsdp(reshard=none)"} <= set(four)
     assert not any(one.startswith("hsdp") for one in four), "within a host, smaller groups only take more"
     assert "hsdp(8)" in sixteen
@@ -56,6 +57,15 @@ def test_what_is_kept_stays() -> None:
     fixed = replace(kept_of(JOB, "every_layer + fsdp"), several_gpus=True)
     kinds = {str(one.recipe) for one in ways(JOB, Recipe.parse("every_layer + fsdp"), 2, fixed)}
     assert kinds == {"every_layer + fsdp"}
+
+
+def test_matrices_are_cut_where_that_is_kept() -> None:
+    fixed = replace(kept_of(JOB, "tensor(2)"), several_gpus=True)
+    every = [{str(one.recipe) for one in ways(JOB, Recipe(), gpus, fixed)} for gpus in (2, 4)]
+    assert "tensor(2)" in every[0]
+    assert "fsdp + tensor(2)" not in every[0], "nothing is left to share the batch among"
+    assert {"fsdp + tensor(2)", "ddp + tensor(2)"} & every[1] == {"fsdp + tensor(2)"}, "ddp keeps its buckets"
+    assert not any("tensor" in str(one.recipe) for one in ways(JOB, Recipe(), 4, Kept()))
 
 
 def test_what_gathers_less_often_or_recomputes_less_is_faster() -> None:

@@ -57,7 +57,7 @@ def forks() -> Iterator[Forks]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """Runs of one process, by their model."""
-    folders = {job: tmp_path_factory.mktemp("alone") / job for job in ("bert", "gpt2", "llama")}
+    folders = {job: tmp_path_factory.mktemp("alone") / job for job in ("bert", "gpt2", "llama", "packed")}
     for job, folder in folders.items():
         run_of(str(folder), job=job, eval_strategy="steps", eval_steps=6)
     return folders
@@ -76,12 +76,14 @@ def halves(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 SAME = [
-    ("ddp", 2, "bert"), ("fsdp + micro_batches(2)", 2, "gpt2"), ("hsdp(2)", 4, "bert"),
-    ("context(2)", 2, "llama"), ("fsdp + context(2) + micro_batches(2)", 4, "llama"), ("fsdp", 2, "bert"),
-    ("ddp + context(2)", 4, "llama"), ("context(2) + micro_batches(4)", 2, "llama"),
+    ("fsdp + tensor(2)", 4, "llama"), ("ddp", 2, "bert"), ("fsdp + micro_batches(2)", 2, "gpt2"),
+    ("hsdp(2)", 4, "bert"), ("context(2)", 2, "packed"), ("fsdp", 2, "bert"),
+    ("fsdp + context(2) + micro_batches(2)", 4, "packed"), ("ddp + context(2)", 4, "packed"),
+    ("context(2) + micro_batches(4)", 2, "packed"),
     ("ddp + micro_batches(2)", 2, "gpt2"), ("ddp", 2, "gpt2"), ("fsdp", 2, "gpt2"), ("hsdp(2)", 4, "gpt2"),
     ("ddp + micro_batches(2)", 2, "bert"), ("fsdp + micro_batches(4)", 2, "bert"), ("fsdp", 4, "gpt2"),
-    ("ddp(bucket_views=true)", 2, "bert"), ("fsdp(reshard=none)", 2, "bert"),
+    ("ddp(bucket_views=true)", 2, "bert"), ("fsdp(reshard=none)", 2, "bert"), ("tensor(2)", 2, "llama"),
+    ("ddp + micro_batches(2) + tensor(2)", 4, "llama"),
 ]  # fmt: skip
 
 
@@ -116,13 +118,24 @@ def test_the_model_of_parts_is_loaded_by_transformers(halves: Folders) -> None:
     same_parameters(dict(model.state_dict()), weights_in(halves["plain"], 5))
 
 
-@pytest.mark.parametrize("recipe", slow_but(["fsdp", "ddp", "fsdp + micro_batches(2)"], 1))
-def test_resumed_on_as_many_it_is_the_same_run(tmp_path: Path, forks: Forks, recipe: str) -> None:
-    """Bit for bit, with dropout that each process draws from a stream of its own."""
+AGAIN = [
+    ("fsdp", 2, "bert"), ("tensor(2)", 2, "llama"), ("ddp", 2, "bert"), ("context(2)", 2, "packed"),
+    ("fsdp + context(2)", 4, "packed"),
+    ("fsdp + micro_batches(2)", 2, "bert"),
+    ("fsdp + tensor(2)", 4, "llama"), ("ddp + tensor(2)", 4, "llama"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "size", "job"), slow_but(AGAIN, 2))
+def test_resumed_on_as_many_it_is_the_same_run(
+    tmp_path: Path, forks: Forks, recipe: str, size: int, job: str
+) -> None:
+    """Bit for bit, with dropout that each part of the batch draws from a stream of its own."""
     how: dict[str, Any] = {"recipe": recipe, "dropout": True, "layers": 1, "lr_scheduler_type": "constant"}
-    assert trained(forks, tmp_path / "whole", 2, **how) == [0, 0]
-    assert trained(forks, tmp_path / "half", 2, max_steps=5, **how) == [0, 0]
-    assert trained(forks, tmp_path / "half", 2, **how) == [0, 0]
+    how["job"] = job
+    assert trained(forks, tmp_path / "whole", size, **how) == [0] * size
+    assert trained(forks, tmp_path / "half", size, max_steps=5, **how) == [0] * size
+    assert trained(forks, tmp_path / "half", size, **how) == [0] * size
     assert losses(tmp_path / "half") == losses(tmp_path / "whole")
     assert equal(weights_in(tmp_path / "half", LAST), weights_in(tmp_path / "whole", LAST))
     assert not events(tmp_path / "half", "warning")

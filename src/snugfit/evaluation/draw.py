@@ -28,12 +28,16 @@ from snugfit.job.job import Job, Phase, Task
 from snugfit.job.model import Model
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import on_gpus
-from snugfit.techniques.technique import Slot
+from snugfit.techniques.technique import Slot, Technique
 from snugfit.units import GIB
 
 PLAIN_SHARE = 0.6
 """Probability that a slot stays plain; else each of its other techniques is as likely."""
+
+ALONE_SHARE = 0.25
+"""Of several GPUs: probability that all of them work on the whole batch, by matrices that are cut."""
 
 MIN_BYTES, MAX_BYTES = 2 * GIB, 48 * GIB
 """Bounds on the rough size of a drawn job under the plain recipe."""
@@ -155,6 +159,12 @@ def _is_size_allowed(sizes: ModelSizes, task: Task, batch: int, sequence: int, t
     return MIN_BYTES <= 20 * parameters + activations + logits <= MAX_BYTES and flops <= MAX_FLOPS
 
 
+def _divides(technique: Technique, gpus: int) -> bool:
+    """Whether so many GPUs are groups of those that work on one part of the batch, where it makes any."""
+    wish = technique.install(Setup()).parallel
+    return wish is None or gpus % wish.ranks_of_one_part == 0
+
+
 def _draw_recipe(job: Job, rng: random.Random, gpus: int = 1) -> Recipe | None:
     """A technique in each slot, with a setting that it proposes for the job; None when they are not valid
     together, or not for so many GPUs. Whether packages are installed here does not count: a missing one
@@ -163,12 +173,15 @@ def _draw_recipe(job: Job, rng: random.Random, gpus: int = 1) -> Recipe | None:
     for slot in Slot:
         in_slot = [technique for technique in roster.techniques() if technique.slot is slot]
         candidates = [one for one in in_slot if one.plain or one.needs_several_gpus is (gpus > 1)]
-        if slot is not Slot.SHARDING:
+        if slot not in roster.slots_of_several_gpus():
             candidates = in_slot
+        elif len(candidates) == 1:  # nothing to draw
+            drawn.append(candidates[0]())
+            continue
         active = [technique for technique in candidates if not technique.plain]
-        plain_share = 0.0 if gpus > 1 and slot is Slot.SHARDING else PLAIN_SHARE
+        plain_share = ALONE_SHARE if gpus > 1 and slot is Slot.SHARDING else PLAIN_SHARE
         technique = rng.choice(active) if active and rng.random() >= plain_share else candidates[0]
-        settings = list(technique.settings(job)) or [candidates[0]()]
+        settings = [one for one in technique.settings(job) if _divides(one, gpus)] or [candidates[0]()]
         drawn.append(rng.choice(settings))
     recipe = Recipe(tuple(drawn))
     try:

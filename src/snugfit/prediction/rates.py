@@ -173,6 +173,11 @@ class HostLaunchCosts:
     and four H200s whose hosts others shared (of results/accuracy-seed2621-gpus4.json, -seed2622-gpus2.json
     and h200-2026-11-26/several-gpus), which show how far it is off."""
 
+    part_operator: float = 3e-5
+    """An operator of DTensor's in forward and backward passes, beside what it launches (`PART_OPERATORS`). A
+    guess: on a shared CPU (torch 2.13) a product of such tensors took 20 to 45 microseconds more than a plain
+    one. No GPU's host was measured."""
+
     def slower(self, factor: float) -> HostLaunchCosts:
         """The costs of a host that takes `factor` times as long."""
         return HostLaunchCosts(**{name: seconds * factor for name, seconds in asdict(self).items()})

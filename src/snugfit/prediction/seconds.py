@@ -28,6 +28,7 @@ from snugfit.rehearsal.trace.trace import (
     COPY_IN,
     GENERATED,
     MATRIX_PRODUCTS,
+    PART_OPERATORS,
     PREPARED,
     SHARD_HOOKS,
     STAGED,
@@ -230,8 +231,9 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
         launch = host.generated if kernel.operator.startswith(GENERATED) else host.in_program
     elif kernel.operator == UPDATE_ON_HOST:
         launch = UPDATE_PASSES * kernel.nbytes / 2 / HOST_BANDWIDTH[kernel.itemsize]
-    elif kernel.operator == SHARD_HOOKS:
-        launch = host.shard_hook * kernel.tensors
+    elif kernel.operator in (SHARD_HOOKS, PART_OPERATORS):
+        of_one = host.shard_hook if kernel.operator == SHARD_HOOKS else host.part_operator
+        launch = of_one * kernel.tensors
     elif kernel.operator in BY_HOST:
         rate = DISK_BANDWIDTH if kernel.operator == SWAPPED else HOST_BANDWIDTH[4]
         launch = kernel.nbytes / 2 / rate if kernel.operator in (WORK_ON_HOST, SWAPPED) else 0.0

@@ -15,6 +15,7 @@ from snugfit.errors import JobError, UsageError
 from snugfit.job.build import OnLoaded, instantiate
 from snugfit.job.quantized import scales_in_order
 from snugfit.step.applier import adapt_model, model_arguments, wrap_model
+from snugfit.step.wishes.mesh.spread_tensors import optimizer_groups
 from snugfit.step.wishes.optimizer import make_optimizer
 from snugfit.step.wishes.parallel import sharded_optimizer
 from snugfit.techniques import roster
@@ -131,6 +132,7 @@ def build_optimizer(
     more = {"weight_decay": weight_decay} if weight_decay is not None and wish.weight_decay else {}
     if job.decay_groups and wish.weight_decay:
         groups = decay_groups(model, **more)
+    groups = optimizer_groups(groups)
     if setup.parallel is not None and setup.parallel.states == "sharded":
         return sharded_optimizer(wish, groups, lr=job.learning_rate, **more)
     return make_optimizer(wish, model, groups, lr=job.learning_rate, **more)

@@ -30,6 +30,7 @@ from snugfit.step.batches import micro_batches, place
 from snugfit.step.build import build_model, build_optimizer
 from snugfit.step.loss import loss_of
 from snugfit.step.step import Step
+from snugfit.step.wishes.mesh.spread_tensors import clip
 
 if TYPE_CHECKING:
     import torch
@@ -99,14 +100,12 @@ class OptimizerLoop(Step):
         return [float(loss) for loss in losses]
 
     def _clip(self, built: Built) -> None:
-        import torch
-
         if not self.job.clip:
             return
         built.observer.phase("clip")
         if built.scaler is not None:
             built.scaler.unscale_(built.optimizer)
-        torch.nn.utils.clip_grad_norm_(built.model.parameters(), self.job.clip)
+        clip(built.model.parameters(), self.job.clip)
 
     def _batches(self) -> Generator[list[dict[str, Any]], None, None]:
         return micro_batches(self.job, self.setup, self.device, always_mask=self.always_mask)

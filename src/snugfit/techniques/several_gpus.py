@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from snugfit.errors import UsageError
-from snugfit.techniques.setup import ParallelWish, Setup
+from snugfit.techniques.setup import PADDING_FREE, ParallelWish, Setup
 from snugfit.techniques.technique import Slot, TechniqueBySlot
 
 if TYPE_CHECKING:
@@ -69,8 +69,26 @@ def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterato
     shared = "shards of weights" if wish.weights == "sharded" else "states that GPUs share"
     if "sharded" in (wish.weights, wish.states) and setup.optimizer.factory.path not in KNOW_SHARDS:
         yield f"{recipe[Slot.OPTIMIZER]} is not simulated on {shared}. Try 'adamw' or 'adamw_fused'."
+    yield from _objections_to_parts(recipe, setup, wish)
     if wish.on_host and setup.optimizer.factory.arguments.get("fused"):
         yield f"the host updates weights, and {recipe[Slot.OPTIMIZER]} is for GPUs. Try 'adamw'."
+
+
+def _objections_to_parts(recipe: TechniqueBySlot, setup: Setup, wish: ParallelWish) -> Iterator[str]:
+    """What matrices that are cut over GPUs do not go with."""
+    if wish.tensor == 1:
+        return
+    sharding = recipe[Slot.SHARDING]
+    if sharding.install(Setup()).sharding is not None or wish.states == "sharded" or wish.on_host:
+        yield f"it is not simulated together with {sharding}. Try 'fsdp' or 'ddp'."
+    if recipe[Slot.ATTENTION].install(Setup()).attention == PADDING_FREE:
+        yield f"it is not simulated together with {recipe[Slot.ATTENTION]}. Try 'sdpa'."
+    if wish.bucket_views:
+        yield "ddp averages parts of matrices layer by layer, without buckets. Leave bucket_views out."
+    if wish.weights != "sharded" and setup.scale_gradients:
+        yield f"it does not go with {recipe[Slot.PRECISION]}. Try 'bf16'."
+    if wish.weights != "sharded" and setup.optimizer.factory.path not in KNOW_SHARDS:
+        yield f"{recipe[Slot.OPTIMIZER]} is not simulated on parts of matrices. Try 'adamw' or 'adamw_fused'."
 
 
 def on_gpus(setup: Setup, gpus: int) -> Setup:

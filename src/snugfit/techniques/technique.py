@@ -41,6 +41,7 @@ class Slot(StrEnum):
     OPTIMIZER = "optimizer"
     SHARDING = "sharding"
     CONTEXT_PARALLEL = "context_parallel"
+    TENSOR_PARALLEL = "tensor_parallel"
     ALLOCATOR = "allocator"
     LOADING = "loading"
 

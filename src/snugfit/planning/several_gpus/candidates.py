@@ -6,6 +6,7 @@ what takes the least time (`search.py`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -41,8 +42,9 @@ class Shared:
     def is_slower_than(self, other: Shared) -> bool:
         """Whether no step of it is shorter than the other's, which takes more memory: where both share the
         work in one way, and this recomputes, or gathers weights, where the other keeps them."""
-        own, rival = (one.recipe[Slot.SHARDING].install(Setup()).parallel for one in (self, other))
-        if self.recipe[Slot.SHARDING] == other.recipe[Slot.SHARDING]:
+        slots = roster.slots_of_several_gpus()
+        own, rival = (one.recipe.setup().parallel for one in (self, other))
+        if all(self.recipe[slot] == other.recipe[slot] for slot in slots):
             return True
         if own is None or rival is None or self.recomputing != other.recomputing:
             return False
@@ -58,22 +60,28 @@ def ways(job: Job, base: Recipe, gpus: int, fixed: Kept) -> Iterator[Shared]:
     most to what recomputes most."""
     for recomputing in recomputings(job, fixed):
         for sharing in sharings(job, gpus, fixed):
-            recipe = base.with_(sharing).with_(recomputing)
+            recipe = base.with_(recomputing)
+            for technique in sharing:
+                recipe = recipe.with_(technique)
             if is_valid(job, recipe, gpus):
                 yield Shared(gpus, recipe)
 
 
-def sharings(job: Job, gpus: int, fixed: Kept) -> Iterator[Technique]:
-    """Techniques of several GPUs, or of one where there is one. Groups of GPUs are those of whole hosts,
-    where there are several."""
+def sharings(job: Job, gpus: int, fixed: Kept) -> Iterator[tuple[Technique, ...]]:
+    """Techniques of several GPUs, one of each of their slots, or of one where there is one. Groups that
+    copies of the weights are spread over are those of whole hosts, where there are several."""
+    slots = roster.slots_of_several_gpus()
     slot_is_open = Slot.SHARDING not in fixed.slots
-    for technique in _of_slot(job, Slot.SHARDING, fixed):
-        wish = technique.install(Setup()).parallel
-        if (wish is None) is not (gpus == 1) or technique.install(Setup()).sharding is not None:
+    for sharing in itertools.product(*([*_of_slot(job, slot, fixed)] for slot in slots)):
+        setup = Setup()
+        for technique in sharing:
+            setup = technique.install(setup)
+        wish = setup.parallel
+        if (wish is None) is not (gpus == 1) or setup.sharding is not None:
             continue
         if wish and wish.shards and slot_is_open and not GPUS_PER_HOST <= wish.shards < gpus:
             continue
-        yield technique
+        yield sharing
 
 
 def recomputings(job: Job, fixed: Kept) -> list[Technique]:

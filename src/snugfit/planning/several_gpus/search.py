@@ -199,9 +199,9 @@ class _Search:
         sharing = next(sharings(self._job, gpus, self._fixed), None)
         if sharing is None:
             raise UsageError(f"No technique shares this job among {gpus} GPUs.")
-        base = Recipe().with_(sharing)
+        base = Recipe(sharing)
         for slot, fixed in self._fixed.slots.items():
-            base = base.with_(fixed[0]) if slot is not sharing.slot else base
+            base = base.with_(fixed[0]) if slot not in {one.slot for one in sharing} else base
         for slot in DECIDED_ONCE:
             choices = [base.with_(one) for one in fillings(self._job, slot, self._fixed, self._fidelity)]
             valid = [one for one in choices if is_valid(self._job, one, gpus)]

@@ -93,9 +93,11 @@ def carried_bytes(func: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, 
     return int(CollectiveOp.get_comm_tensor_size(func, out, args, kwargs))
 
 
-def is_functional(func: Any) -> bool:
-    """Whether it gives a new tensor, for which somebody waits by its name."""
-    return str(func.namespace).startswith("_c10d_functional")
+def keeps_given(func: Any) -> bool:
+    """Whether it gives a new tensor, for which somebody waits by its name, and holds what it was given until
+    then. What is summed or told is copied first (`c10d/Functional.cpp`)."""
+    is_functional = str(func.namespace).startswith("_c10d_functional")
+    return is_functional and kernel_of(func) not in (ALL_REDUCE, BROADCAST)
 
 
 def tensors_carried(func: Any, out: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:

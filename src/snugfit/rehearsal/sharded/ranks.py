@@ -31,11 +31,15 @@ from snugfit.rehearsal.sharded import collectives
 from snugfit.rehearsal.sharded.device_module import ShapesModule
 from snugfit.rehearsal.sharded.offloaded_shards import TO_COPY, HostShards
 from snugfit.rehearsal.sharded.streams import Moment, StreamOrder
-from snugfit.rehearsal.trace.trace import ALL_REDUCE, DEFAULT_STREAM, SHARD_HOOKS
+from snugfit.rehearsal.trace.trace import ALL_REDUCE, DEFAULT_STREAM, PART_OPERATORS, SHARD_HOOKS
 from snugfit.results.footprint import Kind
 from snugfit.step.host_link import MetaLink
 
 FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+REDISTRIBUTION = 5
+"""Operators on parts of tensors that take the host as long as one exchange by which these become others, in
+which it runs some 400 functions of Python (torch 2.13, on a CPU)."""
 
 _resize = torch.UntypedStorage.resize_
 
@@ -70,6 +74,8 @@ class RankRecorder(Recorder):
                 return func(*args, **kwargs)
             if self._phase == "backward" and _copies_out(func, args, kwargs):  # a shard's gradient
                 return self.shards.keep(args[0])
+        if DTensor in types:
+            self.count_part_operators(1)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
@@ -109,8 +115,15 @@ class RankRecorder(Recorder):
 
     def count_shard_hooks(self, hooks: int) -> None:
         """The host runs so many of FSDP2's hooks."""
+        self._add_work_of_host(SHARD_HOOKS, hooks)
+
+    def count_part_operators(self, operators: int) -> None:
+        """The host looks up so many operators on parts of tensors."""
+        self._add_work_of_host(PART_OPERATORS, operators)
+
+    def _add_work_of_host(self, what: str, often: int) -> None:
         if self._phase in ("forward", "backward"):
-            self._add_to_last_step(SHARD_HOOKS, KernelCost(0, 0, (), "", hooks, "", ()))
+            self._add_to_last_step(what, KernelCost(0, 0, (), "", often, "", ()))
 
     def _exchange(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in collectives.WAITS:
@@ -119,10 +132,12 @@ class RankRecorder(Recorder):
             if collectives.gives_its_own(func):
                 self._carried.pop(args[0].untyped_storage()._cdata, None)
             return args[0] if collectives.gives_its_own(func) else func(*args, **kwargs)
+        if func.namespace == "_c10d_functional":
+            self.count_part_operators(REDISTRIBUTION)
         out = func(*args, **kwargs)
         kernel = collectives.kernel_of(func, args)
         self.memory.add_outputs(kernel, out)
-        if collectives.is_functional(func) and isinstance(out, torch.Tensor):
+        if collectives.keeps_given(func) and isinstance(out, torch.Tensor):
             self._carried[out.untyped_storage()._cdata] = args[0]
         for tensor in collectives.tensors_carried(func, out, args):
             self.claim(tensor, Kind.COMMUNICATION)

@@ -64,7 +64,14 @@ SHARD_HOOKS = "hooks of sharded weights"
 """So many (`Kernel.tensors`) of FSDP2's hooks run on the host, in Python: what gathers, drops and scatters a
 group's weights."""
 
-BY_HOST = frozenset({SHARD_HOOKS, UPDATE_ON_HOST, WORK_ON_HOST, SWAPPED, HELD_ON_HOST, PINNED_ON_HOST})
+PART_OPERATORS = "operators on parts of tensors"
+"""So many (`Kernel.tensors`) of DTensor's: the host looks up how the result is spread, in Python."""
+
+BY_HOST = frozenset(
+    {
+        SHARD_HOOKS, PART_OPERATORS, UPDATE_ON_HOST, WORK_ON_HOST, SWAPPED, HELD_ON_HOST, PINNED_ON_HOST,
+    }
+)  # fmt: skip
 """What the device has no part in."""
 
 STAGED = frozenset({STAGE_OUT, STAGE_BACK})

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 from snugfit.step.checkpointing import layer_stacks
 from snugfit.step.wishes.handler import Context, Handler
 from snugfit.step.wishes.mesh.ring_attention import cut_batch
+from snugfit.step.wishes.mesh.tensor import in_tensor_parts, sum_parts_of_gradients
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
@@ -55,11 +56,7 @@ class ParallelHandler(Handler):
         """The model in DDP, or with its weights spread over the processes."""
         if value is None:
             return model
-        runs = model
-        if value.copies:
-            runs = in_ddp(value, model)
-        elif value.weights == "sharded":
-            runs = in_fsdp(value, model)
+        runs = _spread(value, model)
         if value.context > 1:
             _SEQUENCES[model] = _SEQUENCES[runs] = mesh_of(value, _device_of(runs))["context"]
         return runs
@@ -71,10 +68,12 @@ class ParallelHandler(Handler):
         if value is None:
             return None
         contexts: list[Context] = []
-        if value.weights == "sharded":
+        if value.weights == "sharded" or (value.weights == "copied" and value.tensor > 1):
             contexts.append(functools.partial(_fsdp_tells, model, is_last=is_last))
         elif value.copies and not is_last:
             contexts.append(model.no_sync)
+        elif value.tensor > 1 and is_last:
+            contexts.append(functools.partial(_parts_are_summed, model))
         if value.context > 1:
             contexts.append(functools.partial(cut_batch, _SEQUENCES[model], model, batch))
         return functools.partial(_within, contexts) if contexts else None
@@ -89,13 +88,13 @@ class ParallelHandler(Handler):
 
     def after_update(self, value: ParallelWish | None, model: Any, step: int) -> None:
         """Has NCCL let go of DDP's first buckets, once."""
-        if value is not None and value.copies and step == 0:
+        if value is not None and value.copies and value.tensor == 1 and step == 0:
             _release_first_buckets(model)
 
     def after_evaluation(self, value: ParallelWish | None, model: Any) -> None:
         """Drops the gathered weights that FSDP2 keeps for a backward pass: until then they are the model's
         parameters, in the place of the parts that are trained and kept."""
-        if value is not None and value.weights == "sharded":
+        if value is not None and value.weights != "alone":
             from torch.distributed.fsdp import FSDPModule
 
             for module in model.modules():
@@ -118,6 +117,22 @@ def _release_first_buckets(model: Any) -> None:
     dist.all_reduce(torch.zeros(1, device=device), async_op=True).wait()
 
 
+def _spread(value: ParallelWish, model: torch.nn.Module) -> torch.nn.Module:
+    """What to call in the place of the model, of which this process has all weights, or parts."""
+    if value.copies and value.tensor == value.stages == 1:
+        return in_ddp(value, model)
+    mesh = mesh_of(_with_contexts(value), _device_of(model))
+    if value.tensor > 1:
+        in_tensor_parts(model, mesh["tensor"])
+    if value.weights == "alone":
+        return model
+    return (
+        in_fsdp(value, model, data_mesh(mesh))
+        if value.weights == "sharded"
+        else in_replicas(model, data_mesh(mesh))
+    )
+
+
 _SEQUENCES: WeakKeyDictionary[torch.nn.Module, DeviceMesh] = WeakKeyDictionary()
 """Of a model, and of what is called in its place, the ranks that share each of its sequences."""
 
@@ -136,6 +151,12 @@ def _fsdp_tells(model: Any, *, is_last: bool) -> Iterator[None]:
     yield
 
 
+@contextlib.contextmanager
+def _parts_are_summed(model: Any) -> Iterator[None]:
+    yield
+    sum_parts_of_gradients(model)
+
+
 def in_ddp(wish: ParallelWish, model: torch.nn.Module) -> torch.nn.Module:
     """The model in `DistributedDataParallel`, whose gradients are averaged bucket by bucket."""
     from torch.nn.parallel import DistributedDataParallel
@@ -148,14 +169,26 @@ def in_ddp(wish: ParallelWish, model: torch.nn.Module) -> torch.nn.Module:
     )
 
 
-def in_fsdp(wish: ParallelWish, model: torch.nn.Module) -> torch.nn.Module:
-    """The same model, whose parameters are this process's shards (`fully_shard`)."""
+def in_replicas(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+    """The same model, whose gradients are averaged over `mesh` layer by layer: torch's `replicate`, which is
+    DDP for weights that are parts of matrices (`DistributedDataParallel` takes none)."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    for stack in layer_stacks(model):
+        for layer in stack:
+            replicate(layer, mesh=mesh)
+    replicate(model, mesh=mesh)
+    return model
+
+
+def in_fsdp(wish: ParallelWish, model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+    """The same model, whose parameters are this process's shards over `mesh` (`fully_shard`)."""
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     device = _device_of(model)
     options: dict[str, Any] = {
-        "mesh": data_mesh(mesh_of(_with_contexts(wish), device)),
+        "mesh": mesh,
         "reshard_after_forward": wish.reshard != "none",
         "mp_policy": MixedPrecisionPolicy(),
     }

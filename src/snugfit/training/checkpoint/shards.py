@@ -138,7 +138,8 @@ def shards_of(
     """This process's part of the run as it is, copied to the host; with `is_last` the first has the whole
     model too. All processes call it between two steps, and not before the last one is written."""
     model, optimizer = state.model, state.optimizer
-    parts = {name: tensor for name, tensor in (*_weights(model), *_moments(state)) if is_part(tensor)}
+    parts = dict(_weights(model))  # under tensor parallelism some are whole in all, and one writes them
+    parts |= {name: tensor for name, tensor in _moments(state) if is_part(tensor)}
     persistent = set(model.state_dict())
     shared = model_state_of(model, persistent)
     shared = replace(shared, tensors={n: value for n, value in shared.tensors.items() if not is_part(value)})
@@ -201,6 +202,8 @@ def _on_host(part: Any, staging: Staging) -> torch.Tensor:
     """The same part of the whole, with a copy of what this process has of it."""
     from torch.distributed.tensor import DTensor
 
+    if not is_part(part):
+        return staging.copy(part)
     return DTensor(staging.copy(part.to_local()), part._spec, requires_grad=False)
 
 

@@ -23,22 +23,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from snugfit.step.wishes.mesh.spread_tensors import total_norm, whole
+
 if TYPE_CHECKING:
     import torch
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether none of them holds a NaN or an infinity; waits for the device."""
-    import torch
-
-    largest = whole(torch.nn.utils.get_total_norm(tensors, norm_type=float("inf")))
+    largest = whole(total_norm(tensors, norm_type=float("inf")))
     return bool(largest.isfinite().item())
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor; of one that several processes hold parts of (a `DTensor`) all of it, in each of them."""
-    gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return gathered
 
 
 class FiniteCheck:

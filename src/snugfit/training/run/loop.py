@@ -24,8 +24,9 @@ from snugfit.step.applier import after_update
 from snugfit.step.memory_errors import memory_cause
 from snugfit.step.plain_loop import Built, PlainStep
 from snugfit.step.step import Observer
+from snugfit.step.wishes.mesh.spread_tensors import scale, total_norm, whole
 from snugfit.training.recovery import Exhausted
-from snugfit.training.run.finite_check import FiniteCheck, all_finite, whole
+from snugfit.training.run.finite_check import FiniteCheck, all_finite
 
 if TYPE_CHECKING:
     import torch
@@ -235,14 +236,11 @@ class TrainingStep(PlainStep):
                 raise WeightsNonFinite
 
     def _norm_of(self, trained: list[torch.nn.Parameter], state: TrainState) -> torch.Tensor | None:
-        import torch
-
         if not self.job.clip:
             return None
         if state.scaler is not None:
             state.scaler.unscale_(state.optimizer)
-        norm = torch.nn.utils.get_total_norm([weight.grad for weight in trained if weight.grad is not None])
-        return whole(norm)
+        return whole(total_norm(weight.grad for weight in trained if weight.grad is not None))
 
     def _raise_if_non_finite(self, state: TrainState, trained: list[torch.nn.Parameter], loss: float) -> None:
         """Raises `NonFinite`; waits for the gradients."""
@@ -258,10 +256,8 @@ class TrainingStep(PlainStep):
         self, state: TrainState, trained: list[torch.nn.Parameter], norm: torch.Tensor | None
     ) -> bool:
         """Whether there was one: a scaler leaves out the steps that overflow."""
-        import torch
-
         if norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(trained, self.job.clip or 0.0, norm)
+            scale(trained, self.job.clip or 0.0, norm)
         self.phases.phase("update")
         optimizer, scaler = state.optimizer, state.scaler
         if scaler is None:

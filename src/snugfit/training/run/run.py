@@ -21,6 +21,7 @@ from snugfit.errors import SnugfitError
 from snugfit.job.job import Job
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import ParallelWish
 from snugfit.techniques.several_gpus import on_gpus
 from snugfit.techniques.technique import Slot
 from snugfit.training.checkpoint.code_facts import code_facts
@@ -221,8 +222,9 @@ def compare_runs(before: Mapping[str, Any], run: Run, step: int = -1) -> tuple[l
     options = before.get("options", {})
     depends = depends_on_length(run.options.lr_scheduler_type, run.options.warmup_steps)
     free = FREE_OPTIONS | (LENGTH_OPTIONS if not depends or lengthens(run, before, step) else frozenset())
+    another_mesh = _on_another_mesh(before, run)
     before, asked = _on_these_gpus({"gpus": 1, **before}, run)
-    wrong = differences(before, now, ("asked", "weights", "samples"))
+    wrong = differences(before, now, ("asked", "weights", "samples")) + another_mesh
     wrong += differences(_earlier_job(before.get("job", {}), now["job"]), now["job"], prefix="job.")
     wrong += compare_facts(before, now)
     wrong += differences(
@@ -248,6 +250,19 @@ def _on_these_gpus(before: Mapping[str, Any], run: Run) -> tuple[Mapping[str, An
         f"{slot} was {recipe[slot]} and is {shared[slot]}" for slot in Slot if recipe[slot] != shared[slot]
     ]
     return {**before, "asked": str(shared)}, changed
+
+
+def _on_another_mesh(before: Mapping[str, Any], run: Run) -> list[str]:
+    """What a checkpoint cannot be read with: its optimizer's groups are those of the ranks that its matrices
+    were cut over (`optimizer_groups`)."""
+    try:
+        own, other = (
+            (recipe.setup().parallel or ParallelWish()).tensor
+            for recipe in (run.recipe, Recipe.parse(before["asked"]))
+        )
+    except (KeyError, SnugfitError):
+        return []
+    return [f"matrices were cut over {other} GPUs and are over {own}"] if own != other else []
 
 
 def _shared_as(recipe: Recipe, other: Recipe) -> Recipe:

@@ -160,8 +160,9 @@ def attend(
         )
     for passes in _PASSES:
         passes.calls += 1
-    grouped = key.size(1) != query.size(1)
-    if grouped and str(query.dtype) not in HALVES:  # of the two kernels only flash attention takes groups
+    grouped, device = key.size(1) != query.size(1), query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    if grouped and str(dtype) not in HALVES:  # of the two kernels only flash attention takes groups
         key, value = (repeat_kv(one, query.size(1) // one.size(1)) for one in (key, value))
         grouped = False
     out = torch.nn.functional.scaled_dot_product_attention(

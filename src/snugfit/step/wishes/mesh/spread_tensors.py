@@ -1,0 +1,94 @@
+"""Weights and gradients that are parts of others (`DTensor`), some over other ranks than the rest, or whole.
+
+Under tensor parallelism matrices are spread over some ranks, and norms are whole in each; beside FSDP2 the
+ones are spread along two axes of the mesh and the others along one. torch's operators on lists of tensors
+take those of one mesh alone, so an optimizer has a group for each, as transformers' Trainer has it, and the
+norm of all gradients is that of the norms of each. Where all are alike, torch's functions are called as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+Groups = list[list["torch.Tensor"]]
+
+
+def split(tensors: Iterable[torch.Tensor], key: Callable[[Any], Any]) -> Groups:
+    """The tensors that have a key in common, in the order of the first of each."""
+    groups: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(key(tensor), []).append(tensor)
+    return list(groups.values())
+
+
+def mesh(tensor: Any) -> Any:
+    """Over which ranks a tensor is spread; None for a whole one."""
+    return getattr(tensor, "device_mesh", None)
+
+
+def spread(tensor: Any) -> Any:
+    """Over which ranks, and how."""
+    return mesh(tensor), getattr(tensor, "placements", None)
+
+
+def optimizer_groups(groups: Sequence[Any]) -> list[Any]:
+    """Parameters, or groups of them, cut into groups each of which is spread over the same ranks."""
+    if not groups or not isinstance(groups[0], dict):
+        parts = split(groups, mesh)
+        return [{"params": part} for part in parts] if len(parts) > 1 else list(groups)
+    return [{**group, "params": part} for group in groups for part in split(group["params"], mesh)]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor; of one that several processes hold parts of all of it, in each of them."""
+    gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return gathered
+
+
+def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of all of them as of one vector, a scalar; spread as they are, where all are spread alike."""
+    import torch
+
+    tensors = list(tensors)
+    if len(split(tensors, mesh)) == 1:
+        return torch.nn.utils.get_total_norm(tensors, norm_type)
+    with _quiet():
+        norms = [whole(torch.nn.utils.get_total_norm(part, norm_type)) for part in split(tensors, spread)]
+    return torch.nn.utils.get_total_norm(norms, norm_type)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Within it torch does not advise to sum one number along both axes of a mesh at once."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def clip(weights: Iterable[torch.Tensor], most: float) -> None:
+    """Scales all gradients down, where their norm is more than this (`torch.nn.utils.clip_grad_norm_`)."""
+    import torch
+
+    weights = [weight for weight in weights if weight.grad is not None]
+    if len(split(weights, mesh)) == 1:
+        torch.nn.utils.clip_grad_norm_(weights, most)
+    else:
+        scale(weights, most, total_norm(weight.grad for weight in weights if weight.grad is not None))
+
+
+def scale(weights: Iterable[torch.Tensor], most: float, norm: torch.Tensor) -> None:
+    """The same, where the norm is known."""
+    import torch
+
+    for part in split(weights, mesh):
+        torch.nn.utils.clip_grads_with_norm_(part, most, norm)

@@ -1,0 +1,106 @@
+"""Matrices cut over several ranks, which compute each layer together: torch's `parallelize_module`.
+
+Which matrix is cut how says the model's own plan: transformers has one for most language models
+(`base_model_tp_plan` of its config, and `_tp_plan` of its head), in words that are read here as torch's
+styles of the same meaning. transformers has styles of its own behind these words too. They changed with
+almost every release from 5.17 to 5.23, and one of them sums a gradient again for each micro-batch; torch's
+stayed.
+
+Each rank builds the model whole, with the same numbers, and keeps its part of each matrix (a `DTensor`); what
+the plan does not name all of them hold, compute and update alike. A matrix whose output is cut ("colwise") is
+followed by one whose input is ("rowwise"), after which the parts are summed: an exchange in the forward pass,
+and one in the backward pass for each matrix whose input was whole. Between the two activations are a part.
+
+Beyond the plan, rows of the embedding are spread too, as transformers 5.23 and torchtitan do: most models tie
+it to their head, which the plan cuts.
+
+Ranks of such a group draw the same random numbers. So what all hold is dropped out alike; of attention each
+drops the same weights of other heads.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+EMBEDDING = "embedding_rowwise"
+
+HEADS = 2
+"""The axis of heads where what is normed per head is (B, S, heads, head size)."""
+
+
+def in_tensor_parts(model: torch.nn.Module, mesh: DeviceMesh) -> None:
+    """Leaves this rank's part of each matrix in the model. `mesh` has the ranks that share one copy of it."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    tied = _tied(model)
+    plan = {name: style for name, word in plan_of(model).items() if (style := _style(word)) is not None}
+    parallelize_module(model, mesh, dict(plan), src_data_rank=None)  # each has the whole, and keeps its part
+    for module, source in tied:
+        module.weight = source.weight
+
+
+def plan_of(model: torch.nn.Module) -> dict[str, str]:
+    """By a module's name, how it is cut, in transformers' words."""
+    rules: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    names = {name: module for name, module in model.named_modules() if name}
+    plan = {
+        name: word
+        for rule, word in rules.items()
+        for name in names
+        if re.fullmatch(re.escape(rule).replace(r"\*", r"\d+"), name)
+    }
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    known = next((name for name, module in names.items() if module is embedding), None)
+    return {known: EMBEDDING, **plan} if known is not None and plan else plan
+
+
+def _style(word: str) -> ParallelStyle | None:
+    """torch's style of this meaning; None where nothing is cut."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+    match word:
+        case "colwise":
+            return ColwiseParallel()
+        case "colwise_gather_output" | "colwise_rep":
+            return ColwiseParallel(output_layouts=Replicate())
+        case "rowwise":
+            return RowwiseParallel()
+        case "rowwise_split_input" | "rowwise_rep" | "embedding_rowwise":
+            return RowwiseParallel(input_layouts=Replicate())
+        case "replicated_with_grad_allreduce":  # norms of each head, of which a rank has some
+            return SequenceParallel(sequence_dim=HEADS, use_local_output=True)
+        case "replicate":
+            return None
+    raise ValueError(f"tensor parallelism knows no style {word!r}")
+
+
+def _tied(model: torch.nn.Module) -> list[tuple[Any, Any]]:
+    """Modules whose weight is another one's, with that one."""
+    first: dict[int, Any] = {}
+    tied = []
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and (source := first.setdefault(id(weight), module)) is not module:
+            tied.append((module, source))
+    return tied
+
+
+def sum_parts_of_gradients(model: torch.nn.Module) -> None:
+    """Sums gradients of which each rank has computed a part, though all hold the weight: norms of heads."""
+    from torch.distributed.tensor import DTensor
+
+    for weight in model.parameters():
+        gradient: Any = weight.grad
+        if not isinstance(gradient, DTensor) or not isinstance(weight, DTensor):
+            continue
+        if gradient.placements != weight.placements:
+            weight.grad = gradient.redistribute(placements=weight.placements)

@@ -1,0 +1,1 @@
+"""The slot `tensor_parallel`: whether GPUs share the matrices of each layer. One technique a file."""

@@ -1,0 +1,70 @@
+"""Tensor parallelism: n GPUs compute each layer together, each with a part of its matrices.
+
+Of attention each has some of the heads, of the feed-forward block some of its columns, and of embedding and
+head some of the vocabulary; then what they have is summed. So each holds an n-th of nearly all weights,
+gradients and states, and of the activations within a block, for the price of exchanges in every layer, which
+nothing hides: n is best the GPUs of one host at most, with a link of their own. What is between blocks all
+hold, and the logits too.
+
+The model's own plan (transformers' `base_model_tp_plan`) says what is cut; torch's `parallelize_module` cuts
+it. By itself n GPUs train one copy of the model on the whole batch; beside `fsdp`, `hsdp` or `ddp` each such
+group has a part of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from snugfit.techniques import several_gpus, tensor_plans
+from snugfit.techniques.setting import between
+from snugfit.techniques.setup import ParallelWish, Setup
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+
+UNMEASURED = (
+    "Torch's own code was simulated, and its bytes agree with processes on a CPU to the last one. No step "
+    "was measured on GPUs, and what DTensor takes the host is a guess."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor(Technique):
+    """Groups of n GPUs compute each layer together, each with a part of its matrices."""
+
+    fidelity: ClassVar = Fidelity.ROUNDS
+    source: ClassVar = "Shoeybi et al., Megatron-LM, arXiv 1909.08053; torch's parallelize_module"
+    elsewhere: ClassVar = ("tensor_parallel", "tp")
+    needs_several_gpus: ClassVar = True
+
+    n: int = between(2, several_gpus.MOST_GPUS)
+    """GPUs of a group, all of which it is best to have in one host."""
+
+    def install(self, setup: Setup) -> Setup:
+        """Cuts the model's matrices over the group, whoever shares the batch."""
+        wish = setup.parallel or ParallelWish(weights="alone")
+        return replace(setup, parallel=replace(wish, tensor=self.n))
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """What is not simulated on several GPUs, and sizes that n parts cannot share."""
+        wish = recipe[Slot.SHARDING].install(Setup()).parallel or ParallelWish(weights="alone")
+        yield from several_gpus.objections(job, recipe, replace(wish, tensor=self.n))
+        yield from tensor_plans.objections(job, self.n)
+
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """Nobody has measured it on a GPU."""
+        yield UNMEASURED
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """Groups that fit into one host."""
+        yield from (cls(n=n) for n in (2, 4, 8) if not [*tensor_plans.objections(job, n)])
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """Its seconds are not known well enough to choose it."""
+        return "plans look at it only where it is kept"
