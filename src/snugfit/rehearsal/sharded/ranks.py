@@ -38,6 +38,7 @@ from snugfit.rehearsal.sharded.streams import Moment, StreamOrder
 from snugfit.rehearsal.trace.trace import (
     ALL_REDUCE,
     ALONE,
+    BROADCAST,
     DEFAULT_STREAM,
     PART_OPERATORS,
     SHARD_HOOKS,
@@ -197,7 +198,7 @@ class RankRecorder(Recorder):
         out = func(*args, **kwargs)
         kernel = collectives.kernel_of(func, args)
         self.memory.add_outputs(kernel, out)
-        copied = kernel == ALL_REDUCE  # what is summed is a copy, so nothing is kept of what was given
+        copied = kernel in (ALL_REDUCE, BROADCAST)  # of what is given a copy is made, so nothing is kept
         if collectives.is_functional(func) and isinstance(out, torch.Tensor) and not copied:
             self._carried[out.untyped_storage()._cdata] = args[0]
         for tensor in collectives.tensors_carried(func, out, args):
