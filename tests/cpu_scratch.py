@@ -34,6 +34,7 @@ SCRATCH = {
     ("aten::addmm_", "aten::clone"): BLAS,
     ("aten::bmm", "aten::clone"): BLAS,
     ("autograd::engine::evaluate_function: AddBackward0/aten::sum", "aten::_to_copy"): SUMS,
+    ("LinearFunctionForZeroStage3Backward/aten::sum", "aten::_to_copy"): SUMS,
     ("aten::sum", "aten::empty"): SUMS,
     ("aten::mean", ""): "the CPU sums half precision in fp32 and converts before and after",
     ("aten::mkldnn_convolution", ""): ONEDNN,

@@ -12,6 +12,8 @@ thread has let go. What DDP exchanges by itself is left as it is.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import pickle
 import subprocess
@@ -43,36 +45,40 @@ class Ran(NamedTuple):
     losses: list[float]
     weights: dict[str, torch.Tensor]
     """Those that the rank has after these losses, by name; whole ones."""
+    exchanged: frozenset[int] = frozenset()
+    """Bytes of the tensors that it exchanged in Python."""
 
 
-def run_ranks(ranks: int, cases: Sequence[Case]) -> list[list[Ran]]:
-    """What each of so many ranks did in each case."""
+def run_ranks(ranks: int, cases: Sequence[Case], loop: str = "plain", *, within: str = "") -> list[list[Ran]]:
+    """What each of so many ranks did in each case, in this loop, `within` a context manager that is named by
+    its import path (`module:name`)."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "cases").write_bytes(pickle.dumps(list(cases)))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, __file__, str(folder), str(ranks)]
-        processes = [
-            subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
-            for rank in range(ranks)
-        ]
+        command = [sys.executable, __file__, str(folder), loop, str(ranks), within]
+        processes = []
+        for rank in range(ranks):
+            with (folder / f"said{rank}").open("w") as said:  # a pipe fills up while another's is read
+                processes.append(subprocess.Popen([*command, str(rank)], env=environment, stderr=said))
         try:
-            said = [process.communicate(timeout=TIME_LIMIT)[1] for process in processes]
+            for process in processes:
+                process.wait(timeout=TIME_LIMIT)
         finally:
             for process in processes:
                 process.kill()
-        failed = [text for process, text in zip(processes, said, strict=True) if process.returncode]
-        assert not failed, "\n".join(failed)
+        failed = [rank for rank, process in enumerate(processes) if process.returncode]
+        assert not failed, "\n".join((folder / f"said{rank}").read_text() for rank in failed)
         read = [pickle.loads((folder / f"ran{rank}").read_bytes()) for rank in range(ranks)]
         return [[Ran(*one) for one in of_rank] for of_rank in read]
 
 
-def losses_of(job: Job, setup: Setup) -> list[float]:
+def losses_of(job: Job, setup: Setup, loop: str = "plain") -> list[float]:
     """The losses of a few real steps, whose weights and batches are those of one seed."""
-    return trained(job, setup)[0]
+    return trained(job, setup, loop)[0]
 
 
-def trained(job: Job, setup: Setup) -> tuple[list[float], dict[str, torch.Tensor]]:
+def trained(job: Job, setup: Setup, loop: str = "plain") -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses of a few real steps that begin with one seed, and the weights after them, by name."""
     import torch
 
@@ -86,17 +92,16 @@ def trained(job: Job, setup: Setup) -> tuple[list[float], dict[str, torch.Tensor
             torch.manual_seed(5)
 
     torch.manual_seed(0)
-    step = open_step(job, setup, "plain", torch.device("cpu"), keep_losses=True)
+    step = open_step(job, setup, loop, torch.device("cpu"), keep_losses=True)
     losses = list(step.run(3, SeedAfterBuilding()))
-    assert step.model is not None
     weights = {
         name: (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach()
-        for name, weight in step.model.named_parameters()
+        for name, weight in (step.model.named_parameters() if step.model is not None else ())
     }
     return losses, weights
 
 
-def run_rank(folder: Path, ranks: int, rank: int) -> None:
+def run_rank(folder: Path, loop: str, ranks: int, within: str, rank: int) -> None:
     """What each process does."""
     import torch.distributed as dist
 
@@ -105,13 +110,20 @@ def run_rank(folder: Path, ranks: int, rank: int) -> None:
     from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 
     cases: list[Case] = pickle.loads((folder / "cases").read_bytes())
+    if loop == "trainer":  # it leaves the choice to torch, and a GPU's is another (`test_law_loops.py`)
+        module: Any = importlib.import_module("torch.optim.optimizer")
+        module._get_foreach_kernels_supported_devices = lambda: ["cpu", "meta"]
     _wait_for_the_thread()
     dist.init_process_group("one_thread", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     ran = []
-    for job, recipe in cases:
-        setup = on_gpus(Recipe.parse(recipe).setup(), ranks)
-        part = job_of_rank(job, setup)
-        ran.append((reports(part, setup), *trained(part, setup)))
+    module, _, name = within.partition(":")
+    with getattr(importlib.import_module(module), name)() if within else contextlib.nullcontext():
+        for job, recipe in cases:
+            setup = on_gpus(Recipe.parse(recipe).setup(), ranks)
+            part = job_of_rank(job, setup)
+            EXCHANGED.clear()
+            account = reports(part, setup, loop=loop)
+            ran.append((account, *trained(part, setup, loop), frozenset(EXCHANGED)))
     (folder / f"ran{rank}").write_bytes(pickle.dumps(ran))
     dist.barrier()
     dist.destroy_process_group()
@@ -119,9 +131,13 @@ def run_rank(folder: Path, ranks: int, rank: int) -> None:
 
 EXCHANGES = (
     "all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor",
-    "all_reduce",
+    "all_reduce", "broadcast",
 )  # fmt: skip
-"""Functions of torch.distributed by which FSDP2 exchanges, under the names of all its versions."""
+"""Functions of torch.distributed by which FSDP2 and DeepSpeed exchange, under the names of all its
+versions."""
+
+EXCHANGED: set[int] = set()
+"""Bytes of the tensors that this process has given to them."""
 
 FUNCTIONAL = ("all_gather_single", "all_gather_tensor", "permute_tensor")
 """Of torch's functional ones those by which ring attention exchanges; it waits for what they give."""
@@ -159,6 +175,8 @@ def _waited_for(exchange: Callable[..., Any]) -> Callable[..., Any]:
     import torch.distributed as dist
 
     def wait(*arguments: Any, **keywords: Any) -> Any:
+        given = [one for one in (*arguments, *keywords.values()) if isinstance(one, torch.Tensor)]
+        EXCHANGED.update(one.untyped_storage().nbytes() for one in given)
         work = exchange(*arguments, **keywords)
         if isinstance(work, torch.Tensor):
             getattr(work, "trigger_wait", lambda: None)()
@@ -201,4 +219,4 @@ def _follow_functional_ones() -> None:
 
 
 if __name__ == "__main__":
-    run_rank(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    run_rank(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5]))

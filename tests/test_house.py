@@ -60,6 +60,7 @@ HEAVY_THEMSELVES = {
     "rehearsal/sharded/host_tensors.py",
     "rehearsal/sharded/offloaded_shards.py",
     "rehearsal/sharded/ranks.py",
+    "rehearsal/sharded/spreading.py",
     "step/muon.py",
 }
 """Their classes derive from torch's, or they run at every operator of a rehearsal."""

@@ -40,7 +40,7 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.sharded import stages
 from snugfit.rehearsal.trace.trace import RECEIVE, SEND, Trace
 from snugfit.results.footprint import Kind
-from snugfit.step.wishes.stages import layers_of
+from snugfit.step.wishes.mesh.stages import layers_of
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import ParallelWish
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus

@@ -14,7 +14,7 @@ different, and nothing else may:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -150,9 +150,10 @@ def to_last_birth(events: Sequence[Event]) -> list[Event]:
     return [*events[: last + 1]]
 
 
-def unheard(account: Sequence[Event], trace: Sequence[Event]) -> list[Event]:
+def unheard(account: Sequence[Event], trace: Sequence[Event], sizes: Collection[int] = ()) -> list[Event]:
     """The account with those frees where the trace has them that nobody heard of, of tensors that were
-    exchanged. It is left as it is where births are not alike."""
+    exchanged: by torch's own classes, or of one of these sizes. It is left as it is where births are not
+    alike."""
     if [birth.nbytes for birth in births(account)] != [birth.nbytes for birth in births(trace)]:
         return [*account]
     dead = {event.block for event in account if event.nbytes < 0}
@@ -161,8 +162,9 @@ def unheard(account: Sequence[Event], trace: Sequence[Event]) -> list[Event]:
     born = 0
     for event in trace:
         born += event.nbytes > 0
-        one = partner[event.block]
-        if event.nbytes < 0 and one.block not in dead and _is_exchanged(one):
+        one = partner.get(event.block)  # none is there for what was born before
+        is_free = event.nbytes < 0 and one is not None and one.block not in dead
+        if is_free and one is not None and (_is_exchanged(one) or one.nbytes in sizes):
             missing.setdefault(born, []).append(replace(one, nbytes=-one.nbytes))
     completed, born = [], 0
     for event in account:

@@ -97,11 +97,18 @@ def items_in_each(
     """`items_in` of several batches; where they are on a device, it is waited for once."""
     import torch
 
-    counted = [_count(batch, shifts, dims) for batch in batches]
+    counted = counted_items(batches, shifts=shifts, dims=dims)
     if all(isinstance(count, torch.Tensor) for count in counted) and counted:
         counts: list[int] = torch.stack(counted).tolist()  # type: ignore[arg-type]
         return counts
     return [int(count) for count in counted]
+
+
+def counted_items(
+    batches: Sequence[Mapping[str, Any]], *, shifts: bool, dims: BatchDims | None = None
+) -> list[torch.Tensor | int]:
+    """The same, left where it is counted: a number, or () on the device."""
+    return [_count(batch, shifts, dims) for batch in batches]
 
 
 def _count(batch: Mapping[str, Any], shifts: bool, dims: BatchDims | None) -> torch.Tensor | int:
@@ -143,13 +150,13 @@ def shifts_labels(model: torch.nn.Module) -> bool:
     return type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not two_stacks
 
 
-def write_batch(folder: Path, step: int, batch: Sequence[Mapping[str, Any]]) -> Path:
+def write_batch(folder: Path, step: int, batch: Sequence[Mapping[str, Any]], *, rank: int = 0) -> Path:
     """Writes every tensor of a step's micro-batches under its number and its name, where that can be written;
-    gives the file."""
+    gives the file, which of another process than the first has its number."""
     import torch
     from safetensors.torch import save_file
 
-    file = folder / f"nonfinite-step-{step}.safetensors"
+    file = folder / f"nonfinite-step-{step}{f'-rank-{rank}' if rank else ''}.safetensors"
     tensors = {
         f"{number}.{name}": value.detach().cpu().contiguous()
         for number, micro_batch in enumerate(batch)

@@ -35,6 +35,7 @@ from snugfit.results.measurement import Measurement
 from snugfit.step.applier import refuse_unsupported
 from snugfit.step.step import LOOPS
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.several_gpus import ranks_of
 
 MAX_STEPS = 100_000
 
@@ -110,7 +111,7 @@ def _refuse_invalid(request: MeasurementRequest) -> None:
     for what, value, least in (("warm-up steps", request.warmup, 0), ("steps", request.steps, 1)):
         if type(value) is not int or not least <= value <= MAX_STEPS:
             raise UsageError(f"{what} is {value!r}; allowed are whole numbers from {least} to {MAX_STEPS}.")
-    if request.setup.parallel is not None:
+    if ranks_of(request.setup) > 1:
         refuse_unsupported(loop, request.setup)
         request.rank_job  # noqa: B018
     deadline = request.deadline_seconds

@@ -16,7 +16,8 @@ A port of the decisions (not the code) of `c10/cuda/CUDACachingAllocator.cpp` an
    end, and every block splits at 512 B. The block at the end of the range, which could still grow, is handed
    out only when no other fits.
 7. CUDA graphs allocate from pools of their own, a small and a large one, whose segments never go back.
-8. Each stream has pools of its own: what is freed in one is never handed out in another.
+8. Each stream has pools of its own: what is freed in one is never handed out in another. A block that
+   another stream still works on when it is freed is back when that is done.
 
 Addresses matter only as an order; `addresses.py` says in which order the driver hands out segments.
 """
@@ -30,6 +31,7 @@ from dataclasses import dataclass
 
 from snugfit.prediction.addresses import DeviceAddresses
 from snugfit.prediction.last_step import MOST_REPEATED, LastStep, begin_of_last_step, places
+from snugfit.prediction.several_gpus.late_frees import NONE_LATE, Frees
 from snugfit.rehearsal.trace.trace import MarkKind, Memory, Trace
 
 MINIMUM = 512
@@ -98,8 +100,16 @@ class Allocator:
         return block
 
     def release(self, block: _PoolBlock) -> None:
-        """Takes a block back and merges it with its free neighbours."""
+        """Takes a block back."""
+        self.drop(block)
+        self.take_back(block)
+
+    def drop(self, block: _PoolBlock) -> None:
+        """Counts a block as allocated no longer; it stays where it is, and as requested."""
         self.allocated -= block.size
+
+    def take_back(self, block: _PoolBlock) -> None:
+        """Takes a dropped block back and merges it with its free neighbours."""
         self.requested -= block.requested
         block.free = True
         if (before := block.before) is not None and before.free:
@@ -216,11 +226,19 @@ class Replay:
     """How often the allocator gave back what it kept, to go on."""
 
 
-def replay(trace: Trace, *, expandable: bool = False, limit: int | None = None) -> Replay:
+def replay(
+    trace: Trace,
+    *,
+    expandable: bool = False,
+    limit: int | None = None,
+    late: Mapping[int, int] = NONE_LATE,
+) -> Replay:
     """Runs the trace's allocations and frees through the allocator, which while the model is built may
     reserve `limit` bytes before it gives back what it keeps; and its last step again, until nothing changes
-    any more (`last_step.py`)."""
+    any more (`last_step.py`). Frees that are `late` are done before other events than their own
+    (`late_frees.py`)."""
     allocator = Allocator(expandable=expandable)
+    frees = Frees(allocator, late)
     allocator.limit = limit
     emptied = {mark.event for mark in trace.marks if mark.kind is MarkKind.CACHE_EMPTIED}
     live: dict[int, _PoolBlock] = {}
@@ -234,6 +252,7 @@ def replay(trace: Trace, *, expandable: bool = False, limit: int | None = None) 
         if index in emptied:
             allocator.empty_cache()
         if event > 0:
+            frees.pass_by(index)
             for act in actions.get(event, ()):
                 act()
             if blocks[event - 1].step >= 0:
@@ -242,12 +261,13 @@ def replay(trace: Trace, *, expandable: bool = False, limit: int | None = None) 
                 blocks[event - 1].nbytes, trace.memory_of(event - 1), streams.get(event - 1, 0)
             )
         else:
-            allocator.release(live.pop(-event))
+            frees.free(index, live.pop(-event))
         reserved.append(allocator.reserved)
+    frees.finish()
     if began is not None and (allocator.state(), places(trace, live)) != began:
         last = LastStep(trace, start, live)
         if last.leaves_as_many:
-            _replay_again(allocator, last, emptied, {began})
+            _replay_again(allocator, frees, last, emptied, {began})
     return Replay(
         allocator.requested_peak,
         allocator.allocated_peak,
@@ -258,7 +278,7 @@ def replay(trace: Trace, *, expandable: bool = False, limit: int | None = None) 
 
 
 def _replay_again(
-    allocator: Allocator, last: LastStep, emptied: Collection[int], began: set[Hashable]
+    allocator: Allocator, frees: Frees, last: LastStep, emptied: Collection[int], began: set[Hashable]
 ) -> None:
     """Replays the last step until it begins as it `began` before."""
     for _ in range(MOST_REPEATED):
@@ -266,7 +286,7 @@ def _replay_again(
         if begins in began:
             return
         began.add(begins)
-        last.run_again(allocator, emptied)
+        last.run_again(allocator, frees, emptied)
 
 
 def is_small(pool: int) -> bool:

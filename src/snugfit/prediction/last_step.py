@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Mapping
 from typing import Any, Protocol
 
+from snugfit.prediction.several_gpus.late_frees import Frees
 from snugfit.rehearsal.trace.relative import Alloc, Free, LiveSet
 from snugfit.rehearsal.trace.trace import Memory, Trace
 
@@ -20,13 +21,10 @@ MOST_REPEATED = 12
 
 
 class Allocates(Protocol):
-    """What hands out blocks and takes them back: an allocator."""
+    """What hands out blocks: an allocator."""
 
     def allocate(self, nbytes: int, memory: Memory, stream: int) -> Any:
         """A block of at least so many bytes, of this memory and stream."""
-
-    def release(self, block: Any) -> None:
-        """Takes a block back."""
 
     def empty_cache(self) -> None:
         """Gives whole free segments back to the device."""
@@ -66,16 +64,19 @@ class LastStep:
             if indices
         )
 
-    def run_again(self, allocator: Allocates, emptied: Collection[int]) -> None:
-        """Runs it once more; before the events that are `emptied` the allocator gives back what it keeps."""
+    def run_again(self, allocator: Allocates, frees: Frees, emptied: Collection[int]) -> None:
+        """Runs it once more; its frees are done by `frees`, by the places of the events. Before those that
+        are `emptied` the allocator gives back what it keeps."""
         for index, (move, memory, stream) in enumerate(self._moves, start=self._start):
             if index in emptied:
                 allocator.empty_cache()
             if isinstance(move, Alloc):
+                frees.pass_by(index)
                 self._live.alloc(move)
                 self._blocks.append(allocator.allocate(move.nbytes, memory, stream))
             else:
-                allocator.release(self._blocks[self._live.free(move)])
+                frees.free(index, self._blocks[self._live.free(move)])
+        frees.finish()
 
 
 def begin_of_last_step(trace: Trace) -> int:

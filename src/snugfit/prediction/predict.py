@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from snugfit.prediction.several_gpus.communication import (
     doubts_about_exchanges,
     interconnect_of,
 )
+from snugfit.prediction.several_gpus.late_frees import NONE_LATE, late_frees
 from snugfit.prediction.several_gpus.pipelined import (
     PipelinedSteps,
     RankForeseen,
@@ -40,8 +42,9 @@ from snugfit.results.footprint import Footprint, Kind, Moment, Startup
 from snugfit.results.prediction import Prediction
 from snugfit.results.step_seconds import PhaseSpan, StepSeconds
 from snugfit.step.wishes.engine.config import group_bytes
+from snugfit.step.wishes.mesh.by_accelerate import is_spread
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+from snugfit.techniques.several_gpus import job_of_rank, on_gpus, ranks_of
 from snugfit.units import MIB
 
 if TYPE_CHECKING:
@@ -114,7 +117,7 @@ def predict(
     available = memory_bytes if memory_bytes is not None else gpu.memory_bytes if gpu else None
     stages = stages_by_rank(part, setup)
     traces = {rank: _rehearse(part, setup, gpu, profile, loop, trainer_class, rank) for rank in stages}
-    ranks = [_foresee_rank(*one, gpu, profile, setup, loop, gpus) for one in traces.items()]
+    ranks = [_foresee_rank(*one, gpu, profile, setup, loop, rates) for one in traces.items()]
     shown = max(ranks, key=attrgetter("needed_bytes"))
     trace, peak = shown.trace, shown.trace.peak().position
     pipelined = pipelined_steps(ranks, stages, part, setup, gpu, rates)
@@ -142,13 +145,20 @@ def predict(
 
 
 def _foresee_rank(
-    rank: int, trace: Trace, gpu: Gpu | None, profile: Software, setup: Setup, loop: str, gpus: int
+    rank: int,
+    trace: Trace,
+    gpu: Gpu | None,
+    profile: Software,
+    setup: Setup,
+    loop: str,
+    rates: Rates | None,
 ) -> RankForeseen:
-    communication = communication_bytes(trace, gpus)
+    communication = communication_bytes(trace, ranks_of(setup))
     group = group_bytes(setup, loop) + communication
     context, about_context = context_of(gpu, profile, trace, group=group)
     limit = gpu.memory_bytes - context if gpu and gpu.memory_bytes else None
-    after = replay(trace, expandable=setup.expandable_segments, limit=limit)
+    late = _late_frees(trace, gpu, setup, rates)
+    after = replay(trace, expandable=setup.expandable_segments, limit=limit, late=late)
     if limit is not None and after.retries and after.reserved_peak <= limit:
         about_context.append(RETRIED)
     return RankForeseen(rank, trace, after, context, communication, about_context)
@@ -206,6 +216,8 @@ def _host_bytes(job: Job, setup: Setup, shown: RankForeseen, ranks: Sequence[Ran
     )
     on_host = job.build_on == "host" or loop == "trainer"
     on_host = on_host or len(ranks) > 1
+    if loop != "plain" and is_spread(setup) and setup.parallel:  # each rank builds all of it
+        on_host, weights = True, weights * (setup.parallel.shards or setup.parallel.ranks)
     if setup.sharding is not None and setup.sharding.stage == 3 and loop != "plain":
         on_host = False  # `built_by_transformers`: they are made on the device, part by part
     return max(training, IMPORTED_BYTES + weights * on_host)
@@ -246,7 +258,7 @@ def _seconds(
     if gpu is None:
         return None, (), ()
     try:
-        rates = rates or rates_for(gpu, setup.parallel.ranks if setup.parallel else 1)
+        rates = rates or rates_for(gpu, ranks_of(setup))
     except GpuError as unknown:
         return None, (), (str(unknown),)
     doubts = () if rates.measured else (f"Of this GPU no rates were measured: seconds are {rates.source}.",)
@@ -262,6 +274,16 @@ def _seconds(
     timing = step_seconds(trace, gpu, batch_size=job.batch_size, rates=rates, workers=workers)
     timed = time_kernels(trace, rates, interconnect_of(gpu, rates), workers=workers)
     return timing, phase_spans(timed), (*doubts, *doubts_about_exchanges(trace, gpu, rates))
+
+
+def _late_frees(trace: Trace, gpu: Gpu | None, setup: Setup, rates: Rates | None) -> Mapping[int, int]:
+    """The frees after which other streams still work on the block; none where this GPU's seconds are not
+    known."""
+    if gpu is None or not trace.awaited:
+        return NONE_LATE
+    with contextlib.suppress(GpuError):
+        rates = rates or rates_for(gpu, ranks_of(setup))
+    return late_frees(trace, rates, interconnect_of(gpu, rates), workers=setup.loader.workers)
 
 
 def _startup(trace: Trace, job: Job, setup: Setup, timing: StepSeconds | None) -> Startup | None:

@@ -28,6 +28,7 @@ from snugfit.rehearsal.trace.repeat import repeat, short_run
 from snugfit.step.applier import import_code, rehearsal_context
 from snugfit.step.loss import AssumedLoss
 from snugfit.step.open_step import open_step
+from snugfit.techniques.several_gpus import ranks_of
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -83,7 +84,7 @@ def rehearse(
         import_peft()
     if trainer_class is not None:
         _refuse_no_trainer(trainer_class, loop)
-    alone = loop == "plain" and setup.parallel is None
+    alone = loop == "plain" and ranks_of(setup) == 1
     if alone and (short := short_run(job, setup, steps, steady=steady)) is not None:
         trace, marks, varies, _ = record_step(open_it(short.job, short.setup), policy, short.steps)
         relative = RelativeTrace.of(trace, marks)
@@ -173,7 +174,7 @@ def _recorder_class(setup: Setup) -> type[Recorder]:
     """What writes the trace: for one of several processes, what knows streams and exchanges."""
     from snugfit.rehearsal.record.recorder import Recorder
 
-    if setup.parallel is None:
+    if ranks_of(setup) == 1:
         return Recorder
     from snugfit.rehearsal.sharded.ranks import RankRecorder
 
@@ -204,7 +205,7 @@ def _engine(step: Step, recorder: Recorder) -> Iterator[contextlib.AbstractConte
         return
     from snugfit.rehearsal.sharded.engine import engine_on_shapes
 
-    with engine_on_shapes(recorder) as host:
+    with engine_on_shapes(recorder, step.rank, step.setup.sharding.ranks) as host:
         yield host
 
 

@@ -4,10 +4,18 @@ As Hugging Face's "Efficient training on a single GPU" writes it: the loss of ea
 their number, the optimizer steps after the last one. Clipping is accelerate's own, when the job clips. What
 `Accelerator.prepare` does to the model (autocast around forward, outputs back to fp32), to the optimizer and
 to the loader is accelerate's, in a rehearsal too.
+
+Of several processes each runs the same loop on its part of the batch. `prepare` puts DDP around the model, or
+spreads it by FSDP2; then, as accelerate's documentation has it, the model is built on the host and `prepare`
+moves it, one group of weights after the other. Gradients are exchanged after the last micro-batch
+(`Accelerator.no_sync` before it, as `accumulate` does). Unlike the plain loop it does not have NCCL let go of
+DDP's first buckets, since no user's loop does (`step/wishes/parallel.py`): a rehearsal keeps them as long as
+NCCL may.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -18,21 +26,32 @@ from snugfit.step.build import build_model, build_optimizer
 from snugfit.step.loss import loss_of
 from snugfit.step.step import Step
 from snugfit.step.transformers_internals import place_state, placed_on
+from snugfit.step.wishes.mesh.by_accelerate import (
+    is_spread,
+    name_layers,
+    told_to_accelerate,
+    widen,
+)
 
 if TYPE_CHECKING:
     import torch
 
+    from snugfit.job.job import Job
     from snugfit.step.step import Observer
+    from snugfit.techniques.setup import Setup
 
 
 class AccelerateStep(Step):
     """The guide's hand-written loop over one job and Setup."""
 
+    def __init__(self, job: Job, setup: Setup, device: torch.device, *, keep_losses: bool = False) -> None:
+        super().__init__(job, told_to_accelerate(setup), device, keep_losses=keep_losses)
+
     def run(self, steps: int, observer: Observer) -> list[float]:
         """Builds, runs `steps` optimizer steps, and gives their losses."""
         if not self.job.trains:
             raise UsageError("The accelerate loop only trains. Evaluate with --loop plain.")
-        with placed_on(self.device), run_context(self.setup):
+        with placed_on(self.device, self.setup.parallel), run_context(self.setup):
             from accelerate import Accelerator
 
             accelerator = Accelerator(**accelerator_arguments(self.setup), cpu=self.device.type == "cpu")
@@ -41,22 +60,22 @@ class AccelerateStep(Step):
 
     def _train(self, accelerator: Any, steps: int, observer: Observer) -> list[float]:
         observer.phase("build")
-        model = build_model(self.job, self.setup, self.device)
-        model, optimizer, batches = self._prepare(model, accelerator)
-        observer.build_ends(model, optimizer)
+        model, optimizer, batches = self._prepare(self._model(), accelerator)
+        observer.build_ends(getattr(model, "module", model) if self.setup.parallel else model, optimizer)
         pieces = self.setup.micro_batches
         losses: list[torch.Tensor] = []
         for index in range(steps):
             observer.step_begins(index)
             total: Any = 0.0
-            for _ in range(pieces):
+            for piece in range(pieces):
                 observer.phase("load")
                 batch = next(batches)
-                loss = self._forward(model, batch, observer) / pieces
-                if self.keep_losses:
-                    total = total + loss.detach()
-                observer.phase("backward")
-                accelerator.backward(loss)
+                with self._exchange(accelerator, model, is_last=piece == pieces - 1):
+                    loss = self._forward(model, batch, observer) / pieces
+                    if self.keep_losses:
+                        total = total + loss.detach()
+                    observer.phase("backward")
+                    accelerator.backward(loss)
             if self.job.clip:
                 observer.phase("clip")
                 accelerator.clip_grad_norm_(model.parameters(), self.job.clip)
@@ -69,8 +88,28 @@ class AccelerateStep(Step):
         self.model, self.optimizer = accelerator.unwrap_model(model), optimizer.optimizer
         return [float(loss) for loss in losses]
 
+    def _model(self) -> torch.nn.Module:
+        """On the device, or, where it is to be spread over processes, on the host, which moves its parts."""
+        if not is_spread(self.setup):
+            return build_model(self.job, self.setup, self.device)
+        model = build_model(self.job, self.setup, self.device, stays=True)
+        if self.setup.autocast:
+            widen(model)
+        return model
+
+    def _exchange(
+        self, accelerator: Any, model: Any, *, is_last: bool
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Gradients are told to the other processes after the last micro-batch alone."""
+        if is_last or self.setup.parallel is None:
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[Any] = accelerator.no_sync(model)
+        return context
+
     def _prepare(self, model: torch.nn.Module, accelerator: Any) -> tuple[Any, Any, Iterator[Any]]:
         """What accelerate makes of the model, its optimizer and its batches, which do not end."""
+        if is_spread(self.setup):
+            name_layers(accelerator, model)
         optimizer = build_optimizer(self.job, self.setup, model)
         host_batches = loader(self.job, self.setup, self.device, always_mask=self.always_mask)
         model, optimizer, batches = accelerator.prepare(model, optimizer, host_batches)

@@ -90,8 +90,10 @@ def _wishes(setup: Setup, skip: Collection[Slot] = ()) -> Iterator[tuple[Handler
 def _refusals(front_end: str, setup: Setup, skip: Collection[Slot] = ()) -> Iterator[tuple[Handler, str]]:
     """The handlers of wishes that this front-end cannot honour, each with the reason."""
     for handler, value in _wishes(setup, skip):
-        if value != getattr(_PLAIN, handler.wish) and (front_end, handler.wish) in REFUSED:
-            yield handler, REFUSED[front_end, handler.wish]
+        if value == getattr(_PLAIN, handler.wish):
+            continue
+        if why := REFUSED.get((front_end, handler.wish)) or handler.why_refused(value, front_end):
+            yield handler, why
 
 
 def refuse_unsupported(front_end: str, setup: Setup) -> None:

@@ -16,9 +16,9 @@ from snugfit.job.build import OnLoaded, instantiate
 from snugfit.job.quantized import scales_in_order
 from snugfit.step.applier import adapt_model, model_arguments, wrap_model
 from snugfit.step.wishes.mesh.spread_tensors import optimizer_groups
+from snugfit.step.wishes.mesh.stages import keep_stage
 from snugfit.step.wishes.optimizer import make_optimizer
 from snugfit.step.wishes.parallel import sharded_optimizer
-from snugfit.step.wishes.stages import keep_stage
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 
@@ -35,6 +35,7 @@ def build_model(
     device: torch.device,
     *,
     on_host: bool = False,
+    stays: bool = False,
     weights: Path | None = None,
     on_loaded: OnLoaded = lambda loaded: None,
 ) -> torch.nn.Module:
@@ -44,10 +45,11 @@ def build_model(
     A model that is built on the host and then moved makes its device tensors in the order of its modules. A
     rehearsal has no host to build on: it builds out of its recorder's sight, and then moves. Quantized
     weights are made on the device, as transformers loads them. A model whose weights the host keeps stays
-    there until it is given to its processes. One that is cut into stages is cut on the host.
+    there until it is given to its processes, and so does one that `stays`, because who spreads it moves it.
+    One that is cut into stages is cut on the host.
     """
     on_host = on_host and setup.quantize is None
-    stays = setup.parallel is not None and setup.parallel.on_host
+    stays = stays or (setup.parallel is not None and setup.parallel.on_host)
     if on_host or stays or job.build_on == "host" or is_in_stages(setup):
         with _host(device):
             model = _instantiate(job, setup, weights, on_loaded)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
 from snugfit.step.selective import checkpoint_arguments
-from snugfit.step.wishes.stages import is_elsewhere
+from snugfit.step.wishes.mesh.stages import is_elsewhere
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 

@@ -22,7 +22,7 @@ def open_step(job: Job, setup: Setup, loop: str, device: torch.device, *, keep_l
     if loop in LOOPS:
         refuse_unsupported(loop, setup)
     if loop in LOOPS and setup.sharding is not None:
-        return _engine_step(loop)(job, setup, device, keep_losses=keep_losses)
+        return _engine_step(loop, setup.sharding.ranks)(job, setup, device, keep_losses=keep_losses)
     if loop == "plain":
         from snugfit.step.plain_loop import PlainStep
 
@@ -38,8 +38,13 @@ def open_step(job: Job, setup: Setup, loop: str, device: torch.device, *, keep_l
     raise UsageError(f"Unknown loop {loop!r}.{did_you_mean(loop, LOOPS)} Loops: {', '.join(LOOPS)}.")
 
 
-def _engine_step(loop: str) -> type[Step]:
+def _engine_step(loop: str, ranks: int) -> type[Step]:
     """The loop's Step whose engine is DeepSpeed's."""
+    if loop != "plain" and ranks > 1:
+        raise UsageError(
+            f"The {loop} loop cannot do this: DeepSpeed's engine on several GPUs is predicted and "
+            "measured in snugfit's own loop. Leave --loop out."
+        )
     if loop == "plain":
         from snugfit.step.wishes.engine.loop import EngineStep
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from snugfit.job.job import Job
     from snugfit.step.step import Observer
-    from snugfit.step.wishes.pipeline import StagePasses
+    from snugfit.step.wishes.mesh.pipeline import StagePasses
     from snugfit.techniques.setup import Setup
 
 
@@ -76,7 +76,7 @@ class OptimizerLoop(Step):
         layers."""
         if self.setup.parallel is None or not is_in_stages(self.setup):
             return None
-        from snugfit.step.wishes.pipeline import StagePasses
+        from snugfit.step.wishes.mesh.pipeline import StagePasses
 
         return StagePasses(self.setup.parallel, runs, model, self.forward_context)
 

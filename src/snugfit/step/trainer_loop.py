@@ -20,10 +20,12 @@ from snugfit.step.batches import collator, dataset
 from snugfit.step.build import build_model, build_optimizer
 from snugfit.step.step import Step
 from snugfit.step.transformers_internals import arguments_class, place_state, placed_on
+from snugfit.step.wishes.mesh.by_accelerate import is_spread, name_layers, told_to_accelerate, widen
 
 if TYPE_CHECKING:
     import torch
 
+    from snugfit.job.job import Job
     from snugfit.step.step import Observer
     from snugfit.techniques.setup import Setup
 
@@ -31,12 +33,15 @@ if TYPE_CHECKING:
 class TrainerStep(Step):
     """The HF Trainer over one job and Setup."""
 
+    def __init__(self, job: Job, setup: Setup, device: torch.device, *, keep_losses: bool = False) -> None:
+        super().__init__(job, told_to_accelerate(setup), device, keep_losses=keep_losses)
+
     def run(self, steps: int, observer: Observer) -> list[float]:
         """Builds, runs `steps` optimizer steps, and gives their losses."""
         if not self.job.trains:
             raise UsageError("The trainer loop only trains. Evaluate with --loop plain.")
         with (
-            placed_on(self.device),
+            placed_on(self.device, self.setup.parallel),
             run_context(self.setup),
             tempfile.TemporaryDirectory(prefix="snugfit-trainer-") as folder,
         ):
@@ -57,7 +62,7 @@ class TrainerStep(Step):
         trainer = trainer_class(
             model=model,
             args=trainer_arguments,
-            train_dataset=dataset(self.job, self.setup, self.device, steps),
+            train_dataset=dataset(self.job, self.setup, self.device, steps * self._ranks()),
             optimizers=(optimizer, None),
             data_collator=collator(self.job, self.device, always_mask=self.always_mask),
             callbacks=[_callback(observer)],
@@ -67,6 +72,8 @@ class TrainerStep(Step):
         for unwanted in (transformers.PrinterCallback, transformers.ProgressCallback):
             trainer.remove_callback(unwanted)
         place_state(trainer.accelerator, self.device)
+        if is_spread(self.setup):
+            name_layers(trainer.accelerator, model)
         self._watch(trainer, observer)
         trainer.train()
         self._finish(trainer)
@@ -75,8 +82,17 @@ class TrainerStep(Step):
         return [sum(losses[start : start + pieces]) for start in range(0, len(losses), pieces)]
 
     def _model(self) -> torch.nn.Module:
-        """As its users build it."""
-        return build_model(self.job, self.setup, self.device, on_host=True)
+        """As its users build it. One that is to be spread over processes stays on the host, and accelerate
+        moves its parts."""
+        spread = is_spread(self.setup)
+        model = build_model(self.job, self.setup, self.device, on_host=True, stays=spread)
+        if spread and self.setup.autocast:
+            widen(model)
+        return model
+
+    def _ranks(self) -> int:
+        """How many processes share the samples."""
+        return self.setup.parallel.ranks if self.setup.parallel else 1
 
     def _watch(self, trainer: Any, observer: Observer) -> None:
         """The trainer stands and has not begun to train."""

@@ -24,15 +24,21 @@ from unittest.mock import patch
 if TYPE_CHECKING:
     import torch
 
+    from snugfit.techniques.setup import ParallelWish
+
 _DEVICE = "ACCELERATE_TORCH_DEVICE"
+
+_OF_LAUNCHERS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+"""How variables begin by which `accelerate launch` tells its processes how to train."""
 
 
 # ---- a device that is not there --------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def placed_on(device: torch.device) -> Iterator[None]:
-    """Within it, accelerate sets itself up for `device`; afterwards its state is what it was."""
+def placed_on(device: torch.device, parallel: ParallelWish | None = None) -> Iterator[None]:
+    """Within it, accelerate sets itself up for `device`, as one of several processes where those are wished
+    for; afterwards its state is what it was."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     variables = {"meta": {_DEVICE: "cuda"}, "cpu": {_DEVICE: "cpu"}}
@@ -42,6 +48,30 @@ def placed_on(device: torch.device) -> Iterator[None]:
         changes.enter_context(patch.dict(os.environ, variables.get(device.type, {})))
         if device.type == "meta":
             changes.enter_context(_as_on_a_gpu())
+        if parallel is not None:
+            changes.enter_context(_one_of_several(device, parallel))
+        yield
+
+
+@contextlib.contextmanager
+def _one_of_several(device: torch.device, parallel: ParallelWish) -> Iterator[None]:
+    """accelerate takes this process for one of several on GPUs, by the group of torch's that there is. What a
+    launcher has said by variables does not count. On `meta` a mesh of ranks must be there from the
+    beginning, so accelerate stands there then and not on CUDA."""
+    import torch.distributed as dist
+    from accelerate.state import DistributedType, PartialState
+
+    for name in [name for name in os.environ if name.startswith(_OF_LAUNCHERS) and name != _DEVICE]:
+        del os.environ[name]
+    os.environ["LOCAL_RANK"] = str(device.index or 0)
+    if device.type == "cuda":
+        yield
+        return
+    if device.type == "meta" and parallel.weights == "sharded":
+        os.environ[_DEVICE] = "meta"
+    os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"  # DDP is told no number of a GPU
+    of_gpus = (dist.get_backend(), DistributedType.MULTI_GPU)
+    with patch.object(PartialState, "_prepare_backend", lambda self, *asked, **more: of_gpus):
         yield
 
 

@@ -212,7 +212,7 @@ class OffloadWish:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingWish:
-    """DeepSpeed's engine around model and optimizer, on one GPU."""
+    """DeepSpeed's engine around model and optimizer, on one GPU or on one of several."""
 
     stage: int = 2
     """Of ZeRO: 2 keeps gradients and optimizer states in flat partitions, 3 weights too."""
@@ -226,6 +226,9 @@ class ShardingWish:
 
     dtype: str = "float32"
     """What modules hold and compute in, by torch's name. What is updated is always fp32."""
+
+    ranks: int = 1
+    """How many processes train together, one for each GPU, each on its part of the global batch."""
 
 
 @dataclass(frozen=True, kw_only=True)

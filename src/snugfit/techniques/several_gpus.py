@@ -136,6 +136,8 @@ def on_gpus(setup: Setup, gpus: int) -> Setup:
     wish = setup.parallel
     if type(gpus) is not int or not 1 <= gpus <= MOST_GPUS:
         raise UsageError(f"gpus is {gpus!r}; it must be a whole number from 1 to {MOST_GPUS:,}.")
+    if setup.sharding is not None:  # its engine trains on one as on several
+        return replace(setup, sharding=replace(setup.sharding, ranks=gpus))
     if wish is None and gpus == 1:
         return setup
     if wish is None:
@@ -186,10 +188,18 @@ def axes_of(wish: ParallelWish) -> dict[str, int]:
     return {axis: count for axis, count in counts.items() if count > 1}
 
 
+def ranks_of(setup: Setup) -> int:
+    """How many processes train together under this Setup, one for each GPU."""
+    if setup.sharding is not None:
+        return setup.sharding.ranks
+    return setup.parallel.ranks if setup.parallel else 1
+
+
 def job_of_rank(job: Job, setup: Setup) -> Job:
     """One rank's part of the job: its share of the global batch. Raises `UsageError` for a batch that cannot
     be shared evenly."""
-    parts = setup.parallel.data_ranks if setup.parallel and setup.parallel.ranks else 1
+    wish = setup.parallel
+    parts = wish.data_ranks if wish and wish.ranks else setup.sharding.ranks if setup.sharding else 1
     if job.batch_size % parts:
         below = job.batch_size // parts * parts
         near = " or ".join(str(size) for size in (below, below + parts) if size)

@@ -8,8 +8,8 @@ by then. A run of one process asks its own `Interrupts`, and hears at once.
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Callable, Sequence
+from typing import Any, final
 
 from snugfit.training.interrupt import EXIT_CODES, EvaluationStopped, Interrupts
 from snugfit.training.ranks import Ranks
@@ -58,10 +58,19 @@ class Stops:
     def raise_if_stopping(self) -> None:
         """For an evaluation, between two batches, in all processes alike. Raises `EvaluationStopped` after a
         signal."""
-        if self._ranks.are_many:
-            self.hear(self._ranks.sum(self.flags))
+        self.agree()
         if self.stopping is not None:
             raise EvaluationStopped
+
+    def agree(self) -> None:
+        """All processes take in what each has heard. For a boundary where nothing else is exchanged."""
+        if self._ranks.are_many:
+            self.hear(self._ranks.sum(self.flags))
+
+    def watch_modules(self, look: Callable[[Any], None] | None) -> None:
+        """As `Interrupts.watch_modules`, in the only process of a run."""
+        if not self._ranks.are_many:
+            self._own.watch_modules(look)
 
     def wants_checkpoint(self) -> bool:
         """Whether a checkpoint was asked for since the last time this was asked."""

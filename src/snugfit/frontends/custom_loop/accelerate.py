@@ -45,6 +45,7 @@ from snugfit.step.checkpointing import copy_without_data
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.checkpoint.state import TrainState
 from snugfit.training.journal import Journal
+from snugfit.training.ranks import world
 from snugfit.training.recovery import cut_warning
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def accelerate(
     options_of({"logging_steps": logging_steps, "save_total_limit": save_total_limit})
     _refuse_what_cannot_be_called(loss=loss, items=items, scheduler=getattr(scheduler, "step", scheduler))
     watch = watch or Watching(logging_steps, bar=False)
-    device = device_of_model(model, optimizer)
+    device = _device_of(model, optimizer)
     keeps = output_dir is not None
     job = job_of(model, optimizer, loader, device, loss=loss, clip=clip, dims=batch_dims, resumes=keeps)
     recipe = recipe_of(plan, job)
@@ -113,6 +114,18 @@ def accelerate(
         job=_job_to_train(job, live, step, notes, watch), recipe=recipe, state=state, step=step,
         batches=batches, checkpoints=checkpoints, journal=journal, every=logging_steps,
     )  # fmt: skip
+
+
+def _device_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.device:
+    """Where the model is. Raises `UsageError` in one of several processes: nobody would tell the others of
+    its gradients, and all would write into one folder."""
+    if (process := world()) is not None and process.size > 1:
+        raise UsageError(
+            f"This is one of {process.size} processes, and snugfit.accelerate trains a hand-written loop in "
+            "one. On several GPUs train with snugfit train --gpus, or with a Trainer and snugfit.fit; else "
+            "start the script without torchrun."
+        )
+    return device_of_model(model, optimizer)
 
 
 def _job_to_train(

@@ -33,6 +33,7 @@ def end_step(trainer: Any, run: FitRun, figures: StepEnd, go_on: Callable[[StepE
     if not ended and not trainer.control.should_training_stop:
         run.data.end_epoch()
     run.checkpoints.check_first_update()
+    interrupts.agree()
     asked = interrupts.wants_checkpoint()
     _stop_where_asked(trainer, run)
     try:
@@ -42,7 +43,8 @@ def end_step(trainer: Any, run: FitRun, figures: StepEnd, go_on: Callable[[StepE
         run.checkpoints.state.rewind_evaluation()
     if (asked or run.is_stopped) and not run.checkpoints.is_saved:
         trainer.save_now()
-    if ended and not trainer.control.should_training_stop and run.logger.is_thrashing():
+    goes_on = ended and not trainer.control.should_training_stop
+    if goes_on and not run.ranks.are_many and run.logger.is_thrashing():
         go_on_with_less(trainer, run)
 
 
@@ -52,10 +54,12 @@ def _stop_where_asked(trainer: Any, run: FitRun) -> None:
 
 
 def evaluate(run: FitRun, go_on: Callable[[], Any]) -> Any:
-    """The Trainer's own evaluation. Raises `EvaluationStopped` when a signal has come, or comes."""
+    """The Trainer's own evaluation. Raises `EvaluationStopped` when a signal has come, or comes; several
+    processes make it to its end, for each waits for what the others compute."""
     interrupts = run.checkpoints.interrupts
     run.checkpoints.state.note_before_evaluation()
-    interrupts.raise_if_stopping()
+    if not run.ranks.are_many:
+        interrupts.raise_if_stopping()
     interrupts.watch_modules(lambda module: interrupts.raise_if_stopping())
     try:
         with run.data.rng.apart():

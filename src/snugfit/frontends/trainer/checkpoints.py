@@ -46,6 +46,8 @@ from snugfit.training.checkpoint.state import (
     restore,
     snapshot,
 )
+from snugfit.training.ranks import ALONE, Ranks
+from snugfit.training.rng import all_rng_states
 from snugfit.versions import versions
 
 if TYPE_CHECKING:
@@ -53,8 +55,8 @@ if TYPE_CHECKING:
 
     from snugfit.training.checkpoint.staging import Staging
     from snugfit.training.checkpoint.store import Store
-    from snugfit.training.interrupt import Interrupts
     from snugfit.training.journal import Journal
+    from snugfit.training.stops import Stops
 
 FINISHED_TEXT = (
     "Nothing is left to train: this run finished after step {step:,}. Its result is returned. "
@@ -84,17 +86,24 @@ class TrainerCheckpoints:
     """Saves and resumes one call of `train()`; its folder is locked meanwhile."""
 
     def __init__(
-        self, trainer: Any, store: Store, journal: Journal, interrupts: Interrupts, data: DataPosition
+        self,
+        trainer: Any,
+        store: Store,
+        journal: Journal,
+        interrupts: Stops,
+        data: DataPosition,
+        ranks: Ranks = ALONE,
     ) -> None:
         self._trainer, self.interrupts, self._journal = trainer, interrupts, journal
-        self.state = StateFiles(trainer, data)
+        self._ranks = ranks
+        self.state = StateFiles(trainer, data, ranks)
         """What is kept beside weights and optimizer."""
         self._store, self.root = store, store.root
         self.users_files = UsersFiles(trainer, store.root)
         """What the trainer's subclass writes into checkpoints."""
         limit = trainer.args.save_total_limit
-        self._manager = CheckpointManager(store, journal, trainer.args.device, limit=limit)
-        self._seed = _order_seed(trainer)
+        self._manager = CheckpointManager(store, journal, trainer.args.device, limit=limit, ranks=ranks)
+        self._seed = ranks.first_answers(lambda: _order_seed(trainer))
         self._facts: Facts = {}
         self._asked = str(trainer.snugfit.recipe)
         self._begun = self._is_update_checked = self._is_data_noted = False
@@ -113,6 +122,7 @@ class TrainerCheckpoints:
             "recipe": str(plan.recipe),
             "batch_size": plan.job.batch_size,
             "samples": count_of(data),
+            **({"processes": self._ranks.size} if self._ranks.are_many else {}),
             "order_seed": self._seed,
             "versions": versions(),
             FACTS: self._facts,
@@ -131,8 +141,7 @@ class TrainerCheckpoints:
             return
         if resume_from:
             named = None if resume_from is True else Path(str(resume_from))
-            self.resumed = self._newest() if named is None else self._manager.checkpoint_at(named)
-            self._refuse_another_run(self.resumed)
+            self.resumed = self._ranks.first_answers(lambda: self._find(named))
             self._goes_back, self.state.folder = named is not None, self.resumed.folder
             about = self.resumed.about
             self._seed = about["order_seed"]
@@ -148,16 +157,18 @@ class TrainerCheckpoints:
             self._is_data_noted = True
             self._facts |= dataset_facts(self._trainer.train_dataset)
 
-    def _newest(self) -> Checkpoint:
-        checkpoint = self._manager.newest()
+    def _find(self, named: Path | None) -> Checkpoint:
+        """The checkpoint of this run that is asked for, the newest or the one that is named."""
+        checkpoint = self._manager.newest() if named is None else self._manager.checkpoint_at(named)
         if checkpoint is None:
             raise _no_checkpoint(self.root)
+        self._refuse_another_run(checkpoint)
         return checkpoint
 
     def _refuse_another_run(self, checkpoint: Checkpoint) -> None:
         if "order_seed" not in checkpoint.about:
             raise UsageError(f"{checkpoint.folder} was not written by a fitted trainer.{CURE}")
-        names = ("batch_size", "samples")
+        names = ("batch_size", "samples", "processes")
         refuse_another_run(self._manager, checkpoint, self._about(), names=names, recipe="asked", cure=CURE)
 
     def begin(self, resumed_from: str | None) -> None:
@@ -168,16 +179,18 @@ class TrainerCheckpoints:
             return
         self._begun = True
         state = train_state_of(self._trainer)
+        state.ranks = self._ranks
         refuse_optimizer(state.optimizer, keeps=True)
         check_packable(state)
         self._facts |= {**optimizer_facts(state.optimizer), **schedule_facts(state.scheduler)}
         if self.resumed is not None:
             wrong = compare_facts(self.resumed.about, self._about())
             self._manager.refuse_another_run(self.resumed, wrong, [], cure=CURE)
-        self._make_room()
+        if self._ranks.is_first:
+            self._make_room()
         if resumed_from is not None:
             restore(state, Path(resumed_from))
-        if self._trainer.args.save_strategy != "no":
+        if self._trainer.args.save_strategy != "no" and self._ranks.is_first:
             self._manager.prepare(state)
 
     def _make_room(self) -> None:
@@ -202,7 +215,7 @@ class TrainerCheckpoints:
         trainer = self._trainer
         step = trainer.state.global_step
         best = trainer.state.best_global_step or None
-        if best is not None and (best == step or (self.root / f"checkpoint-{best}").is_dir()):
+        if best is not None and self._ranks.first_answers(lambda: self._is_kept(best)):
             trainer.state.best_model_checkpoint = str(self.root / f"checkpoint-{best}")
         if self._manager.saved_step == step:
             return True
@@ -212,14 +225,19 @@ class TrainerCheckpoints:
         if not trainer.args.push_to_hub and not calls_on_save(trainer):
             return True
         self.wait()
-        is_kept = self._manager.failure is None
-        if trainer.args.push_to_hub and is_kept:
+        is_kept = self._ranks.first_answers(lambda: self._manager.failure is None)
+        if trainer.args.push_to_hub and is_kept and self._ranks.is_first:
             push_checkpoint(trainer, self.root / f"checkpoint-{step}")
         return is_kept
 
-    def _take(self, staging: Staging, go_on: Callable[[], None]) -> Snapshot | CollectedFiles:
+    def _is_kept(self, step: int) -> bool:
+        """Whether there is a checkpoint of this step, or will be."""
+        is_now = step == self._trainer.state.global_step
+        return bool(is_now or (self.root / f"checkpoint-{step}").is_dir())
+
+    def _take(self, staging: Staging, go_on: Callable[[], None]) -> Snapshot | CollectedFiles | None:
         snapshot = self._snapshot(staging)
-        if not self.users_files.any:
+        if snapshot is None or not self.users_files.any:
             return snapshot
         draft = self._store.new_draft(snapshot.step)
         return self.users_files.collect(draft, snapshot, go_on)
@@ -229,13 +247,19 @@ class TrainerCheckpoints:
         """Whether there is a checkpoint of this step."""
         return bool(self._manager.saved_step == self._trainer.state.global_step)
 
-    def _snapshot(self, staging: Staging) -> Snapshot:
-        trainer = self._trainer
+    def _snapshot(self, staging: Staging) -> Snapshot | None:
+        """What the first process keeps for all; nothing in the others, which tell it of themselves."""
+        trainer, ranks = self._trainer, self._ranks
+        files = self.state.files(is_stopped=self.interrupts.stopping is not None)
+        random = ranks.gather(all_rng_states(trainer.args.device)) if ranks.are_many else []
+        if not ranks.is_first:
+            return None
         processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
         return snapshot(
             train_state_of(trainer),
             staging,
-            files=self.state.files(is_stopped=self.interrupts.stopping is not None),
+            files=files,
+            random=random,
             processing=processing if hasattr(processing, "save_pretrained") else None,
         )
 
@@ -248,6 +272,8 @@ class TrainerCheckpoints:
         checkpoint could not be kept."""
         self.wait()
         self._manager.raise_if_last_failed()
+        if not self._ranks.is_first:
+            return
         state, limit = self._trainer.state, self._trainer.args.save_total_limit
         if limit == 1 and state.best_model_checkpoint is not None:  # the best alone, as the Trainer does
             self._store.retain(limit, {state.best_global_step}, newest=False)

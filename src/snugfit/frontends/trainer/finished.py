@@ -25,7 +25,7 @@ from snugfit.training.checkpoint.weights import load_weights
 
 FINISHED_RUN = "finished.json"
 
-SAME = ("trainer", "asked", "batch_size", "samples", "length")
+SAME = ("trainer", "asked", "batch_size", "samples", "processes", "length")
 """What a checkpoint says of its run that is compared beside its facts, and how long the run is."""
 
 FOLDERS_OF_THIS_PROCESS: set[Path] = set()

@@ -56,19 +56,24 @@ def raise_if_non_finite(trainer: Any, run: FitRun, norm: Any) -> None:
     run.backward.raise_if_updated()
     scalars = [total, torch.as_tensor(norm, device=total.device), total.new_full((), 0) + tokens]
     loss, size, count = torch.stack([scalar.float() for scalar in scalars]).tolist()
+    if run.ranks.are_many:  # one that is no number makes the mean none, in all processes
+        loss, count = run.ranks.sum([loss / run.ranks.size, count])
     step.figures = StepFigures(loss, size, int(count))
     has_scaler = trainer.accelerator.scaler is not None  # which leaves out what overflows
     if math.isfinite(loss) and (has_scaler or math.isfinite(size)):
         return
     trainer.model.zero_grad(set_to_none=True)
     number = trainer.state.global_step + 1
-    file = write_batch(run.checkpoints.root, number, step.batches)
+    file = write_batch(run.checkpoints.root, number, step.batches, rank=run.ranks.rank)
     set_rng_states(step.rng_at_step_start, trainer.args.device)
     loss_since_log(trainer).copy_(step.logged_loss_at_start)
     run.data.unuse(len(step.batches))
     run.checkpoints.save()
     run.checkpoints.wait()
-    raise SnugfitError(
-        f"Step {number}: {NonFinite(loss, size)} The step's batch is in {file}. Look at it, or use a "
-        "smaller learning rate or another precision."
+    of_all = " Those of other processes have their numbers." if run.ranks.are_many else ""
+    raise run.ranks.alike(
+        SnugfitError(
+            f"Step {number}: {NonFinite(loss, size)} The step's batch is in {file}.{of_all} Look at it, or "
+            "use a smaller learning rate or another precision."
+        )
     )

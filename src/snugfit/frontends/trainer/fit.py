@@ -10,6 +10,9 @@ The same object comes back. What `TrainingArguments` have a word for is written 
 model, or read by one subclass that the trainer's class becomes (`trainer_class.py`), under the user's own
 subclass's name and above it. The global batch (`per_device_train_batch_size` times
 `gradient_accumulation_steps`) is kept whatever the recipe is.
+
+Started by torchrun or `accelerate launch` the same script trains in several processes, by the Trainer's own
+DDP (`ranks.py`).
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ def fit(
     refuse_what_cannot_be_fitted(trainer)
     job = job_of(trainer, batch_dims)
     chosen = choose(trainer, job, recipe, gpu, fidelity)
-    journal = Journal(None, watch)
+    journal = Journal(None, watch) if trainer.args.process_index == 0 else Journal(None)
     if chosen.says:
         journal.tell("planned", text=chosen.says)
     for line in apply(trainer, job, chosen.recipe, chosen.user_slots):

@@ -12,15 +12,18 @@ from snugfit.frontends.next_recipe import next_recipe
 from snugfit.frontends.trainer.checkpoints import TrainerCheckpoints, refuse_no_checkpoint
 from snugfit.frontends.trainer.data import DataPosition, StepPrefetcher
 from snugfit.frontends.trainer.plan import compared_job
+from snugfit.frontends.trainer.ranks import ranks_of
 from snugfit.frontends.trainer.step_state import StepState
 from snugfit.frontends.trainer.step_timer import StepTimer, logger_for
 from snugfit.techniques.technique import Slot
 from snugfit.training.backward_updates import BackwardWatch
-from snugfit.training.checkpoint.manager import open_store
+from snugfit.training.checkpoint.manager import open_shared_store
 from snugfit.training.interrupt import Interrupts
+from snugfit.training.ranks import ALONE, Ranks
 from snugfit.training.recovery import Recovery
 from snugfit.training.rng import preserve_rng
 from snugfit.training.step_logger import StepLogger
+from snugfit.training.stops import Stops
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -41,6 +44,9 @@ class FitRun:
 
     prefetcher: StepPrefetcher
     """The micro-batches of the next step."""
+
+    ranks: Ranks = ALONE
+    """This process among those that train together."""
 
     ignored_keys: list[str] | None = None
     """What the user leaves out of an evaluation's outputs."""
@@ -63,21 +69,23 @@ def open_run(trainer: Any, resume_from: str | bool | None) -> Iterator[FitRun]:
     folder, begin_anew = Path(trainer.args.output_dir), "without resume_from_checkpoint"
     refuse_no_checkpoint(folder, resume_from)
     with (
-        open_store(folder, begin_anew=begin_anew) as store,
-        Interrupts(store.root) as interrupts,
-        journal.writing_to(store.root),
+        ranks_of(trainer) as ranks,
+        open_shared_store(folder, ranks, begin_anew=begin_anew) as store,
+        Interrupts(store.root if ranks.is_first else None) as interrupts,
+        journal.writing_to(store.root) if ranks.is_first else contextlib.nullcontext(),
     ):
-        data = DataPosition()
-        checkpoints = TrainerCheckpoints(trainer, store, journal, interrupts, data)
+        data, stops = DataPosition(), Stops(interrupts, ranks)
+        checkpoints = TrainerCheckpoints(trainer, store, journal, stops, data, ranks)
         try:
             checkpoints.open(resume_from)
             trainer.snugfit_run = FitRun(
                 checkpoints=checkpoints,
                 logger=logger_for(trainer, journal),
                 recovery=_recovery(trainer, journal),
-                timer=StepTimer(trainer.args.device),
+                timer=StepTimer(trainer.args.device, ranks.size),
                 data=data,
                 prefetcher=StepPrefetcher(),
+                ranks=ranks,
             )
             yield trainer.snugfit_run
         finally:

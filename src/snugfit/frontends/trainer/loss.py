@@ -19,6 +19,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from snugfit.frontends.items import items_in, items_in_each, shifts_labels
+from snugfit.frontends.trainer.ranks import shares_of_all
 from snugfit.step.trainer_hooks import overrides
 from snugfit.step.transformers_internals import trainer_shifts_labels
 from snugfit.training.rng import preserve_rng
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.frontends.trainer.step_state import StepState
+    from snugfit.training.ranks import Ranks
 
 
 @dataclass(kw_only=True)
@@ -43,22 +45,35 @@ class LossTraits:
     """Whether it was said what transformers would do wrong with it."""
 
 
-def share_of(trainer: Any, step: StepState, piece: Mapping[str, Any], index: int) -> float:
+def share_of(trainer: Any, step: StepState, piece: Mapping[str, Any], index: int) -> float | torch.Tensor:
     """What a piece of the micro-batch of this index in the step counts for. A batch that is not cut is all
     that there is: nothing is counted in it, for to read that from a GPU is to wait until it has done the step
     before."""
-    traits: LossTraits = trainer.snugfit.loss
+    if step.shares is not None:
+        return step.shares[index]
     whole = piece is step.batches[index]
     if whole and len(step.batches) == 1:
         return 1.0
-    if traits.shifts_labels is None:
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        traits.shifts_labels = trainer_shifts_labels(trainer) or shifts_labels(model)
-    counting = {"shifts": traits.shifts_labels, "dims": trainer.snugfit.job.model.batch_dims}
+    counting = _counting(trainer)
     if not step.item_counts:
         step.item_counts = items_in_each(step.batches, **counting)
     items: int = step.item_counts[index] if whole else items_in(piece, **counting)
     return items / sum(step.item_counts) if items else 0.0
+
+
+def _counting(trainer: Any) -> dict[str, Any]:
+    """How items are counted in this trainer's batches."""
+    traits: LossTraits = trainer.snugfit.loss
+    if traits.shifts_labels is None:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        traits.shifts_labels = trainer_shifts_labels(trainer) or shifts_labels(model)
+    return {"shifts": traits.shifts_labels, "dims": trainer.snugfit.job.model.batch_dims}
+
+
+def weigh_among_all(trainer: Any, step: StepState, ranks: Ranks) -> None:
+    """When a step begins in one of several processes: its micro-batches are weighed among those of all."""
+    if ranks.are_many:
+        step.shares = shares_of_all(step.batches, trainer.args.device, ranks, **_counting(trainer))
 
 
 def is_users_own(trainer: Any) -> bool:
@@ -139,7 +154,7 @@ def problem_of_users_loss(trainer: Any, step: StepState, items: Any) -> str:
 
 
 def _counts_evenly(step: StepState) -> bool:
-    return abs((step.share or 0) * len(step.batches) - 1) < 1e-9
+    return abs(float(step.share or 0) * len(step.batches) - 1) < 1e-9
 
 
 _SUMMED = (

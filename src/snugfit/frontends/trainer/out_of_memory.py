@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from snugfit.frontends.next_recipe import cut_smaller
 from snugfit.frontends.trainer.setup import change_recipe
 from snugfit.training.checkpoint.state import release_unused_memory
-from snugfit.training.recovery import Exhausted, out_of_memory, short_of_memory
+from snugfit.training.recovery import WHAT_TO_TRY, Exhausted, out_of_memory, short_of_memory
 from snugfit.training.rng import set_rng_states
+from snugfit.training.run.session import NOT_BY_SEVERAL
 
 if TYPE_CHECKING:
     from snugfit.errors import OutOfMemory
@@ -25,7 +26,12 @@ if TYPE_CHECKING:
 
 def retry_step(trainer: Any, run: FitRun, cause: str, message: str) -> None:
     """After memory ran out in the forward or the backward pass: the step's beginning again, under the next
-    recipe. Raises `OutOfMemory` when there is none."""
+    recipe. Raises `OutOfMemory` when there is none, and in one of several processes: the others wait for what
+    this one was to exchange."""
+    if run.ranks.are_many:
+        exhausted = Exhausted(cause=cause, phase="gradients", message=message)
+        text = f"It was rank {run.ranks.rank}. {NOT_BY_SEVERAL} {WHAT_TO_TRY}"
+        raise out_of_memory(exhausted, trainer.snugfit.recipe, trainer.state.global_step, text)
     trainer.model.zero_grad(set_to_none=True)
     number = trainer.state.global_step + 1
     exhausted = Exhausted(cause=cause, phase="gradients", message=message)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import NothingFits, UsageError
 from snugfit.frontends.cut_loss import job_with_mixing, unchanged_attributes
+from snugfit.frontends.trainer.ranks import processes_of, recipe_in_each
 from snugfit.frontends.trainer.setup import brings_optimizer
 from snugfit.job.sample_mixing import mixing_of
 from snugfit.planning.request import fidelity_of
@@ -60,9 +61,12 @@ def choose(
     if recipe is not None:
         if gpu is not None:
             raise UsageError("gpu is for a plan, but a recipe is given. Give one of them.")
-        return Chosen(recipe=recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe))
+        named = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
+        return Chosen(recipe=recipe_in_each(named, processes_of(trainer)))
     degree, device = fidelity_of(fidelity), trainer.args.device
     own = recipe_of(trainer)
+    if (processes := processes_of(trainer)) > 1:
+        return _own_of_several(own, processes, gpu)
     if gpu is None and device.type == "cuda":
         gpu = torch.cuda.get_device_name(device)
     if gpu is not None:
@@ -70,6 +74,15 @@ def choose(
             return _plan_from(own, compared_job(trainer, job), gpu, degree)
     why = "there is no GPU to plan for, and gpu= is not given"
     says = f"{why}: the trainer keeps its own settings, '{own.recipe}'"
+    return Chosen(recipe=own.recipe, user_slots=frozenset(Slot), says=says)
+
+
+def _own_of_several(own: Chosen, processes: int, gpu: str | None) -> Chosen:
+    """In several processes a trainer's own settings stay. Raises `UsageError` where a plan was asked for."""
+    where = f"snugfit plan --gpus {processes} finds a recipe that fit can be given"
+    if gpu is not None:
+        raise UsageError(f"fit does not plan for {processes} processes. Leave gpu out; {where}.")
+    says = f"{where}. The trainer keeps its own settings, '{own.recipe}'"
     return Chosen(recipe=own.recipe, user_slots=frozenset(Slot), says=says)
 
 

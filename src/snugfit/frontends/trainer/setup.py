@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
 from snugfit.frontends.own import capability_of
+from snugfit.frontends.trainer.ranks import refuse_what_processes_cannot
 from snugfit.job.kv_prefix import dropped_prefix
 from snugfit.step.applier import change_live, objections, refuse, training_arguments
 from snugfit.step.checkpointing import NAMES
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
 
 
 def refuse_what_cannot_be_fitted(trainer: Any) -> None:
-    """Raises `UsageError` for what is no Trainer, and for one that trains on several devices."""
+    """Raises `UsageError` for what is no Trainer, and for one that spreads its model over devices, or trains
+    otherwise than can be kept."""
     import transformers
 
     if not isinstance(trainer, transformers.Trainer):
@@ -54,7 +56,6 @@ def refuse_what_cannot_be_fitted(trainer: Any) -> None:
     unsaid = {
         "deepspeed": trainer.is_deepspeed_enabled,
         "fsdp": trainer.is_fsdp_enabled,
-        f"{args.world_size} processes": args.world_size > 1,
         f"{args.n_gpu} GPUs in one process": args.n_gpu > 1,
         "a model that is split over devices": trainer.is_model_parallel,
         "model_init": trainer.model_init is not None,
@@ -65,9 +66,11 @@ def refuse_what_cannot_be_fitted(trainer: Any) -> None:
     }
     if used := [name for name, is_used in unsaid.items() if is_used]:
         raise UsageError(
-            f"The trainer uses {', '.join(used)}. fit trains one model on one device, with a fixed batch. "
+            f"The trainer uses {', '.join(used)}. fit trains one model, all of it on "
+            "each process's device, with a fixed batch. "
             "Remove it, or train without fit. (With CUDA_VISIBLE_DEVICES=0 a process sees one GPU.)"
         )
+    refuse_what_processes_cannot(trainer)
 
 
 def apply(trainer: Any, job: Job, recipe: Recipe, user_slots: frozenset[Slot] = frozenset()) -> list[str]:

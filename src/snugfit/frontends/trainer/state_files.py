@@ -22,6 +22,7 @@ from snugfit.frontends.trainer.data import DataPosition, position_of
 from snugfit.step.trainer_hooks import StepEnd
 from snugfit.step.transformers_internals import logged_losses, restore_logged_losses
 from snugfit.training.checkpoint.state import as_written, restore_frozen, restore_rng
+from snugfit.training.ranks import ALONE, Ranks
 from snugfit.training.rng import all_rng_states, restore_all_rng_states
 
 if TYPE_CHECKING:
@@ -29,13 +30,16 @@ if TYPE_CHECKING:
 
 EXTRA_STATE = "fit.json"
 
+OF_OTHERS = "others"
+"""In it: what the processes after the first have of their own, by rank."""
+
 
 @final
 class StateFiles:
     """Writes and reads them, for one call of `train()`."""
 
-    def __init__(self, trainer: Any, data: DataPosition) -> None:
-        self._trainer, self._data = trainer, data
+    def __init__(self, trainer: Any, data: DataPosition, ranks: Ranks = ALONE) -> None:
+        self._trainer, self._data, self._ranks = trainer, data, ranks
         self._before_evaluation: tuple[str, dict[str, Any]] | None = None
         self._rewound = ""
         self._abandoned: dict[str, bool] | None = None
@@ -54,16 +58,20 @@ class StateFiles:
     # ---- kept --------------------------------------------------------------------------------------------
 
     def files(self, *, is_stopped: bool) -> dict[str, str]:
-        """Their texts by their names, for a run that goes on or `is_stopped` by a signal."""
+        """Their texts by their names, for a run that goes on or `is_stopped` by a signal. All processes ask
+        for them, and the first gets them."""
         trainer = self._trainer
         norm, learning_rate = self.last_figures or (None, None)
         ends = trainer.control.should_training_stop and trainer.state.global_step < trainer.state.max_steps
+        rows = trainer.args.per_device_train_batch_size
+        own = {**logged_losses(trainer), "data": self._data.to_json(rows)}
+        from_others = self._ranks.gather(own)[1:]
         extra = {
-            **logged_losses(trainer),
+            **own,
+            **({OF_OTHERS: from_others} if from_others else {}),
             "figures": [None if norm is None else float(norm), learning_rate],
             "unevaluated": self._abandoned,
             "ends": bool(ends and not is_stopped),
-            "data": self._data.to_json(trainer.args.per_device_train_batch_size),
         }
         state = self._rewound or self._state_text()
         return {"trainer_state.json": state, EXTRA_STATE: json.dumps(extra) + "\n"}
@@ -94,6 +102,8 @@ class StateFiles:
         rows = self._trainer.args.per_device_train_batch_size
         with as_written(self.folder):
             extra: dict[str, Any] = json.loads((self.folder / EXTRA_STATE).read_text(encoding="utf-8"))
+            if self._ranks.rank:
+                extra |= extra[OF_OTHERS][self._ranks.rank - 1]
             if extra["data"].get("rows", rows) != rows:
                 extra["data"]["last"] = None  # there are no batches like it any more
         return extra
@@ -145,7 +155,7 @@ class StateFiles:
         self._restored = True
         self.last_figures = StepEnd(*self._extra_state.get("figures") or (None, None))
         restore_logged_losses(self._trainer, self._extra_state)
-        restore_rng(self.folder, self._device)
+        restore_rng(self.folder, self._device, self._ranks.rank)
         if self.position is None or self.position[1]:  # an epoch that begins may freeze and unfreeze
             restore_frozen(self._trainer.model, self.folder)
         data: dict[str, Any] = self._extra_state["data"]
@@ -158,7 +168,7 @@ class StateFiles:
     def restore_generators(self, folder: Path) -> None:
         """Those that the model draws from, as a resumed run goes on with them."""
         if self._generators is None:
-            restore_rng(folder, self._device)
+            restore_rng(folder, self._device, self._ranks.rank)
         else:
             restore_all_rng_states(self._generators, self._device)
 

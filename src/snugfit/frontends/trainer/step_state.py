@@ -30,7 +30,10 @@ class StepState:
     item_counts: list[int] = field(default_factory=list)
     """Items of each of them, once they were counted."""
 
-    share: float | None = None
+    shares: torch.Tensor | None = None
+    """What each micro-batch counts for, (n,) on the device, where several processes have one batch."""
+
+    share: float | torch.Tensor | None = None
     """Of the batch's items, those of the micro-batch that is being trained; None in an evaluation."""
 
     loss_sum: torch.Tensor | None = None

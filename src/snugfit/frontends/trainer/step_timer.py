@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
 
 def logger_for(trainer: Any, journal: Journal) -> StepLogger:
-    """The journal's lines of one call of `train()`."""
+    """The journal's lines of one call of `train()`. What DDP takes of a user's own model is not predicted."""
     device = trainer.args.device
-    predict = predict_nothing if brings_optimizer(trainer) else run_predictor(device)
+    unknown = brings_optimizer(trainer) or trainer.args.world_size > 1
+    predict = predict_nothing if unknown else run_predictor(device)
 
     def predict_run(job: Job, recipe: Recipe) -> PredictedRun | str | None:
         with preserve_rng(device):
@@ -50,12 +51,12 @@ def logger_for(trainer: Any, journal: Journal) -> StepLogger:
 class StepTimer:
     """Times one step after the other, in seconds."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, processes: int = 1) -> None:
         import torch
 
         self._launched = torch.cuda.Event() if device.type == "cuda" else None
         self._began = self._stalled = 0.0
-        self._samples = 0
+        self._samples, self._processes = 0, processes
         self.tokens: torch.Tensor | int = 0
         """Tokens of the step, and where they lie: they are read when its loss is (`finite_check.py`)."""
         self._unwritten = False
@@ -79,7 +80,7 @@ class StepTimer:
 
     def count(self, batches: list[Any], dims: BatchDims | None) -> None:
         """These are the micro-batches of the step, with the named dimensions of their samples."""
-        self._samples = sum(samples_in(batch, dims) for batch in batches)
+        self._samples = self._processes * sum(samples_in(batch, dims) for batch in batches)
         self.tokens = sum(token_count(batch) for batch in batches)
         self._unwritten = bool(batches)
 

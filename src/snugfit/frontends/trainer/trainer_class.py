@@ -26,8 +26,10 @@ from snugfit.frontends.trainer.loss import (
     problem_of_users_loss,
     share_of,
     track_use,
+    weigh_among_all,
 )
 from snugfit.frontends.trainer.out_of_memory import retry_step, update_broke
+from snugfit.frontends.trainer.ranks import with_some_item
 from snugfit.frontends.trainer.setup import brings_optimizer, optimizer_for
 from snugfit.frontends.trainer.users_files import weights_folder
 from snugfit.step.applier import forward_context, run_context, set_process
@@ -127,6 +129,7 @@ class FittedTrainer(TrainerHooks):
         run, step = self._fit_run, self._fit_run.step
         if step.micro_batch_index == 0:
             begin_step(self, step)
+            weigh_among_all(self, step, run.ranks)
             run.backward.begin(self.model)
         step.micro_batch_index += 1
         given, todo = step.loss_sum, [inputs]
@@ -155,9 +158,12 @@ class FittedTrainer(TrainerHooks):
         weigh_losses_ourselves(self)
         for index, batch in enumerate(batches, start=step.micro_batch_index - len(batches)):
             for piece in pieces_of(batch, self.snugfit.max_rows, self.snugfit.job.model.batch_dims):
-                if share := share_of(self, step, piece, index):
-                    with patch.object(step, "share", share):
-                        total = total + super().training_step(model, piece, *arguments, **keywords)
+                share = share_of(self, step, piece, index)
+                if isinstance(share, float) and not share:
+                    continue
+                given = piece if isinstance(share, float) else with_some_item(piece, share)
+                with patch.object(step, "share", share):
+                    total = total + super().training_step(model, given, *arguments, **keywords)
         return total
 
     def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -169,7 +175,8 @@ class FittedTrainer(TrainerHooks):
         scaled = getattr(self, "loss_is_scaled_for_ga", None)
         users_own = is_users_own(self)
         given = track_use(items) if users_own and items is not None else None
-        if not users_own and len(step.batches) > 1 and not plan.loss.corrected:
+        is_alone = isinstance(share, float)
+        if is_alone and not users_own and len(step.batches) > 1 and not plan.loss.corrected:
             plan.loss.corrected = plan.journal.warn_once(
                 problem_of_model_loss(self, step, model, inputs, items)
             )
@@ -178,7 +185,7 @@ class FittedTrainer(TrainerHooks):
         used = bool(given.used) if given is not None and scaled is None else bool(scaled)
         if users_own and len(step.batches) > 1 and not used:
             plan.journal.warn_once(problem_of_users_loss(self, step, items))
-        if used or share == 1:
+        if used or (is_alone and share == 1):
             return loss
         return (loss[0] * share, *loss[1:]) if isinstance(loss, tuple) else loss * share
 

@@ -136,7 +136,7 @@ def communication_bytes(trace: Trace, gpus: int) -> int:
     further = {stride for _, stride in groups - {(gpus, 1)}}
     of_stages = {abs(stride) for _, stride in to_one} - {1} - further  # their group, where it sums nothing
     sends = to_one | {kernel.peers for kernel in exchanges if kernel.operator == ALL_TO_ALL}
-    more = len(groups - {(gpus, 1)}) + len(of_stages)
+    more = max(len(groups - {(gpus, 1)}) + len(of_stages), trace.groups)
     return FIRST_GROUP + FURTHER_GROUP * more + sum(PEERS * (peers - 1) for peers, _ in sends)
 
 

@@ -20,7 +20,7 @@ from snugfit.rehearsal.trace.trace import RECEIVE, SEND
 from snugfit.results.footprint import Kind
 from snugfit.results.prediction import RankPredicted
 from snugfit.results.step_seconds import PIPELINE, StepSeconds
-from snugfit.step.wishes.stages import layers_of
+from snugfit.step.wishes.mesh.stages import layers_of
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu

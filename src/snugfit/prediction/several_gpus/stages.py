@@ -24,7 +24,7 @@ from snugfit.prediction.seconds import launch_seconds, sync_points, with_worker_
 from snugfit.prediction.several_gpus.communication import Interconnect, interconnect_of
 from snugfit.prediction.several_gpus.streams import SIMULATED_STEPS, simulate_streams
 from snugfit.rehearsal.trace.trace import ALONE, RECEIVE, SEND
-from snugfit.step.wishes.stages import layers_of
+from snugfit.step.wishes.mesh.stages import layers_of
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu

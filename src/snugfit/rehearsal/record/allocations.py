@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,13 @@ class Allocations:
         self._stream = DEFAULT_STREAM
         self.streams: dict[int, int] = {}
         """The stream that each block is of, by its index, where that is not the default one."""
+        self.moment_of: Callable[[int], Iterable[int]] = lambda stream: ()
+        """The numbers of the kernels that a stream has now to do, as far as they are recorded."""
+        self.awaited: dict[int, tuple[int, ...]] = {}
+        """Those of streams that had worked on a block when it was freed, by its index."""
+        self.is_over = False
+        """Whether the run is, so that what is freed now is none of its frees."""
+        self._borrowers: defaultdict[int, set[int]] = defaultdict(set)  # other streams by block
         self._played: dict[int, Any] = {}  # storage's address -> weak reference
         self._released: set[int] = set()  # blocks that were freed before their storages
         self._recomputed: set[int] = set()
@@ -124,8 +132,13 @@ class Allocations:
         return free
 
     def _add_free(self, index: int) -> None:
-        if index != NO_BLOCK:
-            self.events.append(-(index + 1))
+        if index == NO_BLOCK or self.is_over:
+            return
+        self.events.append(-(index + 1))
+        if streams := self._borrowers.pop(index, None):
+            awaited = {kernel for stream in streams for kernel in self.moment_of(stream)}
+            if awaited:
+                self.awaited[index] = tuple(sorted(awaited))
 
     # ---- streams, and storages that are kept without bytes -----------------------------------------------
 
@@ -146,6 +159,17 @@ class Allocations:
         if nbytes:
             index = self._add_block("aten::resize_", nbytes, Kind.GATHERED)
             self._live[address] = (index, weakref.ref(storage, self._on_free(address, index)))
+
+    def has_seen(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is one of the device. What was built out of sight is the host's still."""
+        return tensor.untyped_storage()._cdata in self._live
+
+    def lend(self, tensor: torch.Tensor, stream: int) -> None:
+        """Another stream than its own works on this tensor, too (`record_stream`): the allocator keeps its
+        block, once it is freed, until that is done."""
+        index, _ = self._live.get(tensor.untyped_storage()._cdata, (NO_BLOCK, None))
+        if index != NO_BLOCK and stream != self.streams.get(index, DEFAULT_STREAM):
+            self._borrowers[index].add(stream)
 
     # ---- CUDA graphs -------------------------------------------------------------------------------------
 
@@ -203,13 +227,13 @@ class Allocations:
 
     # ---- what for ----------------------------------------------------------------------------------------
 
-    def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
+    def claim(self, tensor: torch.Tensor, kind: str, module: str = "", *, instead_of: str = "") -> None:
         """This tensor's bytes are of this kind, and of this module where one is named; the first claim
-        counts."""
+        counts, unless it was for the kind that this one stands `instead_of`."""
         if tensor.device.type != "meta":
             return
         index, _ = self._live.get(tensor.untyped_storage()._cdata, (NO_BLOCK, None))
-        if index != NO_BLOCK and not self._blocks[index][5]:
+        if index != NO_BLOCK and self._blocks[index][5] in ("", instead_of):
             block = self._blocks[index]
             block[2], block[5] = module or block[2], kind
 

@@ -1,7 +1,8 @@
 """An accelerator of shapes, by the interface that DeepSpeed gives to makers of devices.
 
-Its tensors are on `meta`. Streams and events do nothing: with `overlap_comm` off all of DeepSpeed's own
-work is in the stream that computes.
+Its tensors are on `meta`. On one GPU streams and events do nothing: with `overlap_comm` off all of
+DeepSpeed's own work is in the stream that computes. A rank of several has streams, as `torch.meta` has them
+(`device_module.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.record.recorder import Recorder
+    from snugfit.rehearsal.sharded.device_module import ShapesModule
 
 PLENTY = 1 << 50
 """Bytes of memory that the device is said to have where no GPU was named."""
@@ -134,3 +136,39 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
 
     get_rss = reset_rss = memory_allocated = max_memory_allocated = _no_memory
     memory_cached = max_memory_cached = memory_reserved = max_memory_reserved = _no_memory
+
+
+class RankAccelerator(ShapesAccelerator):
+    """The device of one of several ranks, whose streams decide from which pool a block comes."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        pin: Callable[[torch.Tensor], None],
+        memory_bytes: int | None,
+        streams: ShapesModule,
+    ) -> None:
+        super().__init__(recorder, pin, memory_bytes)
+        self._streams = streams
+
+    @property
+    def Stream(self) -> Any:
+        """What makes a new stream, of whatever priority."""
+        return self._streams.Stream
+
+    @property
+    def Event(self) -> Any:
+        """What makes a new event, with whatever flags."""
+        return self._streams.Event
+
+    def stream(self, stream: Any) -> Any:
+        """Within it the stream is current."""
+        return self._streams.stream(stream)
+
+    def current_stream(self, device_index: int | None = None) -> Any:
+        """The stream in which work is put now."""
+        return self._streams.current_stream()
+
+    def default_stream(self, device_index: int | None = None) -> Any:
+        """The one that computes."""
+        return self._streams.default_stream()

@@ -136,7 +136,10 @@ class ShapesStream:
         return event
 
     def synchronize(self) -> None:
-        """The host waits: on shapes all is done."""
+        """The host waits for it, and asks for nothing of the stream that computes before that."""
+        order = self._module.order
+        order.wait(DEFAULT_STREAM, order.moment(self.stream_id))
+        self._module.wait()
 
     def query(self) -> bool:
         """Whether all is done."""

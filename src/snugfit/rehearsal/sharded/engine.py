@@ -1,8 +1,9 @@
 """What DeepSpeed's engine runs in, in a rehearsal: its own code on tensors that have shapes and no data.
 
 A process group of torch's that sends nothing, an accelerator of shapes, the host's memory that is not handed
-out, and an update of the CPU that is only told of. Afterwards the process is as it was: no group is left, and
-DeepSpeed has its own accelerator again.
+out, and an update of the CPU that is only told of; for one of several ranks, streams besides
+(`engine_ranks.py`). Afterwards the process is as it was: no group is left, and DeepSpeed has its own
+accelerator again.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import torch
 from snugfit.rehearsal.device import attention
 from snugfit.rehearsal.record.assumed_float import AssumedFloat
 from snugfit.rehearsal.record.recorder import Recorder
+from snugfit.rehearsal.sharded.device_module import ShapesModule
 from snugfit.rehearsal.sharded.host_tensors import HostTensors
-from snugfit.rehearsal.sharded.ranks import process_group
+from snugfit.rehearsal.sharded.ranks import RankRecorder, process_group
 from snugfit.step.host_link import MetaLink
 
 TO_COPY = torch.ops.aten._to_copy.default
@@ -113,8 +115,8 @@ def _hooks_counted(recorder: Recorder) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def engine_on_shapes(recorder: Recorder) -> Iterator[HostTensors]:
-    """Within it, DeepSpeed's engine trains on `meta`; gives the host's memory."""
+def engine_on_shapes(recorder: Recorder, rank: int = 0, ranks: int = 1) -> Iterator[HostTensors]:
+    """Within it, DeepSpeed's engine trains on `meta`, as this rank of so many; gives the host's memory."""
     import cpuinfo
     import deepspeed.accelerator.real_accelerator as real
     import deepspeed.runtime.zero.partitioned_param_coordinator as coordinator
@@ -125,16 +127,20 @@ def engine_on_shapes(recorder: Recorder) -> Iterator[HostTensors]:
     from deepspeed.runtime.swap_tensor import partitioned_optimizer_swapper, partitioned_param_swapper
     from deepspeed.runtime.zero import linear, stage3
 
-    from snugfit.rehearsal.sharded.accelerator import ShapesAccelerator
+    from snugfit.rehearsal.sharded.accelerator import RankAccelerator, ShapesAccelerator
     from snugfit.rehearsal.sharded.disk import FileOperator
+    from snugfit.rehearsal.sharded.engine_ranks import engine_of_rank
 
     host = HostTensors(
         lambda tensor, dtype: recorder.__torch_dispatch__(TO_COPY, (), (tensor,), {"dtype": dtype})
     )
     recorder.host = host
     with contextlib.ExitStack() as stack:
-        stack.enter_context(process_group())
+        stack.enter_context(process_group(rank, ranks))
         accelerator = ShapesAccelerator(recorder, host.pin, recorder.policy.free_bytes)
+        if isinstance(recorder, RankRecorder):
+            streams = ShapesModule(recorder.order, ranks, recorder.wait)
+            accelerator = RankAccelerator(recorder, host.pin, recorder.policy.free_bytes, streams)
         stack.enter_context(patch.object(real, "ds_accelerator", accelerator))
         stack.enter_context(patch.object(linear, "get_accelerator", CPU_Accelerator))  # of autocast
         stack.enter_context(patch.object(cpuinfo, "get_cpu_info", dict))  # it asks for a second
@@ -150,4 +156,6 @@ def engine_on_shapes(recorder: Recorder) -> Iterator[HostTensors]:
         stack.enter_context(patch.object(fake_work, "generate_unique_id", itertools.count().__next__))
         stack.enter_context(patch.object(attention, "RECORDING_MODES", 2))
         stack.enter_context(_hooks_counted(recorder))
+        if isinstance(recorder, RankRecorder):
+            stack.enter_context(engine_of_rank(recorder))
         yield host

@@ -2,8 +2,8 @@
 
 Gathered weights and gradients are tensors of the device, so on `meta`; shards, their gradients and the
 optimizer's states are the host's (`host_tensors.py`), where they would be. Left to itself, FSDP2 takes what
-is on `meta` for a model that is still to be loaded and moves nothing of it. So it is told here what to move:
-a layer's weights to the device while it is sharded, and its shards back.
+is on `meta` for a model that is still to be loaded and moves nothing of it. So it is told what to move: a
+layer's weights to the device while it is sharded (`spreading.py`), and here its shards back.
 """
 
 from __future__ import annotations
@@ -51,8 +51,6 @@ class HostShards(HostTensors):
 @contextlib.contextmanager
 def shards_on_host(recorder: Recorder) -> Iterator[HostShards]:
     """Within it, what FSDP2 keeps on the host is there; gives the host's memory."""
-    import torch.distributed.fsdp._fully_shard._fsdp_init as first
-    import torch.distributed.fsdp._fully_shard._fully_shard as second
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
     host = HostShards(
@@ -69,19 +67,10 @@ def shards_on_host(recorder: Recorder) -> Iterator[HostShards]:
         (FSDPParam, "_init_sharded_param", shard_and_keep),
         (torch.Tensor, "is_pinned", lambda tensor, *device: host.holds(tensor)),
     ]
-    moving = "_move_states_to_device"  # which module has it depends on torch's version
-    replaced += [(module, moving, _make_anew) for module in (first, second) if hasattr(module, moving)]
     with contextlib.ExitStack() as stack:
         for owner, name, instead in replaced:
             stack.enter_context(patch.object(owner, name, instead))
         yield host
-
-
-def _make_anew(parameters: list[Any], buffers: list[torch.Tensor], device: torch.device) -> None:
-    """Each tensor is made on the device, as moving it there would: it was built out of the recorder's
-    sight."""
-    for tensor in (*parameters, *buffers):
-        tensor.data = torch.empty_like(tensor, device=device)
 
 
 def _keep_on_host(parameter: Any, host: HostShards) -> None:

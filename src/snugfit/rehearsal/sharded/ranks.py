@@ -16,7 +16,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -31,17 +32,21 @@ from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.rehearsal.sharded import collectives
 from snugfit.rehearsal.sharded.device_module import ShapesModule
 from snugfit.rehearsal.sharded.offloaded_shards import TO_COPY, HostShards
+from snugfit.rehearsal.sharded.spreading import while_spreading
 from snugfit.rehearsal.sharded.stages import instead_of_others, peers_of_exchange
 from snugfit.rehearsal.sharded.streams import Moment, StreamOrder
 from snugfit.rehearsal.trace.trace import (
     ALL_REDUCE,
     ALONE,
+    BROADCAST,
     DEFAULT_STREAM,
     PART_OPERATORS,
     SHARD_HOOKS,
     SHARDED_OPERANDS,
     UPDATE_ON_HOST,
     WORK_ON_HOST,
+    MarkKind,
+    Recording,
 )
 from snugfit.results.footprint import Kind
 from snugfit.step.host_link import MetaLink
@@ -62,6 +67,7 @@ class RankRecorder(Recorder):
         super().__init__(*arguments, **keywords)
         self.order = StreamOrder(self.memory.use_stream)
         """Which stream is current, and which kernels wait for which."""
+        self.memory.moment_of = self.order.moment
         self.shards: HostShards | None = None
         """The host's memory, where it keeps the shards."""
         self.experts = 1
@@ -71,6 +77,7 @@ class RankRecorder(Recorder):
         """The process group over which DDP averages."""
         self._of_group: dict[str, int] = {}  # NCCL's own stream of a process group
         self._unawaited: Moment = frozenset()  # exchanges that nobody has waited for
+        self._further_groups: set[str] = set()  # than that of all ranks
         self._kept: list[torch.Tensor] = []  # by NCCL
         self._first_to_come = True  # of the buckets of a backward pass
         self._carried: dict[int, Any] = {}  # by the result's storage, what is sent until that is waited for
@@ -79,7 +86,8 @@ class RankRecorder(Recorder):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch._C._get_dispatch_mode(FAKE) is not None:
+        of_no_device = torch._C._get_dispatch_mode(FAKE) is not None
+        if of_no_device or (self._phase == "build" and func.is_view and self._is_on_host(args[0])):
             return func(*args, **kwargs)
         if collectives.is_wrapping(func):
             return AsyncCollectiveTensor(args[0])
@@ -94,6 +102,10 @@ class RankRecorder(Recorder):
             self._count_parts(args, kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
+    def _is_on_host(self, value: Any) -> bool:
+        """Whether it is a part of a model that was built out of sight, and was not moved here so far."""
+        return isinstance(value, torch.Tensor) and value.is_meta and not self.memory.has_seen(value)
+
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
         """The bytes of this tensor, or of a sharded one's own part, are of this kind."""
         if kind is Kind.WEIGHTS and self._phase != "build":  # a shard that comes from the host
@@ -106,8 +118,7 @@ class RankRecorder(Recorder):
         if name == "backward":
             self._first_to_come = True
         elif self._phase == "backward":
-            self.order.wait(DEFAULT_STREAM, self._unawaited)
-            self._unawaited = frozenset()
+            self.order.wait(DEFAULT_STREAM, self.take_unawaited())
             self._carried.clear()
         super().phase(name)
 
@@ -116,6 +127,10 @@ class RankRecorder(Recorder):
         if self.shards is not None and MetaLink.observer is not None:
             MetaLink.observer.hold_on_host(self.shards.most, self.shards.pinned)
         super().step_ends(index)
+
+    def end_of(self, optimizer: Any) -> None:
+        """What is freed from here on is none of the run's frees, if this is the optimizer that it trains."""
+        self.memory.is_over |= optimizer is not None and optimizer is self._optimizer
 
     def average(self, bucket: torch.Tensor) -> None:
         """A bucket of gradients is averaged over all ranks, in NCCL's own stream. NCCL keeps it until the
@@ -155,10 +170,25 @@ class RankRecorder(Recorder):
         shared = operator in (WORK_ON_HOST, UPDATE_ON_HOST)
         super()._add_to_last_step(operator, cost, (dist.get_world_size(), 1) if shared else peers)
 
+    def recording(self, attention: Iterable[str]) -> Recording:
+        """What was written, with the groups that exchanged something, and what freed blocks wait for."""
+        recording = super().recording(attention)
+        awaited = dict(self.memory.awaited)
+        launched = [mark.event for mark in recording.marks if awaited and mark.kind is MarkKind.KERNEL]
+        trace = replace(
+            recording.trace, groups=len(self._further_groups), awaited=awaited, launched=tuple(launched)
+        )
+        return recording._replace(trace=trace)
+
+    def take_unawaited(self) -> Moment:
+        """The moment at which the exchanges are done that nobody has waited for; from here on somebody
+        has."""
+        moment, self._unawaited = self._unawaited, frozenset()
+        return moment
+
     def _exchange(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in collectives.WAITS:
-            self.order.wait(self.order.current, self._unawaited)
-            self._unawaited = frozenset()
+            self.order.wait(self.order.current, self.take_unawaited())
             if not collectives.gives_its_own(func):
                 return func(*args, **kwargs)
             self._carried.pop(args[0].untyped_storage()._cdata, None)
@@ -168,7 +198,7 @@ class RankRecorder(Recorder):
         out = func(*args, **kwargs)
         kernel = collectives.kernel_of(func, args)
         self.memory.add_outputs(kernel, out)
-        copied = kernel == ALL_REDUCE  # what is summed is a copy, so nothing is kept of what was given
+        copied = kernel in (ALL_REDUCE, BROADCAST)  # of what is given a copy is made, so nothing is kept
         if collectives.is_functional(func) and isinstance(out, torch.Tensor) and not copied:
             self._carried[out.untyped_storage()._cdata] = args[0]
         for tensor in collectives.tensors_carried(func, out, args):
@@ -181,12 +211,16 @@ class RankRecorder(Recorder):
             )
             return out
         own_stream = collectives.is_async(func, args, kwargs)
-        if own_stream and kernel == ALL_REDUCE:
-            self._kept.clear()  # after broadcasts, which DDP begins a step with, NCCL's thread still held all
+        if own_stream and kernel == ALL_REDUCE and self._phase != "backward":
+            # Of those in a backward pass (DDP asks which weights were unused) none waits for the buckets, and
+            # after broadcasts, which DDP begins a step with, NCCL's thread still held all.
+            self._kept.clear()
         self._add_exchange(kernel, nbytes, group, own_stream=own_stream)
         return out
 
     def _add_exchange(self, kernel: str, nbytes: int, group: Any, *, own_stream: bool) -> None:
+        if group is not dist.group.WORLD:
+            self._further_groups.add(group.group_name)
         if self._step != self.steps - 1:
             return
         before = self.order.current
@@ -287,7 +321,7 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[No
         stack.enter_context(
             patch.object(torch, "meta", ShapesModule(recorder.order, ranks, recorder.wait), create=True)
         )
-        for owner, name, instead in replaced:
+        for owner, name, instead in (*replaced, *while_spreading(recorder)):
             stack.enter_context(patch.object(owner, name, instead))
         yield
 
@@ -318,8 +352,10 @@ def process_group(rank: int = 0, ranks: int = 1) -> Iterator[None]:
     try:
         yield
     finally:
+        has_parts = len(dist.distributed_c10d._world.pg_map) > 1
         dist.destroy_process_group()
-        _forget_meshes()
+        if has_parts:
+            _forget_meshes()
 
 
 def _forget_meshes() -> None:

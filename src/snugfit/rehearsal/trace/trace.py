@@ -270,6 +270,13 @@ class Trace:
     streams: Mapping[int, int] = field(default_factory=dict)
     """The stream that each block is of, by its index, where that is not the default one (0). The allocator
     keeps what it has of one stream from every other."""
+    awaited: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Kernels of the last step that other streams than a block's own still had to do when it was freed, by
+    the block's index: until they are done the allocator does not hand it out again."""
+    launched: tuple[int, ...] = ()
+    """How many events come before each kernel, where blocks wait for some."""
+    groups: int = 0
+    """Process groups besides that of all ranks in which the run has exchanged something."""
 
     @property
     def phases(self) -> tuple[Mark, ...]:

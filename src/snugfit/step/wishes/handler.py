@@ -117,6 +117,11 @@ class Handler:
     read_by_loops: ClassVar[bool] = False
     """Whether it is a part of every loop's shape, which each reads from the Setup itself."""
 
+    def why_refused(self, value: Any, front_end: str) -> str:
+        """Why a front-end that honours the wish otherwise cannot honour this value of it; empty where it
+        can."""
+        return ""
+
     # ---- a model ----
 
     def import_code(self, value: Any) -> None:

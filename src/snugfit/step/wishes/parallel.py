@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 from snugfit.step.checkpointing import layer_stacks
 from snugfit.step.wishes.handler import Context, Handler, ScriptContext
+from snugfit.step.wishes.mesh import by_accelerate
 from snugfit.step.wishes.mesh.ring_attention import cut_batch
 from snugfit.step.wishes.mesh.script import parallel_fields
 from snugfit.step.wishes.mesh.tensor import in_tensor_parts, sum_parts_of_gradients
@@ -29,10 +30,13 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from snugfit.job.job import Job
     from snugfit.techniques.setup import OptimizerWish, ParallelWish
 
-NOT_YET = "several GPUs are predicted, measured and trained by snugfit's own loop. Leave --loop out"
-LIVE = "a live model cannot be spread over several GPUs. `snugfit train` does it"
+LIVE = (
+    "a live model is not spread over several GPUs. `snugfit train` does it; and a script with fit that "
+    "torchrun starts trains by the Trainer's own DDP"
+)
 
 
 class ParallelHandler(Handler):
@@ -40,11 +44,13 @@ class ParallelHandler(Handler):
 
     wish, slot = "parallel", Slot.SHARDING
     refused: ClassVar = {
-        "accelerate": NOT_YET,
-        "trainer": NOT_YET,
         "fit": LIVE,
         "custom_loop": LIVE,
     }
+
+    def why_refused(self, value: ParallelWish | None, front_end: str) -> str:
+        """What accelerate and the Trainer have no word for."""
+        return by_accelerate.why_refused(value, front_end) if value is not None else ""
 
     def import_code(self, value: ParallelWish | None) -> None:
         """torch's own, before anything is watched."""
@@ -101,6 +107,16 @@ class ParallelHandler(Handler):
         if value is None or value.context == 1:
             return None
         return functools.partial(cut_batch, _SEQUENCES[model], model, batch)
+
+    def accelerator_arguments(self, value: ParallelWish | None) -> dict[str, Any]:
+        """accelerate's own words for it."""
+        return by_accelerate.accelerator_arguments(value) if value is not None else {}
+
+    def training_arguments(
+        self, value: ParallelWish | None, job: Job, device: torch.device
+    ) -> dict[str, Any]:
+        """The Trainer's words for it."""
+        return by_accelerate.training_arguments(value) if value is not None else {}
 
     def after_update(self, value: ParallelWish | None, model: Any, step: int) -> None:
         """Has NCCL let go of DDP's first buckets, once."""

@@ -3,7 +3,7 @@
 Each GPU updates a part of the weights, whole tensors of them, and sends them to the others. It is torch's
 `ZeroRedundancyOptimizer` and not DeepSpeed's first stage: a rank of it is torch's own code and nothing else,
 whose bytes agree with two H200s to the last one; DeepSpeed's would keep flat copies of weights and gradients
-besides. `zero2` and `zero3` are DeepSpeed's, on one GPU. Where it helps, `fsdp` helps more.
+besides. `zero2` and `zero3` are DeepSpeed's. Where it helps, `fsdp` helps more.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 On one GPU there is nobody to share them with, so it only helps with `offload=cpu` (ZeRO-Offload): the GPU
 keeps the weights in what they compute in, and a bucket of gradients. Gradients go to the host while the
-backward pass runs; there the CPU updates fp32 weights, and the new ones come back.
+backward pass runs; there the CPU updates fp32 weights, and the new ones come back. Each of several GPUs
+keeps and updates its part, on the GPU with `offload=none`, and all weights in what they compute in.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Zero2(Technique):
-    """DeepSpeed's ZeRO-2: optimizer states, fp32 weights and the update on the host."""
+    """DeepSpeed's ZeRO-2: optimizer states, fp32 weights and the update on the host, or spread over GPUs."""
 
     fidelity: ClassVar = Fidelity.ROUNDS
     needs: ClassVar = deepspeed_zero.NEEDS
@@ -33,8 +34,8 @@ class Zero2(Technique):
     searched: ClassVar = False
 
     offload: Literal["cpu", "none"] = "cpu"
-    """Where optimizer states and the update are: `cpu` is the host, `none` the GPU, which then needs more
-    than without DeepSpeed."""
+    """Where optimizer states and the update are: `cpu` is the host, `none` the GPU, which, if
+    it is the only one, then needs more than without DeepSpeed."""
 
     def install(self, setup: Setup) -> Setup:
         """Has DeepSpeed's engine run the steps."""

@@ -4,6 +4,7 @@ On one GPU elsewhere is the host: weights come over the link for the forward pas
 pass, module by module, so the GPU holds those of a few modules and their activations. It is what trains the
 largest model on a GPU, and the slowest. accelerate and the Trainer have the model built so too
 (`deepspeed.zero.Init`); the plain loop moves it to the GPU whole, and its weights go to the host from there.
+Each of several GPUs keeps a part of everything, there or with `offload=none` itself, and gathers weights.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Zero3(Technique):
-    """DeepSpeed's ZeRO-3: weights wait on the host, and optimizer states and the update are there too."""
+    """DeepSpeed's ZeRO-3: weights, states and the update on the host, a disk, or spread over GPUs."""
 
     fidelity: ClassVar = Fidelity.ROUNDS
     needs: ClassVar = deepspeed_zero.NEEDS

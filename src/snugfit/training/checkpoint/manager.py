@@ -15,7 +15,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
 
@@ -75,6 +75,19 @@ def open_store(folder: Path, *, begin_anew: str) -> Iterator[Store]:
     with hold_folder(store.root):
         store.sweep()
         yield store
+
+
+@contextmanager
+def open_shared_store(folder: Path, ranks: Ranks, *, begin_anew: str) -> Iterator[Store]:
+    """The store in this folder, which the first process holds for all."""
+    with ExitStack() as held:
+
+        def hold() -> bool:
+            held.enter_context(open_store(folder, begin_anew=begin_anew))
+            return True
+
+        ranks.first_answers(hold)
+        yield Store(folder, begin_anew=begin_anew)
 
 
 def named_step(folder: Path, root: Path, *, in_root: bool = True) -> int:

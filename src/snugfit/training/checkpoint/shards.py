@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
-from snugfit.step.wishes.stages import is_stage
+from snugfit.step.wishes.mesh.stages import is_stage
 from snugfit.training.checkpoint.model_state import ModelState, model_state_of
 from snugfit.training.checkpoint.optimizer_state import parameters_of
 from snugfit.training.checkpoint.packed_state import pack

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
-from snugfit.step.wishes.stages import is_stage
+from snugfit.step.wishes.mesh.stages import is_stage
 from snugfit.training.checkpoint.model_state import beginning_of
 from snugfit.training.checkpoint.module_attributes import frozen_parameters, set_frozen
 from snugfit.training.checkpoint.optimizer_state import (
@@ -327,10 +327,17 @@ def restore_frozen(model: torch.nn.Module, folder: Path) -> None:
     set_frozen(model, dict(_read(folder)[0][PAIRS]).get("frozen"))
 
 
-def restore_rng(folder: Path, device: torch.device) -> None:
-    """The random generators alone, as they were when the checkpoint was taken."""
+def restore_rng(folder: Path, device: torch.device, rank: int = 0) -> None:
+    """The random generators alone, as they were when the checkpoint was taken, of the process of this
+    number. Raises `SnugfitError` where it had none."""
     tree, tensors = _read(folder)
-    restore_all_rng_states(unpack(dict(tree[PAIRS])["random"], tensors, device), device)
+    parts = dict(tree[PAIRS])
+    with as_written(folder):
+        if rank:
+            states = unpack(parts[RANDOM_OF_OTHERS], tensors, device)[rank - 1]
+        else:
+            states = unpack(parts["random"], tensors, device)
+    restore_all_rng_states(states, device)
 
 
 def _read(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:

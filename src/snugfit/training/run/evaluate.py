@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
-    from snugfit.step.wishes.pipeline import StagesInTurn
+    from snugfit.step.wishes.mesh.pipeline import StagesInTurn
     from snugfit.techniques.setup import Setup
     from snugfit.training.run.run import Data
 

@@ -18,16 +18,14 @@ training waited, seconds of writing meanwhile), `replanned` (step, cause, before
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from snugfit.errors import UsageError
 from snugfit.step.applier import run_context
-from snugfit.training.checkpoint.manager import CheckpointManager, named_step, open_store
+from snugfit.training.checkpoint.manager import CheckpointManager, named_step, open_shared_store
 from snugfit.training.checkpoint.manifest import Checkpoint
-from snugfit.training.checkpoint.store import Store
 from snugfit.training.checkpoint.weights import no_progress_bars
 from snugfit.training.interrupt import Interrupts
 from snugfit.training.journal import Event, Journal
@@ -79,7 +77,7 @@ def train(
     reports = Reports(run, restart=restart, warn=lambda text: journal.tell("warning", text=text))
     journal = Journal(run.folder.absolute(), watch, reports) if ranks.is_first else Journal(None)
     with (
-        _one_store(run) as store,
+        open_shared_store(run.folder, run.ranks, begin_anew=BEGIN_ANEW) as store,
         run_context(run.setup(run.recipe)),
         no_progress_bars(),
     ):
@@ -96,19 +94,6 @@ def train(
                 return session.train(checkpoint)
             finally:
                 reports.end(None)
-
-
-@contextmanager
-def _one_store(run: Run) -> Iterator[Store]:
-    """The run's folder, which the first process holds for all."""
-    with ExitStack() as held:
-
-        def hold() -> bool:
-            held.enter_context(open_store(run.folder, begin_anew=BEGIN_ANEW))
-            return True
-
-        run.ranks.first_answers(hold)
-        yield Store(run.folder, begin_anew=BEGIN_ANEW)
 
 
 def _start(

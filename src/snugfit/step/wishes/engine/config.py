@@ -2,7 +2,7 @@
 
 Sizes of buckets are those that accelerate and transformers put in the place of `auto`: by the model's width.
 DeepSpeed's own defaults (half a billion elements) would take 2 GB whatever the model is. `overlap_comm` is
-off, because one GPU has nobody to communicate with.
+off on one GPU, which has nobody to communicate with.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ build it: one run on an H100 (results/h100-2026-11-25/techniques/bert-zero3-trai
 
 
 def group_bytes(setup: Setup, loop: str = "plain") -> int:
-    """NVML bytes of a step's process group in this loop; 0 without one."""
-    if setup.sharding is None:
+    """NVML bytes of the process group of one process in this loop; 0 where there is none, and on several
+    GPUs, whose groups are counted by what they exchange."""
+    if setup.sharding is None or setup.sharding.ranks > 1:
         return 0
     if setup.sharding.stage == 3 and loop != "plain":
         return BUILT_WITHIN
@@ -39,12 +40,13 @@ def group_bytes(setup: Setup, loop: str = "plain") -> int:
 
 
 def engine_config(setup: Setup, *, batch_size: int, clip: float | None, width: int) -> dict[str, Any]:
-    """What `deepspeed.initialize` is given, for a model whose hidden states have this width."""
+    """What `deepspeed.initialize` is given, for a model whose hidden states have this width, and the batch of
+    one process."""
     wish = setup.sharding
     assert wish is not None
     rows = max(1, batch_size // setup.micro_batches)
     return {
-        "train_batch_size": rows * setup.micro_batches,
+        "train_batch_size": rows * setup.micro_batches * wish.ranks,
         "train_micro_batch_size_per_gpu": rows,
         "gradient_accumulation_steps": setup.micro_batches,
         "gradient_clipping": clip or 0.0,

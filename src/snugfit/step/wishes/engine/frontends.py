@@ -21,7 +21,7 @@ from snugfit.step.applier import run_context
 from snugfit.step.trainer_loop import TrainerStep
 from snugfit.step.transformers_internals import place_state, placed_on
 from snugfit.step.wishes.engine.config import engine_config, width_of
-from snugfit.step.wishes.engine.loop import built_by_transformers, group_of_one
+from snugfit.step.wishes.engine.loop import built_by_transformers, in_process_group
 
 if TYPE_CHECKING:
     import torch
@@ -133,7 +133,7 @@ def made_by_accelerate(device: torch.device) -> Iterator[None]:
     engine is gone afterwards."""
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    with group_of_one(device):
+    with in_process_group(device):
         try:
             yield
         finally:

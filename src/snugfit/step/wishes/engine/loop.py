@@ -3,12 +3,13 @@
 The model is built on the host, moved, and handed to `deepspeed.initialize` with its optimizer, which becomes
 DeepSpeed's CPU Adam where states are on the host, as accelerate makes it. A micro-batch goes through
 `engine(**batch)` and `engine.backward(loss)`, and `engine.step()` clips, updates and drops the gradients.
-One process is a group of its own, with no launcher.
+Several processes are a group already, and one is a group of its own, with no launcher.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -42,7 +43,7 @@ class EngineStep(PlainStep):
         """Builds, runs `steps` optimizer steps, and gives their losses."""
         if not self.job.trains:
             raise UsageError("DeepSpeed's engine only trains. Evaluate without it.")
-        with run_context(self.setup), group_of_one(self.device):
+        with run_context(self.setup), in_process_group(self.device):
             return self._train(steps, observer)
 
     def _train(self, steps: int, observer: Observer) -> list[float]:
@@ -156,9 +157,9 @@ def in_numbers(visible: str) -> str:
 
 
 @contextlib.contextmanager
-def group_of_one(device: torch.device) -> Iterator[None]:
-    """Within it, torch's default process group is this process alone, where there is none, and DeepSpeed is
-    told so as by a launcher. What DeepSpeed remembers of groups, and the function that its third stage puts
+def in_process_group(device: torch.device) -> Iterator[None]:
+    """Within it, DeepSpeed is told of torch's default process group as by a launcher. Where there is none,
+    this process is one alone. What DeepSpeed remembers of groups, and the function that its third stage puts
     in the place of torch's linear one, are gone afterwards."""
     import torch.distributed as dist
     from deepspeed.comm import comm
@@ -166,7 +167,12 @@ def group_of_one(device: torch.device) -> Iterator[None]:
     from torch._C._distributed_c10d import HashStore
     from torch.nn import functional
 
-    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    several = dist.is_initialized()
+    environment = {
+        "RANK": str(dist.get_rank() if several else 0),
+        "LOCAL_RANK": str(device.index or 0),
+        "WORLD_SIZE": str(dist.get_world_size() if several else 1),
+    }
     if device.type == "cuda" and (visible := os.environ.get(VISIBLE_DEVICES)):
         environment[VISIBLE_DEVICES] = in_numbers(visible)
     with contextlib.ExitStack() as stack:
@@ -175,7 +181,10 @@ def group_of_one(device: torch.device) -> Iterator[None]:
         stack.enter_context(patch.dict(vars(comm)))
         stack.enter_context(patch.dict(vars(groups)))
         stack.enter_context(patch.object(functional, "linear", functional.linear))
-        if dist.is_initialized():
+        if device.type == "cpu":  # DeepSpeed would compile an operator by which CPUs exchange
+            exchanges = importlib.import_module("deepspeed.comm.torch")
+            stack.enter_context(patch.object(exchanges, "build_shm_op", lambda: None))
+        if several:
             yield
             return
         backend = "nccl" if device.type == "cuda" else "gloo"

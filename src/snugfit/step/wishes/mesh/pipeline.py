@@ -16,8 +16,8 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
+from snugfit.step.wishes.mesh.stages import stage_of
 from snugfit.step.wishes.parallel import device_of, mesh_of
-from snugfit.step.wishes.stages import stage_of
 
 if TYPE_CHECKING:
     import torch

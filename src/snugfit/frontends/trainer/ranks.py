@@ -1,0 +1,156 @@
+"""A trainer that is one of several processes: what `fit` takes there, and what they tell each other.
+
+torchrun, or `accelerate launch`, starts the user's script in each of them, and the Trainer puts its model
+into DDP by itself. So each process holds all of the model and trains on its part of the batch:
+`per_device_train_batch_size` times `gradient_accumulation_steps`, of each. The recipe says what one process
+does; that they are several it may say too (`ddp`), and need not.
+
+    before the forward pass    how many items count in each one's micro-batches, on the device: a micro-batch
+                               is weighed by its share of all of them, times the processes, so that DDP's
+                               average is the gradient of the mean over the global batch. (transformers
+                               multiplies a loss that is a mean, such as a classifier's, by the processes)
+    before the update          losses and tokens, on the host: all stop at one that is no number
+    at a boundary              signals, and wishes for a checkpoint, on the host: all do what one has heard
+    in a checkpoint            random generators and places in the data of all, which the first writes
+
+What one process cannot do without the others waiting for it is not done: to take a step again with less
+memory, or to abandon an evaluation when a signal comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import RecipeError, UsageError
+from snugfit.frontends.items import counted_items
+from snugfit.frontends.trainer.users_files import SAVES_MODEL
+from snugfit.step.trainer_hooks import overrides
+from snugfit.techniques import roster
+from snugfit.techniques.setup import ParallelWish, Setup
+from snugfit.techniques.technique import Slot
+from snugfit.training.ranks import ALONE, Ranks, process_group, world
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.techniques.recipe import Recipe
+
+NOT_TRIED = (
+    Slot.ADAPTERS, Slot.KERNELS, Slot.HEAD, Slot.ENGINE, Slot.ACTIVATION_OFFLOAD,
+)  # fmt: skip
+"""Slots in which a recipe for several processes has nothing, as in `snugfit train`."""
+
+HOW = "In several processes fit trains by the Trainer's own DDP"
+
+
+def processes_of(trainer: Any) -> int:
+    """How many processes train this trainer's model."""
+    return int(trainer.args.world_size)
+
+
+def refuse_what_processes_cannot(trainer: Any) -> None:
+    """Raises `UsageError` for what a trainer that is one of several processes cannot be fitted with."""
+    from accelerate.utils import DistributedType
+    from torch.utils.data import IterableDataset
+
+    if processes_of(trainer) == 1:
+        if (process := world()) is not None and process.size > 1:
+            raise UsageError(
+                f"{process.size} processes were started, but each one's Trainer trains alone. On the CPU "
+                "give TrainingArguments(use_cpu=True); else start the script without torchrun."
+            )
+        return
+    accelerator, loading = trainer.accelerator, trainer.accelerator.dataloader_config
+    kinds = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+    its_own = trainer.compute_loss_func is not None or overrides(trainer, "compute_loss", "training_step")
+    unsaid = {
+        f"accelerate's {accelerator.distributed_type.value}": accelerator.distributed_type not in kinds,
+        "no variables of torch's launcher (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)": world() is None,
+        "parallelism_config": getattr(trainer.args, "parallelism_config", None) is not None,
+        "a dataset without a length": isinstance(trainer.train_dataset, IterableDataset),
+        "split_batches": loading.split_batches,
+        "dispatch_batches": loading.dispatch_batches,
+        "even_batches=False": not loading.even_batches,
+        "a loss of its own (compute_loss, compute_loss_func, training_step)": its_own,
+        "saving of its own": overrides(trainer, *SAVES_MODEL, "_save_checkpoint"),
+    }
+    if used := [name for name, is_used in unsaid.items() if is_used]:
+        raise UsageError(
+            f"The trainer is one of {processes_of(trainer)} processes and has {', '.join(used)}. {HOW} and "
+            "cannot honour that there. Remove it, train in one process, or train without fit."
+        )
+
+
+def recipe_in_each(recipe: Recipe, processes: int) -> Recipe:
+    """What each of so many processes does, without what says that they are several. Raises `RecipeError` for
+    what they cannot do together."""
+    setup = recipe.setup()
+    wish, sharding = setup.parallel, recipe[Slot.SHARDING]
+    if processes == 1:
+        if wish is not None:
+            raise RecipeError(
+                f"{sharding} is for several processes, and this is the only one. Start the script with "
+                "torchrun --nproc-per-node N, or leave it out."
+            )
+        return recipe
+    if wish not in (None, ParallelWish()) or setup.sharding is not None:
+        raise RecipeError(
+            f"{sharding} cannot be given to a trainer: {HOW}, where each has all of the model. Write 'ddp' "
+            "in its place, or leave it out. snugfit train takes several techniques of that slot."
+        )
+    alone = recipe.with_(roster.plain(Slot.SHARDING))
+    plain = Setup()
+    for slot in NOT_TRIED:
+        if recipe[slot].install(plain) != plain:
+            raise RecipeError(
+                f"{recipe[slot]} cannot be given to a trainer that is one of {processes} processes: it is "
+                "not tested there. Leave it out, or train in one process."
+            )
+    if setup.float8 is not None:
+        raise RecipeError(f"{recipe[Slot.PRECISION]} is not tested in several processes. Try 'bf16'.")
+    return alone
+
+
+@contextlib.contextmanager
+def ranks_of(trainer: Any) -> Iterator[Ranks]:
+    """This process among those that train the trainer's model."""
+    if processes_of(trainer) == 1:
+        yield ALONE
+        return
+    with process_group(trainer.args.device) as ranks:
+        yield ranks
+
+
+def shares_of_all(batches: Sequence[Any], device: torch.device, ranks: Ranks, **counting: Any) -> Any:
+    """What each of this process's micro-batches counts for among those of all processes, (n,) on the device,
+    times the processes. Nobody waits for the device."""
+    import torch
+    import torch.distributed as dist
+
+    counted = [
+        torch.as_tensor(count, device=device, dtype=torch.float64)
+        for count in counted_items(batches, **counting)
+    ]
+    own = torch.stack(counted)
+    total = own.sum()
+    dist.all_reduce(total)
+    return own * ranks.size / total
+
+
+def with_some_item(batch: Mapping[str, Any], share: torch.Tensor) -> Mapping[str, Any]:
+    """The same micro-batch, or, where none of its labels counts and so its share is 0, with labels that do:
+    the mean over nothing is no number, and 0 times that is none either. One process leaves such a micro-batch
+    out; of several all must take it, and none waits to be told."""
+    import torch
+
+    changed: dict[str, Any] = {}
+    for name in ("labels", "shift_labels"):
+        labels = batch.get(name)
+        if not isinstance(labels, torch.Tensor) or labels.dim() < 2 or labels.is_floating_point():
+            continue
+        changed[name] = labels.clone()
+        last = changed[name][..., -1]
+        changed[name][..., -1] = torch.where(share > 0, last, torch.zeros_like(last))
+    return {**batch, **changed} if changed else batch

@@ -1,0 +1,93 @@
+"""When the allocator has a block back that is freed while another stream still works on it.
+
+Whoever has a stream work on a tensor of another says so (`record_stream`): DeepSpeed does for weights that
+one stream gathers and another computes with, and for gradients that it averages beside the backward pass.
+When such a tensor is dropped, the allocator marks how far those streams have come, and the block is free at
+the first allocation for which it finds the marks passed (`insert_events`, `process_events` of
+`CUDACachingAllocator.cpp`). How far the host is ahead of the device then decides what else is reserved, so
+the moments are those of the simulated queue. Torch counts the block as allocated no longer, and as requested
+until then.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from snugfit.prediction.timeline import time_kernels
+
+if TYPE_CHECKING:
+    from snugfit.prediction.rates import Rates
+    from snugfit.prediction.several_gpus.communication import Interconnect
+    from snugfit.prediction.timeline import TimedKernel
+    from snugfit.rehearsal.trace.trace import Trace
+
+NONE_LATE: Mapping[int, int] = {}
+
+
+class TakesBack(Protocol):
+    """An allocator, as far as it takes blocks back."""
+
+    def release(self, block: Any) -> None:
+        """Takes a block back."""
+
+    def drop(self, block: Any) -> None:
+        """Counts a block as allocated no longer; it stays where it is."""
+
+    def take_back(self, block: Any) -> None:
+        """Takes a dropped block back."""
+
+
+class Frees:
+    """The frees of one allocator, some of which are `late`: by the event that frees, the event before which
+    the block is back."""
+
+    def __init__(self, allocator: TakesBack, late: Mapping[int, int]) -> None:
+        self._allocator, self._late = allocator, late
+        self._dropped: list[tuple[int, int, Any]] = []  # when it is back, a number of its own, the block
+
+    def free(self, event: int, block: Any) -> None:
+        """A block is freed by this event."""
+        if event not in self._late:
+            self._allocator.release(block)
+            return
+        self._allocator.drop(block)
+        heapq.heappush(self._dropped, (self._late[event], event, block))
+
+    def pass_by(self, event: int) -> None:
+        """This event is about to happen: what is due by then is back."""
+        while self._dropped and self._dropped[0][0] <= event:
+            self._allocator.take_back(heapq.heappop(self._dropped)[2])
+
+    def finish(self) -> None:
+        """A step has ended, and all streams have."""
+        while self._dropped:
+            self._allocator.take_back(heapq.heappop(self._dropped)[2])
+
+
+def late_frees(
+    trace: Trace, rates: Rates | None, connected: Interconnect, *, workers: int = 0
+) -> Mapping[int, int]:
+    """The late frees of the trace's last step, as `Frees` has them. None are known to be where the trace has
+    none, or no rates are known."""
+    if not trace.awaited or rates is None:
+        return NONE_LATE
+    return _by_moments(trace, time_kernels(trace, rates, connected, workers=workers))
+
+
+def _by_moments(trace: Trace, timed: Sequence[TimedKernel]) -> Mapping[int, int]:
+    ends = [kernel.start + kernel.device_seconds for kernel in timed]
+    launches = [kernel.launch for kernel in timed]
+    late = {}
+    for event, number in enumerate(trace.events):
+        awaited = trace.awaited.get(-number - 1) if number < 0 else None
+        if not awaited:
+            continue
+        done = max(ends[kernel] for kernel in awaited)
+        first = bisect.bisect_left(launches, done)  # of the kernels that are launched after that
+        back = trace.launched[first - 1] if 0 < first < len(launches) else len(trace.events) * bool(first)
+        if back > event:
+            late[event] = back
+    return late

@@ -1,0 +1,134 @@
+"""Fitted trainers that are several processes on the CPU, as torchrun starts them: the Trainer's own DDP by
+gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from clean_forks import Forks
+from fitted import classified, losses_of, model_of, spoken, trainer_of
+from many_ranks import free_port
+from snugfit import fit
+from snugfit.errors import SnugfitError
+from snugfit.job.batch import IGNORED
+
+
+def mostly_masked(count: int) -> list[dict[str, Any]]:
+    """Samples with a label per token, of which three in four have none that counts."""
+    samples = spoken(count)
+    for index, sample in enumerate(samples):
+        if index % 4:
+            sample["labels"] = [IGNORED] * len(sample["labels"])
+    return samples
+
+
+DATA = {"bert": classified, "gpt2": spoken, "gpt2 masked": mostly_masked}
+
+
+def fit_of(
+    folder: Path, *, rank: int = 0, model: str = "bert", recipe: str | None = "ddp", **asked: Any
+) -> Any:
+    """Trains in this process, on samples of uneven length; gives the trainer. A `fault` of this rank comes
+    when a step has ended."""
+    resume, dropout = asked.pop("resume", None), asked.pop("dropout", 0.0)
+    fault, evaluates = asked.pop("fault", None), asked.pop("evaluates", False)
+    micro, samples = tuple(asked.pop("micro", (4, 1))), asked.pop("samples", 48)
+    wanted: dict[str, Any] = {
+        "max_steps": 8, "save_strategy": "steps", "save_steps": 3, "train_sampling_strategy": "random",
+        "seed": 5, **asked,
+    }  # fmt: skip
+    more: dict[str, Any] = {"eval_dataset": DATA[model](10)} if evaluates else {}
+    trainer = trainer_of(
+        folder,
+        model_of(model.split(maxsplit=1)[0], dropout=dropout),
+        DATA[model](samples),
+        micro=micro,
+        more=more,
+        **wanted,
+    )
+    if fault is not None and fault["rank"] == rank:
+        trainer.add_callback(_Fault(**fault))
+    told: list[dict[str, Any]] = []
+    trainer.told = told
+    if recipe is not None:
+        fit(trainer, recipe, watch=told.append)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+class _Fault(transformers.TrainerCallback):  # type: ignore[misc]
+    """Dies, hears a signal, spoils its weights or has no more memory when a step is done."""
+
+    def __init__(self, step: int, kind: str, rank: int) -> None:
+        self.step, self.kind = step, kind
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
+        if state.global_step != self.step:
+            return
+        if self.kind == "dies":
+            os._exit(9)
+        if self.kind == "is_stopped":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if self.kind == "exhausts":
+            model.register_forward_pre_hook(_no_memory)
+        if self.kind == "spoils":
+            with torch.no_grad():
+                next(model.parameters()).fill_(float("nan"))
+
+
+def _no_memory(module: Any, inputs: Any) -> None:
+    raise MemoryError("no memory")
+
+
+def one_fit(rank: int, size: int, port: int, folder: str, asked: dict[str, Any]) -> int:
+    """One of several processes; what it came to is written beside the folder."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    try:
+        trainer = fit_of(Path(folder), rank=rank, **asked)
+    except SnugfitError as error:
+        Path(f"{folder}.rank-{rank}").write_text(f"{type(error).__name__}: {error}")
+        return error.exit_code
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    write_result(trainer, Path(f"{folder}.rank-{rank}"))
+    return 0
+
+
+def write_result(trainer: Any, file: Path) -> None:
+    """What a trainer has come to: its weights, losses and what was told."""
+    torch.save(trainer.model.state_dict(), f"{file}.pt")
+    log = [line for line in trainer.state.log_history if "eval_loss" in line]
+    result = {"losses": losses_of(trainer), "evaluated": [line["eval_loss"] for line in log]}
+    file.write_text(json.dumps({**result, "told": trainer.told}, default=str))
+
+
+def result_in(folder: Path, rank: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What a rank's `write_result` has written."""
+    file = f"{folder}.rank-{rank}"
+    return json.loads(Path(file).read_text()), torch.load(f"{file}.pt")
+
+
+def fits(forks: Forks, folder: Path, size: int = 2, **asked: Any) -> list[int]:
+    """The exit codes of processes that have trained together."""
+    port = free_port()
+    children = [forks.start(one_fit, rank, size, port, str(folder), asked) for rank in range(size)]
+    return [forks.ended(child) for child in children]
+
+
+def warm() -> None:
+    """What the process that forks does first: it imports what the forks need."""
+    import accelerate  # noqa: F401
+    import transformers.models.bert.modeling_bert
+    import transformers.models.gpt2.modeling_gpt2
+    import transformers.trainer  # noqa: F401

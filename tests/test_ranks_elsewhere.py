@@ -1,0 +1,192 @@
+"""Law 1 for one rank of several whose processes are accelerate's or the Trainer's.
+
+As in `test_ranks.py`, against real gloo processes on the CPU: every allocation and free from the first step
+on, and the bytes that stand there when it begins. How a model is built is not compared: in a rehearsal it
+comes from the host group by group, and on the CPU it is there already. accelerate has no FSDP2 for the CPU,
+so the processes are told that theirs are GPUs (`placed_on`); what a rank does is all accelerate's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import mean
+
+import pytest
+
+from aligned import Event, compare, peak
+from gloo_ranks import Case, Ran, losses_of, run_ranks
+from reported import foreseen
+from snugfit.errors import UsageError
+from snugfit.prediction.predict import predict
+from snugfit.rehearsal.device.policy import CpuPolicy
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.trace.trace import Trace
+from snugfit.results.footprint import Kind
+from snugfit.step.applier import refuse_unsupported
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+from test_ranks import case, to_last_birth, unheard, without_own
+
+TWO = {
+    "accelerate": (
+        ("llama", "ddp"),
+        ("llama", "ddp(bucket_views=true) + bf16 + micro_batches(2)"),
+        ("llama", "fsdp"),
+        ("llama", "fsdp + bf16_pure + every_layer"),
+        ("bert", "fsdp(reshard=none) + bf16 + micro_batches(2)"),
+    ),
+    "trainer": (
+        ("llama", "ddp + micro_batches(2)"),
+        ("llama", "fsdp + bf16"),
+        ("bert", "fsdp(reshard=none) + bf16 + micro_batches(2)"),
+    ),
+}
+CASES = [(loop, *one) for loop, cases in TWO.items() for one in cases]
+FOUR = ("llama", "hsdp(2) + bf16")
+
+
+@pytest.fixture(autouse=True)
+def foreach_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `test_law_loops.py`: the Trainer leaves the choice to torch."""
+    module = importlib.import_module("torch.optim.optimizer")
+    monkeypatch.setattr(module, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "meta"])
+
+
+def clipped(family: str, recipe: str) -> Case:
+    """The Trainer clips by itself; so do all here."""
+    job, text = case(family, recipe)
+    return replace(job, clip=1.0), text
+
+
+@functools.cache
+def real(loop: str, ranks: int) -> dict[tuple[str, str, int], Ran]:
+    """What each of so many ranks did in every case of this loop."""
+    cases = TWO[loop] if ranks == 2 else (FOUR,)
+    ran = run_ranks(ranks, [clipped(*one) for one in cases], loop)
+    return {
+        (*one, rank): what
+        for rank, of_rank in enumerate(ran)
+        for one, what in zip(cases, of_rank, strict=True)
+    }
+
+
+def trace_of(loop: str, ranks: int, family: str, recipe: str, rank: int = 0) -> Trace:
+    job, _ = clipped(family, recipe)
+    setup = on_gpus(Recipe.parse(recipe).setup(), ranks)
+    return rehearse(job_of_rank(job, setup), setup, CpuPolicy(), loop=loop, rank=rank)
+
+
+def in_steps(events: Sequence[Event]) -> list[Event]:
+    return [event for event in events if event.step >= 0]
+
+
+def stands_before(events: Sequence[Event]) -> int:
+    """Bytes that the first step finds. What DDP has sent of the first rank's weights is gloo's to free, and
+    nobody hears of it."""
+    dead = {event.block for event in events if event.nbytes < 0}
+    return sum(
+        event.nbytes
+        for event in events
+        if event.step < 0 and (event.block in dead or "aten::flatten_dense_tensors" not in event.operators)
+    )
+
+
+def hold(loop: str, ranks: int, family: str, recipe: str, rank: int) -> None:
+    account = without_own(real(loop, ranks)[family, recipe, rank].account)
+    trace = without_own(foreseen(trace_of(loop, ranks, family, recipe, rank)))
+    assert stands_before(account) == stands_before(trace)
+    steps = unheard(in_steps(account), in_steps(trace))
+    comparison = compare(to_last_birth(steps), to_last_birth(in_steps(trace)))
+    assert comparison.similarity == 1.0, f"{loop}, {family}, {recipe}, rank {rank}: {comparison}"
+    assert peak(steps) == peak(in_steps(trace))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("loop", "family", "recipe"), CASES)
+def test_one_of_two_real_ranks_allocates_what_its_trace_says(loop: str, family: str, recipe: str) -> None:
+    hold(loop, 2, family, recipe, rank=0)
+    hold(loop, 2, family, recipe, rank=1)
+
+
+@pytest.mark.whole
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["accelerate", "trainer"])
+def test_so_does_one_of_four_in_two_groups(loop: str) -> None:
+    hold(loop, 4, *FOUR, rank=0)
+    hold(loop, 4, *FOUR, rank=3)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("loop", "family", "recipe"), [one for one in CASES if one[:2] != ("trainer", "bert")]
+)
+def test_ranks_train_on_the_global_batch(loop: str, family: str, recipe: str) -> None:
+    """Law 3: each takes its part, so the mean of their losses is the one of a process that takes all. (The
+    Trainer multiplies a classifier's loss, which is a mean, by the number of processes.)"""
+    job, _ = clipped(family, recipe)
+    alone = " + ".join(part for part in recipe.split(" + ") if not part.startswith(("ddp", "fsdp")))
+    expected = losses_of(job, Recipe.parse(alone or "plain").setup(), loop)
+    per_rank = [real(loop, 2)[family, recipe, rank].losses for rank in range(2)]
+    together = [mean(losses) for losses in zip(*per_rank, strict=True)]
+    assert together == pytest.approx(expected, rel=2e-2 if "bf16" in recipe else 1e-4)
+
+
+@pytest.mark.whole
+def test_a_rank_of_the_plain_loop_is_not_accelerate_s() -> None:
+    """Its groups are others, and under bf16 it sums gradients in fp32."""
+    account = in_steps(without_own(real("accelerate", 2)["llama", "fsdp", 0].account))
+    plain = in_steps(without_own(foreseen(trace_of("plain", 2, "llama", "fsdp"))))
+    assert compare(account, plain).similarity < 1.0
+
+
+def test_a_spread_model_is_built_on_the_host() -> None:
+    """Never are all weights on the device, as they are where the plain loop has built them there."""
+    building = {
+        loop: max(level_while_building(trace_of(loop, 4, "llama", "fsdp")))
+        for loop in ("plain", "accelerate")
+    }
+    assert building["accelerate"] < 0.7 * building["plain"]  # of two layers
+
+
+def level_while_building(trace: Trace) -> list[int]:
+    level, levels = 0, [0]
+    for event in trace.events:
+        block = trace.blocks[abs(event) - 1]
+        if event > 0 and block.phase != "build":
+            break
+        level += block.nbytes if event > 0 else -block.nbytes
+        levels.append(level)
+    return levels
+
+
+@pytest.mark.parametrize("loop", ["accelerate", "trainer"])
+def test_a_prediction_is_of_the_loop_s_own_groups(loop: str) -> None:
+    """The optimizer has the shards, whichever weights accelerate gives it in their place."""
+    job, _ = case("llama", "fsdp + bf16")
+    one, two = (
+        predict(job, "fsdp + bf16", gpu="h200", gpus=2, loop=each).footprint for each in ("plain", loop)
+    )
+    assert one.kinds[Kind.OPTIMIZER_STATES] == pytest.approx(two.kinds[Kind.OPTIMIZER_STATES], rel=0.01)
+    assert one.kinds[Kind.WEIGHTS] == pytest.approx(two.kinds[Kind.WEIGHTS], rel=0.01)
+    assert one.requested_bytes != two.requested_bytes
+    assert two.communication_bytes
+
+
+@pytest.mark.parametrize(
+    ("loop", "recipe", "why"),
+    [
+        ("accelerate", "zero1", "cannot place the states of torch's ZeroRedundancyOptimizer"),
+        ("trainer", "zero1", "the Trainer cannot place the states"),
+        ("accelerate", "fsdp(reshard=all)", "Try reshard=layers or reshard=none"),
+        ("trainer", "ddp(bucket_views=true)", "Try ddp without bucket_views"),
+        ("trainer", "fsdp(offload=cpu)", "snugfit's own loop alone"),
+    ],
+)
+def test_what_a_loop_has_no_word_for_is_refused(loop: str, recipe: str, why: str) -> None:
+    setup = on_gpus(Recipe.parse(recipe).setup(), 2)
+    with pytest.raises(UsageError, match=why):
+        refuse_unsupported(loop, setup)
+    refuse_unsupported("plain", setup)
