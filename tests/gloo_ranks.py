@@ -205,6 +205,8 @@ def _follow_functional_ones() -> None:
     def with_group(exchange: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **keywords: Any) -> Any:
             result = exchange(*arguments, **keywords)
+            if not isinstance(result, functional.AsyncCollectiveTensor):  # it has been waited for within
+                dist.barrier()
             result.exchanged_by = keywords.get("group", arguments[-1])
             return result
 
