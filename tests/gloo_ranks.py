@@ -206,6 +206,8 @@ def _follow_functional_ones() -> None:
         def run(*arguments: Any, **keywords: Any) -> Any:
             result = exchange(*arguments, **keywords)
             if not isinstance(result, functional.AsyncCollectiveTensor):  # it has been waited for within
+                group = keywords.get("group", arguments[-1])
+                dist.barrier(group[0].get_group(group[1]) if isinstance(group, tuple) else None)
                 dist.barrier()
             result.exchanged_by = keywords.get("group", arguments[-1])
             return result

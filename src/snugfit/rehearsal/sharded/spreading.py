@@ -46,7 +46,8 @@ def while_spreading(recorder: Recorder) -> list[tuple[Any, str, Any]]:
 def _move(recorder: Recorder, parameters: list[Any], buffers: list[torch.Tensor], device: Any) -> None:
     """Each tensor that the recorder has not seen is made on the device, as moving it there would."""
     for tensor in (*parameters, *buffers):
-        if not recorder.memory.has_seen(tensor):
+        held = getattr(tensor, "_local_tensor", tensor)  # of a matrix that is cut, this rank's part
+        if not recorder.memory.has_seen(held):
             tensor.data = torch.empty_like(tensor, device=device)
 
 
