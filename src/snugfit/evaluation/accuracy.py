@@ -80,7 +80,7 @@ def accuracy(
     """Draws `count` runs from `seed`, predicts each for so many of `gpu`, and has them recorded."""
     writer.tell("predicting the first draw")
     runs = map_in_processes(partial(predict_draw, seed, gpu, gpus=gpus), range(count), workers=workers)
-    return writer.record(_empty(gpu, seed, "drawn"), runs, count)
+    return writer.record(_empty(gpu, seed, "drawn", gpus), runs, count)
 
 
 def accuracy_within_jobs(
@@ -176,8 +176,8 @@ def rescore(
     return again
 
 
-def _empty(gpu: Gpu, seed: int | None, kind: str) -> Accuracy:
-    """A result without runs."""
+def _empty(gpu: Gpu, seed: int | None, kind: str, gpus: int = 1) -> Accuracy:
+    """A result without runs, each of which is on so many GPUs."""
     return Accuracy(
         seed=seed,
         gpu=gpu.name,
@@ -185,14 +185,14 @@ def _empty(gpu: Gpu, seed: int | None, kind: str) -> Accuracy:
         versions=installed_versions(),
         runs=(),
         kind=kind,
-        rates=_rates_source(gpu),
+        rates=_rates_source(gpu, gpus),
     )
 
 
-def _rates_source(gpu: Gpu) -> str:
-    """The source of this GPU's rates; empty where none are known."""
+def _rates_source(gpu: Gpu, gpus: int = 1) -> str:
+    """The source of this GPU's rates while so many work; empty where none are known."""
     try:
-        return rates_for(gpu).source
+        return rates_for(gpu, gpus).source
     except GpuError:
         return ""
 

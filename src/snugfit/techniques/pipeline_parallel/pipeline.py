@@ -25,8 +25,8 @@ SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
 """What torch calls them (`torch.distributed.pipelining.schedules.get_schedule_class`)."""
 
 UNMEASURED = (
-    "No pipeline was measured on GPUs yet: its bytes are those of torch's own code, its seconds are not "
-    "checked."
+    "Three pipelines were measured, on two H100s: requested bytes were exact, reserved bytes of one were "
+    "2,004 MiB more than predicted (1f1b, 7.4 %), and steps took 0 to 29 % longer."
 )
 
 

@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 
 
 UNMEASURED = (
-    "plans look at it only where it is kept. Torch's own code was simulated, and its bytes agree with "
-    "processes on a CPU to the last one; but no step was measured on GPUs, and what DTensor takes the host "
-    "is a guess"
+    "plans look at it only where it is kept. Its bytes were measured on two H100s in four steps; what "
+    "DTensor takes the host is fitted to the same four"
 )
 
 
