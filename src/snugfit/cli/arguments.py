@@ -131,6 +131,15 @@ GpuName = Annotated[
 Gpus = Annotated[
     int | None, option(WHERE, "How many such GPUs train together; the global batch stays. \\[1]", "--gpus")
 ]
+Mesh = Annotated[
+    str | None,
+    option(
+        WHERE,
+        "How GPUs share the work, in the place of --gpus and of its techniques: 'fsdp=4, tensor=2'.",
+        "--mesh",
+        metavar="AXIS=GPUS,...",
+    ),
+]
 Memory = Annotated[
     str | None, option(WHERE, "How much GPU memory may be used: 24GiB, 16GB, 16000MiB. \\[all of the GPU's]")
 ]

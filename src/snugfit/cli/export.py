@@ -50,6 +50,7 @@ def export(
     clip: given.Clip = None,
     dtype: given.Dtype = None,
     gpus: given.Gpus = None,
+    mesh: given.Mesh = None,
     job_file: given.JobFile = None,
     settings: given.Settings = None,
     online: given.Online = False,
@@ -68,7 +69,7 @@ def export(
     flags: dict[str, Any] = {
         "model": model, "task": task, "sequence_length": sequence_length, "target_length": target_length,
         "batch_size": batch_size, "labels": labels, "clip": clip, "dtype": dtype, "gpus": gpus,
-        "job_file": job_file,
+        "job_file": job_file, "mesh": mesh,
         "settings": settings, "online": online, "offline": offline, "recipe": recipe,
     }  # fmt: skip
     if output is None and force:

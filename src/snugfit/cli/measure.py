@@ -42,6 +42,7 @@ def measure(
     warmup: Warmup = 3,
     device: Device = None,
     gpus: given.Gpus = None,
+    mesh: given.Mesh = None,
     deadline: Deadline = 600.0,
     ledger: Ledger = Path("snugfit-runs"),
     predict: Predict = False,

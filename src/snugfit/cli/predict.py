@@ -55,6 +55,7 @@ def predict(
     request: Request,
     *,
     gpus: given.Gpus = None,
+    mesh: given.Mesh = None,
     routing: given.Routing = None,
     compare: Compare = None,
     software: Software = None,

@@ -88,6 +88,7 @@ class Request:
         settings = _settings(flags)
         reading = _reading(flags, settings)
         settings = {**(reading.settings if reading else {}), **settings}
+        settings |= _on_mesh(settings)
         lengths = _lengths(flags)
         text = settings.get("recipe", "plain")
         rest = without_auto(text) if takes_auto else None
@@ -164,6 +165,22 @@ def steps_of(samples: int | None, steps: int | None, batch_size: int) -> int | N
     if samples is not None and steps is not None:
         raise UsageError("--samples and --steps both give the length of the run. Give one of them.")
     return math.ceil(samples / batch_size) if samples is not None else steps
+
+
+def _on_mesh(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe and the number of GPUs that a mesh means; nothing where none was given."""
+    if "mesh" not in settings:
+        return {}
+    from snugfit.techniques.mesh import on_mesh
+    from snugfit.techniques.recipe import Recipe
+
+    recipe, gpus = on_mesh(Recipe.parse(settings.get("recipe", "plain")), settings["mesh"])
+    if settings.get("gpus", gpus) != gpus:
+        raise UsageError(
+            f"--mesh {settings['mesh']!r} makes {gpus} GPUs, but --gpus is {settings['gpus']}. Leave --gpus "
+            "out."
+        )
+    return {"recipe": str(recipe), "gpus": gpus}
 
 
 def _settings(flags: Mapping[str, Any]) -> dict[str, Any]:

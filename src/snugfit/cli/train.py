@@ -83,6 +83,7 @@ def train(
     request: Request,
     *,
     gpus: given.Gpus = None,
+    mesh: given.Mesh = None,
     dataset: Dataset = None,
     eval_dataset: EvalDataset = None,
     tokenizer: Tokenizer = None,
