@@ -37,11 +37,11 @@ def test_a_mesh_is_a_recipe_and_a_number_of_gpus(recipe: str, mesh: str, expecte
 @pytest.mark.parametrize(
     ("recipe", "mesh", "said"),
     [
-        ("plain", "fsdp", "'fsdp' is no axis with a number"),
-        ("plain", "fsdp=0", "no axis with a number"),
+        ("plain", "fsdp", "'fsdp' is not an axis with a number"),
+        ("plain", "fsdp=0", "not an axis with a number"),
         ("plain", "fsdp=2, fsdp=4", "twice"),
-        ("plain", "adamw=2", "adamw is no axis"),
-        ("plain", "zero3=2", "zero3 is no axis"),
+        ("plain", "adamw=2", "adamw is not an axis"),
+        ("plain", "zero3=2", "zero3 is not an axis"),
         ("ddp", "fsdp=2", "contradict each other"),
         ("tensor(2)", "tensor=4", "4 there and 2 in the recipe"),
         ("fsdp", "tensor=2", "does not say over how"),

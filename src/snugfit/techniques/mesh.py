@@ -53,9 +53,9 @@ def _read(text: str) -> dict[str, int]:
     for part in text.split(","):
         word, equals, number = (piece.strip() for piece in part.partition("="))
         if not (word and equals and number.isdecimal() and 1 <= int(number) <= MOST_GPUS):
-            raise UsageError(f"--mesh {text!r}: {part.strip()!r} is no axis with a number of GPUs. {EXAMPLE}")
+            raise UsageError(f"--mesh {text!r}: {part.strip()!r} is not an axis with a number of GPUs. {EXAMPLE}")
         if word in counts:
-            raise UsageError(f"--mesh {text!r}: {word} stands there twice.")
+            raise UsageError(f"--mesh {text!r}: {word} is there twice.")
         counts[word] = int(number)
     return counts
 
@@ -65,7 +65,7 @@ def _kind(word: str, text: str) -> type[Technique]:
     if not kind.needs_several_gpus:
         names = sorted(one.name for one in roster.techniques() if one.needs_several_gpus)
         raise UsageError(
-            f"--mesh {text!r}: {word} is no axis along which GPUs share the work. Those are "
+            f"--mesh {text!r}: {word} is not an axis along which GPUs share the work. Those are "
             f"{', '.join(names)} and {REPLICATE}."
         )
     return kind
