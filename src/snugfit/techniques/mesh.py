@@ -53,7 +53,9 @@ def _read(text: str) -> dict[str, int]:
     for part in text.split(","):
         word, equals, number = (piece.strip() for piece in part.partition("="))
         if not (word and equals and number.isdecimal() and 1 <= int(number) <= MOST_GPUS):
-            raise UsageError(f"--mesh {text!r}: {part.strip()!r} is not an axis with a number of GPUs. {EXAMPLE}")
+            raise UsageError(
+                f"--mesh {text!r}: {part.strip()!r} is not an axis with a number of GPUs. {EXAMPLE}"
+            )
         if word in counts:
             raise UsageError(f"--mesh {text!r}: {word} is there twice.")
         counts[word] = int(number)
