@@ -206,3 +206,15 @@ def test_the_command_refuses_in_one_sentence(
     asked = ["plan", "bert-base-uncased", "--task", "sequence-classification", "--gpu", "h200", "--gpus", "2"]
     assert run([*asked, *more]) == 2
     assert why in capsys.readouterr().err
+
+
+def test_a_price_says_what_samples_cost_and_is_shown() -> None:
+    plan = replace(made_up(), price_per_hour=3.6)
+    answer = plan.answers[0]
+    cost = plan.usd_per_1000_samples(answer)
+    assert cost == pytest.approx(0.001 * answer.gpus * 1000 / answer.samples_per_second)
+    text = render(plan).markdown()
+    assert "USD per 1,000 samples" in text
+    assert "USD" not in render(made_up()).markdown()
+    assert SeveralGpusPlan.from_json(plan.to_json()).price_per_hour == 3.6
+    assert made_up().usd_per_1000_samples(answer) is None

@@ -6,6 +6,7 @@ Exit code 3 when nothing fits, so that a script can ask.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -86,6 +87,10 @@ Gpus = Annotated[
         metavar="N",
     ),
 ]
+Price = Annotated[
+    float | None,
+    given.option(given.WHERE, "With --gpus: USD of one GPU for an hour.", "--price", min=0.0),
+]
 NoPeers = Annotated[
     bool, typer.Option("--no-peers", help="With --verify: do not measure what the plain Trainer takes.")
 ]
@@ -97,6 +102,7 @@ def plan(
     request: Request,
     *,
     gpus: Gpus = None,
+    price: Price = None,
     routing: given.Routing = None,
     memory: given.Memory = None,
     headroom: given.Headroom = None,
@@ -127,7 +133,11 @@ def plan(
         alone = {"verify": verify, "lengths": lengths, "export": export, "plot": plot, "html": html}
         alone |= {"samples": samples, "steps": steps, "all": everything, "objective": objective != "speed"}
         counts, form = gpus or str(request.gpus), "json" if as_json else form
-        return _show_several(request, counts, fidelity, workers, form, alone, fresh=fresh)
+        return _show_several(request, counts, fidelity, workers, form, alone, price, fresh=fresh)
+    if price is not None:
+        raise UsageError(
+            "--price is for plans with --gpus. `snugfit gpus --for MODEL --prices` compares GPUs."
+        )
     request = _check(request, verify, export)
     check_export(export, request.job)
     asked = {
@@ -214,6 +224,7 @@ def _show_several(
     workers: int | None,
     form: str,
     alone: Mapping[str, object],
+    price: float | None,
     *,
     fresh: bool,
 ) -> int:
@@ -244,6 +255,7 @@ def _show_several(
         what="several gpus",
         **asked,
     )
+    several = replace(several, price_per_hour=price)
     print_as(form, several.to_json(), render(several))
     return 0 if several.fitting else NothingFits.exit_code
 

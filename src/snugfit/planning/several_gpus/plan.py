@@ -74,6 +74,8 @@ class SeveralGpusPlan(Tabular):
     """How many recipes were simulated on few layers, or in full where the model has no such layers."""
     doubts: tuple[str, ...] = ()
     """Sentences on what is uncertain in the answers."""
+    price_per_hour: float | None = None
+    """USD of one GPU for an hour, where the user gave a price."""
     versions: Mapping[str, str]
     """Package versions that the search ran with."""
 
@@ -91,6 +93,12 @@ class SeveralGpusPlan(Tabular):
     def fewest(self) -> OnGpus | None:
         """The answer on the fewest GPUs."""
         return min(self.fitting, key=lambda one: one.gpus, default=None)
+
+    def usd_per_1000_samples(self, one: OnGpus) -> float | None:
+        """What 1,000 samples cost on the GPUs of an answer; None where the user gave no price."""
+        if self.price_per_hour is None or not one.samples_per_second:
+            return None
+        return self.price_per_hour / 3600 * one.gpus * 1000 / one.samples_per_second
 
     @property
     def cheapest(self) -> OnGpus | None:

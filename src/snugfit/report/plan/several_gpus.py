@@ -17,8 +17,8 @@ def render(plan: SeveralGpusPlan) -> Page:
         [Sentence(f"{job_line(plan.job)} · {plan.gpu.name} · fidelity {plan.fidelity}", "heading")],
         (Sentence(line, "good" if plan.fitting else "bad") for line in _headline(plan)),
         _kept_slots(plan),
-        [_table("The fastest recipe on each number of GPUs", plan.answers)],
-        [_table("What else fits them", plan.alternatives)] if plan.alternatives else [],
+        [_table("The fastest recipe on each number of GPUs", plan, plan.answers)],
+        [_table("What else fits them", plan, plan.alternatives)] if plan.alternatives else [],
         [
             f"{plan.screened:,} recipes were simulated on models of few layers, and those of these tables in "
             "full."
@@ -59,7 +59,7 @@ def _kept_slots(plan: SeveralGpusPlan) -> Iterator[str]:
         yield f"Kept: {shown}."
 
 
-def _table(title: str, answers: Sequence[OnGpus]) -> Grid:
+def _table(title: str, plan: SeveralGpusPlan, answers: Sequence[OnGpus]) -> Grid:
     recipes = [one.recipe for one in answers]
     shown = recipes_beside(recipes, recipes[0])
     rows: list[tuple[str, ...]] = [
@@ -71,12 +71,14 @@ def _table(title: str, answers: Sequence[OnGpus]) -> Grid:
             f"{one.samples_per_second:,.1f}",
             "" if one.scaling_efficiency is None else f"{100 * one.scaling_efficiency:.0f} %",
             f"{one.gpu_seconds:,.3g}",
+            *([] if (usd := plan.usd_per_1000_samples(one)) is None else [f"{usd:,.3g}"]),
             recipe,
         )
         for one, recipe in zip(answers, shown, strict=True)
     ]
     heads: tuple[str, ...] = (
-        "GPUs>", "needs GiB each>", "", "ms a step>", "samples/s>", "scaling>", "GPU s a step>", "Recipe<",
+        "GPUs>", "needs GiB each>", "", "ms a step>", "samples/s>", "scaling>", "GPU s a step>",
+        *([] if plan.price_per_hour is None else ["USD per 1,000 samples>"]), "Recipe<",
     )  # fmt: skip
     if not any(row[2] for row in rows):
         heads, rows = (*heads[:2], *heads[3:]), [(*row[:2], *row[3:]) for row in rows]
