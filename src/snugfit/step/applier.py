@@ -98,12 +98,16 @@ def _refusals(front_end: str, setup: Setup, skip: Collection[Slot] = ()) -> Iter
 
 def refuse_unsupported(front_end: str, setup: Setup) -> None:
     """Raises `UsageError` for wishes that this front-end cannot honour, by name."""
-    refusals = [
-        f"{handler.wish} = {getattr(setup, handler.wish)!r}: {why}"
-        for handler, why in _refusals(front_end, setup)
-    ]
+    refusals = [f"{_shown(handler, setup)}: {why}" for handler, why in _refusals(front_end, setup)]
     if refusals:
         raise UsageError("\n".join([f"The {front_end} loop cannot do this:", *refusals]))
+
+
+def _shown(handler: Handler, setup: Setup) -> str:
+    """A wish for the eyes of a user: with its value where that is a word or a number, else its slot."""
+    value = getattr(setup, handler.wish)
+    is_plain = isinstance(value, str | int | float | None)
+    return f"{handler.wish} = {value!r}" if is_plain else f"the technique of the slot '{handler.slot}'"
 
 
 # ---- a model, its optimizer, its batches -----------------------------------------------------------------
