@@ -225,6 +225,8 @@ def test_what_a_planner_may_try_is_lawful(technique: type[Technique]) -> None:
     this = job(batch_size=12)
     tried = list(technique.settings(this))
     assert tried or technique.planning_objection(this)
+    if technique.planning_objection(this) or not technique.searched:
+        return  # no planner tries it by itself
     for setting in tried:
         beside = [roster.find(BESIDE[setting.name])()] if setting.name in BESIDE else []
         recipe = Recipe((setting, *beside))
