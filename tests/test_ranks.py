@@ -37,6 +37,7 @@ from snugfit.rehearsal.trace.trace import STAGE_BACK, STAGE_OUT, Trace
 from snugfit.results.footprint import Kind
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+from tiers import few_of
 
 LEAST = 1024
 BATCH = 8
@@ -79,6 +80,15 @@ TWO = [
     }.items()
     for recipe in recipes
 ]  # fmt: skip
+TWO = few_of(
+    TWO,
+    [
+        ("llama", "fsdp(reshard=none)"), ("llama", "fsdp + bf16"),
+        ("llama", "tensor(2) + every_layer + bf16"), ("qwen3", "tensor(2)"),
+        ("llama", "context(2) + every_layer + bf16"), ("mixtral", "tensor(2) + expert(2)"),
+        ("bert", "ddp(bucket_views=true)"), ("bert", "fsdp"),
+    ],
+)  # fmt: skip
 FOUR = [
     ("llama", "hsdp(2)"), ("llama", "hsdp(2, reshard=none) + bf16"), ("bert", "fsdp + bf16"),
     ("llama", "ddp + tensor(2)"), ("llama", "fsdp + tensor(2)"),
@@ -86,6 +96,14 @@ FOUR = [
     ("llama", "context(4)"), ("llama", "fsdp + context(2) + bf16"),
     ("llama", "ddp + context(2) + micro_batches(2)"), ("llama", "fsdp + context(2) + every_layer"),
 ]  # fmt: skip
+FOUR = few_of(
+    FOUR,
+    [
+        ("llama", "hsdp(2, reshard=none) + bf16"), ("llama", "fsdp + tensor(2)"), ("llama", "context(4)"),
+        ("llama", "fsdp + context(2) + every_layer"), ("llama", "ddp + context(2) + micro_batches(2)"),
+        ("bert", "fsdp + bf16"),
+    ],
+)  # fmt: skip
 
 
 def case(family: str, recipe: str) -> Case:

@@ -29,6 +29,7 @@ from snugfit.step.applier import refuse_unsupported
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from test_ranks import case, to_last_birth, unheard, without_own
+from tiers import few_of
 
 TWO = {
     "accelerate": (
@@ -44,6 +45,7 @@ TWO = {
         ("bert", "fsdp(reshard=none) + bf16 + micro_batches(2)"),
     ),
 }
+TWO = {loop: tuple(few_of(cases, cases[1:2])) for loop, cases in TWO.items()}
 CASES = [(loop, *one) for loop, cases in TWO.items() for one in cases]
 FOUR = ("llama", "hsdp(2) + bf16")
 

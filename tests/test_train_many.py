@@ -89,7 +89,7 @@ SAME = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("recipe", "size", "job"), slow_but(SAME, 6))
+@pytest.mark.parametrize(("recipe", "size", "job"), slow_but(SAME, 4))
 def test_as_one_process(
     tmp_path: Path, forks: Forks, alone: Folders, recipe: str, size: int, job: str
 ) -> None:

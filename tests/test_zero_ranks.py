@@ -40,6 +40,7 @@ from snugfit.units import MIB
 from test_measure import tiny_job
 from test_ranks import BATCH, case, rehearsed, to_last_birth, unheard, without_own
 from test_sharding import with_deepspeed
+from tiers import few_of
 
 TWO = [
     ("llama", "zero2(offload=none)"),
@@ -48,6 +49,7 @@ TWO = [
     ("bert", "zero3(offload=none) + micro_batches(2)"),
     ("llama", "zero3(offload=none) + every_layer + bf16"),
 ]
+TWO = few_of(TWO, TWO[1:3])
 FOUR = [("bert", "zero3(offload=none) + bf16")]
 
 
