@@ -123,7 +123,10 @@ def run_rank(folder: Path, loop: str, ranks: int, within: str, rank: int) -> Non
             part = job_of_rank(job, setup)
             EXCHANGED.clear()
             account = reports(part, setup, loop=loop)
+            FOLLOWED[0] = False  # stages have other numbers of weights, which are gathered to be compared
             ran.append((account, *trained(part, setup, loop), frozenset(EXCHANGED)))
+            dist.barrier()
+            FOLLOWED[0] = True
     (folder / f"ran{rank}").write_bytes(pickle.dumps(ran))
     dist.barrier()
     dist.destroy_process_group()
@@ -170,9 +173,19 @@ def _wait_for_the_thread() -> None:
     _follow_functional_ones()
 
 
+FOLLOWED = [True]
+"""Whether ranks meet after each exchange: while what they allocate is written down."""
+
+
+def _meet(group: Any = None) -> None:
+    import torch.distributed as dist
+
+    if FOLLOWED[0]:
+        dist.barrier(group)
+
+
 def _waited_for(exchange: Callable[..., Any]) -> Callable[..., Any]:
     import torch
-    import torch.distributed as dist
 
     def wait(*arguments: Any, **keywords: Any) -> Any:
         given = [one for one in (*arguments, *keywords.values()) if isinstance(one, torch.Tensor)]
@@ -180,11 +193,11 @@ def _waited_for(exchange: Callable[..., Any]) -> Callable[..., Any]:
         work = exchange(*arguments, **keywords)
         if isinstance(work, torch.Tensor):
             getattr(work, "trigger_wait", lambda: None)()
-            dist.barrier()
+            _meet()
             return work
         if work is not None:
             work.wait()
-        dist.barrier(keywords.get("group"))
+        _meet(keywords.get("group"))
         return work
 
     return wait
@@ -199,7 +212,7 @@ def _follow_functional_ones() -> None:
     def wait_and_follow(result: Any) -> Any:
         tensor = wait(result)
         group = getattr(result, "exchanged_by", None)
-        dist.barrier(group if isinstance(group, dist.ProcessGroup) else None)  # DTensor's are of all at once
+        _meet(group if isinstance(group, dist.ProcessGroup) else None)  # DTensor's are of all at once
         return tensor
 
     def with_group(exchange: Callable[..., Any]) -> Callable[..., Any]:
@@ -207,8 +220,8 @@ def _follow_functional_ones() -> None:
             result = exchange(*arguments, **keywords)
             if not isinstance(result, functional.AsyncCollectiveTensor):  # it has been waited for within
                 group = keywords.get("group", arguments[-1])
-                dist.barrier(group[0].get_group(group[1]) if isinstance(group, tuple) else None)
-                dist.barrier()
+                _meet(group[0].get_group(group[1]) if isinstance(group, tuple) else None)
+                _meet()
             result.exchanged_by = keywords.get("group", arguments[-1])
             return result
 
