@@ -353,7 +353,7 @@ class TestOnTwoGpus:
         ("bf16", {"gpus": 2}, UsageError, "2 GPUs were named, but the recipe trains on one.*ddp"),
         ("ddp", {}, UsageError, "--gpus 2"),
         ("ddp", {"gpus": 3}, UsageError, "batch of 4 cannot be shared evenly by 3 GPUs. Try 3 or 6"),
-        ("ddp", {"gpus": 2, "loop": "trainer"}, UsageError, "snugfit's own loop"),
+        ("zero1", {"gpus": 2, "loop": "trainer"}, UsageError, "ZeroRedundancyOptimizer"),
         ("ddp + micro_batches(4)", {"gpus": 2}, RecipeError, "a batch of 2 cannot be cut into 4"),
         ("hsdp(3)", {"gpus": 4}, UsageError, "hsdp"),
         ("ddp", {"gpus": 20, "job": {"batch_size": 20}}, UsageError, "20 processes on the CPU.*16"),
