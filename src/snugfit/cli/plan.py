@@ -134,11 +134,7 @@ def plan(
         alone |= {"samples": samples, "steps": steps, "all": everything, "objective": objective != "speed"}
         counts, form = gpus or str(request.gpus), "json" if as_json else form
         return _show_several(request, counts, fidelity, workers, form, alone, price, fresh=fresh)
-    if price is not None:
-        raise UsageError(
-            "--price is for plans with --gpus. `snugfit gpus --for MODEL --prices` compares GPUs."
-        )
-    request = _check(request, verify, export)
+    request = _check(request, verify, export, price)
     check_export(export, request.job)
     asked = {
         "fidelity": fidelity,
@@ -164,9 +160,13 @@ def plan(
     return 0 if chosen.fits else NothingFits.exit_code
 
 
-def _check(request: Request, verify: int | None, export: object) -> Request:
+def _check(request: Request, verify: int | None, export: object, price: float | None) -> Request:
     """The request, for the GPU of this machine where the plan is verified. Raises `UsageError` for what a
     plan does not take, before long work begins."""
+    if price is not None:
+        raise UsageError(
+            "--price is for plans with --gpus. `snugfit gpus --for MODEL --prices` compares GPUs."
+        )
     if export and verify:
         raise UsageError(
             "--export and --verify cannot be used together, because --verify may find another answer. "

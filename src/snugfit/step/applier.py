@@ -98,12 +98,12 @@ def _refusals(front_end: str, setup: Setup, skip: Collection[Slot] = ()) -> Iter
 
 def refuse_unsupported(front_end: str, setup: Setup) -> None:
     """Raises `UsageError` for wishes that this front-end cannot honour, by name."""
-    refusals = [f"{_shown(handler, setup)}: {why}" for handler, why in _refusals(front_end, setup)]
+    refusals = [f"{_wish_in_words(handler, setup)}: {why}" for handler, why in _refusals(front_end, setup)]
     if refusals:
         raise UsageError("\n".join([f"The {front_end} loop cannot do this:", *refusals]))
 
 
-def _shown(handler: Handler, setup: Setup) -> str:
+def _wish_in_words(handler: Handler, setup: Setup) -> str:
     """A wish for the eyes of a user: with its value where that is a word or a number, else its slot."""
     value = getattr(setup, handler.wish)
     is_plain = isinstance(value, str | int | float | None)
