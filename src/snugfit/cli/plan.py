@@ -129,11 +129,11 @@ def plan(
     from snugfit.report.plan.plan import render
     from snugfit.report.text.page import print_as
 
+    form = "json" if as_json else form
     if gpus is not None or request.gpus != 1:
         alone = {"verify": verify, "lengths": lengths, "export": export, "plot": plot, "html": html}
         alone |= {"samples": samples, "steps": steps, "all": everything, "objective": objective != "speed"}
-        counts, form = gpus or str(request.gpus), "json" if as_json else form
-        return _show_several(request, counts, fidelity, workers, form, alone, price, fresh=fresh)
+        return _show_several(request, gpus, fidelity, workers, form, alone, price, fresh=fresh)
     request = _check(request, verify, export, price)
     check_export(export, request.job)
     asked = {
@@ -146,11 +146,10 @@ def plan(
         "headroom": request.headroom,
         "whole_front": everything,
     }
-    chosen, form = _plan(request, asked, workers, fresh=fresh), "json" if as_json else form
+    chosen = _plan(request, asked, workers, fresh=fresh)
     given.write_pictures(html, plot, chosen)
     comes_with = request.reading.export if request.reading else ""
-    more_follows = chosen.fits and (lengths or verify)
-    if not more_follows or form != "json":
+    if not (more_follows := chosen.fits and (lengths or verify)) or form != "json":
         print_as(form, chosen.to_json(), render(chosen, everything=everything, target=comes_with))
     if more_follows and lengths:
         of_lengths.show_planned(request, chosen, form, fresh=fresh)
@@ -219,7 +218,7 @@ def _check_several(request: Request, alone: Mapping[str, object]) -> None:
 
 def _show_several(
     request: Request,
-    counts: str,
+    counts: str | None,
     fidelity: str,
     workers: int | None,
     form: str,
@@ -239,7 +238,7 @@ def _show_several(
     gpu = request.gpu
     assert gpu is not None
     asked: dict[str, Any] = {
-        "gpus": read_counts(counts),
+        "gpus": read_counts(counts or str(request.gpus)),
         "memory_bytes": request.memory_bytes,
         "fidelity": fidelity,
         "keep": request.keep,
