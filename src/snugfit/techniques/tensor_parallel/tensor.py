@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 
-UNMEASURED = (
+HOW_MEASURED = (
     "plans look at it only where it is kept. Its bytes were measured on two H100s in four steps; what "
     "DTensor takes the host is fitted to the same four"
 )
@@ -64,4 +64,4 @@ class Tensor(Technique):
     @classmethod
     def planning_objection(cls, job: Job) -> str:
         """Its seconds are not known well enough to choose it."""
-        return UNMEASURED
+        return HOW_MEASURED
