@@ -130,7 +130,7 @@ def test_ranks_that_are_given_the_same_batch_train_as_one_does() -> None:
 
 @with_deepspeed
 @pytest.mark.whole
-@pytest.mark.parametrize("recipe", ["zero3(offload=none) + bf16", "zero2(offload=none)"])
+@pytest.mark.parametrize("recipe", ["zero3(offload=none) + every_layer + bf16", "zero2(offload=none)"])
 def test_another_run_is_noticed(recipe: str) -> None:
     """Weights that stay where they are gathered; gradients of another stage."""
     other = "zero3(offload=none)" if recipe.startswith("zero2") else recipe

@@ -124,6 +124,7 @@ class Compiler:
     def compiled_function(self, forward: Callable[..., Any], wish: CompileWish) -> Callable[..., Any]:
         """This layer's forward pass, compiled."""
         import torch._dynamo
+        from torch._dynamo.utils import counters
 
         compiled = torch._dynamo.optimize(_backend_of(wish.backend, wish.mode, wish.budget, wish.autocast))(
             forward
@@ -133,13 +134,14 @@ class Compiler:
 
         def run(*arguments: Any, **keywords: Any) -> Any:
             before, kernels = self._run, len(self._recorder.kernels)
+            breaks = counters["graph_break"].copy()
             self._trees.begin_call()
             with self._real_surroundings(), plain_refusals():
                 out = compiled(*arguments, **keywords)
             if self._run == before:
                 raise RehearsalError(NOT_COMPILED.format(name=name))
             if wish.what == "model" and (beside := self._first_beside(kernels)):
-                raise RehearsalError(_about_breaks(name, beside))
+                raise RehearsalError(_about_breaks(name, beside, counters["graph_break"] - breaks))
             return out
 
         return run
@@ -332,11 +334,10 @@ def _as_traced(graph: Any) -> Callable[..., Any]:
     return run
 
 
-def _about_breaks(name: str, kernel: Kernel) -> str:
-    """What to say of a kernel that ran beside the programs of what is compiled."""
-    from torch._dynamo.utils import counters
-
-    reasons = [str(reason).strip().splitlines()[0] for reason in counters["graph_break"]]
+def _about_breaks(name: str, kernel: Kernel, breaks: Counter[str]) -> str:
+    """What to say of a kernel that ran beside the programs of what is compiled, where Dynamo broke the graph
+    for these reasons."""
+    reasons = [str(reason).strip().splitlines()[0] for reason in breaks]
     where = f" in {kernel.module}" if kernel.module else ""
     why = f" (torch broke the graph: {reasons[-1]})" if reasons else ""
     return PARTLY_COMPILED.format(name=name, operator=kernel.operator, where=where, why=why)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -348,7 +349,8 @@ def process_group(rank: int = 0, ranks: int = 1) -> Iterator[None]:
         dist.Backend.register_backend(
             "fake", fake_pg._create_fake_pg, extended_api=True, devices=["cpu", "cuda", "meta"]
         )
-    dist.init_process_group("fake", rank=rank, world_size=ranks, store=fake_pg.FakeStore())
+    with _dynamos_table_kept():
+        dist.init_process_group("fake", rank=rank, world_size=ranks, store=fake_pg.FakeStore())
     try:
         yield
     finally:
@@ -356,6 +358,13 @@ def process_group(rank: int = 0, ranks: int = 1) -> Iterator[None]:
         dist.destroy_process_group()
         if has_parts:
             _forget_meshes()
+
+
+def _dynamos_table_kept() -> contextlib.AbstractContextManager[Any]:
+    """Within it, a new process group does not empty Dynamo's table of functions, which would be filled again
+    with those that stand in for others during a rehearsal (`rehearsal/device/bindings.py`)."""
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    return contextlib.nullcontext() if rules is None else patch.object(rules, "clear_lru_cache", lambda: None)
 
 
 def _forget_meshes() -> None:
