@@ -19,7 +19,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -184,6 +184,25 @@ def _meet(group: Any = None) -> None:
         dist.barrier(group)
 
 
+def _meet_all(group: Any) -> None:
+    """Those of this group, whose thread has what was given, and all."""
+    if group is not None:
+        _meet(group)
+    _meet()
+
+
+def _group_of(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    """The process group that a functional exchange was asked to use: itself, or a dimension of a mesh."""
+    import torch.distributed as dist
+
+    for one in (*keywords.values(), *arguments):
+        if isinstance(one, dist.ProcessGroup):
+            return one
+        if isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], dist.DeviceMesh):
+            return one[0].get_group(one[1])
+    return None
+
+
 def _waited_for(exchange: Callable[..., Any]) -> Callable[..., Any]:
     import torch
 
@@ -193,36 +212,32 @@ def _waited_for(exchange: Callable[..., Any]) -> Callable[..., Any]:
         work = exchange(*arguments, **keywords)
         if isinstance(work, torch.Tensor):
             getattr(work, "trigger_wait", lambda: None)()
-            _meet()
+            _meet_all(_group_of(arguments, keywords))
             return work
         if work is not None:
             work.wait()
-        _meet(keywords.get("group"))
+        _meet(_group_of(arguments, keywords))
         return work
 
     return wait
 
 
 def _follow_functional_ones() -> None:
-    import torch.distributed as dist
     import torch.distributed._functional_collectives as functional
 
     wait = functional.AsyncCollectiveTensor.wait
 
     def wait_and_follow(result: Any) -> Any:
         tensor = wait(result)
-        group = getattr(result, "exchanged_by", None)
-        _meet(group if isinstance(group, dist.ProcessGroup) else None)  # DTensor's are of all at once
+        _meet_all(getattr(result, "exchanged_by", None))
         return tensor
 
     def with_group(exchange: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **keywords: Any) -> Any:
             result = exchange(*arguments, **keywords)
             if not isinstance(result, functional.AsyncCollectiveTensor):  # it has been waited for within
-                group = keywords.get("group", arguments[-1])
-                _meet(group[0].get_group(group[1]) if isinstance(group, tuple) else None)
-                _meet()
-            result.exchanged_by = keywords.get("group", arguments[-1])
+                _meet_all(_group_of(arguments, keywords))
+            result.exchanged_by = _group_of(arguments, keywords)
             return result
 
         return run
