@@ -174,7 +174,7 @@ def test_keys_and_values_go_around() -> None:
     assert all(kernel.stream != 0 and kernel.after for kernel in (*gathered, *sent))
     first = trace.kernels.index(gathered[0])
     assert next(kernel for kernel in trace.kernels if first in kernel.after).stream == 0
-    heads = JOB.model.config["num_attention_heads"]  # keys and values of two heads are repeated before
+    heads = JOB.model.config["num_key_value_heads"]  # none is repeated for the queries' heads before
     group = JOB.batch_size * JOB.sequence_length // 4 * heads * 16  # of heads of 16
     assert gathered[0].nbytes == 4 * 2 * 2 * group  # keys and values of 16 bits, of four ranks
     assert {kernel.nbytes for kernel in sent} == {2 * 4 * group}  # gradients of 32 bits

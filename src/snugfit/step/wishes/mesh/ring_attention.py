@@ -161,13 +161,22 @@ def attend(
     for passes in _PASSES:
         passes.calls += 1
     grouped = key.size(1) != query.size(1)
-    if grouped and str(query.dtype) not in HALVES:  # of the two kernels only flash attention takes groups
+    if grouped and _dtype_of(query) not in HALVES:  # of the two kernels only flash attention takes groups
         key, value = (repeat_kv(one, query.size(1) // one.size(1)) for one in (key, value))
         grouped = False
     out = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _dtype_of(query: torch.Tensor) -> str:
+    """In which attention computes: autocast casts what rotary embeddings have made 32 bits of."""
+    import torch
+
+    device = query.device.type
+    on = torch.is_autocast_enabled(device)
+    return str(torch.get_autocast_dtype(device) if on else query.dtype)
 
 
 # ---- CPUs ------------------------------------------------------------------------------------------------
