@@ -184,15 +184,9 @@ def _meet(group: Any = None) -> None:
         dist.barrier(group)
 
 
-def _meet_all(group: Any) -> None:
-    """Those of this group, whose thread has what was given, and all."""
-    if group is not None:
-        _meet(group)
-    _meet()
-
-
 def _group_of(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-    """The process group that a functional exchange was asked to use: itself, or a dimension of a mesh."""
+    """The process group that a functional exchange was asked to use: itself, its name, or a
+    dimension of a mesh."""
     import torch.distributed as dist
 
     for one in (*keywords.values(), *arguments):
@@ -200,6 +194,8 @@ def _group_of(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
             return one
         if isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], dist.DeviceMesh):
             return one[0].get_group(one[1])
+        if isinstance(one, str) and one in dist.distributed_c10d._world.pg_names.values():
+            return dist.distributed_c10d._resolve_process_group(one)  # type: ignore[arg-type]
     return None
 
 
@@ -212,7 +208,7 @@ def _waited_for(exchange: Callable[..., Any]) -> Callable[..., Any]:
         work = exchange(*arguments, **keywords)
         if isinstance(work, torch.Tensor):
             getattr(work, "trigger_wait", lambda: None)()
-            _meet_all(_group_of(arguments, keywords))
+            _meet(_group_of(arguments, keywords))
             return work
         if work is not None:
             work.wait()
@@ -226,18 +222,24 @@ def _follow_functional_ones() -> None:
     import torch.distributed._functional_collectives as functional
 
     wait = functional.AsyncCollectiveTensor.wait
+    within: list[Any] = []  # groups of the exchanges that are being asked for, which may wait by themselves
 
     def wait_and_follow(result: Any) -> Any:
         tensor = wait(result)
-        _meet_all(getattr(result, "exchanged_by", None))
+        _meet(getattr(result, "exchanged_by", within[-1] if within else None))
         return tensor
 
     def with_group(exchange: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **keywords: Any) -> Any:
-            result = exchange(*arguments, **keywords)
+            group = _group_of(arguments, keywords)
+            within.append(group)
+            try:
+                result = exchange(*arguments, **keywords)
+            finally:
+                within.pop()
             if not isinstance(result, functional.AsyncCollectiveTensor):  # it has been waited for within
-                _meet_all(_group_of(arguments, keywords))
-            result.exchanged_by = _group_of(arguments, keywords)
+                _meet(group)
+            result.exchanged_by = group
             return result
 
         return run

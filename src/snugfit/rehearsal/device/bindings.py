@@ -81,7 +81,6 @@ def bindings(
         patch.object(torch, "get_autocast_dtype", _of_the_switch(torch.get_autocast_dtype)),
         patch.object(torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype(SWITCH)),
     ):
-        _fill_dynamos_table()
         _look_for(replaced.keys())
         _rebind(replaced)
         try:
@@ -90,7 +89,7 @@ def bindings(
             _rebind({new: old for old, new in replaced.items()})
 
 
-def _fill_dynamos_table() -> None:
+def fill_dynamos_table() -> None:
     """Dynamo's own table of functions that it need not trace, which it fills when it first looks something
     up: filled during a rehearsal, it would know `math.sqrt` by what stands in for it, and never again by
     itself."""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from snugfit.errors import RehearsalError
 from snugfit.rehearsal.device.attention_choice import Operands, order_in_force
 from snugfit.rehearsal.device.autocast import KEY, Autocasting, WeightCache, overriding
-from snugfit.rehearsal.device.bindings import bindings
+from snugfit.rehearsal.device.bindings import bindings, fill_dynamos_table
 from snugfit.rehearsal.device.building import built_as_on_a_device
 from snugfit.rehearsal.device.composites import composites
 from snugfit.rehearsal.device.notes import PolicyNotes
@@ -59,6 +59,7 @@ def in_force(policy: Policy, notes: PolicyNotes | None = None) -> Iterator[Polic
                 for name, kernel in kernels.items():
                     library.impl(name, kernel, KEY)
             autocasting = Autocasting(library, policy, kernels, cache)
+            fill_dynamos_table()
             undo.enter_context(bindings(policy, cache, autocasting.begin, notes))
             undo.enter_context(rehearsed_instead(notes.doubt))
             undo.enter_context(built_as_on_a_device())
