@@ -33,12 +33,7 @@ from snugfit.cli.train import _processes
 from snugfit.errors import UsageError
 from snugfit.frontends.launch import RankFailed, _ending, _error_of
 from snugfit.frontends.one_of_several import LAUNCHED, one_of_several
-from snugfit.rehearsal.sharded.ranks import process_group
-from snugfit.step.build import build_model, build_optimizer
-from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.several_gpus import on_gpus
 from snugfit.training.checkpoint.manifest import verify
-from snugfit.training.checkpoint.state import TrainState, tensor_bytes
 from snugfit.training.checkpoint.store import Store
 from snugfit.training.journal import Journal
 from snugfit.training.ranks import Ranks, ToldElsewhere, world
@@ -352,24 +347,6 @@ def test_shares_make_the_batch_of_one(cut: int) -> None:
         assert len({len(piece) for piece in pieces}) == 1
         assert all(itertools.chain(*(order.with_stand_ins(step) for order in ranks)))
         assert ranks[0].step_of_all(step) == tuple(itertools.chain(*pieces))
-
-
-def test_copies_have_room_for_what_a_process_writes() -> None:
-    """Under zero1: the weights that it updates, with two moments each; together all, once."""
-    job, setup = small_job("bert", 1), on_gpus(Recipe.parse("zero1").setup(), 2)
-    rooms: list[int] = []
-    for rank in range(2):
-        with process_group(rank, 2):
-            model = build_model(job, setup, torch.device("cpu"))
-            state = TrainState(
-                model=model, optimizer=build_optimizer(job, setup, model), scheduler=None, scaler=None,
-                device=torch.device("cpu"),
-            )  # fmt: skip
-            rooms.append(sum(tensor_bytes(state)))
-    weights = sum(weight.nbytes for weight in model.parameters())
-    buffers = sum(buffer.nbytes for buffer in model.buffers())
-    assert sum(rooms) == 3 * weights + 2 * buffers
-    assert max(rooms) < 2 * weights
 
 
 def test_a_straggler_must_keep_being_slow() -> None:

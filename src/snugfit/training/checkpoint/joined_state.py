@@ -20,8 +20,8 @@ def _gather(own: Any, state: TrainState) -> list[Any]:
     """The states of each process, by rank, in the first; nothing in the others. Their tensors go by the host:
     as they are they would be made again on the GPU that they came from."""
     tree, tensors = pack(own)
-    told = state.ranks.gather((tree, {name: value.cpu() for name, value in tensors.items()}))
-    return [unpack(tree, tensors, state.device) for tree, tensors in told]
+    packed = state.ranks.gather((tree, {name: value.cpu() for name, value in tensors.items()}))
+    return [unpack(tree, tensors, state.device) for tree, tensors in packed]
 
 
 def states_of_all(own: Mapping[int, Any], state: TrainState) -> dict[int, Any]:

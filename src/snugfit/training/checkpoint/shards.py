@@ -184,8 +184,8 @@ def _parts(state: TrainState) -> dict[str, torch.Tensor]:
         return {name: one for name, one in {**weights, **moments}.items() if _is_of_owner(one)}
     if spreads_states(state.optimizer):
         elsewhere = {id(weight) for weight in updated_elsewhere(state.optimizer)}
-        others = {_MODEL + name for name, one in state.model.named_parameters() if id(one) in elsewhere}
-        own = {name: one for name, one in weights.items() if name not in others}
+        named = state.model.named_parameters()
+        own = {_MODEL + name: one.detach() for name, one in named if id(one) not in elsewhere}
         return own | {name: one for name, one in moments.items() if _is_of_owner(one)}
     return weights | {name: one for name, one in moments.items() if is_part(one)}
 
