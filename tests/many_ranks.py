@@ -151,6 +151,7 @@ def warm() -> None:
     """What the process that forks does first: it imports what the forks need."""
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
+    import torch.distributed.optim
     import torch.distributed.pipelining
     import torch.nn.parallel  # noqa: F401
     import transformers.models.bert.modeling_bert

@@ -5,6 +5,7 @@ Processes are forked from one that has imported all (`clean_forks.py`), with the
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -14,13 +15,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from clean_forks import Forks
@@ -64,15 +66,21 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 @pytest.fixture(scope="module")
-def halves(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """Runs of two processes that have ended after step 5, without dropout, by their recipe; and of one."""
+def half_of(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The run of a recipe that has ended after step 5, without dropout: of one process if it is plain, of
+    two else."""
     root = tmp_path_factory.mktemp("halves")
-    folders = {recipe: root / recipe for recipe in ("plain", "ddp", "fsdp")}
-    run_of(str(folders["plain"]), max_steps=5, lr_scheduler_type="constant")
-    for recipe in ("ddp", "fsdp"):
+
+    @functools.cache
+    def half(recipe: str) -> Path:
         how: dict[str, Any] = {"max_steps": 5, "lr_scheduler_type": "constant"}
-        assert trained(forks, folders[recipe], 2, recipe=recipe, **how) == [0, 0]
-    return folders
+        if recipe == "plain":
+            run_of(str(root / recipe), **how)
+        else:
+            assert trained(forks, root / recipe, 2, recipe=recipe, **how) == [0, 0]
+        return root / recipe
+
+    return half
 
 
 SAME = [
@@ -85,6 +93,8 @@ SAME = [
     ("ddp(bucket_views=true)", 2, "bert"), ("fsdp(reshard=none)", 2, "bert"), ("tensor(2)", 2, "llama"),
     ("ddp + micro_batches(2) + tensor(2)", 4, "llama"), ("tensor(2) + expert(2)", 2, "mixtral"),
     ("fsdp + tensor(2) + expert(2)", 4, "mixtral"),
+    ("zero1", 2, "bert"), ("zero1(bucket_views=true) + micro_batches(2)", 2, "gpt2"), ("zero1", 4, "gpt2"),
+    ("zero1 + context(2)", 4, "llama"),
 ]  # fmt: skip
 
 
@@ -108,26 +118,26 @@ def test_as_one_process(
     same_parameters(weights_in(tmp_path / "many", LAST), weights_in(alone[job], LAST))
 
 
-def test_the_model_of_parts_is_loaded_by_transformers(halves: Folders) -> None:
+def test_the_model_of_loaded_by_transformers(half_of: Callable[[str], Path]) -> None:
     """At a run's end the checkpoint holds the whole model, though no process does."""
     from transformers import AutoModelForSequenceClassification
 
-    folder = halves["fsdp"] / "checkpoint-5"
+    folder = half_of("fsdp") / "checkpoint-5"
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     assert type(model).__name__ == "BertForSequenceClassification"
     assert model.config.architectures == ["BertForSequenceClassification"]
-    same_parameters(dict(model.state_dict()), weights_in(halves["plain"], 5))
+    same_parameters(dict(model.state_dict()), weights_in(half_of("plain"), 5))
 
 
 AGAIN = [
-    ("fsdp", 2, "bert"), ("tensor(2)", 2, "llama"), ("ddp", 2, "bert"),
-    ("fsdp + micro_batches(2)", 2, "bert"),
+    ("fsdp", 2, "bert"), ("tensor(2)", 2, "llama"), ("zero1", 2, "bert"), ("ddp", 2, "bert"),
+    ("zero1 + micro_batches(2) + sgd", 4, "gpt2"), ("fsdp + micro_batches(2)", 2, "bert"),
     ("fsdp + tensor(2)", 4, "llama"), ("ddp + tensor(2)", 4, "llama"),
     ("tensor(2) + expert(2)", 2, "mixtral"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("recipe", "size", "job"), slow_but(AGAIN, 2))
+@pytest.mark.parametrize(("recipe", "size", "job"), slow_but(AGAIN, 3))
 def test_resumed_on_as_many_it_is_the_same_run(
     tmp_path: Path, forks: Forks, recipe: str, size: int, job: str
 ) -> None:
@@ -142,22 +152,46 @@ def test_resumed_on_as_many_it_is_the_same_run(
     assert not events(tmp_path / "half", "warning")
 
 
+def test_each_process_writes_the_states_that_it_has(tmp_path: Path, forks: Forks) -> None:
+    """Under zero1 each weight and its moments are in one process's file, and nowhere else."""
+    from safetensors.torch import load_file
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    how: dict[str, Any] = {"recipe": "zero1", "layers": 1, "max_steps": 2, "save_steps": 1}
+    assert trained(forks, tmp_path / "run", 2, **how) == [0, 0]
+    folder = tmp_path / "run" / "checkpoint-1"
+    written = FileSystemReader(folder / "shards").read_metadata().storage_data
+    files = {index.fqn: place.relative_path for index, place in written.items()}
+    weights = {name.removeprefix("model."): file for name, file in files.items() if name[:6] == "model."}
+    assert set(weights.values()) == {"__0_0.distcp", "__1_0.distcp"}
+    moments = {name: files.pop(f"optimizer.{name}/exp_avg") for name in weights}
+    assert moments == {name: files.pop(f"optimizer.{name}/exp_avg_sq") for name in weights} == weights
+    assert len(files) == len(weights), "step counts are beside them"
+    beside = load_file(folder / "state.safetensors").values()
+    assert all(value.dim() == 0 or value.dtype == torch.uint8 for value in beside)
+    assert len(beside) >= len(weights)
+    assert not (folder / "model.safetensors").exists()
+    assert weights_in(tmp_path / "run", 2).keys() == weights.keys()
+
+
 OTHERS = [
     ("fsdp", "plain", 1), ("ddp", "fsdp", 2), ("plain", "fsdp", 2), ("fsdp", "hsdp(2)", 4),
     ("fsdp", "ddp", 2), ("fsdp", "fsdp", 4), ("ddp", "ddp", 4), ("ddp", "plain", 1), ("plain", "ddp", 2),
+    ("zero1", "plain", 1), ("zero1", "zero1", 4), ("zero1", "fsdp", 2), ("zero1", "ddp", 2),
+    ("ddp", "zero1", 2), ("fsdp", "zero1", 2), ("plain", "zero1", 4),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("before", "after", "size"), slow_but(OTHERS, 2))
 def test_resumed_on_others_it_has_the_same_numbers(
-    tmp_path: Path, forks: Forks, halves: Folders, before: str, after: str, size: int
+    tmp_path: Path, forks: Forks, half_of: Callable[[str], Path], before: str, after: str, size: int
 ) -> None:
     """Weights and optimizer states are read by whoever goes on: without dropout the run ends as it would
     have. What is drawn anew is said."""
     whole, folder = tmp_path / "whole", tmp_path / "run"
     how: dict[str, Any] = {"lr_scheduler_type": "constant"}
     run_of(str(whole), **how)
-    shutil.copytree(halves[before], folder)
+    shutil.copytree(half_of(before), folder)
     if size == 1:
         assert run_of(str(folder), recipe=after, **how).exit_code == 0
     else:
@@ -197,7 +231,10 @@ KILLS = 2
 """Of each storm; `benchmarks/kill_ranks.py` has more."""
 
 
-@pytest.mark.parametrize(("recipe", "seed"), slow_but([("fsdp", 0), ("ddp", 1), ("fsdp", 2), ("ddp", 3)], 1))
+STORMS = [("fsdp", 0), ("ddp", 1), ("fsdp", 2), ("ddp", 3), ("zero1", 4), ("zero1", 5)]
+
+
+@pytest.mark.parametrize(("recipe", "seed"), slow_but(STORMS, 1))
 def test_a_killed_process_ends_all_and_nothing_is_lost(
     tmp_path: Path, forks: Forks, recipe: str, seed: int
 ) -> None:
@@ -225,7 +262,7 @@ def test_a_killed_process_ends_all_and_nothing_is_lost(
     assert not Store(tmp_path / "run").broken
 
 
-@pytest.mark.parametrize(("recipe", "victim"), slow_but([("fsdp", 1), ("ddp", 0)], 1))
+@pytest.mark.parametrize(("recipe", "victim"), slow_but([("fsdp", 1), ("ddp", 0), ("zero1", 1)], 1))
 def test_a_signal_to_one_stops_all_at_one_boundary(
     tmp_path: Path, forks: Forks, recipe: str, victim: int
 ) -> None:
@@ -263,7 +300,7 @@ def test_a_loss_that_is_no_number_stops_all_before_the_update(tmp_path: Path, fo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["fsdp", "ddp"])
+@pytest.mark.parametrize("recipe", ["fsdp", "ddp", "zero1"])
 def test_the_best_model_comes_back(tmp_path: Path, forks: Forks, recipe: str) -> None:
     how: dict[str, Any] = {
         "recipe": recipe, "eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True,
@@ -285,7 +322,7 @@ def test_a_straggler_is_named(tmp_path: Path, forks: Forks) -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "part"),
-    [("plain", "2 GPUs were named"), ("hsdp(4)", "hsdp(4) spreads"), ("zero1", "zero1: checkpoints cannot")],
+    [("plain", "2 GPUs were named"), ("hsdp(4)", "hsdp(4) spreads")],
 )
 def test_what_cannot_be_is_told_by_the_first_alone(
     tmp_path: Path, forks: Forks, recipe: str, part: str

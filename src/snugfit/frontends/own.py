@@ -174,11 +174,6 @@ def _recipe_for(
     if isinstance(recipe, str):
         recipe = _without_auto(job, recipe, target, watch)
     setup = on_gpus(recipe.setup(), gpus)
-    if setup.parallel is not None and setup.parallel.states == "sharded":
-        raise UsageError(
-            f"{recipe[Slot.SHARDING]}: checkpoints cannot have its optimizer states yet, so it is only "
-            "predicted and measured. Train with another technique of the slot 'sharding'."
-        )
     if is_in_stages(setup) and setup.optimizer.factory.path not in KNOW_SHARDS:
         raise UsageError(
             f"{recipe[Slot.OPTIMIZER]}: checkpoints of layers in stages cannot have its states yet, so it is "

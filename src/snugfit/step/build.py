@@ -15,10 +15,10 @@ from snugfit.errors import JobError, UsageError
 from snugfit.job.build import OnLoaded, instantiate
 from snugfit.job.quantized import scales_in_order
 from snugfit.step.applier import adapt_model, model_arguments, wrap_model
+from snugfit.step.wishes.mesh.sharded_optimizer import sharded_optimizer
 from snugfit.step.wishes.mesh.spread_tensors import optimizer_groups
 from snugfit.step.wishes.mesh.stages import keep_stage
 from snugfit.step.wishes.optimizer import make_optimizer
-from snugfit.step.wishes.parallel import sharded_optimizer
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 

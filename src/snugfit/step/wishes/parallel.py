@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from snugfit.job.job import Job
-    from snugfit.techniques.setup import OptimizerWish, ParallelWish
+    from snugfit.techniques.setup import ParallelWish
 
 LIVE = (
     "a live model is not spread over several GPUs. `snugfit train` does it; and a script with fit that "
@@ -225,15 +225,6 @@ def in_fsdp(wish: ParallelWish, model: torch.nn.Module, mesh: DeviceMesh) -> tor
             fully_shard(layer, **options)
     fully_shard(model, **options | {"reshard_after_forward": wish.reshard == "all"})
     return model
-
-
-def sharded_optimizer(wish: OptimizerWish, groups: Any, **numbers: Any) -> torch.optim.Optimizer:
-    """The optimizer, whose states are spread over the processes; numbers that the recipe has chosen win over
-    these."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    kind: Any = wish.factory.resolve()
-    return ZeroRedundancyOptimizer(groups, kind, **{**numbers, **wish.factory.arguments})
 
 
 def device_of(model: torch.nn.Module) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError, UsageError
+from snugfit.step.wishes.mesh.sharded_optimizer import local_optimizer, updated_elsewhere
 
 if TYPE_CHECKING:
     import torch
@@ -32,23 +33,26 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The states by their parameter's index over all groups, and by name where they are no parameter's; the
-    groups without their parameters; and its own numbers and tensors."""
+    groups without their parameters; and its own numbers and tensors. Where states are spread over processes
+    they are this one's, in groups of all weights."""
     parameters = parameters_of(optimizer)
     own = {id(weight) for weight in parameters}
+    local = local_optimizer(optimizer)
     return {
         "states": {
-            index: dict(optimizer.state[weight])
+            index: dict(local.state[weight])
             for index, weight in enumerate(parameters)
-            if weight in optimizer.state
+            if weight in local.state
         },
-        "named_states": {key: value for key, value in optimizer.state.items() if id(key) not in own},
-        "attributes": dict(_own_attributes(optimizer)),
+        "named_states": {key: value for key, value in local.state.items() if id(key) not in own},
+        "attributes": dict(_own_attributes(local)),
         "groups": [{**group, "params": len(group["params"])} for group in optimizer.param_groups],
     }
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Makes it what `optimizer_state` was taken of. Raises `SnugfitError` for another one's state."""
+    """Makes it what `optimizer_state` was taken of; where states are spread over processes, this one keeps
+    its own. Raises `SnugfitError` for another optimizer's state."""
     parameters = parameters_of(optimizer)
     counts, before = (
         [_count(group) for group in groups] for groups in (optimizer.param_groups, saved["groups"])
@@ -58,11 +62,14 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
             f"The checkpoint's optimizer has groups of {before} parameters, but this run's has {counts}. "
             "Another job or recipe wrote it, or groups were added during the run. Add them before."
         )
-    optimizer.state.clear()
+    local = local_optimizer(optimizer)
+    elsewhere = {id(weight) for weight in updated_elsewhere(optimizer)}
+    local.state.clear()
     for index, values in saved["states"].items():
-        optimizer.state[parameters[index]] = _in_pages(optimizer, parameters[index], values)
-    optimizer.state.update(saved.get("named_states", {}))
-    vars(optimizer).update(saved.get("attributes", {}))
+        if id(parameters[index]) not in elsewhere:
+            local.state[parameters[index]] = _in_pages(local, parameters[index], values)
+    local.state.update(saved.get("named_states", {}))
+    vars(local).update(saved.get("attributes", {}))
     for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
         group.update({name: value for name, value in settings.items() if name != "params"})
 

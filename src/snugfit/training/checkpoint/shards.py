@@ -7,7 +7,8 @@
     config.json, model...       at the end of a run: the whole weights, as libraries load them
 
 Where layers are cut into stages, each process writes its own weights and their states, whole or its part of
-them. The optimizer's groups and single numbers are put together from all stages' (`state.json`).
+them; where all have the model and the optimizer's states alone are spread, the weights that it updates and
+their states, whole. The optimizer's groups and single numbers are put together from all (`state.json`).
 
 Since each part says where it belongs, another number of processes reads what it needs of them, and so does
 one alone: torch's resharding. The other way round a whole checkpoint is read by all, and each keeps its part.
@@ -27,13 +28,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
+from snugfit.step.wishes.mesh.sharded_optimizer import (
+    local_optimizer,
+    spreads_states,
+    updated_elsewhere,
+)
 from snugfit.step.wishes.mesh.stages import is_stage
+from snugfit.training.checkpoint.joined_state import (
+    state_of_all_stages,
+    states_of_all,
+    tensors_of_all_stages,
+)
 from snugfit.training.checkpoint.model_state import ModelState, model_state_of
 from snugfit.training.checkpoint.optimizer_state import parameters_of
 from snugfit.training.checkpoint.packed_state import pack
 from snugfit.training.checkpoint.state import STATE, TENSORS, TrainState, state_of
 from snugfit.training.checkpoint.weights import WEIGHTS, ModelWeights
-from snugfit.training.ranks import Ranks, from_first, talking
+from snugfit.training.ranks import Ranks, from_first
 
 if TYPE_CHECKING:
     import torch
@@ -52,9 +63,12 @@ def is_part(tensor: Any) -> bool:
     return hasattr(tensor, "full_tensor") and hasattr(tensor, "placements")
 
 
-def is_sharded(model: torch.nn.Module) -> bool:
-    """Whether this process holds parts of the model's weights, or some of its layers."""
-    return is_stage(model) or any(is_part(weight) for weight in model.parameters())
+def is_sharded(state: TrainState) -> bool:
+    """Whether this process holds parts of the model's weights, some of its layers, or some of the optimizer's
+    states."""
+    model = state.model
+    is_cut = is_stage(model) or any(is_part(weight) for weight in model.parameters())
+    return is_cut or spreads_states(state.optimizer)
 
 
 def has_shards(folder: Path) -> bool:
@@ -141,24 +155,11 @@ def shards_of(
 ) -> ShardedSnapshot:
     """This process's part of the run as it is, copied to the host; with `is_last` the first has the whole
     model too. All processes call it between two steps, and not before the last one is written."""
-    model, optimizer = state.model, state.optimizer
-    if is_stage(model):
-        parts = {name: one for name, one in (*_weights(model), *_moments(state)) if _is_of_stage(one)}
-    else:
-        parts = dict(_weights(model))  # under tensor parallelism some are whole in all, and one writes them
-        parts |= {name: tensor for name, tensor in _moments(state) if is_part(tensor)}
-    persistent = set(model.state_dict())
-    shared = model_state_of(model, persistent)
-    own = {name for name, _ in model.named_parameters()} if is_stage(model) else set()
-    rest = {n: value for n, value in shared.tensors.items() if not is_part(value) and n not in own}
-    shared = replace(shared, tensors=rest)
-    tree = state_of(state, random)
-    if is_stage(model):
-        tree |= _of_all_stages(_without(_is_of_stage, tree["optimizer"]), tree["optimized"], state.ranks)
-    tree, tensors = pack(_without(is_part, tree), parameters_of(optimizer))
+    tree, tensors = pack(_tree_of_all(state, random), parameters_of(state.optimizer))
+    shared = _shared_by_all(state)
     staging.begin()
     copied = ShardedSnapshot(
-        parts={name: _on_host(part, staging) for name, part in parts.items()},
+        parts={name: _on_host(part, staging) for name, part in _parts(state).items()},
         state=shared.with_copies(staging.copy),
         weights=None,
         tree=tree,
@@ -167,14 +168,59 @@ def shards_of(
         ranks=state.ranks,
     )
     if is_last:
-        files = {WEIGHTS: _of_stages(whole_weights(model), state.ranks)}
-        if state.ranks.is_first:
-            copied.weights = ModelWeights(model=model, files=files, configs={}, state=copied.state)
+        copied.weights = _whole_model(state, copied.state)
     if state.device.type == "cuda":
         import torch
 
         torch.cuda.synchronize(state.device)
     return copied
+
+
+def _parts(state: TrainState) -> dict[str, torch.Tensor]:
+    """What this process writes: its parts of weights and states, or whole ones that are its own. Whole
+    weights that several have are written by one of them (tensor parallelism leaves some)."""
+    weights, moments = dict(_weights(state.model)), dict(_moments(state))
+    if is_stage(state.model):
+        return {name: one for name, one in {**weights, **moments}.items() if _is_of_owner(one)}
+    if spreads_states(state.optimizer):
+        elsewhere = {id(weight) for weight in updated_elsewhere(state.optimizer)}
+        named = state.model.named_parameters()
+        own = {_MODEL + name: one.detach() for name, one in named if id(one) not in elsewhere}
+        return own | {name: one for name, one in moments.items() if _is_of_owner(one)}
+    return weights | {name: one for name, one in moments.items() if is_part(one)}
+
+
+def _shared_by_all(state: TrainState) -> ModelState:
+    """Of the model, what is no part and nobody's own."""
+    model = state.model
+    shared = model_state_of(model, set(model.state_dict()))
+    is_owned = is_stage(model) or spreads_states(state.optimizer)
+    owned = {name for name, _ in model.named_parameters()} if is_owned else set()
+    rest = {n: value for n, value in shared.tensors.items() if not is_part(value) and n not in owned}
+    return replace(shared, tensors=rest)
+
+
+def _tree_of_all(state: TrainState, random: Sequence[Any]) -> Any:
+    """Everything but the model, without what is written by parts; in the first process with what others have
+    of the optimizer. All processes call it."""
+    tree = state_of(state, random)
+    rest = _without(_is_of_owner, tree["optimizer"])
+    if is_stage(state.model):
+        tree |= state_of_all_stages(rest, tree["optimized"], state)
+    elif spreads_states(state.optimizer):
+        tree["optimizer"] = {**rest, "states": states_of_all(rest["states"], state)}
+    return _without(is_part, tree)
+
+
+def _whole_model(state: TrainState, shared: ModelState) -> ModelWeights | None:
+    """In the first process the whole model, whose weights are copied to the host. All processes call it."""
+    if spreads_states(state.optimizer):
+        whole = whole_weights(state.model) if state.ranks.is_first else {}
+    else:
+        whole = tensors_of_all_stages(whole_weights(state.model), state.ranks)
+    if not state.ranks.is_first:
+        return None
+    return ModelWeights(model=state.model, files={WEIGHTS: whole}, configs={}, state=shared)
 
 
 def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -198,7 +244,7 @@ def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _moments(state: TrainState) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of the optimizer's states, by the weight that each belongs to."""
     names = {id(weight): name for name, weight in state.model.named_parameters()}
-    for weight, values in state.optimizer.state.items():
+    for weight, values in local_optimizer(state.optimizer).state.items():
         for key, value in values.items():
             yield f"{_OPTIMIZER}{names[id(weight)]}/{key}", value
 
@@ -210,68 +256,11 @@ def _without(is_kept: Callable[[Any], bool], tree: Any) -> Any:
     return tree
 
 
-def _is_of_stage(value: Any) -> bool:
+def _is_of_owner(value: Any) -> bool:
     """Whether a weight or a state is written by the process that has it; single numbers are not."""
     import torch
 
     return isinstance(value, torch.Tensor) and value.dim() > 0
-
-
-def _of_all_stages(own: Mapping[str, Any], names: Sequence[str], ranks: Ranks) -> dict[str, Any]:
-    """In the first process the state of an optimizer of all weights, which stages have one after the other,
-    and their names; of this process's in the others. All processes call it."""
-    names_before: set[str] = set()
-    stages = []
-    for state, optimized in ranks.gather((own, list(names))):
-        if not names_before.intersection(optimized):
-            names_before.update(optimized)
-            stages.append((state, optimized))
-    return _join_stages(stages) if stages else {"optimizer": dict(own), "optimized": list(names)}
-
-
-def _join_stages(stages: Sequence[tuple[Mapping[str, Any], Sequence[str]]]) -> dict[str, Any]:
-    """One optimizer's state of those of several stages, group by group."""
-    first = stages[0][0]
-    groups: list[dict[str, Any]] = []
-    states: dict[int, Any] = {}
-    optimized: list[str] = []
-    begins = [0] * len(stages)  # of the group among the stage's weights
-    for number, settings in enumerate(first["groups"]):
-        counts = [state["groups"][number]["params"] for state, _ in stages]
-        for stage, (state, names) in enumerate(stages):
-            for index in range(begins[stage], begins[stage] + counts[stage]):
-                if index in state["states"]:
-                    states[len(optimized)] = state["states"][index]
-                optimized.append(names[index])
-            begins[stage] += counts[stage]
-        groups.append({**settings, "params": sum(counts)})
-    return {"optimizer": {**first, "groups": groups, "states": states}, "optimized": optimized}
-
-
-def _of_stages(own: Mapping[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.Tensor]:
-    """In the first process the tensors of all stages, those of others as they come over the host's network;
-    this process's own in the others. All processes call it."""
-    import torch
-    import torch.distributed as dist
-
-    named = {name: (tuple(value.shape), value.dtype) for name, value in own.items()}
-    whole = dict(own)
-    lists = ranks.gather(named)
-    senders: list[Any] = [None]
-    if ranks.is_first:
-        names_before = set(own)
-        senders = [[]]
-        for rank, one in enumerate(lists):
-            senders[0] += [(rank, name, *one[name]) for name in one if name not in names_before]
-            names_before.update(one)
-    for rank, name, shape, dtype in from_first(senders[0], ranks.host) if ranks.are_many else ():
-        with talking():
-            if ranks.is_first:
-                whole[name] = torch.empty(shape, dtype=dtype)
-                dist.recv(whole[name], rank, group=ranks.host)
-            elif ranks.rank == rank:
-                dist.send(own[name].contiguous(), 0, group=ranks.host)
-    return whole
 
 
 def _on_host(part: Any, staging: Staging) -> torch.Tensor:
@@ -315,15 +304,17 @@ def _room_for_moments(state: TrainState, known: Mapping[str, Any]) -> dict[str, 
     import torch
 
     weights = dict(state.model.named_parameters())
+    optimizer = local_optimizer(state.optimizer)
+    elsewhere = {id(weight) for weight in updated_elsewhere(state.optimizer)}
     rooms: dict[str, torch.Tensor] = {}
     for name in known:
         if name.startswith(_OPTIMIZER):
             weight, _, key = name.removeprefix(_OPTIMIZER).rpartition("/")
-            if weight not in weights:  # another stage has it
+            if weight not in weights or id(weights[weight]) in elsewhere:  # another process has it
                 continue
             dtype = known[name].properties.dtype
             rooms[name] = torch.zeros_like(weights[weight].detach(), dtype=dtype)
-            state.optimizer.state[weights[weight]][key] = rooms[name]
+            optimizer.state[weights[weight]][key] = rooms[name]
     return rooms
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
+from snugfit.step.wishes.mesh.sharded_optimizer import local_optimizer, updated_elsewhere
 from snugfit.step.wishes.mesh.stages import is_stage
 from snugfit.training.checkpoint.model_state import beginning_of
 from snugfit.training.checkpoint.module_attributes import frozen_parameters, set_frozen
@@ -227,10 +228,13 @@ def refuse_unpackable(part: str, owner: Any, value: Any, optimizer: torch.optim.
 
 def tensor_bytes(state: TrainState) -> list[int]:
     """Bytes of each tensor of a snapshot once the optimizer has its states: each weight that trains comes
-    with two moments, at most, of its own size. Raises `SnugfitError` for a model that cannot be kept."""
+    with two moments, at most, of its own size; what another process updates is its to write. Raises
+    `SnugfitError` for a model that cannot be kept."""
     tensors = map(_local, weights_of(state.model, state.optimizer).tensors())
-    weights = [value.nbytes for value in {value.data_ptr(): value for value in tensors}.values()]
-    trained = [_local(weight).nbytes for weight in parameters_of(state.optimizer)]
+    elsewhere = {weight.data_ptr() for weight in updated_elsewhere(state.optimizer)}
+    held = {value.data_ptr(): value for value in tensors}
+    weights = [value.nbytes for address, value in held.items() if address not in elsewhere]
+    trained = [_local(weight).nbytes for weight in parameters_of(local_optimizer(state.optimizer))]
     return [*weights, *trained, *trained]
 
 

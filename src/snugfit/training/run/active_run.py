@@ -68,7 +68,7 @@ class ActiveRun:
             run, self.setup, self.steps, checkpoint, lambda text: journal.tell("note", text=text)
         )
         self.step.passes = self.step.stage_passes(self.state.model, self.state.runs or self.state.model)
-        self._is_sharded = is_sharded(self.state.model)
+        self._is_sharded = is_sharded(self.state)
         self._is_ended = self._has_stepped = False
         self._is_update_checked = self._is_sharded  # torch's own AdamW and SGD are what is sharded
         checkpoints.about = run.about(recipe)

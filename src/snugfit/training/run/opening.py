@@ -62,7 +62,7 @@ def open_run(
         seed_all(seed, run.ranks.data_rank)
     if checkpoint is not None:
         streams = restore(state, checkpoint.folder)
-        if is_sharded(model):
+        if is_sharded(state):
             keep_parts(optimizer)
         if has_shards(checkpoint.folder):
             load_shards(state, checkpoint.folder)

@@ -1,0 +1,45 @@
+"""An optimizer whose states are spread over the processes: torch's `ZeroRedundancyOptimizer`.
+
+Each process has another optimizer within it (torch calls it the local one), which holds the states of some
+weights, whole tensors of them, and updates these; then each weight is sent to the others by the process that
+has updated it. The groups outside are of all weights, and the same in all processes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.techniques.setup import OptimizerWish
+
+_MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
+"""Where its class is. To import it costs time, and who has one has imported it."""
+
+
+def sharded_optimizer(wish: OptimizerWish, groups: Any, **numbers: Any) -> torch.optim.Optimizer:
+    """The optimizer, whose states are spread over the processes; numbers that the recipe has chosen win over
+    these."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    kind: Any = wish.factory.resolve()
+    return ZeroRedundancyOptimizer(groups, kind, **{**numbers, **wish.factory.arguments})
+
+
+def spreads_states(optimizer: Any) -> bool:
+    """Whether other processes have the states of some of its weights."""
+    return any(kind.__module__ == _MODULE for kind in type(optimizer).__mro__)
+
+
+def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that has this process's states: the one within where states are spread, else itself."""
+    local: Any = optimizer
+    return local.optim if spreads_states(optimizer) else local  # type: ignore[no-any-return]
+
+
+def updated_elsewhere(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """The weights that other processes update, and have the states of."""
+    inside = local_optimizer(optimizer).param_groups
+    own = {id(weight) for group in inside for weight in group["params"]}
+    return [weight for group in optimizer.param_groups for weight in group["params"] if id(weight) not in own]

@@ -1,0 +1,88 @@
+"""What processes have of one state, each its own, put together in the first: for what of a checkpoint is not
+written by parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from snugfit.training.checkpoint.packed_state import pack, unpack
+from snugfit.training.ranks import Ranks, from_first, talking
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.training.checkpoint.state import TrainState
+
+
+def _gather(own: Any, state: TrainState) -> list[Any]:
+    """The states of each process, by rank, in the first; nothing in the others. Their tensors go by the host:
+    as they are they would be made again on the GPU that they came from."""
+    tree, tensors = pack(own)
+    packed = state.ranks.gather((tree, {name: value.cpu() for name, value in tensors.items()}))
+    return [unpack(tree, tensors, state.device) for tree, tensors in packed]
+
+
+def states_of_all(own: Mapping[int, Any], state: TrainState) -> dict[int, Any]:
+    """In the first process the states of all weights, by their numbers, of which each process has some;
+    nothing in the others. All processes call it."""
+    states = {number: values for one in _gather(own, state) for number, values in one.items()}
+    return dict(sorted(states.items()))
+
+
+def state_of_all_stages(own: Mapping[str, Any], names: Sequence[str], state: TrainState) -> dict[str, Any]:
+    """In the first process the state of an optimizer of all weights, which stages have one after the other,
+    and their names; of this process's in the others. All processes call it."""
+    names_before: set[str] = set()
+    stages = []
+    for of_stage, optimized in _gather((own, list(names)), state):
+        if not names_before.intersection(optimized):
+            names_before.update(optimized)
+            stages.append((of_stage, optimized))
+    return _join_stages(stages) if stages else {"optimizer": dict(own), "optimized": list(names)}
+
+
+def _join_stages(stages: Sequence[tuple[Mapping[str, Any], Sequence[str]]]) -> dict[str, Any]:
+    """One optimizer's state of those of several stages, group by group."""
+    first = stages[0][0]
+    groups: list[dict[str, Any]] = []
+    states: dict[int, Any] = {}
+    optimized: list[str] = []
+    begins = [0] * len(stages)  # of the group among the stage's weights
+    for number, settings in enumerate(first["groups"]):
+        counts = [state["groups"][number]["params"] for state, _ in stages]
+        for stage, (state, names) in enumerate(stages):
+            for index in range(begins[stage], begins[stage] + counts[stage]):
+                if index in state["states"]:
+                    states[len(optimized)] = state["states"][index]
+                optimized.append(names[index])
+            begins[stage] += counts[stage]
+        groups.append({**settings, "params": sum(counts)})
+    return {"optimizer": {**first, "groups": groups, "states": states}, "optimized": optimized}
+
+
+def tensors_of_all_stages(own: Mapping[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.Tensor]:
+    """In the first process the tensors of all stages, those of others as they come over the host's network;
+    this process's own in the others. All processes call it."""
+    import torch
+    import torch.distributed as dist
+
+    named = {name: (tuple(value.shape), value.dtype) for name, value in own.items()}
+    whole = dict(own)
+    lists = ranks.gather(named)
+    senders: list[Any] = [None]
+    if ranks.is_first:
+        names_before = set(own)
+        senders = [[]]
+        for rank, one in enumerate(lists):
+            senders[0] += [(rank, name, *one[name]) for name in one if name not in names_before]
+            names_before.update(one)
+    for rank, name, shape, dtype in from_first(senders[0], ranks.host) if ranks.are_many else ():
+        with talking():
+            if ranks.is_first:
+                whole[name] = torch.empty(shape, dtype=dtype)
+                dist.recv(whole[name], rank, group=ranks.host)
+            elif ranks.rank == rank:
+                dist.send(own[name].contiguous(), 0, group=ranks.host)
+    return whole
