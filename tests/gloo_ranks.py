@@ -207,6 +207,7 @@ def _waited_for(exchange: Callable[..., Any]) -> Callable[..., Any]:
         EXCHANGED.update(one.nbytes for one in given)  # asking for the storage would count as a use of it
         work = exchange(*arguments, **keywords)
         if isinstance(work, torch.Tensor):
+            work.exchanged_by = _group_of(arguments, keywords)  # type: ignore[attr-defined]
             getattr(work, "trigger_wait", lambda: None)()
             _meet(_group_of(arguments, keywords))
             return work

@@ -62,6 +62,7 @@ FOUR = (
     "pipeline(2) + ddp + micro_batches(4)",
     "pipeline(2) + fsdp + micro_batches(4)",
     "pipeline(2) + fsdp + micro_batches(2) + bf16 + every_layer",
+    "pipeline(2) + tensor(2) + micro_batches(4)",
 )
 TWO = tuple(few_of(TWO, TWO[3:]))
 FOUR = tuple(few_of(FOUR, [FOUR[1], FOUR[4]]))
@@ -120,7 +121,9 @@ def test_each_real_stage_allocates_what_its_trace_says(ranks: int, recipe: str) 
 def test_stages_train_as_one_process_does(ranks: int, recipe: str) -> None:
     """Law 3: losses of three steps, and each stage's weights after them."""
     setup = on_gpus(Recipe.parse(recipe).setup(), ranks)
-    alone = [word for word in recipe.split(" + ") if not word.startswith(("pipeline", "ddp", "fsdp"))]
+    alone = [
+        word for word in recipe.split(" + ") if not word.startswith(("pipeline", "tensor", "ddp", "fsdp"))
+    ]
     exact = "fsdp" not in recipe or "bf16" not in recipe  # with shards bf16 is no autocast
     losses, weights = trained(job_of_rank(JOB, setup), Recipe.parse(" + ".join(alone)).setup())
     seen: set[str] = set()

@@ -16,7 +16,9 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
+from snugfit.step.wishes.mesh.spread_tensors import scale, total_norm, whole
 from snugfit.step.wishes.mesh.stages import stage_of
+from snugfit.step.wishes.mesh.tensor import sum_parts_of_gradients
 from snugfit.step.wishes.parallel import device_of, mesh_of
 
 if TYPE_CHECKING:
@@ -80,23 +82,21 @@ class StagePasses:
         target = torch.tensor(shares, dtype=torch.float64, device="cpu") if self.is_last else None
         more: dict[str, Any] = {"return_outputs": False} if self._may_drop_outputs else {}
         self._schedule.step(*ids, target=target, losses=losses, **more, **given)
+        if self._wish.tensor > 1 and self._wish.weights == "alone":
+            sum_parts_of_gradients(self.model)
         return losses
 
     def clip(self, weights: Iterable[torch.nn.Parameter], largest: float) -> None:
         """Scales the gradients of all stages so that their norm together is at most this."""
-        import torch
-
         trained = [weight for weight in weights if weight.grad is not None]
-        own = torch.nn.utils.get_total_norm([weight.grad for weight in trained if weight.grad is not None])
-        norm = self.norm_of_all(own)
-        torch.nn.utils.clip_grads_with_norm_(trained, largest, norm)
+        own = total_norm(weight.grad for weight in trained if weight.grad is not None)
+        scale(trained, largest, self.norm_of_all(own))
 
     def norm_of_all(self, norm: torch.Tensor) -> torch.Tensor:
         """The L2 norm of the gradients of all stages, of that of this stage's."""
         import torch.distributed as dist
 
-        whole: Any = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        square: torch.Tensor = whole**2
+        square: torch.Tensor = whole(norm) ** 2
         dist.all_reduce(square, group=self.group)
         return square.sqrt()
 

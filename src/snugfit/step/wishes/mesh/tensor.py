@@ -23,6 +23,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from snugfit.step.wishes.mesh.stages import is_elsewhere
 from snugfit.techniques.tensor_plans import is_of_experts
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def plan_of(model: torch.nn.Module) -> dict[str, str]:
     """By a module's name, how it is cut, in transformers' words; but for experts."""
     rules: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
     of_experts: Mapping[str, str] = getattr(model, "_ep_plan", None) or {}
-    names = {name: module for name, module in model.named_modules() if name}
+    names = {name: module for name, module in model.named_modules() if name and not is_elsewhere(module)}
     plan = _expand({r: word for r, word in rules.items() if not is_of_experts(r, of_experts)}, names)
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     known = next((name for name, module in names.items() if module is embedding), None)
