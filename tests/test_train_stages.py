@@ -23,6 +23,7 @@ LAST = 12
 """The step after which the small runs end."""
 
 TWO = "pipeline(2) + micro_batches(2)"
+SHARED = "pipeline(2) + tensor(2) + micro_batches(2)"
 
 HOW: dict[str, Any] = {"job": "llama", "layers": 4}
 
@@ -43,7 +44,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 RECIPES = [
     (TWO, 2), ("pipeline(2) + ddp + micro_batches(2)", 4), ("pipeline(2) + fsdp + micro_batches(2)", 4),
-    ("pipeline(4, schedule=gpipe) + micro_batches(2)", 4),
+    ("pipeline(4, schedule=gpipe) + micro_batches(2)", 4), (SHARED, 4),
 ]  # fmt: skip
 
 
@@ -65,7 +66,7 @@ def test_as_one_process(tmp_path: Path, forks: Forks, alone: Path, recipe: str, 
 
 
 @pytest.mark.parametrize(
-    ("recipe", "size"), slow_but([(TWO, 2), ("pipeline(2) + fsdp + micro_batches(2)", 4)], 1)
+    ("recipe", "size"), slow_but([(TWO, 2), ("pipeline(2) + fsdp + micro_batches(2)", 4), (SHARED, 4)], 1)
 )
 def test_resumed_on_as_many_it_is_the_same_run(tmp_path: Path, forks: Forks, recipe: str, size: int) -> None:
     """Bit for bit."""
@@ -80,7 +81,7 @@ def test_resumed_on_as_many_it_is_the_same_run(tmp_path: Path, forks: Forks, rec
 
 OTHERS = [
     (TWO, "micro_batches(2)", 1), ("micro_batches(2)", TWO, 2), (TWO, "fsdp + micro_batches(2)", 2),
-    (TWO, "pipeline(4, schedule=gpipe) + micro_batches(2)", 4),
+    (TWO, "pipeline(4, schedule=gpipe) + micro_batches(2)", 4), (TWO, SHARED, 4),
 ]  # fmt: skip
 
 
