@@ -1,7 +1,8 @@
-"""`snugfit gpus`: the GPUs that can be predicted for; with a job, what each of them makes of it.
+"""`snugfit gpus`: the GPUs that can be predicted for; with a job, what each of them makes of it, alone or
+several together.
 
-The two questions share a table and no option, so an option of the second without a job is a mistake. Exit
-code 3 when none of the GPUs trains the job.
+The questions share a table, and an option of the others without a job is a mistake. Exit code 3 when none of
+the GPUs trains the job.
 """
 
 from __future__ import annotations
@@ -59,6 +60,16 @@ Price = Annotated[
     ),
 ]
 
+Cards = Annotated[
+    str | None,
+    given.option(
+        given.WHERE,
+        "How many of a kind may train together: 1..64 looks at powers of two, 2,4,6 at these. \\[1]",
+        "--gpus",
+        metavar="N",
+    ),
+]
+
 _JOB = given.job_parameters(without=("model", "loop", "gpu"))
 
 
@@ -66,6 +77,7 @@ def _arguments(
     names: Names = None,
     for_model: For = None,
     *,
+    gpus: Cards = None,
     headroom: given.Headroom = None,
     fidelity: Fidelity = "rounds",
     objective: Objective = "speed",
@@ -135,6 +147,10 @@ def _plan(gpus: Sequence[Gpu], asked: Mapping[str, Any]) -> int:
     of_plan = {name: asked[name] for name in ("headroom", "keep", "free")}
     request = given.read_request(about_job | of_plan | {"model": asked["for_model"]})
     _refuse(request, asked)
+    if asked["gpus"] is not None or request.gpus != 1:
+        from snugfit.cli.cards import show_cards
+
+        return show_cards(request, gpus, prices, asked)
     given.check_pictures(asked["html"], asked["plot"])
     steps = steps_of(asked["samples"], asked["steps"], request.job.batch_size)
     answers = _answers(request, gpus, steps, asked)
