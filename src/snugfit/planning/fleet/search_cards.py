@@ -74,7 +74,7 @@ def plan_cards(
     even, uneven = _shared_evenly(counts, job)
     fixed = replace(kept_of(job, keep, free, None), several_gpus=True)
     fixed.refuse()
-    known, answers = _known(kinds, fixed)
+    known, answers = _with_figures(kinds, fixed)
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
     asked = partial(_KindSearch, job, even, fixed, fidelity_of(fidelity))
     searches = [asked(gpu, headroom_of(headroom, gpu, one_of_many=True)) for gpu in known]
@@ -115,7 +115,7 @@ def _shared_evenly(counts: int | Sequence[int], job: Job) -> tuple[list[int], li
     return even, uneven
 
 
-def _known(kinds: Sequence[Gpu], fixed: Kept) -> tuple[list[Gpu], dict[str, CardsOfKind]]:
+def _with_figures(kinds: Sequence[Gpu], fixed: Kept) -> tuple[list[Gpu], dict[str, CardsOfKind]]:
     """The kinds whose bytes and seconds are known; and by the keys of the others, why they have no answer."""
     known, answers = [], {}
     for gpu in kinds:
@@ -146,29 +146,29 @@ class _Same(NamedTuple):
 def _search_together(searches: Sequence[_KindSearch], pool: WorkerPool, tell: Tell) -> int:
     """Lets all kinds ask until each has its answer; returns how many recipes were simulated."""
     screened = 0
-    running = {place: search.run() for place, search in enumerate(searches)}
+    running = {index: search.run() for index, search in enumerate(searches)}
     decisions = [policy_for(search.gpu, Software()).decisions for search in searches]
-    wanted = {place: next(asking) for place, asking in running.items()}
-    while wanted:
+    asked_by_kind = {index: next(asking) for index, asking in running.items()}
+    while asked_by_kind:
         together: dict[_Same, list[int]] = defaultdict(list)
-        for place, asked in wanted.items():
+        for index, asked in asked_by_kind.items():
             for gpus, recipe in asked:
-                if (gpus, recipe) not in searches[place].known:
-                    together[_Same(decisions[place], gpus, recipe)].append(place)
+                if (gpus, recipe) not in searches[index].known:
+                    together[_Same(decisions[index], gpus, recipe)].append(index)
         questions = list(together.items())
         tell(
-            f"simulating {len(questions)} recipes on few layers, {screened} done, {len(wanted)} of "
+            f"simulating {len(questions)} recipes on few layers, {screened} done, {len(asked_by_kind)} of "
             f"{len(searches)} kinds of GPU without an answer"
         )
         for answer in pool.answers_to(
-            Question(number, "judge_kinds", (same.gpus, same.recipe, tuple(places)))
-            for number, (same, places) in enumerate(questions)
+            Question(number, "judge_kinds", (same.gpus, same.recipe, tuple(kinds)))
+            for number, (same, kinds) in enumerate(questions)
         ):
-            same, places = questions[answer.number]
-            for place, judged in zip(places, answer.value, strict=True):
-                searches[place].known[same.gpus, same.recipe] = judged
+            same, kinds = questions[answer.number]
+            for index, judged in zip(kinds, answer.value, strict=True):
+                searches[index].known[same.gpus, same.recipe] = judged
         screened += len(questions)
-        wanted = dict(_next_questions(searches, running, wanted))
+        asked_by_kind = dict(_next_questions(searches, running, asked_by_kind))
     return screened
 
 
@@ -176,10 +176,10 @@ def _next_questions(
     searches: Sequence[_KindSearch], running: dict[int, Asking[None]], answered: dict[int, Asked]
 ) -> Iterator[tuple[int, Asked]]:
     """What the kinds ask that are not done yet, once they have heard the answers."""
-    for place, asked in answered.items():
-        judged = [searches[place].known[question] for question in asked]
+    for index, asked in answered.items():
+        judged = [searches[index].known[question] for question in asked]
         try:
-            yield place, running[place].send(judged)
+            yield index, running[index].send(judged)
         except StopIteration:
             continue
 
@@ -226,25 +226,25 @@ class _KindSearch:
         dearer: list[int] = []
         least = math.inf
         for count in self._counts[first:]:
-            found = yield from self._fastest(count, base, least / count)
-            if found is not None:
-                answers.append(found)
-                least, dearer = count * found.judged.step_seconds, []
+            fastest = yield from self._fastest(count, base, least / count)
+            if fastest is not None:
+                answers.append(fastest)
+                least, dearer = count * fastest.judged.step_seconds, []
             elif answers:
                 dearer.append(count)
             if len(dearer) == PATIENCE:
                 break
         self._conclude(answers, dearer, fits=bool(answers))
 
-    def _conclude(self, found: Sequence[_Fastest], dearer: Sequence[int], *, fits: bool) -> None:
-        for one in found:
+    def _conclude(self, fastest: Sequence[_Fastest], dearer: Sequence[int], *, fits: bool) -> None:
+        for one in fastest:
             self.doubts.update(dict.fromkeys(one.judged.doubts))
-        why = "" if found else next(iter(self.refused.values()), "No recipe trains this job on it.")
+        why = "" if fastest else next(iter(self.refused.values()), "No recipe trains this job on it.")
         self.answer = CardsOfKind(
             gpu=self.gpu,
-            fits=fits if found else None,
+            fits=fits if fastest else None,
             headroom_bytes=self._headroom,
-            answers=tuple(self._summary(one, fits=fits) for one in found),
+            answers=tuple(self._summary(one, fits=fits) for one in fastest),
             dearer=tuple(dearer),
             measured_rates=rates_for(self.gpu).measured,
             why=why,
@@ -289,7 +289,7 @@ class _KindSearch:
         """What takes least memory on so many GPUs: what recomputes most, and the smallest pieces. None where
         nothing can be simulated."""
         by_recomputing: dict[str, list[Shared]] = {}
-        for shared in ways(self._job, base, count, self._fixed):
+        for shared in self._ways(count, base):
             by_recomputing.setdefault(str(shared.recomputing), []).append(shared)
         for every in reversed(by_recomputing.values()):
             asked = [(shared, pieces[-1]) for shared in every if (pieces := self._cuts(shared))]
@@ -298,26 +298,27 @@ class _KindSearch:
             if not recipes:
                 continue
             judged = yield [(count, recipe) for recipe in recipes]
-            for recipe, answer in zip(recipes, judged, strict=True):
-                if answer.why_not:
-                    self.refused[str(recipe)] = answer.why_not
-            taken = [(one.needed_bytes, at) for at, one in enumerate(judged) if not one.why_not]
-            if not taken:
+            if refusals := [one.why_not for one in judged if one.why_not]:
+                self.refused[str(every[0].recomputing)] = refusals[0]
                 continue
+            taken = [(one.needed_bytes, at) for at, one in enumerate(judged)]
             if count > 1 and not self._order:
                 self._order = [str(asked[at][0].recipe) for _, at in sorted(taken)]
             at = min(taken)[1]
             return _Fastest(count, recipes[at], judged[at])
         return None
 
+    def _ways(self, count: int, base: Recipe) -> list[Shared]:
+        """Ways to share the work, apart from those that recompute as one does that cannot be simulated."""
+        every = ways(self._job, base, count, self._fixed)
+        return [shared for shared in every if str(shared.recomputing) not in self.refused]
+
     def _cuts(self, shared: Shared) -> list[Technique]:
         return cuts(self._job, shared, self._fixed)
 
     def _fastest(self, count: int, base: Recipe, limit: float) -> Asking[_Fastest | None]:
         """The fastest recipe that fits so many GPUs; None where none takes less than `limit` seconds."""
-        every = [
-            Bisection(shared, self._cuts(shared)) for shared in ways(self._job, base, count, self._fixed)
-        ]
+        every = [Bisection(shared, self._cuts(shared)) for shared in self._ways(count, base)]
         best = limit
 
         def is_worth_asking(one: Bisection) -> bool:
@@ -333,10 +334,10 @@ class _KindSearch:
                 if one.whole is not None:
                     self._least[str(one.shared.recipe)] = count * one.whole.step_seconds
             best = min([limit, *(one.best.step_seconds for one in every if one.best)])
-        found = fitting(every)
-        if not found or found[0].best is None or found[0].best.step_seconds >= limit:
+        fastest = fitting(every)
+        if not fastest or fastest[0].best is None or fastest[0].best.step_seconds >= limit:
             return None
-        return _Fastest(count, found[0].recipe, found[0].best)
+        return _Fastest(count, fastest[0].recipe, fastest[0].best)
 
     def _refuse(self, refused: Bisection, every: Sequence[Bisection]) -> None:
         """Leaves out what recomputes as this one does, which cannot be simulated."""

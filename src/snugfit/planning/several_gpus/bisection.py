@@ -51,8 +51,8 @@ def choose_base(job: Job, gpus: int, fixed: Kept, fidelity: Fidelity) -> Asking[
     if sharing is None:
         raise UsageError(f"No technique shares this job among {gpus} GPUs.")
     base = Recipe(sharing)
-    for slot, kept in fixed.slots.items():
-        base = base.with_(kept[0]) if slot not in {one.slot for one in sharing} else base
+    for slot, techniques in fixed.slots.items():
+        base = base.with_(techniques[0]) if slot not in {one.slot for one in sharing} else base
     for slot in DECIDED_ONCE:
         choices = [base.with_(one) for one in fillings(job, slot, fixed, fidelity)]
         valid = [one for one in choices if is_valid(job, one, gpus)]
