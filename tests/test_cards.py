@@ -92,8 +92,8 @@ def best_of_all(gpu: Gpu, count: int) -> Judged | None:
 # ---- the search --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("states", [1, 60, 160, 700])
-@pytest.mark.parametrize(("sample", "exchange"), [(0.1, 0.02), (6, 0.02), (6, 1e-4), (20, 0.0), (2, 0.3)])
+@pytest.mark.parametrize("states", [1, 160, 700])
+@pytest.mark.parametrize(("sample", "exchange"), [(0.1, 0.02), (6, 1e-4), (20, 0.0)])
 def test_the_fewest_and_the_cheapest_are_those_of_every_recipe(
     made_up: type[MadeUpJudge],
     monkeypatch: pytest.MonkeyPatch,
@@ -141,14 +141,16 @@ def test_most_of_the_recipes_are_never_asked_about(made_up: type[MadeUpJudge]) -
     assert len(made_up.asked) < every / 10
 
 
-def test_larger_numbers_are_not_looked_at_once_two_cost_no_less(made_up: type[MadeUpJudge]) -> None:
-    (kind,) = plan_cards(JOB, ["l4"], counts=COUNTS, workers=1).answers
-    assert kind.cheapest is not None
-    assert len(kind.dearer) <= search_cards.PATIENCE
-    assert all(count > kind.cheapest.gpus for count in kind.dearer)
-    beyond = COUNTS.index(kind.cheapest.gpus) + 1 + search_cards.PATIENCE
-    small = {count for count, _, _ in made_up.asked} - set(COUNTS[beyond:])
-    assert small <= set(COUNTS[:beyond])
+def test_larger_numbers_are_not_looked_at_once_two_cost_no_less(
+    made_up: type[MadeUpJudge], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(made_up, "states", GIB)
+    monkeypatch.setattr(made_up, "exchange", 10.0)
+    (kind,) = plan_cards(JOB, ["h200"], counts=COUNTS, workers=1).answers
+    assert [one.gpus for one in kind.answers] == [1]
+    assert kind.dearer == (2, 4)
+    asked = {count for count, _, _ in made_up.asked}
+    assert asked == {1, 2, COUNTS[-1]}, "on the most the precision is chosen; on 4 none can be cheaper"
 
 
 def test_a_kind_without_seconds_says_why(made_up: type[MadeUpJudge]) -> None:
