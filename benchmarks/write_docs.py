@@ -34,6 +34,7 @@ from snugfit.evaluation.guide_result import GuideResult
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.job.model import Model
+from snugfit.planning.fleet.cards import CardPlans, CardsCost, CardsOfKind
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.fleet.prices import Cost
 from snugfit.planning.lengths.length_plan import LengthPlan
@@ -68,6 +69,14 @@ class RunCosts:
     """What a run costs, at the prices that were given."""
 
 
+class CardsRun:
+    """What a run costs on several GPUs, at the prices that were given."""
+
+
+class CheapestCards:
+    """The kind and number of GPUs on which a sample costs least."""
+
+
 class GpuTable:
     """GPUs that can be predicted for."""
 
@@ -79,6 +88,7 @@ DOCUMENTS: dict[str, type] = {
     "plan --gpus N --json": SeveralGpusPlan,
     "gpus --json": GpuTable,
     "gpus --for MODEL --json": GpuPlans,
+    "gpus --for MODEL --gpus N --json": CardPlans,
     "measure --json": Measurement,
     "measure --predict --json": Comparison,
     "lengths --json": LengthPlan,
@@ -123,6 +133,25 @@ ADDED: dict[type, dict[str, tuple[Any, str]]] = {
         "smallest": (str | None, "The key of the smallest GPU that trains it."),
         "fastest": (str | None, "The key of the fastest."),
         "run": (RunCosts, "What a run costs."),
+    },
+    CardPlans: {
+        **_HEADS,
+        "fewest": (str | None, "The key of the kind of which the fewest are needed."),
+        "run": (CardsRun, "What a run costs."),
+    },
+    CardsOfKind: {
+        "fewest": (int | None, "The fewest GPUs that fit; null where none do."),
+        "cheapest": (int | None, "The number of GPUs with the fewest GPU seconds a step."),
+    },
+    CardsRun: {
+        "currency": (str, "Of all prices: `USD`."),
+        "steps": (int | None, "Optimizer steps of the run; null where that was not said."),
+        "cheapest": (CheapestCards | None, "Null without prices."),
+        "costs": (tuple[CardsCost, ...], "Of each answer that fits."),
+    },
+    CheapestCards: {
+        "key": (str, "The kind's key in the table."),
+        "gpus": (int, "How many train together."),
     },
     OnGpu: {"timing": (StepSpeed | None, "How long a step takes; null where that is not known.")},
     RunCosts: {

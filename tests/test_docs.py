@@ -17,6 +17,7 @@ from snugfit.cli.main import run
 from snugfit.evaluation.learn import nothing_learned
 from snugfit.job.gpu import find_gpu
 from snugfit.prediction.rates import rates_for
+from test_cards import cards
 from test_gpus_command import made_up as plans_for_gpus
 from test_lengths_command import made_up as of_lengths
 from test_several_gpus_plan import made_up as several
@@ -67,6 +68,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     )
     monkeypatch.setattr("snugfit.planning.several_gpus.search.plan_several_gpus", lambda *_, **__: several())
     monkeypatch.setattr("snugfit.planning.fleet.search_gpus.plan_gpus", lambda *_, **__: plans_for_gpus())
+    monkeypatch.setattr("snugfit.planning.fleet.search_cards.plan_cards", lambda *_, **__: cards())
     monkeypatch.setattr("snugfit.planning.lengths.lengths.plan_lengths", lambda *_, **__: of_lengths())
     trained = SimpleNamespace(outcome="finished", exit_code=0, step=1, folder=tmp_path)
     monkeypatch.setattr("snugfit.frontends.own.train", lambda *_, **__: trained)

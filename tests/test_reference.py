@@ -17,8 +17,10 @@ import pytest
 import snugfit
 from made_up import guide_result, measurement, timing
 from small_models import small_job
+from snugfit.planning.fleet.cards import document_of_cards
 from snugfit.planning.fleet.prices import Prices, document
 from snugfit.results.measurement import RankMeasured
+from test_cards import cards
 from test_gpus_command import made_up as plans_for_gpus
 from test_lengths_command import made_up as of_lengths
 from test_several_gpus_plan import made_up as several_gpus
@@ -103,6 +105,7 @@ def answers() -> Iterator[tuple[str, Any]]:
     kept_slots = tuple(planned.kept)
     plans = replace(plans, kept=kept_slots, counts=(planned.counts,))
     yield "gpus --for MODEL --json", plans.to_json() | {"run": document(plans, prices)}
+    yield "gpus --for MODEL --gpus N --json", cards_with_everything(kept_slots, planned.refused)
     several = several_gpus()
     yield (
         "plan --gpus N --json",
@@ -117,6 +120,12 @@ def answers() -> Iterator[tuple[str, Any]]:
     yield "gpus --json", {"schema": 1, "what": "gpus", "gpus": [gpu.to_json() for gpu in snugfit.all_gpus()]}
     yield "lengths --json", of_lengths()
     yield "guide --json", guide_result(measured=True, modern=True)
+
+
+def cards_with_everything(kept_slots: Any, refused: Any) -> dict[str, Any]:
+    """Plans by number of GPUs in which no list is empty."""
+    plans = replace(cards(), kept_slots=kept_slots, refused=refused, steps=10)
+    return plans.to_json() | {"run": document_of_cards(plans, Prices({"H200-SXM": 2.5}))}
 
 
 @pytest.mark.whole

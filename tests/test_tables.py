@@ -20,6 +20,7 @@ from snugfit.report import compare, gpus, techniques
 from snugfit.report import measurement as measurement_report
 from snugfit.report import prediction as prediction_report
 from snugfit.report.evaluation import accuracy, guide
+from snugfit.report.plan import cards as cards_report
 from snugfit.report.plan import gpu_plans, lengths, plan, verify
 from snugfit.report.text.job import recipes_beside
 from snugfit.report.text.table import PlainTable, table
@@ -27,6 +28,7 @@ from snugfit.report.text.terminal import as_text, show
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.roster import techniques as roster
 from snugfit.units import GIB
+from test_cards import cards as made_up_cards
 from test_gpus_command import PRICES
 from test_gpus_command import made_up as made_up_gpu_plans
 from test_lengths_command import made_up as made_up_lengths
@@ -90,6 +92,7 @@ def _accuracy(kind: str) -> Accuracy:
 REPORTS = {
     "gpus": lambda: gpus.render(all_gpus()),
     "gpus --for --price": _gpu_plans,
+    "gpus --for --gpus --price": lambda: cards_report.render(made_up_cards(), PRICES),
     "lengths": lambda: lengths.render(made_up_lengths()),
     "guide": lambda: guide.render(guide_result(measured=True)),
     "guide --modern": lambda: guide.render(guide_result(modern=True)),

@@ -1,7 +1,8 @@
-"""`snugfit gpus`: the GPUs that can be predicted for; with a job, what each of them makes of it.
+"""`snugfit gpus`: the GPUs that can be predicted for; with a job, what each of them makes of it, alone or
+several together.
 
-The two questions share a table and no option, so an option of the second without a job is a mistake. Exit
-code 3 when none of the GPUs trains the job.
+The questions share a table, and an option of the others without a job is a mistake. Exit code 3 when none of
+the GPUs trains the job.
 """
 
 from __future__ import annotations
@@ -59,6 +60,16 @@ Price = Annotated[
     ),
 ]
 
+Cards = Annotated[
+    str | None,
+    given.option(
+        given.WHERE,
+        "How many of a kind may train together: 1..64 looks at powers of two, 2,4,6 at these. \\[1]",
+        "--gpus",
+        metavar="N",
+    ),
+]
+
 _JOB = given.job_parameters(without=("model", "loop", "gpu"))
 
 
@@ -66,6 +77,7 @@ def _arguments(
     names: Names = None,
     for_model: For = None,
     *,
+    gpus: Cards = None,
     headroom: given.Headroom = None,
     fidelity: Fidelity = "rounds",
     objective: Objective = "speed",
@@ -135,6 +147,8 @@ def _plan(gpus: Sequence[Gpu], asked: Mapping[str, Any]) -> int:
     of_plan = {name: asked[name] for name in ("headroom", "keep", "free")}
     request = given.read_request(about_job | of_plan | {"model": asked["for_model"]})
     _refuse(request, asked)
+    if asked["gpus"] is not None or request.gpus != 1:
+        return _show_cards(request, gpus, prices, asked)
     given.check_pictures(asked["html"], asked["plot"])
     steps = steps_of(asked["samples"], asked["steps"], request.job.batch_size)
     answers = _answers(request, gpus, steps, asked)
@@ -200,6 +214,54 @@ def _print(plans: GpuPlans, prices: Prices, form: str) -> None:
     from snugfit.report.text.page import print_as
 
     print_as(form, {**plans.to_json(), "run": document(plans, prices)}, render(plans, prices))
+
+
+# ---- several of each --------------------------------------------------------------------------------------
+
+
+def _show_cards(request: Request, gpus: Sequence[Gpu], prices: Prices, asked: Mapping[str, Any]) -> int:
+    """Prints the answers for these kinds of GPU, remembered or searched for."""
+    from snugfit.cli.plan import read_counts
+    from snugfit.cli.plan_cache import answer
+    from snugfit.cli.request import steps_of
+    from snugfit.planning.fleet.cards import CardPlans, document_of_cards
+    from snugfit.planning.fleet.search_cards import plan_cards
+    from snugfit.report.plan.cards import render
+    from snugfit.report.text.page import print_as
+
+    _refuse_alone(request, asked)
+    steps = steps_of(asked["samples"], asked["steps"], request.job.batch_size)
+    question: dict[str, Any] = {
+        "fidelity": asked["fidelity"],
+        "keep": request.keep,
+        "free": request.free,
+        "headroom": request.headroom,
+    }
+    counts = read_counts(asked["gpus"] or str(request.gpus))
+    plans = answer(
+        CardPlans.from_json,
+        lambda tell: plan_cards(
+            request.job, gpus, counts=counts, workers=asked["workers"], tell=tell, **question
+        ),
+        request.job,
+        *gpus,
+        fresh=asked["fresh"],
+        what="cards",
+        gpus=counts,
+        **question,
+    )
+    plans = replace(plans, objective=asked["objective"], steps=steps)
+    document = {**plans.to_json(), "run": document_of_cards(plans, prices)}
+    print_as("json" if asked["as_json"] else asked["form"], document, render(plans, prices))
+    return 0 if plans.fitting else NothingFits.exit_code
+
+
+def _refuse_alone(request: Request, asked: Mapping[str, Any]) -> None:
+    """Raises `UsageError` for what is asked of single GPUs only."""
+    alone = {"html": asked["html"], "plot": asked["plot"], "objective memory": asked["objective"] == "memory"}
+    if given_alone := [f"--{flag}" for flag, value in alone.items() if value]:
+        raise UsageError(f"`gpus` with --gpus does not take {', '.join(given_alone)}. Leave it out.")
+    request.refuse_recipe_and_loop()
 
 
 # ---- prices ------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
 from snugfit.prediction.rates import rates_for
 from snugfit.prediction.seconds import step_seconds
-from snugfit.prediction.several_gpus.communication import communication_bytes
+from snugfit.prediction.several_gpus.communication import communication_bytes, doubts_about_exchanges
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.depth import Depth, depth_of, periodic_checkpoint
 from snugfit.results.prediction import Prediction
@@ -47,72 +47,71 @@ class Judged(NamedTuple):
     step_seconds: float
     why_not: str = ""
     """Why it cannot be simulated; empty where it can."""
+    doubts: tuple[str, ...] = ()
+    """Sentences on what is uncertain about exchanges between the GPUs."""
 
 
 class Judge:
-    """Judges recipes for one job on GPUs of one kind."""
+    """Judges recipes for one job, on GPUs of one kind or of several. Kinds that are asked about at once run
+    the same kernels and share the rehearsals, which are by the policy of the one that takes most scratch."""
 
-    def __init__(self, job: Job, gpu: Gpu) -> None:
+    def __init__(self, job: Job, gpu: Gpu, *others: Gpu) -> None:
         self._job, self._gpu, self._software = job, gpu, Software()
+        self._kinds = (gpu, *others)
         self._depths: dict[str, Depth | None] = {}
 
     def judge(self, gpus: int, recipe: Recipe) -> Judged:
         """Bytes and seconds of a recipe, by models of few layers where the job's has such."""
+        return self.judge_kinds(gpus, recipe, (0,))[0]
+
+    def judge_kinds(self, gpus: int, recipe: Recipe, kinds: Sequence[int]) -> list[Judged]:
+        """The same on so many GPUs of each of these kinds, by their places in the order of the Judge."""
         setup = on_gpus(recipe.setup(), gpus)
         part = job_of_rank(self._job, setup)
+        one = _OneQuestion(tuple(self._kinds[kind] for kind in kinds), self._software)
         try:
-            needed, seconds = self._by_layers(part, setup)
+            figures = self._by_layers(part, setup, one)
         except SnugfitError as refused:
-            return Judged(0, 0.0, str(refused))
-        return Judged(int(needed), seconds)
+            return [Judged(0, 0.0, str(refused))] * len(kinds)
+        return [
+            Judged(int(needed), seconds, "", tuple(doubts))
+            for (needed, seconds), doubts in zip(figures, one.doubts, strict=True)
+        ]
 
     def in_full(self, gpus: int, recipe: Recipe, memory_bytes: int) -> Prediction:
         """The prediction of a recipe with so many bytes of each GPU. Raises `SnugfitError` as `predict`
         does."""
         return predict(self._job, recipe, gpu=self._gpu, gpus=gpus, memory_bytes=memory_bytes)
 
-    def _by_layers(self, part: Job, setup: Setup) -> tuple[float, float]:
+    def _by_layers(self, part: Job, setup: Setup, one: _OneQuestion) -> list[_Figures]:
         depth = self._depth(part, setup)
         if depth is None:
-            return self._by_pieces(part, setup)
+            return self._by_pieces(part, setup, one)
         checkpoint, repeats = periodic_checkpoint(setup.checkpoint, depth.layers)
         period = math.lcm(depth.period, repeats)
         least = math.ceil(FEWEST / period) * period
         more = least + max(period, 2 // period * period)
         if least + more >= depth.layers:
-            return self._by_pieces(part, setup)
+            return self._by_pieces(part, setup, one)
         asked = replace(setup, checkpoint=checkpoint)
         return _on_a_line(
-            (least, more), lambda layers: self._by_pieces(depth.shallower(part, layers), asked), depth.layers
+            (least, more),
+            lambda layers: self._by_pieces(depth.shallower(part, layers), asked, one),
+            depth.layers,
         )
 
-    def _by_pieces(self, part: Job, setup: Setup) -> tuple[float, float]:
+    def _by_pieces(self, part: Job, setup: Setup, one: _OneQuestion) -> list[_Figures]:
         """`part` is a GPU's, on whatever depth."""
         if setup.micro_batches <= FEW_PIECES[-1]:
-            return self._simulate(part, setup)
+            return one.simulate(part, setup)
         samples = part.batch_size // setup.micro_batches
 
-        def of_pieces(pieces: int) -> tuple[float, float]:
-            return self._simulate(
+        def of_pieces(pieces: int) -> list[_Figures]:
+            return one.simulate(
                 replace(part, batch_size=samples * pieces), replace(setup, micro_batches=pieces)
             )
 
         return _on_a_line(FEW_PIECES, of_pieces, setup.micro_batches)
-
-    def _simulate(self, part: Job, setup: Setup) -> tuple[float, float]:
-        trace = rehearse(part, setup, policy_for(self._gpu, self._software))
-        after = replay(trace, expandable=setup.expandable_segments)
-        gpus = setup.parallel.ranks if setup.parallel else 1
-        group = communication_bytes(trace, gpus)
-        context, _ = context_of(self._gpu, self._software, trace, group=group)
-        timing = step_seconds(
-            trace,
-            self._gpu,
-            batch_size=part.batch_size,
-            rates=rates_for(self._gpu, gpus),
-            workers=setup.loader.workers,
-        )
-        return context + after.reserved_peak, timing.step_seconds
 
     def _depth(self, part: Job, setup: Setup) -> Depth | None:
         if setup.attention not in self._depths:
@@ -120,9 +119,40 @@ class Judge:
         return self._depths[setup.attention]
 
 
-def _on_a_line(
-    points: Sequence[int], of: Callable[[int], tuple[float, float]], at: int
-) -> tuple[float, float]:
-    """Bytes and seconds at `at` on the straight lines through those at two points."""
-    needed, seconds = zip(*(of(point) for point in points), strict=True)
-    return linear_extrapolate(points, needed, at), linear_extrapolate(points, seconds, at)
+_Figures = tuple[float, float]
+"""Bytes and seconds on one kind of GPU."""
+
+
+class _OneQuestion:
+    """Kinds of GPU that are asked about at once, and what is uncertain about each."""
+
+    def __init__(self, kinds: Sequence[Gpu], software: Software) -> None:
+        self._kinds, self._software = kinds, software
+        policies = [policy_for(gpu, software) for gpu in kinds]
+        self._policy = max(policies, key=lambda policy: policy.scratch_size)
+        self.doubts: list[dict[str, None]] = [{} for _ in kinds]
+
+    def simulate(self, part: Job, setup: Setup) -> list[_Figures]:
+        """Bytes and seconds of a step on each kind, from one rehearsal."""
+        trace = rehearse(part, setup, self._policy)
+        after = replay(trace, expandable=setup.expandable_segments)
+        gpus = setup.parallel.ranks if setup.parallel else 1
+        group = communication_bytes(trace, gpus)
+        figures: list[_Figures] = []
+        for gpu, doubts in zip(self._kinds, self.doubts, strict=True):
+            context, _ = context_of(gpu, self._software, trace, group=group)
+            rates = rates_for(gpu, gpus)
+            workers = setup.loader.workers
+            timing = step_seconds(trace, gpu, batch_size=part.batch_size, rates=rates, workers=workers)
+            doubts.update(dict.fromkeys(doubts_about_exchanges(trace, gpu, rates)))
+            figures.append((context + after.reserved_peak, timing.step_seconds))
+        return figures
+
+
+def _on_a_line(points: Sequence[int], of: Callable[[int], list[_Figures]], at: int) -> list[_Figures]:
+    """Bytes and seconds of each kind at `at`, on the straight lines through those at two points."""
+    lines = []
+    for on_kind in zip(*map(of, points), strict=True):
+        needed, seconds = zip(*on_kind, strict=True)
+        lines.append((linear_extrapolate(points, needed, at), linear_extrapolate(points, seconds, at)))
+    return lines

@@ -13,7 +13,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from snugfit.errors import GpuError, SnugfitError, UsageError
@@ -22,15 +22,8 @@ from snugfit.job.job import Job
 from snugfit.planning.keep import Free, Keep, Kept, kept_of
 from snugfit.planning.plan import Exclusion
 from snugfit.planning.request import fidelity_of, refuse_bad_request
-from snugfit.planning.several_gpus.candidates import (
-    DECIDED_ONCE,
-    Shared,
-    cuts,
-    fillings,
-    is_valid,
-    sharings,
-    ways,
-)
+from snugfit.planning.several_gpus.bisection import Bisection, answer_to, choose_base, fitting
+from snugfit.planning.several_gpus.candidates import cuts, ways
 from snugfit.planning.several_gpus.judge import Judge, Judged
 from snugfit.planning.several_gpus.plan import OnGpus, SeveralGpusPlan
 from snugfit.prediction.headroom import headroom_of
@@ -40,10 +33,7 @@ from snugfit.prediction.worker_pool import Question, WorkerPool, worker_pool
 from snugfit.results.prediction import Prediction
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import MOST_GPUS
-from snugfit.techniques.technique import Fidelity, Technique
-
-MARGIN = 1.03
-"""Of bytes that are found on few layers (chosen): what is said to fit shall fit in full."""
+from snugfit.techniques.technique import Fidelity
 
 FULL = 3
 """Recipes that are simulated in full on the fastest answer's GPUs (chosen)."""
@@ -103,51 +93,6 @@ def counts_of(gpus: int | Sequence[int], job: Job) -> list[int]:
     return even
 
 
-@dataclass
-class _Bisection:
-    """The cuts of the batch with which one way of sharing is looked at."""
-
-    shared: Shared
-    cuts: list[Technique]
-    low: int = 0
-    high: int = -1
-    """The fewest pieces that are known to fit are `cuts[high]`; -1 while none are."""
-    best: Judged | None = None
-    smallest: Judged | None = None
-    why_not: str = ""
-
-    def next(self) -> Recipe | None:
-        """The recipe to be judged next: the whole batch, then the smallest pieces, then between them."""
-        if self.why_not or self.high == 0 or not self.cuts:
-            return None
-        if self.high < 0:
-            if self.low > len(self.cuts) - 1:
-                return None
-            at = 0 if self.low == 0 else len(self.cuts) - 1
-        else:
-            at = (self.low + self.high) // 2
-            if self.low >= self.high:
-                return None
-        self._at = at
-        return self.shared.cut(self.cuts[at])
-
-    def hear(self, judged: Judged, bound: int) -> None:
-        """What the last recipe takes."""
-        if judged.why_not:
-            self.why_not = judged.why_not
-        elif judged.needed_bytes * MARGIN <= bound:
-            self.high, self.best = self._at, judged
-        else:
-            self.low = len(self.cuts) if self.high < 0 and self._at == len(self.cuts) - 1 else self._at + 1
-            if self.smallest is None or judged.needed_bytes < self.smallest.needed_bytes:
-                self.smallest, self.smallest_recipe = judged, self.shared.cut(self.cuts[self._at])
-
-    @property
-    def recipe(self) -> Recipe:
-        """The fastest that fits."""
-        return self.shared.cut(self.cuts[self.high])
-
-
 class _Search:
     """One search: what is asked, and what was found out so far."""
 
@@ -165,7 +110,7 @@ class _Search:
         """The plan for these numbers of GPUs."""
         base = self._base(counts[-1])
         bisections = self._screen(counts, base)
-        firsts = [(count, one.recipe) for count in counts for one in _fitting(bisections[count])[:1]]
+        firsts = [(count, one.recipe) for count in counts for one in fitting(bisections[count])[:1]]
         self._in_full(firsts)
         answers = [self._best_of(count, bisections[count]) for count in counts]
         fastest = min((one for one in answers if one.fits), key=lambda one: one.step_seconds, default=None)
@@ -196,32 +141,19 @@ class _Search:
     def _base(self, gpus: int) -> Recipe:
         """The recipe whose slots that are decided once take the least time, on so many GPUs."""
         self._tell("comparing precisions and optimizers")
-        sharing = next(sharings(self._job, gpus, self._fixed), None)
-        if sharing is None:
-            raise UsageError(f"No technique shares this job among {gpus} GPUs.")
-        base = Recipe(sharing)
-        for slot, fixed in self._fixed.slots.items():
-            base = base.with_(fixed[0]) if slot not in {one.slot for one in sharing} else base
-        for slot in DECIDED_ONCE:
-            choices = [base.with_(one) for one in fillings(self._job, slot, self._fixed, self._fidelity)]
-            valid = [one for one in choices if is_valid(self._job, one, gpus)]
-            if len(valid) > 1:
-                judged = self._judge((gpus, one) for one in valid)
-                timed = [(one.step_seconds, at) for at, one in enumerate(judged) if not one.why_not]
-                base = valid[min(timed)[1]] if timed else base
-            elif valid:
-                base = valid[0]
-        return base
+        return answer_to(choose_base(self._job, gpus, self._fixed, self._fidelity), self._judge)
 
-    def _screen(self, counts: Sequence[int], base: Recipe) -> dict[int, list[_Bisection]]:
+    def _screen(self, counts: Sequence[int], base: Recipe) -> dict[int, list[Bisection]]:
         """For each number of GPUs the ways to share, with the fewest pieces with which each fits."""
-        bisections: dict[int, list[_Bisection]] = defaultdict(list)
+        bisections: dict[int, list[Bisection]] = defaultdict(list)
         for count in counts:
             for shared in ways(self._job, base, count, self._fixed):
-                bisections[count].append(_Bisection(shared, cuts(self._job, shared, self._fixed)))
+                bisections[count].append(Bisection(shared, cuts(self._job, shared, self._fixed)))
         every = [one for ways_of_count in bisections.values() for one in ways_of_count]
         while asked := [
-            (one, recipe) for one in every if self._is_wanted(one, bisections) and (recipe := one.next())
+            (one, recipe)
+            for one in every
+            if one.is_wanted(bisections[one.shared.gpus]) and (recipe := one.next())
         ]:
             self._tell(f"simulating {len(asked)} recipes on few layers, {self._screened} done")
             judged = self._judge((one.shared.gpus, recipe) for one, recipe in asked)
@@ -234,19 +166,9 @@ class _Search:
                             other.why_not = answer.why_not
         return bisections
 
-    def _is_wanted(self, one: _Bisection, bisections: dict[int, list[_Bisection]]) -> bool:
-        """Whether it may be the fastest: not where the same sharing fits whole, and recomputes less or
-        gathers less often."""
-        for other in bisections[one.shared.gpus]:
-            if other is one:
-                return True
-            if one.shared.is_slower_than(other.shared) and (other.high == 0 or other.next() is not None):
-                return False
-        return True
-
-    def _best_of(self, count: int, ways_to_share: list[_Bisection]) -> OnGpus:
+    def _best_of(self, count: int, ways_to_share: list[Bisection]) -> OnGpus:
         """The fastest that fits when it is simulated in full, or the nearest miss."""
-        for one in _fitting(ways_to_share):
+        for one in fitting(ways_to_share):
             answer = self._in_full([(count, one.recipe)])[0]
             if answer is not None and answer.fits:
                 return answer
@@ -260,8 +182,8 @@ class _Search:
             raise SnugfitError(f"No recipe trains this job on {count} GPUs.")
         return miss
 
-    def _alternatives(self, fastest: OnGpus, ways_to_share: list[_Bisection]) -> list[OnGpus]:
-        recipes = [one.recipe for one in _fitting(ways_to_share) if str(one.recipe) != fastest.recipe]
+    def _alternatives(self, fastest: OnGpus, ways_to_share: list[Bisection]) -> list[OnGpus]:
+        recipes = [one.recipe for one in fitting(ways_to_share) if str(one.recipe) != fastest.recipe]
         known = self._in_full([(fastest.gpus, one) for one in recipes[: FULL - 1]])
         return sorted(
             (one for one in known if one is not None and one.fits), key=lambda one: one.step_seconds
@@ -296,9 +218,3 @@ class _Search:
             bound=timing.bound,
             fits=bool(prediction.fits),
         )
-
-
-def _fitting(ways_to_share: Sequence[_Bisection]) -> list[_Bisection]:
-    """Those that fit, as screened, the fastest first."""
-    fitting = [one for one in ways_to_share if one.best is not None]
-    return sorted(fitting, key=lambda one: one.best.step_seconds if one.best else math.inf)

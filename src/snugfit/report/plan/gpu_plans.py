@@ -77,7 +77,9 @@ def _recipe(plans: GpuPlans) -> Recipe:
 def _about(what: str, answer: OnGpu, prices: Prices, steps: int | None) -> str:
     costs = cost(answer, prices, steps)
     if what == "The cheapest" and costs.per_1000_samples:
-        return f" ({_money(costs.per_1000_samples)} USD for 1,000 samples at {costs.per_hour:g} USD an hour)"
+        return (
+            f" ({show_money(costs.per_1000_samples)} USD for 1,000 samples at {costs.per_hour:g} USD an hour)"
+        )
     return ""
 
 
@@ -163,12 +165,12 @@ def _columns(plans: GpuPlans, prices: Prices) -> list[tuple[str, _Show]]:
     ]
     if plans.steps:
         columns.append(("start-up s>", lambda answer, choice, cost: _number(choice.once_seconds)))
-        columns.append(("run>", lambda answer, choice, cost: _duration(cost.run_seconds)))
+        columns.append(("run>", lambda answer, choice, cost: show_duration(cost.run_seconds)))
     if prices.per_hour:
-        columns.append(("USD/h>", lambda answer, choice, cost: _money(cost.per_hour)))
-        columns.append(("USD/1,000>", lambda answer, choice, cost: _money(cost.per_1000_samples)))
+        columns.append(("USD/h>", lambda answer, choice, cost: show_money(cost.per_hour)))
+        columns.append(("USD/1,000>", lambda answer, choice, cost: show_money(cost.per_1000_samples)))
     if prices.per_hour and plans.steps:
-        columns.append(("USD a run>", lambda answer, choice, cost: _money(cost.run)))
+        columns.append(("USD a run>", lambda answer, choice, cost: show_money(cost.run)))
     if not any(_verdict(answer) for answer in plans.answers if answer.choice):
         columns = [column for column in columns if column[0]]
     return columns
@@ -247,14 +249,15 @@ def _number(value: float) -> str:
     return f"{value:,.1f}" if value else "?"
 
 
-def _money(value: float | None) -> str:
+def show_money(value: float | None) -> str:
     """Three figures, or none where it is not known."""
     if value is None:
         return ""
     return f"{value:,.2f}" if value >= 1 else f"{value:.3g}"
 
 
-def _duration(seconds: float | None) -> str:
+def show_duration(seconds: float | None) -> str:
+    """Seconds, minutes or hours; nothing where it is not known."""
     if seconds is None:
         return ""
     if seconds < HOUR:

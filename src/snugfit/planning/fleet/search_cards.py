@@ -1,0 +1,347 @@
+"""The search for how many cards: of each kind of GPU the fewest that fit, and whether more are cheaper.
+
+More GPUs take less of each, so the fewest that fit are found by bisection over the numbers, with what
+recomputes most and single samples. On these the fastest recipe is looked for as `snugfit plan --gpus` does,
+then on each larger number, as long as that brings a step of fewer GPU seconds. Two things keep that short:
+
+- The GPU seconds of one way of sharing, its batch cut as little as can be, do not fall with more GPUs: each
+  works on less at a time, and exchanges do not get shorter. So a way that took more on few GPUs than the best
+  answer is not asked about on more.
+- Kinds that run the same kernels ask together, and share each rehearsal.
+
+Bytes and seconds are those of few layers and few micro-batches (`several_gpus/judge.py`); nothing is
+simulated in full, which for a deep model and hundreds of micro-batches takes minutes for each answer.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+from snugfit.errors import GpuError, UsageError
+from snugfit.job.gpu import Gpu, all_gpus, find_gpu
+from snugfit.job.job import Job
+from snugfit.planning.fleet.cards import CardPlans, CardsOfKind
+from snugfit.planning.keep import Free, Keep, Kept, kept_of
+from snugfit.planning.plan import Exclusion
+from snugfit.planning.request import fidelity_of, refuse_bad_request
+from snugfit.planning.several_gpus.bisection import MARGIN, Asked, Asking, Bisection, choose_base, fitting
+from snugfit.planning.several_gpus.candidates import Shared, cuts, ways
+from snugfit.planning.several_gpus.judge import Judge, Judged
+from snugfit.planning.several_gpus.plan import OnGpus
+from snugfit.planning.several_gpus.search import Tell, counts_of
+from snugfit.prediction.device import policy_for
+from snugfit.prediction.headroom import headroom_of
+from snugfit.prediction.profile import Software, installed_versions
+from snugfit.prediction.rates import rates_for
+from snugfit.prediction.worker_pool import Question, WorkerPool, worker_pool
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Fidelity, Technique
+
+PATIENCE = 2
+"""Numbers of GPUs in a row that are not cheaper, after which no more are looked at (chosen)."""
+
+SAVING = 2
+"""Ways to share that are asked whether they fit, on other numbers of GPUs than the first: those that took
+least there (chosen)."""
+
+
+def plan_cards(
+    job: Job,
+    gpus: Iterable[Gpu | str] | None = None,
+    *,
+    counts: int | Sequence[int],
+    headroom: int | str | None = None,
+    fidelity: str | Fidelity = Fidelity.ROUNDS,
+    keep: Keep = None,
+    free: Free = (),
+    workers: int | None = None,
+    tell: Tell = lambda what: None,
+) -> CardPlans:
+    """Of each of these kinds of GPU, by default all of the table, the fewest of these `counts` that train the
+    job, and larger ones on which a step takes fewer GPU seconds; the global batch is kept.
+
+    The other arguments are as for `plan_several_gpus`. A kind whose bytes or seconds are not known gets no
+    answer, with the reason. Raises `UsageError` for what cannot be.
+    """
+    refuse_bad_request(job, workers=workers)
+    kinds = list({gpu.key: gpu for gpu in map(find_gpu, all_gpus() if gpus is None else gpus)}.values())
+    even, uneven = _shared_evenly(counts, job)
+    fixed = replace(kept_of(job, keep, free, None), several_gpus=True)
+    fixed.refuse()
+    known, answers = _with_figures(kinds, fixed)
+    workers = min(2, os.cpu_count() or 1) if workers is None else workers
+    asked = partial(_KindSearch, job, even, fixed, fidelity_of(fidelity))
+    searches = [asked(gpu, headroom_of(headroom, gpu, one_of_many=True)) for gpu in known]
+    screened = 0
+    if searches:
+        with worker_pool(partial(Judge, job, *known), workers=workers) as pool:
+            screened = _search_together(searches, pool, tell)
+    answers |= {one.gpu.key: one.answer for one in searches if one.answer}
+    refused = {what: why for one in searches for what, why in one.refused.items()}
+    return CardPlans(
+        job=job,
+        fidelity=fidelity_of(fidelity).value,
+        gpus=tuple(even),
+        uneven=tuple(uneven),
+        answers=tuple(answers[gpu.key] for gpu in kinds),
+        kept_slots=fixed.listing(),
+        refused=tuple(Exclusion(what=what, why=why) for what, why in refused.items()),
+        screened=screened,
+        doubts=tuple(dict.fromkeys(doubt for one in searches for doubt in one.doubts)),
+        versions=installed_versions(),
+    )
+
+
+def _shared_evenly(counts: int | Sequence[int], job: Job) -> tuple[list[int], list[int]]:
+    """The numbers of GPUs that share the job's batch evenly, and those that do not. Raises `UsageError` where
+    several were named and only a single GPU is left."""
+    even = counts_of(counts, job)
+    named = sorted({counts} if isinstance(counts, int) else set(counts))
+    uneven = [count for count in named if count not in even]
+    if even == [1] and uneven:
+        step = uneven[0]
+        below = job.batch_size // step * step
+        near = " or ".join(str(size) for size in (below, below + step) if size)
+        raise UsageError(
+            f"A global batch of {job.batch_size} cannot be shared evenly by {', '.join(map(str, uneven))} "
+            f"GPUs. Try a batch of {near}, or name numbers of GPUs that divide it."
+        )
+    return even, uneven
+
+
+def _with_figures(kinds: Sequence[Gpu], fixed: Kept) -> tuple[list[Gpu], dict[str, CardsOfKind]]:
+    """The kinds whose bytes and seconds are known; and by the keys of the others, why they have no answer."""
+    known, answers = [], {}
+    for gpu in kinds:
+        try:
+            policy_for(gpu, Software())
+            rates_for(gpu)
+            if gpu.memory_bytes is None:
+                raise GpuError(f"{gpu.name}: the table does not say how much memory a process can use.")
+            if why := fixed.too_new(gpu.compute_capability):
+                raise GpuError(f"{gpu.name}: {why}")
+            known.append(gpu)
+        except GpuError as unknown:
+            answers[gpu.key] = CardsOfKind(gpu=gpu, fits=None, why=str(unknown))
+    return known, answers
+
+
+# ---- many kinds at once ------------------------------------------------------------------------------------
+
+
+class _Same(NamedTuple):
+    """What kinds have to agree on to be answered by one rehearsal."""
+
+    decisions: Hashable
+    gpus: int
+    recipe: Recipe
+
+
+def _search_together(searches: Sequence[_KindSearch], pool: WorkerPool, tell: Tell) -> int:
+    """Lets all kinds ask until each has its answer; returns how many recipes were simulated."""
+    screened = 0
+    running = {index: search.run() for index, search in enumerate(searches)}
+    decisions = [policy_for(search.gpu, Software()).decisions for search in searches]
+    asked_by_kind = {index: next(asking) for index, asking in running.items()}
+    while asked_by_kind:
+        together: dict[_Same, list[int]] = defaultdict(list)
+        for index, asked in asked_by_kind.items():
+            for gpus, recipe in asked:
+                if (gpus, recipe) not in searches[index].known:
+                    together[_Same(decisions[index], gpus, recipe)].append(index)
+        questions = list(together.items())
+        tell(
+            f"simulating {len(questions)} recipes on few layers, {screened} done, {len(asked_by_kind)} of "
+            f"{len(searches)} kinds of GPU without an answer"
+        )
+        for answer in pool.answers_to(
+            Question(number, "judge_kinds", (same.gpus, same.recipe, tuple(kinds)))
+            for number, (same, kinds) in enumerate(questions)
+        ):
+            same, kinds = questions[answer.number]
+            for index, judged in zip(kinds, answer.value, strict=True):
+                searches[index].known[same.gpus, same.recipe] = judged
+        screened += len(questions)
+        asked_by_kind = dict(_next_questions(searches, running, asked_by_kind))
+    return screened
+
+
+def _next_questions(
+    searches: Sequence[_KindSearch], running: dict[int, Asking[None]], answered: dict[int, Asked]
+) -> Iterator[tuple[int, Asked]]:
+    """What the kinds ask that are not done yet, once they have heard the answers."""
+    for index, asked in answered.items():
+        judged = [searches[index].known[question] for question in asked]
+        try:
+            yield index, running[index].send(judged)
+        except StopIteration:
+            continue
+
+
+# ---- one kind ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Fastest:
+    """The fastest recipe on so many GPUs, or the nearest miss."""
+
+    gpus: int
+    recipe: Recipe
+    judged: Judged
+
+
+class _KindSearch:
+    """The search for one kind of GPU: what it asks, and what it was answered."""
+
+    def __init__(
+        self, job: Job, counts: Sequence[int], fixed: Kept, fidelity: Fidelity, gpu: Gpu, headroom: int
+    ) -> None:
+        self._job, self._counts, self._fixed, self._fidelity = job, counts, fixed, fidelity
+        self.gpu, self._headroom = gpu, headroom
+        self._bound = (gpu.memory_bytes or 0) - headroom
+        self.known: dict[tuple[int, Recipe], Judged] = {}
+        self.answer: CardsOfKind | None = None
+        self.refused: dict[str, str] = {}
+        self.doubts: dict[str, None] = {}
+        self._least: dict[str, float] = {}
+        """GPU seconds of a way of sharing whose batch is cut as little as can be, by its recipe, on the most
+        GPUs on which that was asked."""
+        self._order: list[str] = []
+        """Ways of sharing that recompute most, the one that took least memory first."""
+
+    def run(self) -> Asking[None]:
+        """Asks until there is an `answer`."""
+        base = yield from choose_base(self._job, self._counts[-1], self._fixed, self._fidelity)
+        first = yield from self._first_that_fits(base)
+        if isinstance(first, _Fastest):
+            self._conclude([first], (), fits=False)
+            return
+        answers: list[_Fastest] = []
+        dearer: list[int] = []
+        least = math.inf
+        for count in self._counts[first:]:
+            fastest = yield from self._fastest(count, base, least / count)
+            if fastest is not None:
+                answers.append(fastest)
+                least, dearer = count * fastest.judged.step_seconds, []
+            elif answers:
+                dearer.append(count)
+            if len(dearer) == PATIENCE:
+                break
+        self._conclude(answers, dearer, fits=bool(answers))
+
+    def _conclude(self, fastest: Sequence[_Fastest], dearer: Sequence[int], *, fits: bool) -> None:
+        for one in fastest:
+            self.doubts.update(dict.fromkeys(one.judged.doubts))
+        why = "" if fastest else next(iter(self.refused.values()), "No recipe trains this job on it.")
+        self.answer = CardsOfKind(
+            gpu=self.gpu,
+            fits=fits if fastest else None,
+            headroom_bytes=self._headroom,
+            answers=tuple(self._summary(one, fits=fits) for one in fastest),
+            dearer=tuple(dearer),
+            measured_rates=rates_for(self.gpu).measured,
+            why=why,
+        )
+
+    def _summary(self, one: _Fastest, *, fits: bool) -> OnGpus:
+        seconds = one.judged.step_seconds
+        return OnGpus(
+            gpus=one.gpus,
+            recipe=str(one.recipe),
+            needed_bytes=one.judged.needed_bytes,
+            step_seconds=seconds,
+            samples_per_second=self._job.batch_size / seconds if seconds else 0.0,
+            fits=fits,
+        )
+
+    def _first_that_fits(self, base: Recipe) -> Asking[int | _Fastest]:
+        """The place of the fewest GPUs that fit among the numbers that were asked about; or, where none do,
+        the nearest miss on the most."""
+        smallest = yield from self._smallest(self._counts[0], base)
+        if smallest is not None and self._fits(smallest):
+            return 0
+        low, high = 1, len(self._counts)
+        if low < high:
+            smallest = yield from self._smallest(self._counts[-1], base)
+            high -= 1
+        if smallest is None or not self._fits(smallest):
+            return smallest if smallest is not None else 0
+        while low < high:
+            middle = (low + high) // 2
+            smallest = yield from self._smallest(self._counts[middle], base)
+            if smallest is not None and self._fits(smallest):
+                high = middle
+            else:
+                low = middle + 1
+        return high
+
+    def _fits(self, one: _Fastest) -> bool:
+        return one.judged.needed_bytes * MARGIN <= self._bound
+
+    def _smallest(self, count: int, base: Recipe) -> Asking[_Fastest | None]:
+        """What takes least memory on so many GPUs: what recomputes most, and the smallest pieces. None where
+        nothing can be simulated."""
+        by_recomputing: dict[str, list[Shared]] = {}
+        for shared in self._ways(count, base):
+            by_recomputing.setdefault(str(shared.recomputing), []).append(shared)
+        for every in reversed(by_recomputing.values()):
+            asked = [(shared, pieces[-1]) for shared in every if (pieces := self._cuts(shared))]
+            saving = [one for one in asked if str(one[0].recipe) in self._order[:SAVING]]
+            recipes = [shared.cut(pieces) for shared, pieces in saving or asked]
+            if not recipes:
+                continue
+            judged = yield [(count, recipe) for recipe in recipes]
+            if refusals := [one.why_not for one in judged if one.why_not]:
+                self.refused[str(every[0].recomputing)] = refusals[0]
+                continue
+            taken = [(one.needed_bytes, at) for at, one in enumerate(judged)]
+            if count > 1 and not self._order:
+                self._order = [str(asked[at][0].recipe) for _, at in sorted(taken)]
+            at = min(taken)[1]
+            return _Fastest(count, recipes[at], judged[at])
+        return None
+
+    def _ways(self, count: int, base: Recipe) -> list[Shared]:
+        """Ways to share the work, apart from those that recompute as one does that cannot be simulated."""
+        every = ways(self._job, base, count, self._fixed)
+        return [shared for shared in every if str(shared.recomputing) not in self.refused]
+
+    def _cuts(self, shared: Shared) -> list[Technique]:
+        return cuts(self._job, shared, self._fixed)
+
+    def _fastest(self, count: int, base: Recipe, limit: float) -> Asking[_Fastest | None]:
+        """The fastest recipe that fits so many GPUs; None where none takes less than `limit` seconds."""
+        every = [Bisection(shared, self._cuts(shared)) for shared in self._ways(count, base)]
+        best = limit
+
+        def is_worth_asking(one: Bisection) -> bool:
+            least = self._least.get(str(one.shared.recipe), 0.0)
+            return least < best * count and one.is_wanted(every)
+
+        while asked := [(one, recipe) for one in every if is_worth_asking(one) and (recipe := one.next())]:
+            judged = yield [(count, recipe) for _, recipe in asked]
+            for (one, _), answer in zip(asked, judged, strict=True):
+                one.hear(answer, self._bound)
+                if answer.why_not:
+                    self._refuse(one, every)
+                if one.whole is not None:
+                    self._least[str(one.shared.recipe)] = count * one.whole.step_seconds
+            best = min([limit, *(one.best.step_seconds for one in every if one.best)])
+        fastest = fitting(every)
+        if not fastest or fastest[0].best is None or fastest[0].best.step_seconds >= limit:
+            return None
+        return _Fastest(count, fastest[0].recipe, fastest[0].best)
+
+    def _refuse(self, refused: Bisection, every: Sequence[Bisection]) -> None:
+        """Leaves out what recomputes as this one does, which cannot be simulated."""
+        self.refused[str(refused.shared.recomputing)] = refused.why_not
+        for other in every:
+            if other.shared.recomputing == refused.shared.recomputing:
+                other.why_not = refused.why_not
