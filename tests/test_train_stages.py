@@ -81,7 +81,7 @@ def test_resumed_on_as_many_it_is_the_same_run(tmp_path: Path, forks: Forks, rec
 
 OTHERS = [
     (TWO, "micro_batches(2)", 1), ("micro_batches(2)", TWO, 2), (TWO, "fsdp + micro_batches(2)", 2),
-    (TWO, "pipeline(4, schedule=gpipe) + micro_batches(2)", 4), (TWO, SHARED, 4),
+    (TWO, "pipeline(4, schedule=gpipe) + micro_batches(2)", 4),
 ]  # fmt: skip
 
 
