@@ -205,15 +205,13 @@ def _waited_for(exchange: Callable[..., Any]) -> Callable[..., Any]:
     def wait(*arguments: Any, **keywords: Any) -> Any:
         given = [one for one in (*arguments, *keywords.values()) if isinstance(one, torch.Tensor)]
         EXCHANGED.update(one.nbytes for one in given)  # asking for the storage would count as a use of it
-        work = exchange(*arguments, **keywords)
+        work, group = exchange(*arguments, **keywords), _group_of(arguments, keywords)
         if isinstance(work, torch.Tensor):
-            work.exchanged_by = _group_of(arguments, keywords)  # type: ignore[attr-defined]
+            work.exchanged_by = group  # type: ignore[attr-defined]
             getattr(work, "trigger_wait", lambda: None)()
-            _meet(_group_of(arguments, keywords))
-            return work
-        if work is not None:
+        elif work is not None:
             work.wait()
-        _meet(_group_of(arguments, keywords))
+        _meet(group)
         return work
 
     return wait

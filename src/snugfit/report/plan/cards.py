@@ -14,7 +14,7 @@ from snugfit.planning.fleet.cards import (
 )
 from snugfit.planning.fleet.prices import Prices
 from snugfit.planning.several_gpus.plan import OnGpus
-from snugfit.report.plan.gpu_plans import FEW, SCALED, show_duration, show_money
+from snugfit.report.plan.gpu_plans import FEW, SCALED, show_duration, show_money, without_a_price
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import beside_note, job_line, recipes_beside
 from snugfit.report.text.page import Page, Sentence
@@ -95,9 +95,7 @@ def _about_the_run(plans: CardPlans, prices: Prices) -> Iterator[str]:
             f"The run: {plans.steps:,} steps, {samples:,} samples. Its start-up, renting machines and "
             "downloading weights and data are not counted."
         )
-    unpriced = [kind.key for kind in plans.fitting if kind.key not in prices.per_hour]
-    if prices.per_hour and unpriced:
-        yield f"No price was given for {some_of(unpriced, FEW)}, which can train this too."
+    yield from without_a_price([kind.key for kind in plans.fitting], prices)
 
 
 def _what_more_bring(plans: CardPlans) -> Iterator[str]:

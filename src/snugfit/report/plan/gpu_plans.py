@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from snugfit.errors import some_of
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
@@ -119,7 +119,12 @@ def the_run(plans: GpuPlans, prices: Prices) -> Iterator[str]:
             f"The run: {plans.steps:,} steps, {samples:,} samples. Start-up is counted, as on the host of "
             "an H200. Renting a machine and downloading weights and data are not."
         )
-    unpriced = [answer.key for answer in plans.fitting if answer.key not in prices.per_hour]
+    yield from without_a_price([answer.key for answer in plans.fitting], prices)
+
+
+def without_a_price(keys: Sequence[str], prices: Prices) -> Iterator[str]:
+    """A line about those of these kinds, which train the job, that have no price where others have one."""
+    unpriced = [key for key in keys if key not in prices.per_hour]
     if prices.per_hour and unpriced:
         yield f"No price was given for {some_of(unpriced, FEW)}, which can train this too."
 
