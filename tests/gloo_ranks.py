@@ -205,13 +205,15 @@ def _waited_for(exchange: Callable[..., Any]) -> Callable[..., Any]:
     def wait(*arguments: Any, **keywords: Any) -> Any:
         given = [one for one in (*arguments, *keywords.values()) if isinstance(one, torch.Tensor)]
         EXCHANGED.update(one.nbytes for one in given)  # asking for the storage would count as a use of it
-        work, group = exchange(*arguments, **keywords), _group_of(arguments, keywords)
+        work = exchange(*arguments, **keywords)
         if isinstance(work, torch.Tensor):
-            work.exchanged_by = group  # type: ignore[attr-defined]
+            work.exchanged_by = _group_of(arguments, keywords)  # type: ignore[attr-defined]
             getattr(work, "trigger_wait", lambda: None)()
-        elif work is not None:
+            _meet(_group_of(arguments, keywords))
+            return work
+        if work is not None:
             work.wait()
-        _meet(group)
+        _meet(_group_of(arguments, keywords))
         return work
 
     return wait
