@@ -253,3 +253,5 @@ def _follow_functional_ones() -> None:
 
 if __name__ == "__main__":
     run_rank(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
+    sys.stderr.flush()
+    os._exit(0)  # a thread of gloo's may abort Python's own end: see `exported_processes.py`
