@@ -7,10 +7,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
+from made_up_judge import MadeUpJudge, best_of_all
 from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.errors import UsageError
@@ -21,15 +22,13 @@ from snugfit.planning.fleet.cards import CardPlans, CardsOfKind, cheapest_cards,
 from snugfit.planning.fleet.prices import Prices
 from snugfit.planning.fleet.search_cards import plan_cards
 from snugfit.planning.keep import Kept
-from snugfit.planning.several_gpus.bisection import MARGIN
 from snugfit.planning.several_gpus.candidates import cuts, ways
-from snugfit.planning.several_gpus.judge import Judge, Judged
+from snugfit.planning.several_gpus.judge import Judge
 from snugfit.planning.several_gpus.plan import OnGpus
 from snugfit.planning.several_gpus.search import plan_several_gpus
 from snugfit.prediction.headroom import headroom_of
 from snugfit.report.plan.cards import render
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.several_gpus import on_gpus
 from snugfit.units import GIB
 
 JOB = replace(small_job("llama", 12), batch_size=64)
@@ -38,55 +37,11 @@ COUNTS = [1, 2, 4, 8, 16, 32, 64]
 H100 = KINDS[1]
 
 
-class MadeUpJudge:
-    """A judge by short formulas: states that are shared or not, activations of a piece, and exchanges whose
-    share grows with the GPUs."""
-
-    states, sample, exchange = 160 * GIB, 6 * GIB, 0.02
-    asked: ClassVar[list[tuple[int, str, tuple[str, ...]]]] = []
-
-    def __init__(self, job: Job, *kinds: Gpu) -> None:
-        self._job, self._kinds = job, kinds
-
-    def judge_kinds(self, gpus: int, recipe: Recipe, kinds: Sequence[int]) -> list[Judged]:
-        named = tuple(self._kinds[kind].key for kind in kinds)
-        self.asked.append((gpus, str(recipe), named))
-        return [self.of(self._job, self._kinds[kind], gpus, recipe) for kind in kinds]
-
-    @classmethod
-    def of(cls, job: Job, gpu: Gpu, gpus: int, recipe: Recipe) -> Judged:
-        setup = on_gpus(recipe.setup(), gpus)
-        wish = setup.parallel
-        recomputes = setup.checkpoint is not None
-        shared = wish is not None and wish.weights == "sharded"
-        gathers = shared and wish is not None and wish.reshard != "none"
-        spread = (wish.shards or gpus) if shared and wish else 1
-        states = cls.states / spread + (cls.states / 8 if shared and not gathers else 0)
-        part = job.batch_size / gpus
-        activations = cls.sample * part / setup.micro_batches * (0.1 if recomputes else 1)
-        speed = (gpu.memory_bytes or 0) / (100 * GIB)
-        work = part * (1.3 if recomputes else 1.0) / speed + 0.05 * setup.micro_batches
-        exchanges = cls.exchange * gpus * (2 if gathers else 1) if gpus > 1 else 0.0
-        return Judged(int(states + activations), work + exchanges)
-
-
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> type[MadeUpJudge]:
     monkeypatch.setattr(MadeUpJudge, "asked", [])
     monkeypatch.setattr(search_cards, "Judge", MadeUpJudge)
     return MadeUpJudge
-
-
-def best_of_all(gpu: Gpu, count: int) -> Judged | None:
-    """The fastest of all recipes that fit so many GPUs."""
-    bound = (gpu.memory_bytes or 0) - headroom_of(None, gpu, one_of_many=True)
-    every = [
-        MadeUpJudge.of(JOB, gpu, count, shared.cut(pieces))
-        for shared in ways(JOB, Recipe(), count, Kept())
-        for pieces in cuts(JOB, shared, Kept())
-    ]
-    fit = [one for one in every if one.needed_bytes * MARGIN <= bound]
-    return min(fit, key=lambda one: one.step_seconds, default=None)
 
 
 # ---- the search --------------------------------------------------------------------------------------------
@@ -106,7 +61,8 @@ def test_the_fewest_and_the_cheapest_are_those_of_every_recipe(
     monkeypatch.setattr(made_up, "exchange", exchange)
     plans = plan_cards(JOB, KINDS, counts=COUNTS, workers=1)
     for kind in plans.answers:
-        best = {count: best_of_all(kind.gpu, count) for count in COUNTS}
+        bound = (kind.gpu.memory_bytes or 0) - headroom_of(None, kind.gpu, one_of_many=True)
+        best = {count: best_of_all(JOB, kind.gpu, count, bound, Recipe()) for count in COUNTS}
         known = {count: one for count, one in best.items() if one is not None}
         if not known:
             assert kind.fits is False

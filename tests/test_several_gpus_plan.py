@@ -7,23 +7,33 @@ from dataclasses import replace
 
 import pytest
 
+from made_up_judge import MadeUpJudge, best_of_all
 from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.cli.plan import read_counts
 from snugfit.errors import UsageError
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.keep import Kept, kept_of
+from snugfit.planning.several_gpus import search
+from snugfit.planning.several_gpus.asking import MARGIN
 from snugfit.planning.several_gpus.candidates import cuts, sharings, ways
+from snugfit.planning.several_gpus.further_pieces import with_a_further_piece
 from snugfit.planning.several_gpus.judge import Judge
 from snugfit.planning.several_gpus.plan import OnGpus, SeveralGpusPlan
 from snugfit.planning.several_gpus.search import plan_several_gpus
+from snugfit.prediction.device import policy_for
 from snugfit.prediction.predict import predict
+from snugfit.prediction.profile import Software
+from snugfit.prediction.seconds import step_seconds
+from snugfit.rehearsal.rehearse import rehearse
 from snugfit.report.plan.several_gpus import render
 from snugfit.techniques.recipe import Recipe
-from snugfit.units import MIB
+from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+from snugfit.units import GIB, MIB
 
 JOB = replace(small_job("llama", 12), batch_size=8)
 H200 = find_gpu("h200")
+H200_POLICY = policy_for(H200, Software())
 
 
 # ---- what is put together ----------------------------------------------------------------------------------
@@ -89,13 +99,39 @@ def test_few_layers_tell_what_many_take(recipe: str) -> None:
     assert judged.step_seconds == pytest.approx(whole.timing.step_seconds, rel=0.02)
 
 
-def test_few_micro_batches_tell_what_many_take() -> None:
+@pytest.mark.parametrize("recipe", ["fsdp + micro_batches(8)", "zero1 + micro_batches(8)"])
+def test_few_micro_batches_tell_what_many_take(recipe: str) -> None:
     job = replace(small_job("llama", 4), batch_size=32)
-    judged = Judge(job, H200).judge(2, Recipe.parse("fsdp + micro_batches(8)"))
-    whole = predict(job, "fsdp + micro_batches(8)", gpu=H200, gpus=2)
+    judge = Judge(job, H200)
+    judged, full = judge.judge(2, Recipe.parse(recipe)), judge.in_full(2, Recipe.parse(recipe))
+    whole = predict(job, recipe, gpu=H200, gpus=2)
     assert judged.needed_bytes == pytest.approx(whole.needed_bytes, rel=0.01)
+    assert full.needed_bytes == pytest.approx(whole.needed_bytes, rel=1e-3)
     assert whole.timing is not None
-    assert judged.step_seconds == pytest.approx(whole.timing.step_seconds, rel=0.02)
+    assert judged.step_seconds == pytest.approx(whole.timing.step_seconds, rel=0.005)
+    exposed = whole.timing.exposed_communication_seconds
+    assert judged.exposed_seconds == pytest.approx(exposed, rel=0.05, abs=5e-5)
+    assert full.timing is None, "it is of fewer micro-batches"
+
+
+@pytest.mark.parametrize("recipe", ["fsdp", "ddp(bucket_views=true)", "fsdp(reshard=none) + every_layer"])
+def test_one_micro_batch_more_is_the_second_once_more(recipe: str) -> None:
+    few, more = (
+        rehearse(
+            job_of_rank(replace(small_job("llama", 4), batch_size=4 * pieces), setup), setup, H200_POLICY
+        )
+        for pieces in (3, 4)
+        for setup in [on_gpus(Recipe.parse(f"{recipe} + micro_batches({pieces})").setup(), 2)]
+    )
+    longer = with_a_further_piece(few)
+    assert longer is not None
+    assert [one._replace(after=()) for one in longer.kernels] == [
+        one._replace(after=()) for one in more.kernels
+    ]
+    assert longer.waits == more.waits
+    seconds, right = (step_seconds(one, H200, batch_size=16).step_seconds for one in (longer, more))
+    assert seconds == pytest.approx(right, rel=1e-6)
+    assert with_a_further_piece(more) is None
 
 
 def test_what_cannot_be_simulated_says_why() -> None:
@@ -141,6 +177,50 @@ def test_less_memory_takes_more_gpus_or_says_what_is_lacking(plan: SeveralGpusPl
     assert not none.fitting
     assert none.fastest is None
     assert none.answers[0].needed_bytes > least // 2
+
+
+@pytest.fixture
+def by_formulas(monkeypatch: pytest.MonkeyPatch) -> type[MadeUpJudge]:
+    monkeypatch.setattr(MadeUpJudge, "asked", [])
+    monkeypatch.setattr(search, "Judge", MadeUpJudge)
+    return MadeUpJudge
+
+
+@pytest.mark.parametrize(
+    ("states", "sample", "exchange", "more"),
+    [
+        (1, 20, 0.0, 1.2),
+        (160, 0.1, 0.02, 1.0),
+        (160, 6, 1e-4, 1.2),
+        (700, 6, 1e-4, 1.0),
+        (700, 20, 0.02, 1.2),
+    ],
+)
+def test_the_fastest_on_each_number_is_that_of_every_recipe(
+    by_formulas: type[MadeUpJudge],
+    monkeypatch: pytest.MonkeyPatch,
+    states: int,
+    sample: float,
+    exchange: float,
+    more: float,
+) -> None:
+    """Also where the whole model takes a fifth more than few layers said."""
+    monkeypatch.setattr(by_formulas, "states", states * GIB)
+    monkeypatch.setattr(by_formulas, "sample", sample * GIB)
+    monkeypatch.setattr(by_formulas, "exchange", exchange)
+    monkeypatch.setattr(by_formulas, "more_in_full", more)
+    job, counts = replace(JOB, batch_size=128), [2**power for power in range(8)]
+    plan = plan_several_gpus(job, gpu=H200, gpus=counts, headroom=0, workers=1)
+    bound = H200.memory_bytes or 0
+    for one in plan.answers:
+        best = best_of_all(job, H200, one.gpus, bound, Recipe(), max(more, MARGIN))
+        assert one.fits == (best is not None)
+        if best is not None:
+            assert one.step_seconds == best.step_seconds
+    every = sum(
+        len(cuts(job, shared, Kept())) for count in counts for shared in ways(job, Recipe(), count, Kept())
+    )
+    assert len(by_formulas.asked) == len(set(by_formulas.asked)) < every / 3
 
 
 def made_up() -> SeveralGpusPlan:

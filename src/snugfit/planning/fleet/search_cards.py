@@ -4,9 +4,8 @@ More GPUs take less of each, so the fewest that fit are found by bisection over 
 recomputes most and single samples. On these the fastest recipe is looked for as `snugfit plan --gpus` does,
 then on each larger number, as long as that brings a step of fewer GPU seconds. Two things keep that short:
 
-- The GPU seconds of one way of sharing, its batch cut as little as can be, do not fall with more GPUs: each
-  works on less at a time, and exchanges do not get shorter. So a way that took more on few GPUs than the best
-  answer is not asked about on more.
+- What was simulated tells of others (`several_gpus/evidence.py`): a way of sharing that cannot take fewer GPU
+  seconds than the best answer is not asked about.
 - Kinds that run the same kernels ask together, and share each rehearsal.
 
 Bytes and seconds are those of few layers and few micro-batches (`several_gpus/judge.py`); nothing is
@@ -30,8 +29,10 @@ from snugfit.planning.fleet.cards import CardPlans, CardsOfKind
 from snugfit.planning.keep import Free, Keep, Kept, kept_of
 from snugfit.planning.plan import Exclusion
 from snugfit.planning.request import fidelity_of, refuse_bad_request
-from snugfit.planning.several_gpus.bisection import MARGIN, Asked, Asking, Bisection, choose_base, fitting
+from snugfit.planning.several_gpus.asking import Asked, Asking, choose_base
 from snugfit.planning.several_gpus.candidates import Shared, cuts, ways
+from snugfit.planning.several_gpus.evidence import Evidence
+from snugfit.planning.several_gpus.fastest import FastestOnGpus, size_of
 from snugfit.planning.several_gpus.judge import Judge, Judged
 from snugfit.planning.several_gpus.plan import OnGpus
 from snugfit.planning.several_gpus.search import Tell, counts_of
@@ -41,7 +42,7 @@ from snugfit.prediction.profile import Software, installed_versions
 from snugfit.prediction.rates import rates_for
 from snugfit.prediction.worker_pool import Question, WorkerPool, worker_pool
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.technique import Fidelity, Technique
+from snugfit.techniques.technique import Fidelity
 
 PATIENCE = 2
 """Numbers of GPUs in a row that are not cheaper, after which no more are looked at (chosen)."""
@@ -209,9 +210,7 @@ class _KindSearch:
         self.answer: CardsOfKind | None = None
         self.refused: dict[str, str] = {}
         self.doubts: dict[str, None] = {}
-        self._least: dict[str, float] = {}
-        """GPU seconds of a way of sharing whose batch is cut as little as can be, by its recipe, on the most
-        GPUs on which that was asked."""
+        self._evidence = Evidence(self._bound)
         self._order: list[str] = []
         """Ways of sharing that recompute most, the one that took least memory first."""
 
@@ -283,7 +282,7 @@ class _KindSearch:
         return high
 
     def _fits(self, one: _Fastest) -> bool:
-        return one.judged.needed_bytes * MARGIN <= self._bound
+        return self._evidence.does_fit(one.judged)
 
     def _smallest(self, count: int, base: Recipe) -> Asking[_Fastest | None]:
         """What takes least memory on so many GPUs: what recomputes most, and the smallest pieces. None where
@@ -292,7 +291,9 @@ class _KindSearch:
         for shared in self._ways(count, base):
             by_recomputing.setdefault(str(shared.recomputing), []).append(shared)
         for every in reversed(by_recomputing.values()):
-            asked = [(shared, pieces[-1]) for shared in every if (pieces := self._cuts(shared))]
+            asked = [
+                (shared, pieces[-1]) for shared in every if (pieces := cuts(self._job, shared, self._fixed))
+            ]
             saving = [one for one in asked if str(one[0].recipe) in self._order[:SAVING]]
             recipes = [shared.cut(pieces) for shared, pieces in saving or asked]
             if not recipes:
@@ -305,6 +306,8 @@ class _KindSearch:
             if count > 1 and not self._order:
                 self._order = [str(asked[at][0].recipe) for _, at in sorted(taken)]
             at = min(taken)[1]
+            for (shared, smallest), one in zip(saving or asked, judged, strict=True):
+                self._evidence.hear(shared, size_of(self._job, shared, smallest), one)
             return _Fastest(count, recipes[at], judged[at])
         return None
 
@@ -313,35 +316,10 @@ class _KindSearch:
         every = ways(self._job, base, count, self._fixed)
         return [shared for shared in every if str(shared.recomputing) not in self.refused]
 
-    def _cuts(self, shared: Shared) -> list[Technique]:
-        return cuts(self._job, shared, self._fixed)
-
     def _fastest(self, count: int, base: Recipe, limit: float) -> Asking[_Fastest | None]:
         """The fastest recipe that fits so many GPUs; None where none takes less than `limit` seconds."""
-        every = [Bisection(shared, self._cuts(shared)) for shared in self._ways(count, base)]
-        best = limit
-
-        def is_worth_asking(one: Bisection) -> bool:
-            least = self._least.get(str(one.shared.recipe), 0.0)
-            return least < best * count and one.is_wanted(every)
-
-        while asked := [(one, recipe) for one in every if is_worth_asking(one) and (recipe := one.next())]:
-            judged = yield [(count, recipe) for _, recipe in asked]
-            for (one, _), answer in zip(asked, judged, strict=True):
-                one.hear(answer, self._bound)
-                if answer.why_not:
-                    self._refuse(one, every)
-                if one.whole is not None:
-                    self._least[str(one.shared.recipe)] = count * one.whole.step_seconds
-            best = min([limit, *(one.best.step_seconds for one in every if one.best)])
-        fastest = fitting(every)
-        if not fastest or fastest[0].best is None or fastest[0].best.step_seconds >= limit:
+        search = FastestOnGpus(self._job, count, base, self._fixed, self._evidence, self.refused)
+        outcome = yield from search.run(limit)
+        if not outcome.fitting:
             return None
-        return _Fastest(count, fastest[0].recipe, fastest[0].best)
-
-    def _refuse(self, refused: Bisection, every: Sequence[Bisection]) -> None:
-        """Leaves out what recomputes as this one does, which cannot be simulated."""
-        self.refused[str(refused.shared.recomputing)] = refused.why_not
-        for other in every:
-            if other.shared.recomputing == refused.shared.recomputing:
-                other.why_not = refused.why_not
+        return _Fastest(count, outcome.fitting[0].recipe, outcome.fitting[0].judged)

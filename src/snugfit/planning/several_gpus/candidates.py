@@ -39,6 +39,14 @@ class Shared:
         """The technique that says which layers are computed again."""
         return self.recipe[Slot.CHECKPOINTING]
 
+    @property
+    def spreads_over_all(self) -> bool:
+        """Whether each GPU holds less where there are more of them."""
+        wish = self.recipe.setup().parallel
+        if wish is None:
+            return False
+        return wish.states == "sharded" or (wish.weights == "sharded" and not wish.shards)
+
     def is_slower_than(self, other: Shared) -> bool:
         """Whether no step of it is shorter than the other's, which takes more memory: where both share the
         work in one way, and this recomputes, or gathers weights, where the other keeps them."""
@@ -49,6 +57,30 @@ class Shared:
         if own is None or rival is None or self.recomputing != other.recomputing:
             return False
         return replace(own, reshard=rival.reshard) == rival and rival.reshard == KEPT
+
+    def holds_no_more_than(self, other: Shared) -> bool:
+        """Whether it takes no more memory than the other wherever the batch is cut alike: where nothing else
+        differs than that this computes again what the other keeps, or holds a part of the weights where the
+        other holds all of them, if only for a while."""
+        own, rival = (one.recipe.setup() for one in (self, other))
+        if own.parallel is None or rival.parallel is None:
+            is_alike = own.parallel == rival.parallel
+        else:
+            mine, theirs = own.parallel, rival.parallel
+            is_lean = mine.weights == "sharded" and not mine.shards and mine.reshard != KEPT
+            is_alike = mine == theirs or (
+                is_lean
+                and mine.on_host >= theirs.on_host
+                and replace(theirs, weights=mine.weights, states=mine.states, shards=0, reshard=mine.reshard,
+                            on_host=mine.on_host, dtype=mine.dtype, bucket_views=mine.bucket_views) == mine
+            )  # fmt: skip
+        is_recomputed = own.checkpoint == rival.checkpoint or rival.checkpoint is None
+        slots = {*roster.slots_of_several_gpus(), Slot.CHECKPOINTING}
+        return (
+            is_alike
+            and is_recomputed
+            and all(self.recipe[slot] == other.recipe[slot] for slot in Slot if slot not in slots)
+        )
 
     def cut(self, pieces: Technique) -> Recipe:
         """The recipe whose global batch is cut so."""

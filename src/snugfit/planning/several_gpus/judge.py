@@ -1,9 +1,9 @@
 """What one recipe takes on so many GPUs, from models of few layers and few micro-batches.
 
-A step's bytes and seconds grow evenly with layers, and with micro-batches of one size; so those of a deep
-model, whose batch is cut into many, follow from two shallow ones, whose batches are cut into two and three.
-What is found so is simulated in full before it is answered. Questions are asked in other processes, so each
-is plain data.
+A step's bytes and seconds grow evenly with layers, so those of a deep model follow from two shallow ones.
+Micro-batches of one size are alike from the second on: their bytes are those of three, and each further one
+takes as long as the second of three. What is found so is simulated with all layers before it is answered.
+Questions are asked in other processes, so each is plain data.
 """
 
 from __future__ import annotations
@@ -11,32 +11,41 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from snugfit.errors import SnugfitError
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.planning.cost.shallow import linear_extrapolate
+from snugfit.planning.several_gpus.further_pieces import with_a_further_piece
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.device import context_of, policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
 from snugfit.prediction.rates import rates_for
-from snugfit.prediction.seconds import step_seconds
+from snugfit.prediction.seconds import MODELS_OWN, step_seconds
 from snugfit.prediction.several_gpus.communication import communication_bytes, doubts_about_exchanges
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.depth import Depth, depth_of, periodic_checkpoint
-from snugfit.results.prediction import Prediction
+from snugfit.results.step_seconds import StepSeconds
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+from snugfit.techniques.technique import Slot
 
 FEWEST = 4
 """Layers of the shallower model (chosen): with fewer, weights are gathered ahead that the deep model does not
 hold at once, and the bytes of many layers come out too small."""
 
-FEW_PIECES = (2, 3)
-"""Micro-batches of the two that stand for more."""
+FEW_PIECES = 3
+"""Micro-batches that stand for more: a first, a last, and one between."""
+
+WHOLE_PIECES = 2
+"""Micro-batches of what is simulated with all layers: the second takes as many bytes as any further one."""
+
+STEPS = 2
+"""Steps that are simulated: what is made for good is there at the end of the first."""
 
 
 class Judged(NamedTuple):
@@ -49,6 +58,21 @@ class Judged(NamedTuple):
     """Why it cannot be simulated; empty where it can."""
     doubts: tuple[str, ...] = ()
     """Sentences on what is uncertain about exchanges between the GPUs."""
+    model_seconds: float = 0.0
+    """Of the kernels of forward and backward passes, added up, without exchanges."""
+    exposed_seconds: float = 0.0
+    """By which exchanges make the step longer."""
+
+
+class InFull(NamedTuple):
+    """What a recipe takes, simulated with all layers."""
+
+    needed_bytes: int
+    bound: str
+    """What bounds the step (`StepSeconds.bound`)."""
+    doubts: tuple[str, ...]
+    timing: StepSeconds | None
+    """Of the whole step; None where not all of its micro-batches were simulated."""
 
 
 class Judge:
@@ -74,44 +98,47 @@ class Judge:
         except SnugfitError as refused:
             return [Judged(0, 0.0, str(refused))] * len(kinds)
         return [
-            Judged(int(needed), seconds, "", tuple(doubts))
-            for (needed, seconds), doubts in zip(figures, one.doubts, strict=True)
+            _judged(figure, setup.micro_batches, tuple(doubts))
+            for figure, doubts in zip(figures, one.doubts, strict=True)
         ]
 
-    def in_full(self, gpus: int, recipe: Recipe, memory_bytes: int) -> Prediction:
-        """The prediction of a recipe with so many bytes of each GPU. Raises `SnugfitError` as `predict`
-        does."""
-        return predict(self._job, recipe, gpu=self._gpu, gpus=gpus, memory_bytes=memory_bytes)
+    def in_full(self, gpus: int, recipe: Recipe) -> InFull:
+        """The bytes of a recipe with all layers, and with at most `WHOLE_PIECES` micro-batches where no GPU
+        hands them on to another. Raises `SnugfitError` as `predict` does."""
+        setup = on_gpus(recipe.setup(), gpus)
+        few = setup.micro_batches > WHOLE_PIECES and (setup.parallel is None or setup.parallel.stages == 1)
+        job = self._job
+        if few:
+            job = replace(job, batch_size=job.batch_size // setup.micro_batches * WHOLE_PIECES)
+            settings = type(recipe[Slot.BATCHING]).settings(job_of_rank(job, setup))
+            recipe = recipe.with_(
+                next(one for one in settings if one.install(Setup()).micro_batches == WHOLE_PIECES)
+            )
+        prediction = predict(job, recipe, gpu=self._gpu, gpus=gpus)
+        timing = prediction.timing
+        return InFull(
+            needed_bytes=prediction.needed_bytes,
+            bound=timing.bound if timing else "",
+            doubts=prediction.doubts,
+            timing=None if few else timing,
+        )
 
     def _by_layers(self, part: Job, setup: Setup, one: _OneQuestion) -> list[_Figures]:
         depth = self._depth(part, setup)
         if depth is None:
-            return self._by_pieces(part, setup, one)
+            return _by_few_pieces(part, setup, one)
         checkpoint, repeats = periodic_checkpoint(setup.checkpoint, depth.layers)
         period = math.lcm(depth.period, repeats)
         least = math.ceil(FEWEST / period) * period
         more = least + max(period, 2 // period * period)
         if least + more >= depth.layers:
-            return self._by_pieces(part, setup, one)
+            return _by_few_pieces(part, setup, one)
         asked = replace(setup, checkpoint=checkpoint)
         return _on_a_line(
             (least, more),
-            lambda layers: self._by_pieces(depth.shallower(part, layers), asked, one),
+            lambda layers: _by_few_pieces(depth.shallower(part, layers), asked, one),
             depth.layers,
         )
-
-    def _by_pieces(self, part: Job, setup: Setup, one: _OneQuestion) -> list[_Figures]:
-        """`part` is a GPU's, on whatever depth."""
-        if setup.micro_batches <= FEW_PIECES[-1]:
-            return one.simulate(part, setup)
-        samples = part.batch_size // setup.micro_batches
-
-        def of_pieces(pieces: int) -> list[_Figures]:
-            return one.simulate(
-                replace(part, batch_size=samples * pieces), replace(setup, micro_batches=pieces)
-            )
-
-        return _on_a_line(FEW_PIECES, of_pieces, setup.micro_batches)
 
     def _depth(self, part: Job, setup: Setup) -> Depth | None:
         if setup.attention not in self._depths:
@@ -119,8 +146,39 @@ class Judge:
         return self._depths[setup.attention]
 
 
-_Figures = tuple[float, float]
-"""Bytes and seconds on one kind of GPU."""
+class _Figures(NamedTuple):
+    """Of at most `FEW_PIECES` micro-batches on one kind of GPU, and, from `piece_seconds` on, what one more
+    adds; all but the first grow evenly with layers."""
+
+    kept_bytes: float
+    """What the allocator keeps and nothing uses, and what lies outside it: the larger of two depths stands
+    for all."""
+    allocated_bytes: float
+    step_seconds: float
+    model_seconds: float
+    exposed_seconds: float
+    piece_seconds: float = 0.0
+    piece_model_seconds: float = 0.0
+    piece_exposed_seconds: float = 0.0
+
+
+def _judged(figure: _Figures, pieces: int, doubts: tuple[str, ...]) -> Judged:
+    """What so many micro-batches take."""
+    more = max(0, pieces - FEW_PIECES)
+    return Judged(
+        needed_bytes=int(figure.kept_bytes + figure.allocated_bytes),
+        step_seconds=figure.step_seconds + more * figure.piece_seconds,
+        doubts=doubts,
+        model_seconds=figure.model_seconds + more * figure.piece_model_seconds,
+        exposed_seconds=max(0.0, figure.exposed_seconds + more * figure.piece_exposed_seconds),
+    )
+
+
+def _by_few_pieces(part: Job, setup: Setup, one: _OneQuestion) -> list[_Figures]:
+    """`part` is a GPU's, on whatever depth."""
+    pieces = min(setup.micro_batches, FEW_PIECES)
+    samples = part.batch_size // setup.micro_batches * pieces
+    return one.simulate(replace(part, batch_size=samples), replace(setup, micro_batches=pieces))
 
 
 class _OneQuestion:
@@ -133,26 +191,43 @@ class _OneQuestion:
         self.doubts: list[dict[str, None]] = [{} for _ in kinds]
 
     def simulate(self, part: Job, setup: Setup) -> list[_Figures]:
-        """Bytes and seconds of a step on each kind, from one rehearsal."""
-        trace = rehearse(part, setup, self._policy)
+        """What a step takes on each kind, from one rehearsal."""
+        trace = rehearse(part, setup, self._policy, steps=STEPS)
         after = replay(trace, expandable=setup.expandable_segments)
         gpus = setup.parallel.ranks if setup.parallel else 1
         group = communication_bytes(trace, gpus)
+        longer = with_a_further_piece(trace) if setup.micro_batches > 1 else None
         figures: list[_Figures] = []
         for gpu, doubts in zip(self._kinds, self.doubts, strict=True):
             context, _ = context_of(gpu, self._software, trace, group=group)
             rates = rates_for(gpu, gpus)
-            workers = setup.loader.workers
-            timing = step_seconds(trace, gpu, batch_size=part.batch_size, rates=rates, workers=workers)
+            timed = partial(
+                step_seconds, gpu=gpu, batch_size=part.batch_size, rates=rates, workers=setup.loader.workers
+            )
+            known = _seconds_of(timed(trace))
+            further = (
+                [late - early for early, late in zip(known, _seconds_of(timed(longer)), strict=True)]
+                if longer is not None
+                else [0.0] * len(known)
+            )
             doubts.update(dict.fromkeys(doubts_about_exchanges(trace, gpu, rates)))
-            figures.append((context + after.reserved_peak, timing.step_seconds))
+            kept = context + after.reserved_peak - after.allocated_peak
+            figures.append(_Figures(kept, after.allocated_peak, *known, *further))
         return figures
 
 
+def _seconds_of(timing: StepSeconds) -> tuple[float, float, float]:
+    """Of the step, of its model's kernels, and those by which exchanges make it longer."""
+    model = sum(one.device_seconds for one in timing.phases if one.phase in MODELS_OWN)
+    return timing.step_seconds, model, timing.exposed_communication_seconds
+
+
 def _on_a_line(points: Sequence[int], of: Callable[[int], list[_Figures]], at: int) -> list[_Figures]:
-    """Bytes and seconds of each kind at `at`, on the straight lines through those at two points."""
-    lines = []
-    for on_kind in zip(*map(of, points), strict=True):
-        needed, seconds = zip(*on_kind, strict=True)
-        lines.append((linear_extrapolate(points, needed, at), linear_extrapolate(points, seconds, at)))
-    return lines
+    """The figures of each kind at `at`, on the straight lines through those at two points."""
+    return [
+        _Figures(
+            max(kept), *[linear_extrapolate(points, values, at) for values in zip(*growing, strict=True)]
+        )
+        for on_kind in zip(*map(of, points), strict=True)
+        for kept, growing in [([one[0] for one in on_kind], [one[1:] for one in on_kind])]
+    ]

@@ -1,18 +1,15 @@
 """The search: for each number of GPUs, the fastest way to share the work that fits.
 
-For each way of sharing and recomputing, the fewest micro-batches with which it fits are found by bisection:
-fewer take less time and more memory. What recomputes more is looked at only where what recomputes less does
-not fit whole. Recipes are compared on models of few layers, many at a time; the fastest for each number of
-GPUs are then simulated in full, until one fits. On the fastest answer's GPUs the best few are simulated, and
-all are told.
+Numbers of GPUs are looked at one after the other, and what is found on some tells what need not be asked on
+others (`evidence.py`, `fastest.py`). Recipes are compared on models of few layers; the fastest for each
+number of GPUs are then simulated with all layers, until one fits. On the fastest answer's GPUs the best few
+are, and all are told.
 """
 
 from __future__ import annotations
 
-import math
 import os
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -22,15 +19,15 @@ from snugfit.job.job import Job
 from snugfit.planning.keep import Free, Keep, Kept, kept_of
 from snugfit.planning.plan import Exclusion
 from snugfit.planning.request import fidelity_of, refuse_bad_request
-from snugfit.planning.several_gpus.bisection import Bisection, answer_to, choose_base, fitting
-from snugfit.planning.several_gpus.candidates import cuts, ways
-from snugfit.planning.several_gpus.judge import Judge, Judged
+from snugfit.planning.several_gpus.asking import Asked, answer_to, choose_base
+from snugfit.planning.several_gpus.evidence import Evidence
+from snugfit.planning.several_gpus.fastest import FastestOnGpus, Outcome, Screened
+from snugfit.planning.several_gpus.judge import InFull, Judge, Judged
 from snugfit.planning.several_gpus.plan import OnGpus, SeveralGpusPlan
 from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.profile import installed_versions
 from snugfit.prediction.rates import rates_for
 from snugfit.prediction.worker_pool import Question, WorkerPool, worker_pool
-from snugfit.results.prediction import Prediction
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import MOST_GPUS
 from snugfit.techniques.technique import Fidelity
@@ -102,6 +99,8 @@ class _Search:
         self._job, self._gpu, self._bound, self._fixed = job, gpu, bound, fixed
         self._fidelity, self._pool, self._tell = fidelity, pool, tell
         self._screened = 0
+        self._evidence = Evidence(bound)
+        self._known: dict[tuple[int, Recipe], Judged] = {}
         self._refused: dict[str, str] = {}
         self._doubts: dict[str, None] = {}
         self._full: dict[tuple[int, Recipe], OnGpus | None] = {}
@@ -109,14 +108,14 @@ class _Search:
     def answer(self, counts: list[int]) -> SeveralGpusPlan:
         """The plan for these numbers of GPUs."""
         base = self._base(counts[-1])
-        bisections = self._screen(counts, base)
-        firsts = [(count, one.recipe) for count in counts for one in fitting(bisections[count])[:1]]
-        self._in_full(firsts)
-        answers = [self._best_of(count, bisections[count]) for count in counts]
+        found = self._screen(counts, base)
+        firsts = [(count, one.fitting[0] if one.fitting else one.miss) for count, one in found.items()]
+        self._in_full([(count, one) for count, one in firsts if one is not None])
+        answers = [self._best_of(count, base, found) for count in counts]
         fastest = min((one for one in answers if one.fits), key=lambda one: one.step_seconds, default=None)
         alternatives: list[OnGpus] = []
         if fastest is not None:
-            alternatives = self._alternatives(fastest, bisections[fastest.gpus])
+            alternatives = self._alternatives(fastest, found[fastest.gpus])
         return SeveralGpusPlan(
             job=self._job,
             gpu=self._gpu,
@@ -132,89 +131,99 @@ class _Search:
             versions=installed_versions(),
         )
 
-    def _judge(self, questions: Iterable[tuple[int, Recipe]]) -> list[Judged]:
-        asked = [Question(at, "judge", question) for at, question in enumerate(questions)]
+    def _judge(self, questions: Asked) -> list[Judged]:
+        asked = [
+            Question(at, "judge", question)
+            for at, question in enumerate(questions)
+            if question not in self._known
+        ]
         self._screened += len(asked)
-        answers = {answer.number: answer.value for answer in self._pool.answers_to(asked)}
-        return [answers[at] for at in range(len(asked))]
+        for answer in self._pool.answers_to(asked):
+            self._known[questions[answer.number]] = answer.value
+        return [self._known[question] for question in questions]
 
     def _base(self, gpus: int) -> Recipe:
         """The recipe whose slots that are decided once take the least time, on so many GPUs."""
         self._tell("comparing precisions and optimizers")
         return answer_to(choose_base(self._job, gpus, self._fixed, self._fidelity), self._judge)
 
-    def _screen(self, counts: Sequence[int], base: Recipe) -> dict[int, list[Bisection]]:
-        """For each number of GPUs the ways to share, with the fewest pieces with which each fits."""
-        bisections: dict[int, list[Bisection]] = defaultdict(list)
-        for count in counts:
-            for shared in ways(self._job, base, count, self._fixed):
-                bisections[count].append(Bisection(shared, cuts(self._job, shared, self._fixed)))
-        every = [one for ways_of_count in bisections.values() for one in ways_of_count]
-        while asked := [
-            (one, recipe)
-            for one in every
-            if one.is_wanted(bisections[one.shared.gpus]) and (recipe := one.next())
-        ]:
-            self._tell(f"simulating {len(asked)} recipes on few layers, {self._screened} done")
-            judged = self._judge((one.shared.gpus, recipe) for one, recipe in asked)
-            for (one, _), answer in zip(asked, judged, strict=True):
-                one.hear(answer, self._bound)
-                if answer.why_not:
-                    self._refused[str(one.shared.recomputing)] = answer.why_not
-                    for other in every:
-                        if other.shared.recomputing == one.shared.recomputing:
-                            other.why_not = answer.why_not
-        return bisections
+    def _screen(self, counts: Sequence[int], base: Recipe) -> dict[int, Outcome]:
+        """What fits each number of GPUs, or nearly does."""
+        found: dict[int, Outcome] = {}
+        for count in _from_both_ends(counts):
+            on_gpus = f"{count} GPU" + "s" * (count > 1)
+            self._tell(f"simulating on few layers, {self._screened} recipes done, for {on_gpus}")
+            found[count] = self._fastest(count, base)
+        return {count: found[count] for count in counts}
 
-    def _best_of(self, count: int, ways_to_share: list[Bisection]) -> OnGpus:
-        """The fastest that fits when it is simulated in full, or the nearest miss."""
-        for one in fitting(ways_to_share):
-            answer = self._in_full([(count, one.recipe)])[0]
-            if answer is not None and answer.fits:
+    def _fastest(self, count: int, base: Recipe) -> Outcome:
+        search = FastestOnGpus(self._job, count, base, self._fixed, self._evidence, self._refused)
+        return answer_to(search.run(), self._judge)
+
+    def _best_of(self, count: int, base: Recipe, found: dict[int, Outcome]) -> OnGpus:
+        """The fastest that fits when it is simulated in full, or the nearest miss. What does not fit then is
+        heard, and the search goes on."""
+        answers: dict[Recipe, OnGpus] = {}
+        while found[count].fitting:
+            one = found[count].fitting[0]
+            answer = self._in_full([(count, one)])[0]
+            if answer is None:  # it cannot be simulated: the next one may
+                found[count].fitting.pop(0)
+                continue
+            if answer.fits or one.recipe in answers:
                 return answer
-        misses = [one for one in ways_to_share if one.smallest is not None]
-        if not misses:
-            reasons = [one.why_not for one in ways_to_share if one.why_not]
-            raise SnugfitError(reasons[0] if reasons else f"No recipe trains this job on {count} GPUs.")
-        nearest = min(misses, key=lambda one: one.smallest.needed_bytes if one.smallest else math.inf)
-        miss = self._in_full([(count, nearest.smallest_recipe)])[0]
-        if miss is None:
-            raise SnugfitError(f"No recipe trains this job on {count} GPUs.")
-        return miss
+            answers[one.recipe] = answer
+            self._evidence.hear(one.shared, one.size, one.judged._replace(needed_bytes=answer.needed_bytes))
+            found[count] = self._fastest(count, base)
+        if (nearest := found[count].miss) is not None:
+            miss = self._in_full([(count, nearest)])[0]
+            if miss is not None:
+                return miss
+        raise SnugfitError(next(iter(self._refused.values()), f"No recipe trains this job on {count} GPUs."))
 
-    def _alternatives(self, fastest: OnGpus, ways_to_share: list[Bisection]) -> list[OnGpus]:
-        recipes = [one.recipe for one in fitting(ways_to_share) if str(one.recipe) != fastest.recipe]
-        known = self._in_full([(fastest.gpus, one) for one in recipes[: FULL - 1]])
+    def _alternatives(self, fastest: OnGpus, found: Outcome) -> list[OnGpus]:
+        others = [one for one in found.fitting if str(one.recipe) != fastest.recipe]
+        known = self._in_full([(fastest.gpus, one) for one in others[: FULL - 1]])
         return sorted(
             (one for one in known if one is not None and one.fits), key=lambda one: one.step_seconds
         )
 
-    def _in_full(self, recipes: Sequence[tuple[int, Recipe]]) -> list[OnGpus | None]:
-        """What these recipes take on so many GPUs each, simulated in full; None where that fails."""
-        missing = [one for one in recipes if one not in self._full]
+    def _in_full(self, recipes: Sequence[tuple[int, Screened]]) -> list[OnGpus | None]:
+        """What these recipes take on so many GPUs each, simulated with all layers; None where that fails."""
+        missing = [(count, one) for count, one in recipes if (count, one.recipe) not in self._full]
         if missing:
-            self._tell(f"simulating {len(missing)} answers in full")
-        asked = [Question(at, "in_full", (*one, self._bound)) for at, one in enumerate(missing)]
+            self._tell(f"simulating {len(missing)} answers with all layers")
+        asked = [Question(at, "in_full", (count, one.recipe)) for at, (count, one) in enumerate(missing)]
         for answer in self._pool.answers_to(asked):
-            count, recipe = missing[answer.number]
-            self._full[count, recipe] = self._summary(count, recipe, answer.value)
-        return [self._full[one] for one in recipes]
+            count, one = missing[answer.number]
+            self._full[count, one.recipe] = self._summary(count, one, answer.value)
+        return [self._full[count, one.recipe] for count, one in recipes]
 
-    def _summary(self, count: int, recipe: Recipe, prediction: Prediction | SnugfitError) -> OnGpus | None:
-        if isinstance(prediction, SnugfitError):
-            self._refused[str(recipe)] = str(prediction)
+    def _summary(self, count: int, screened: Screened, full: InFull | SnugfitError) -> OnGpus | None:
+        recipe, judged = screened.recipe, screened.judged
+        if isinstance(full, SnugfitError):
+            self._refused[str(recipe)] = str(full)
             return None
-        self._doubts.update(dict.fromkeys(prediction.doubts))
-        timing = prediction.timing
-        if timing is None:
-            return None
+        self._doubts.update(dict.fromkeys(full.doubts))
+        seconds, efficiency = judged.step_seconds, None
+        if full.timing is not None:
+            seconds, efficiency = full.timing.step_seconds, full.timing.scaling_efficiency
+        elif count > 1 and seconds:
+            efficiency = 1 - judged.exposed_seconds / seconds
         return OnGpus(
             gpus=count,
             recipe=str(recipe),
-            needed_bytes=prediction.needed_bytes,
-            step_seconds=timing.step_seconds,
-            samples_per_second=timing.samples_per_second,
-            scaling_efficiency=timing.scaling_efficiency,
-            bound=timing.bound,
-            fits=bool(prediction.fits),
+            needed_bytes=full.needed_bytes,
+            step_seconds=seconds,
+            samples_per_second=self._job.batch_size / seconds if seconds else 0.0,
+            scaling_efficiency=efficiency,
+            bound=full.bound,
+            fits=full.needed_bytes <= self._bound,
         )
+
+
+def _from_both_ends(counts: Sequence[int]) -> list[int]:
+    """The most, the fewest, the second most and so on: what misses on more GPUs does on fewer, and what fits
+    on fewer does on more."""
+    more, fewer = sorted(counts, reverse=True), sorted(counts)
+    return list(dict.fromkeys(one for pair in zip(more, fewer, strict=True) for one in pair))

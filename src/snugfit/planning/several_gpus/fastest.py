@@ -1,0 +1,212 @@
+"""The fastest recipe on one number of GPUs: which ways of sharing are asked about, with which cut batches.
+
+Ways are asked about in the order of the seconds that they take at least, as far as that is known
+(`evidence.py`), and no more of them than may still be faster than the best that fits. Of each way the fewest
+micro-batches are looked for with which it fits: fewer take less time and more memory. While nothing is known
+to fit, what holds least is asked first: where it misses clearly, all that holds more does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from snugfit.job.job import Job
+from snugfit.planning.keep import Kept
+from snugfit.planning.several_gpus.asking import Asking
+from snugfit.planning.several_gpus.candidates import Shared, cuts, ways
+from snugfit.planning.several_gpus.evidence import Evidence, Size
+from snugfit.planning.several_gpus.judge import Judged
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+from snugfit.techniques.technique import Technique
+
+AT_ONCE = 2
+"""Recipes that are asked about side by side (chosen): the answer to one may spare the others."""
+
+
+class Screened(NamedTuple):
+    """A recipe, and what it takes as simulated on few layers."""
+
+    recipe: Recipe
+    judged: Judged
+    shared: Shared
+    """The recipe without how its batch is cut."""
+    size: Size
+
+
+class Outcome(NamedTuple):
+    """What a search on one number of GPUs has found."""
+
+    fitting: list[Screened]
+    """Of each way that was looked at what fits, the fastest first."""
+    miss: Screened | None
+    """Where nothing fits: what takes least of what was simulated."""
+
+
+@dataclass
+class _Way:
+    """One way of sharing and recomputing, with every way to cut the batch, from the whole to the smallest
+    micro-batches."""
+
+    shared: Shared
+    pieces: list[Technique]
+    sizes: list[Size]
+
+    def recipe(self, at: int) -> Recipe:
+        return self.shared.cut(self.pieces[at])
+
+
+class FastestOnGpus:
+    """The search on one number of GPUs. What cannot be simulated goes to `refused`, by the technique that
+    recomputes, which is left out from then on."""
+
+    def __init__(
+        self,
+        job: Job,
+        gpus: int,
+        base: Recipe,
+        fixed: Kept,
+        evidence: Evidence,
+        refused: MutableMapping[str, str],
+    ) -> None:
+        self._gpus, self._evidence, self._refused = gpus, evidence, refused
+        self._ways = [
+            way
+            for shared in ways(job, base, gpus, fixed)
+            if str(shared.recomputing) not in refused and (way := _way(job, shared, fixed)).sizes
+        ]
+
+    def run(self, limit: float = math.inf) -> Asking[Outcome]:
+        """What fits, in no more than `limit` seconds a step, or the nearest miss. Asks until nothing else may
+        be faster than the first."""
+        while asked := self._questions(limit):
+            judged = yield [(self._gpus, way.recipe(at)) for way, at in asked]
+            for (way, at), answer in zip(asked, judged, strict=True):
+                self._hear(way, at, answer)
+        fitting = sorted(self._fitting(), key=lambda one: one.judged.step_seconds)
+        if fitting or limit < math.inf:
+            return Outcome([one for one in fitting if one.judged.step_seconds < limit], None)
+        miss = yield from self._nearest_miss()
+        return Outcome([], miss)
+
+    def _hear(self, way: _Way, at: int, judged: Judged) -> None:
+        if judged.why_not:
+            recomputing = way.shared.recomputing
+            self._refused[str(recomputing)] = judged.why_not
+            self._ways = [one for one in self._ways if one.shared.recomputing != recomputing]
+            return
+        self._evidence.hear(way.shared, way.sizes[at], judged)
+
+    def _fitting(self) -> Iterator[Screened]:
+        for way in self._ways:
+            for at, size in enumerate(way.sizes):
+                judged = self._evidence.judged(way.shared, size)
+                if judged is not None and self._evidence.does_fit(judged):
+                    yield Screened(way.recipe(at), judged, way.shared, size)
+                    break
+
+    # ---- what is asked -------------------------------------------------------------------------------------
+
+    def _questions(self, limit: float) -> list[tuple[_Way, int]]:
+        """Ways, and the place of the cut that is to be simulated; none once the fastest is known."""
+        best = min([limit, *(one.judged.step_seconds for one in self._fitting())])
+        wanted: dict[float, list[tuple[_Way, int]]] = {}
+        is_anything_known = best < limit
+        for way in self._ways:
+            first = self._first(way)
+            if first is None or self._is_behind(way):
+                continue
+            least = self._evidence.least_seconds(way.shared, way.sizes[first])
+            is_anything_known = is_anything_known or self._smallest_that_fits(way) is not None
+            if least < best and (at := self._next(way, first)) is not None:
+                wanted.setdefault(least, []).append((way, at))
+        asked = [one for least in sorted(wanted) for one in wanted[least]]
+        if not is_anything_known:
+            asked.sort(key=lambda one: -self._held_more(one[0]))
+        paceless: set[Recipe] = set()
+        some: list[tuple[_Way, int]] = []
+        for way, at in asked:
+            if not self._evidence.has_pace(way.shared):
+                like = self._evidence.on_one_gpu(way.shared)
+                if like in paceless:
+                    continue
+                paceless.add(like)
+            some.append((way, at))
+        return some[:AT_ONCE]
+
+    def _first(self, way: _Way) -> int | None:
+        """The place of the fewest micro-batches that may fit."""
+        fits = self._evidence.fits
+        return next((at for at, size in enumerate(way.sizes) if fits(way.shared, size) is not False), None)
+
+    def _smallest_that_fits(self, way: _Way) -> int | None:
+        """The place of the fewest micro-batches that are known to fit."""
+        fits = self._evidence.fits
+        return next((at for at, size in enumerate(way.sizes) if fits(way.shared, size)), None)
+
+    def _next(self, way: _Way, first: int) -> int | None:
+        """The place of the cut that is simulated next; None where the fewest micro-batches are known."""
+        fitting, last = self._smallest_that_fits(way), len(way.sizes) - 1
+        if fitting is None:
+            is_hopeless = first > 0 or self._evidence.missed_elsewhere(way.shared, way.sizes[first])
+            was_asked = self._evidence.judged(way.shared, way.sizes[last]) is not None
+            return last if is_hopeless and not was_asked else first
+        if fitting == first or self._evidence.judged(way.shared, way.sizes[fitting]) is None:
+            is_known = self._evidence.judged(way.shared, way.sizes[first]) is not None
+            return None if is_known else fitting
+        near = way.sizes[fitting]
+        unknown = [
+            at for at in range(first, fitting) if self._evidence.fits(way.shared, way.sizes[at]) is None
+        ]
+        expected = (at for at in unknown if self._evidence.expects_to_fit(way.shared, way.sizes[at], near))
+        return next(expected, unknown[-1])
+
+    def _is_behind(self, way: _Way) -> bool:
+        """Whether another is known to be faster, or will soon be known to be or not: one that shares the work
+        in the same way, and recomputes less or gathers less often, and whose batch need not be cut."""
+        for other in self._ways:
+            if other is way:
+                return False
+            if way.shared.is_slower_than(other.shared):
+                whole = self._evidence.fits(other.shared, other.sizes[0])
+                if whole or (
+                    whole is None and not self._evidence.missed_elsewhere(other.shared, other.sizes[0])
+                ):
+                    return True
+        return False
+
+    def _held_more(self, way: _Way) -> int:
+        """How many others hold no less than this one."""
+        return sum(way.shared.holds_no_more_than(other.shared) for other in self._ways)
+
+    def _nearest_miss(self) -> Asking[Screened | None]:
+        def misses() -> list[Screened]:
+            return [
+                Screened(way.recipe(at), judged, way.shared, size)
+                for way in self._ways
+                for at, size in enumerate(way.sizes)
+                if (judged := self._evidence.judged(way.shared, size)) is not None
+            ]
+
+        if not misses() and self._ways:
+            leanest = max(reversed(self._ways), key=self._held_more)
+            at = len(leanest.sizes) - 1
+            (judged,) = yield [(self._gpus, leanest.recipe(at))]
+            self._hear(leanest, at, judged)
+        return min(misses(), key=lambda one: one.judged.needed_bytes, default=None)
+
+
+def _way(job: Job, shared: Shared, fixed: Kept) -> _Way:
+    pieces = cuts(job, shared, fixed)
+    return _Way(shared, pieces, [size_of(job, shared, one) for one in pieces])
+
+
+def size_of(job: Job, shared: Shared, pieces: Technique) -> Size:
+    """How the step of a job is cut that is shared so."""
+    part = job_of_rank(job, on_gpus(shared.recipe.setup(), shared.gpus))
+    count = pieces.install(Setup()).micro_batches
+    return Size(shared.gpus, part.batch_size // count, count)

@@ -1,0 +1,42 @@
+"""A step with one micro-batch more than was simulated: the one between its first and its last once more.
+
+That one begins and ends as the next does, so a step of four is one of three with the second twice; also where
+exchanges in other streams reach from one micro-batch into the next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from snugfit.rehearsal.trace.trace import Kernel, Trace
+
+
+def with_a_further_piece(trace: Trace) -> Trace | None:
+    """The kernels and waits of this trace's steady step with one micro-batch more, its blocks and events left
+    as they are; None where it has no micro-batch between a first and a last."""
+    starts = [
+        number
+        for number, (before, kernel) in enumerate(pairwise(trace.kernels), start=1)
+        if kernel.phase == "load" != before.phase
+    ]
+    if len(starts) != 2:
+        return None
+    second, third = starts
+    length = third - second
+    again = [_later(kernel, length, 0) for kernel in trace.kernels[second:third]]
+    rest = [_later(kernel, length, second) for kernel in trace.kernels[third:]]
+    waits = [wait for wait in trace.waits if wait < third]
+    waits += [wait + length for wait in trace.waits if wait >= second]
+    return replace(trace, kernels=(*trace.kernels[:third], *again, *rest), waits=tuple(waits))
+
+
+def _later(kernel: Kernel, numbers: int, since: int) -> Kernel:
+    """The same kernel so many places further on; it waits for those that are so much further on too, but for
+    what came before the kernel `since`."""
+    if not kernel.after:
+        return kernel
+    after = tuple(other + numbers if other >= since else other for other in kernel.after)
+    return kernel._replace(after=after)
