@@ -78,9 +78,9 @@ class Judge:
             for (needed, seconds), doubts in zip(figures, one.doubts, strict=True)
         ]
 
-    def in_full(self, gpus: int, recipe: Recipe, memory_bytes: int) -> Prediction:
-        """The prediction of a recipe with so many bytes of each GPU. Raises `SnugfitError` as `predict`
-        does."""
+    def in_full(self, gpus: int, recipe: Recipe, memory_bytes: int | None) -> Prediction:
+        """The prediction of a recipe with so many bytes of each GPU, or all that it has. Raises
+        `SnugfitError` as `predict` does."""
         return predict(self._job, recipe, gpu=self._gpu, gpus=gpus, memory_bytes=memory_bytes)
 
     def _by_layers(self, part: Job, setup: Setup, one: _OneQuestion) -> list[_Figures]:
