@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from clean_forks import Forks
 from many_ranks import fault_told, run_of, trained, weights_in
 from small_runs import bert_job, events, losses, rows, small_run
+from snugfit.errors import OutOfMemory
 from snugfit.frontends import launch
 from snugfit.frontends.next_recipe import next_recipe
 from snugfit.frontends.one_of_several import STARTED_AGAIN, _record
@@ -34,12 +36,13 @@ from snugfit.training.ranks import Ranks
 from snugfit.training.recovery import Exhausted
 from snugfit.training.run.run import Run
 from snugfit.training.run.start_again import RECORD, MemoryRanOut, end_of_several, record_of
+from snugfit.training.run.train import train
 from tiers import slow_but
 from tolerance import same_losses, same_parameters
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 
-LAST = 8
+LAST = 6
 """The step after which the small runs end."""
 
 HOW: dict[str, Any] = {"layers": 1, "lr_scheduler_type": "constant", "save_steps": 2}
@@ -51,25 +54,28 @@ def forks() -> Iterator[Forks]:
         yield started
 
 
-CASES = [("fsdp", 2, 1, 2), ("ddp", 2, 0, 500), ("ddp", 2, 1, 2), ("zero1", 2, 1, 2), ("hsdp(2)", 4, 3, 2)]
+CASES = [
+    ("fsdp", 2, 1, 2, LAST), ("ddp", 2, 0, 500, 5), ("ddp", 2, 1, 2, 5), ("zero1", 2, 1, 2, 5),
+    ("hsdp(2)", 4, 3, 2, 5),
+]  # fmt: skip
 
 
 @needs_fork
 @pytest.mark.whole
-@pytest.mark.parametrize(("recipe", "size", "victim", "every"), slow_but(CASES, 2))
+@pytest.mark.parametrize(("recipe", "size", "victim", "every", "stop"), slow_but(CASES, 1))
 def test_a_run_goes_on_in_finer_pieces(
-    tmp_path: Path, forks: Forks, recipe: str, size: int, victim: int, every: int
+    tmp_path: Path, forks: Forks, recipe: str, size: int, victim: int, every: int, stop: int
 ) -> None:
     """From its last checkpoint, or the beginning where there is none, and ends as one that nobody disturbed;
-    a later start goes on under the recipe that was found."""
+    a start after step `stop` goes on under the recipe that was found."""
     how: dict[str, Any] = {**HOW, "recipe": recipe, "fault": {str(victim): "short"}, "save_steps": every}
-    codes = trained(forks, tmp_path / "run", size, max_steps=5, **how)
+    codes = trained(forks, tmp_path / "run", size, max_steps=stop, **how)
     assert codes[victim] == 4
     assert [codes[rank] for rank in range(size) if rank != victim] == [1] * (size - 1)
     told = fault_told(tmp_path / "run", victim)
     assert told.startswith(f"MemoryRanOut: Memory ran out in step 3 (forward, host-oom) under '{recipe}'.")
     assert f"It was rank {victim}. All processes have to start again. Give the same command once more" in told
-    assert trained(forks, tmp_path / "run", size, max_steps=5, **how) == [0] * size
+    assert trained(forks, tmp_path / "run", size, max_steps=stop, **how) == [0] * size
     assert not (tmp_path / "run" / RECORD).exists()
     (replanned,) = events(tmp_path / "run", "replanned")
     smaller = str(Recipe.parse(f"{recipe} + micro_batches(2)"))
@@ -79,10 +85,13 @@ def test_a_run_goes_on_in_finer_pieces(
         "rank": victim, "resumed_from": resumed,
     }  # fmt: skip
     taken = [event["step"] for event in events(tmp_path / "run", "step")]
-    assert taken == [1, 2, *range(resumed + 1, 6)]
-    assert verify(tmp_path / "run" / "checkpoint-5", 5).about["recipe"] == smaller
-    assert trained(forks, tmp_path / "run", size, max_steps=LAST, **how) == [0] * size
-    assert [event["recipe"] for event in events(tmp_path / "run", "started")] == [recipe, smaller, smaller]
+    assert taken == [1, 2, *range(resumed + 1, stop + 1)]
+    assert verify(tmp_path / "run" / f"checkpoint-{stop}", stop).about["recipe"] == smaller
+    starts = [recipe, smaller]
+    if stop < LAST:
+        assert trained(forks, tmp_path / "run", size, max_steps=LAST, **how) == [0] * size
+        starts.append(smaller)
+    assert [event["recipe"] for event in events(tmp_path / "run", "started")] == starts
     run_of(str(tmp_path / "whole"), max_steps=LAST, **HOW)
     ours, theirs = losses(tmp_path / "run"), losses(tmp_path / "whole")
     assert list(ours) == list(theirs) == list(range(1, LAST + 1))
@@ -92,11 +101,15 @@ def test_a_run_goes_on_in_finer_pieces(
 
 
 @needs_fork
+@pytest.mark.slow
 @pytest.mark.whole
-def test_it_ends_when_nothing_smaller_is_left(tmp_path: Path, forks: Forks) -> None:
+@pytest.mark.parametrize(("sharing", "cuts"), [("ddp", [4]), ("fsdp", [1, 2, 4])])
+def test_it_ends_when_nothing_smaller_is_left(
+    tmp_path: Path, forks: Forks, sharing: str, cuts: list[int]
+) -> None:
     """With one message, and is written down no longer: with more memory the next start goes on."""
-    how = {**HOW, "recipe": "ddp", "max_steps": 4}
-    before = ("ddp", "micro_batches(2) + ddp", "micro_batches(4) + ddp")
+    before = [str(Recipe.parse(f"{sharing} + micro_batches({n})" if n > 1 else sharing)) for n in cuts]
+    how = {**HOW, "recipe": before[0], "max_steps": 4}
     for recipe in before:
         assert trained(forks, tmp_path / "run", 2, fault={"1": "exhausted"}, **how) == [1, 4]
         assert json.loads((tmp_path / "run" / RECORD).read_text())["recipes"][-1] == recipe
@@ -106,20 +119,51 @@ def test_it_ends_when_nothing_smaller_is_left(tmp_path: Path, forks: Forks) -> N
     assert "There is no other recipe to try" in told
     assert fault_told(tmp_path / "run", 1).startswith("ToldElsewhere")
     assert not (tmp_path / "run" / RECORD).exists()
-    assert [event["recipe"] for event in events(tmp_path / "run", "replanned")] == [*before[1:]]
+    assert [event["recipe"] for event in events(tmp_path / "run", "replanned")] == before[1:]
     assert trained(forks, tmp_path / "run", 2, **how) == [0, 0]
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4]
 
 
 @needs_fork
+@pytest.mark.slow
 @pytest.mark.whole
 def test_a_batch_whose_samples_look_at_each_other_is_not_cut(tmp_path: Path, forks: Forks) -> None:
+    """Nor in several processes, each of which compares."""
     how = {**HOW, "recipe": "fsdp", "max_steps": 4, "fault": {"0": "mixing", "1": "mixing short"}}
     assert trained(forks, tmp_path / "run", 2, **how) == [1, 4]
     assert trained(forks, tmp_path / "run", 2, **how) == [4, 4]
     assert "the batch cannot be cut: its loss is not a mean" in fault_told(tmp_path / "run", 0)
     assert not events(tmp_path / "run", "replanned")
     assert not (tmp_path / "run" / RECORD).exists()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("recipe", "mixes", "why"),
+    [
+        ("micro_batches(4)", "", "There is no other recipe to try. With more free memory"),
+        (
+            "plain",
+            "it compares samples",
+            "There is no other recipe to try (the batch cannot be cut: its loss",
+        ),
+    ],
+)
+def test_in_what_is_left_to_the_first_process_one_is_as_several(
+    tmp_path: Path, recipe: str, mixes: str, why: str
+) -> None:
+    """Where nothing smaller is left, or samples look at each other, the run ends with one message; the next
+    start tries once more."""
+    run = small_run(tmp_path, recipe, max_steps=2)
+    end_of_several(run, SHORT, run.recipe, 0, None)
+    with pytest.raises(OutOfMemory, match=re.escape(why)):
+        train(
+            run,
+            replan=next_recipe(torch.device("cpu")),
+            compare=lambda job, *given: replace(job, mixes_samples=mixes) if mixes else job,
+        )
+    assert not (tmp_path / RECORD).exists()
+    assert train(run).step == 2
 
 
 # ---- what is written down --------------------------------------------------------------------------------
