@@ -366,6 +366,7 @@ def test_whoever_watches_is_told_from_where(capsys: pytest.CaptureFixture[str]) 
             "recipe": "micro_batches(2) + ddp", "resumed_from": 2,
         })  # fmt: skip
     said = capsys.readouterr()
-    assert "in step 3 with ddp, on rank 1. All processes have started again: the run goes on from step 2" in (
-        said.out + said.err
-    ).replace("\n", " ")
+    assert (
+        "in step 3 with ddp, on rank 1. All processes have started again: the run continues from step 2"
+        in (said.out + said.err).replace("\n", " ")
+    )

@@ -52,7 +52,9 @@ def predict_apart(job: Job, recipe: Recipe, gpu: str, gpus: int) -> Prediction:
         return predict(job, recipe, gpu=gpu)
     make = functools.partial(Judge, job, find_gpu(gpu))
     if not is_picklable(make):
-        raise SnugfitError("The model was made in Python, and only another process could rehearse it.")
+        raise SnugfitError(
+            "A model that was made in Python cannot be sent to another process, which would simulate it."
+        )
     with worker_pool(make, workers=1, apart=True) as pool:
         (answer,) = pool.answers_to([Question(0, "in_full", (gpus, recipe, None))])
     if isinstance(answer.value, SnugfitError):

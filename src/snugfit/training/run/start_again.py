@@ -41,7 +41,7 @@ RECORD = "out-of-memory.json"
 
 START_AGAIN = (
     "All processes have to start again. Give the same command once more, without --restart (from Python "
-    "restart=True): the run goes on from its last checkpoint, under a recipe that needs less memory."
+    "restart=True): the run continues from its last checkpoint, under a recipe that needs less memory."
 )
 
 
@@ -65,7 +65,7 @@ class MemoryRecord:
     """The step that was not made, from 1."""
 
     rank: int
-    """The process."""
+    """The number of the process."""
 
     cause: str
     phase: str
@@ -110,8 +110,7 @@ def end_of_several(
         return out_of_memory(
             exhausted, recipe, step, f"{text} {RECORD} cannot be written ({refusal.strerror}). {WHAT_TO_TRY}"
         )
-    told = out_of_memory(exhausted, recipe, step, f"{text} {START_AGAIN}")
-    return MemoryRanOut(str(told))
+    return MemoryRanOut(str(out_of_memory(exhausted, recipe, step, f"{text} {START_AGAIN}")))
 
 
 def record_of(run: Run, checkpoint: Checkpoint | None) -> MemoryRecord | None:
