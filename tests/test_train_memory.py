@@ -27,7 +27,7 @@ from small_runs import bert_job, events, losses, rows, small_run
 from snugfit.errors import OutOfMemory
 from snugfit.frontends import launch
 from snugfit.frontends.next_recipe import next_recipe
-from snugfit.frontends.one_of_several import STARTED_AGAIN, _record
+from snugfit.frontends.one_of_several import STARTED_AGAIN, _record, is_started_again
 from snugfit.frontends.predicted import run_predictor
 from snugfit.report.watching import Watching
 from snugfit.techniques.recipe import Recipe
@@ -254,6 +254,25 @@ def test_the_launcher_starts_again_as_long_as_that_helps(
         ends.append(failures(tmp_path / "3", error))
         with pytest.raises(launch.RankFailed):
             launch.launch(2, ["train"])
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "again"),
+    [
+        (STARTED_AGAIN, "1", True),
+        ("TORCHELASTIC_RESTART_COUNT", "1", True),
+        (None, "", False),
+        ("TORCHELASTIC_RESTART_COUNT", "0", False),
+    ],
+)
+def test_a_process_knows_that_its_command_was_started_before(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, value: str, again: bool
+) -> None:
+    for name in (STARTED_AGAIN, "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(variable, value)
+    assert is_started_again() is again
 
 
 @pytest.mark.usefixtures("environment")

@@ -112,8 +112,8 @@ class Watching:
         ran_out = f"memory ran out ({event['cause']}) in step {event['step']:,} with {event['before']}"
         if "rank" in event:
             self._say(
-                f"{ran_out}, on rank {event['rank']}. All processes have started again: the run continues from "
-                f"step {event['resumed_from']:,} with {event['recipe']}, with the same global batch"
+                f"{ran_out}, on rank {event['rank']}. All processes have started again: the run continues "
+                f"from step {event['resumed_from']:,} with {event['recipe']}, with the same global batch"
             )
             return
         self._say(f"{ran_out}. The step is repeated with {event['recipe']}, with the same global batch")

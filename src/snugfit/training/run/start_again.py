@@ -9,7 +9,7 @@ dies:
 
     1. the process writes down in the run's folder which recipe ran out of memory, where and why
        (`out-of-memory.json`), and ends with `MemoryRanOut`; the others end because it has
-    2. all start again: by the launcher of `--gpus N`, by torchrun's `--max-restarts`, or by the user
+    2. all start again: by the launcher of `--gpus N`, or under torchrun by the user
     3. the newest whole checkpoint is read, and the first process decides for all with which recipe the run
        goes on, as a run of one process does (`recovery.py`)
 
