@@ -6,13 +6,19 @@ rank is a process of its own, as torchrun starts it: a default process group is 
 
 Gloo works in threads of its own, which let go of a tensor some time after it is exchanged; torch's profiler
 does not hear of it when a tensor is freed by them. So gloo has one thread here, and each exchange that is
-asked for in Python is waited for and followed by another one, of nothing, before anybody goes on: by then the
-thread has let go. What DDP exchanges by itself is left as it is.
+asked for in Python is waited for and followed by another one in the same group, of a single number, before
+anybody goes on: the thread lets go of one before it begins the next. What DDP exchanges by itself is left as
+it is.
+
+That other one is no barrier. A barrier of gloo's keeps weak pointers to the works that are under way when it
+is asked for, and a work whose last owner is gone frees its tensors only when no weak pointer is left
+(`c10::intrusive_ptr`): with the barrier itself, some time after it is over.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import pickle
@@ -178,10 +184,17 @@ FOLLOWED = [True]
 
 
 def _meet(group: Any = None) -> None:
-    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
 
     if FOLLOWED[0]:
-        dist.barrier(group)
+        distributed_c10d.all_reduce(_number(), group=group)  # the one that nobody follows
+
+
+@functools.cache
+def _number() -> torch.Tensor:
+    import torch
+
+    return torch.zeros(1)
 
 
 def _group_of(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:

@@ -17,6 +17,7 @@ from clean_forks import Forks
 from small_models import small_job
 from small_runs import rows
 from snugfit.errors import SnugfitError
+from snugfit.frontends import own
 from snugfit.frontends.own import train
 from snugfit.step import plain_loop
 from snugfit.training.run.loop import TrainingStep
@@ -71,9 +72,11 @@ def one_rank(rank: int, size: int, port: int, folder: str, asked: dict[str, Any]
     )  # fmt: skip
     torch.set_num_threads(1)
     asked = dict(asked)
-    fault_of = asked.pop("fault", {}).get(str(rank))
+    faults = asked.pop("fault", {}).get(str(rank), "").split()
     try:
-        with FAULTS[fault_of]() if fault_of else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            for name in faults:
+                stack.enter_context(FAULTS[name]())
             return run_of(folder, **asked).exit_code
     except SnugfitError as error:
         Path(f"{folder}.rank-{rank}").write_text(f"{type(error).__name__}: {error}")
@@ -96,6 +99,37 @@ def exhausted() -> Iterator[None]:
         return plain(self, state, *given, **more)
 
     TrainingStep.take = take  # type: ignore[method-assign]
+    yield
+
+
+@contextlib.contextmanager
+def short_of_memory() -> Iterator[None]:
+    """From the third step on there is room for half of a process's samples at once."""
+    plain, take = plain_loop._loss, TrainingStep.take
+    step, room = 0, 4 // int(os.environ["WORLD_SIZE"])
+
+    def take_step(self: TrainingStep, state: Any, *given: Any, **more: Any) -> Any:
+        nonlocal step
+        step = state.progress.step + 1
+        return take(self, state, *given, **more)
+
+    def loss(model: Any, batch: Any) -> Any:
+        if step >= 3 and len(batch["input_ids"]) > room:
+            torch.empty(1 << 50, dtype=torch.uint8)  # more than there is anywhere
+        return plain(model, batch)
+
+    TrainingStep.take, plain_loop._loss = take_step, loss  # type: ignore[method-assign]
+    yield
+
+
+@contextlib.contextmanager
+def mixing() -> Iterator[None]:
+    """The loss of a few samples is another one than that of halves."""
+
+    def compare(job: Any, *given: Any) -> Any:
+        return replace(job, mixes_samples="it compares samples")
+
+    own.compare_cut = compare
     yield
 
 
@@ -125,7 +159,10 @@ def no_number() -> Iterator[None]:
     yield
 
 
-FAULTS = {"no_number": no_number, "exhausted": exhausted, "slow": slow}
+FAULTS = {
+    "no_number": no_number, "exhausted": exhausted, "slow": slow, "short": short_of_memory, "mixing": mixing,
+}  # fmt: skip
+"""What may befall a process, by the names of which its `fault` has some."""
 
 
 def start(forks: Forks, folder: Path, size: int, asked: dict[str, Any]) -> list[int]:

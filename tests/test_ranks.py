@@ -206,22 +206,15 @@ def hold(ranks: int, family: str, recipe: str, rank: int = 0) -> None:
     assert peak(account) == peak(trace)
 
 
-def known(cases: Sequence[tuple[str, str]]) -> list[Any]:
-    """The cases, of which those with experts hold in most runs alone."""
-    why = "gloo's thread may still hold an expert's gradient, which autograd then sums out of place"
-    marks = pytest.mark.xfail(reason=why, strict=False)
-    return [pytest.param(*case, marks=marks) if "expert" in case[1] else case for case in cases]
-
-
 @pytest.mark.whole
-@pytest.mark.parametrize(("family", "recipe"), known(TWO))
+@pytest.mark.parametrize(("family", "recipe"), TWO)
 def test_one_of_two_real_ranks_allocates_what_its_trace_says(family: str, recipe: str) -> None:
     hold(2, family, recipe)
     hold(2, family, recipe, rank=1)
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("family", "recipe"), known(FOUR))
+@pytest.mark.parametrize(("family", "recipe"), FOUR)
 def test_so_does_one_of_four(family: str, recipe: str) -> None:
     hold(4, family, recipe)
     hold(4, family, recipe, rank=3)

@@ -281,13 +281,6 @@ def test_a_signal_to_one_stops_all_at_one_boundary(
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
-def test_out_of_memory_names_the_process(tmp_path: Path, forks: Forks) -> None:
-    codes = trained(forks, tmp_path / "run", 2, recipe="ddp", fault={"1": "exhausted"})
-    assert codes == [1, 4]
-    assert "It was rank 1. With several GPUs a run does not continue" in fault_told(tmp_path / "run", 1)
-    assert fault_told(tmp_path / "run", 0).startswith("ToldElsewhere")
-
-
 def test_a_loss_that_is_no_number_stops_all_before_the_update(tmp_path: Path, forks: Forks) -> None:
     """It is none in one process, and so none of all; one of them says so, with the samples of all."""
     assert trained(forks, tmp_path / "run", 2, recipe="fsdp", fault={"1": "no_number"}) == [1, 1]

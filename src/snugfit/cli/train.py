@@ -18,6 +18,7 @@ from snugfit.cli.request import Request
 from snugfit.cli.streams import say_last
 from snugfit.errors import NothingFits, UsageError
 from snugfit.frontends.launch import COMMAND_LINE, launch
+from snugfit.frontends.one_of_several import is_started_again
 from snugfit.measurement.target import gpu_here
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.training.ranks import Ranks, world
@@ -120,6 +121,8 @@ def train(
         return _show_run(request, run_here, _start(run_here.folder, resume_from_checkpoint, restart=restart))
     if processes > 1 and world() is None:
         return _launch(request, processes)
+    if is_started_again():  # what follows was done when this run was started first
+        restart, resume_from_checkpoint = False, None
     with Watching(logged) as shown:
         trained = run(
             request.job,

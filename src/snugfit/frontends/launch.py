@@ -1,11 +1,13 @@
 """`--gpus N`: the same command in N processes, started and watched by torch's own launcher.
 
-What `torchrun --nproc-per-node N -m snugfit ...` does, with three things besides. Signals are passed on, and
+What `torchrun --nproc-per-node N -m snugfit ...` does, with four things besides. Signals are passed on, and
 not followed by SIGKILL after 30 seconds as torchrun has it: a checkpoint may take longer, and a second signal
 ends the run at once. How processes ended becomes one message and one exit code. And their processors are
-shared: each gets as many threads as there are cores for it.
+shared: each gets as many threads as there are cores for it. When memory ran out in one of them, and that one
+has written down how the run goes on (`training/run/start_again.py`), all are started again; each time the
+recipe needs less, until none is left.
 
-Nothing is started again: a run that has ended in an error is resumed by the same command.
+After any other error nothing is started again: the run is resumed by the same command.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from types import FrameType
 from typing import Any
 
 from snugfit.errors import SnugfitError
-from snugfit.frontends.one_of_several import LAUNCHED
+from snugfit.frontends.one_of_several import CAN_START_AGAIN, LAUNCHED, STARTED_AGAIN
 from snugfit.training.interrupt import AT_ONCE, EXIT_CODES
 
 COMMAND_LINE: ContextVar[tuple[str, ...]] = ContextVar("COMMAND_LINE", default=())
@@ -32,6 +34,11 @@ COMMAND_LINE: ContextVar[tuple[str, ...]] = ContextVar("COMMAND_LINE", default=(
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STOPPED = {*EXIT_CODES.values(), *AT_ONCE.values()}
+
+ENTRY = ("-m", "snugfit")
+"""What Python runs in each process."""
+
+AGAIN = "snugfit: memory ran out in one process; all start again, under a recipe that needs less"
 
 NEXT = "Start the command again to resume the run."
 
@@ -47,16 +54,30 @@ class RankFailed(SnugfitError):
 def launch(processes: int, command_line: Sequence[str]) -> int:
     """Runs the command in so many processes on this host; gives their exit code, 0 or that of a run that was
     stopped. Raises `RankFailed` with the first cause where one of them has failed."""
+    os.environ[LAUNCHED] = "1"
+    os.environ.pop(STARTED_AGAIN, None)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    _quieten()
+    with _passing_on_signals() as passed:
+        while True:
+            ended = _run(processes, command_line)
+            if isinstance(ended, int):
+                return ended
+            if any(number != signal.SIGUSR1 for number in passed) or not _can_start_again(ended):
+                return _ending(ended, passed)
+            print(AGAIN, file=sys.stderr, flush=True)
+            os.environ[STARTED_AGAIN] = "1"
+
+
+def _run(processes: int, command_line: Sequence[str]) -> int | Mapping[int, Any]:
+    """Runs the command in so many processes, once; gives their exit code, or how they failed, by rank."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    os.environ[LAUNCHED] = "1"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
-    _quieten()
-    with tempfile.TemporaryDirectory(prefix="snugfit-") as logs, _passing_on_signals() as passed:
+    with tempfile.TemporaryDirectory(prefix="snugfit-") as logs:
         more: dict[str, Any] = {"signals_to_handle": "SIGQUIT"}
         known = {field.name for field in fields(LaunchConfig)}
         config = LaunchConfig(
@@ -70,11 +91,11 @@ def launch(processes: int, command_line: Sequence[str]) -> int:
             logs_specs=DefaultLogsSpecs(log_dir=logs),
             **{name: value for name, value in more.items() if name in known},
         )
-        words = ("-m", "snugfit", *command_line)
         try:
-            elastic_launch(config=config, entrypoint=sys.executable)(*words)
+            elastic_launch(config=config, entrypoint=sys.executable)(*ENTRY, *command_line)
         except ChildFailedError as ended:
-            return _ending(ended.failures, passed)
+            failures: Mapping[int, Any] = ended.failures
+            return failures
         except SignalException as stopped:  # of a launcher that takes the signal itself
             return EXIT_CODES.get(signal.Signals(stopped.sigval), 1)
     return 0
@@ -131,6 +152,12 @@ def _ending(failures: Mapping[int, Any], passed: Sequence[int]) -> int:
     raise RankFailed(f"rank {rank}: its process ended with exit code {code}, without a word. {NEXT}", code)
 
 
+def _can_start_again(failures: Mapping[int, Any]) -> bool:
+    """Whether one of them has said that the same command goes on. What others say follows from its end, or
+    is found again."""
+    return any(_more_of(failure).get(CAN_START_AGAIN) is True for failure in failures.values())
+
+
 def _order(failure: Any) -> int:
     """How near to the cause a process's end is, the nearest first: torch ends all others by SIGTERM, and
     those by SIGKILL that do not hear it."""
@@ -146,4 +173,11 @@ def _error_of(failure: Any) -> str | None:
     message = failure.error_file_data.get("message")
     if not isinstance(message, Mapping):
         return None
-    return str(message.get("extraInfo", {}).get("py_callstack", message.get("message", ""))).strip()
+    return str(_more_of(failure).get("py_callstack", message.get("message", ""))).strip()
+
+
+def _more_of(failure: Any) -> Mapping[str, Any]:
+    """What stands in its file beside the error."""
+    message = failure.error_file_data.get("message")
+    more = message.get("extraInfo") if isinstance(message, Mapping) else None
+    return more if isinstance(more, Mapping) else {}

@@ -19,6 +19,7 @@ from snugfit.errors import SnugfitError
 from snugfit.job.job import Job
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.techniques.technique import Fidelity, Slot
 
 if TYPE_CHECKING:
@@ -37,21 +38,25 @@ only those that join micro-batches are skipped."""
 
 
 def next_recipe(
-    device: torch.device, *, live: bool = False, changing: Collection[Slot] = CHANGING
+    device: torch.device, *, live: bool = False, changing: Collection[Slot] = CHANGING, gpus: int = 1
 ) -> Callable[[Job, Recipe, str], Recipe | None]:
-    """For runs on this device: the recipe that follows one that ran out of memory, or None. One that differs
-    in slots that are `changing` alone; for a model that is `live`, one that it can go on under as it is."""
+    """For runs on this device, or on so many such `gpus`: the recipe that follows one that ran out of memory,
+    or None. One that differs in slots that are `changing` alone; for a model that is `live`, one that it can
+    go on under as it is. How GPUs share the work stays."""
 
     def following(job: Job, recipe: Recipe, cause: str) -> Recipe | None:
         slots = frozenset(slot for slot in changing if _has_choice(slot, job))
         if device.type == "cuda":
             try:
-                smaller = _plan_smaller(job, recipe, device, live, slots)
+                if gpus == 1:
+                    smaller = _plan_smaller(job, recipe, device, live, slots)
+                else:
+                    smaller = _plan_smaller_on_several(job, recipe, device, slots, gpus)
             except SnugfitError:  # a GPU or a model that cannot be predicted
                 smaller = None
             if smaller is not None:
                 return smaller
-        return cut_smaller(job, recipe)
+        return cut_smaller(job_of_rank(job, on_gpus(recipe.setup(), gpus)), recipe)
 
     return following
 
@@ -87,6 +92,35 @@ def _plan_smaller(
     choices = smaller.ranked if live else (smaller.best,)
     candidates = (Recipe.parse(choice.recipe) for choice in choices)
     return next((other for other in candidates if not live or suits_live_model(other, recipe)), None)
+
+
+SEARCHED_ON_SEVERAL = frozenset({Slot.CHECKPOINTING, Slot.BATCHING})
+"""Of the slots that may change, those that plans for several GPUs fill."""
+
+
+def _plan_smaller_on_several(
+    job: Job, recipe: Recipe, device: torch.device, changing: Collection[Slot], gpus: int
+) -> Recipe | None:
+    """By plans for so many GPUs, which other processes rehearse."""
+    import torch
+
+    from snugfit.frontends.predicted import predict_apart
+    from snugfit.planning.several_gpus.search import plan_several_gpus
+
+    gpu = torch.cuda.get_device_name(device)
+    needed = predict_apart(job, recipe, gpu, gpus).needed_bytes
+    searched = SEARCHED_ON_SEVERAL & frozenset(changing)
+    planned = plan_several_gpus(
+        job,
+        gpu=gpu,
+        gpus=gpus,
+        memory_bytes=int(needed * MEMORY_FACTOR),
+        fidelity=max((technique.fidelity for technique in recipe), key=list(Fidelity).index),
+        keep={slot: recipe[slot] for slot in Slot if slot not in searched},
+        workers=2,  # one alone would rehearse in this process
+    )
+    fitting = [answer for answer in planned.answers if answer.fits]
+    return Recipe.parse(fitting[0].recipe) if fitting else None
 
 
 def suits_live_model(following: Recipe, before: Recipe) -> bool:

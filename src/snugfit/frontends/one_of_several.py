@@ -17,12 +17,25 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from snugfit.errors import SnugfitError, escape_controls
 from snugfit.training.ranks import ToldElsewhere, world
 
 LAUNCHED = "SNUGFIT_LAUNCHED"
 """The variable by which processes know that `launch.py` started them."""
+
+STARTED_AGAIN = "SNUGFIT_STARTED_AGAIN"
+"""The variable by which they know that it has done so before, for the same run."""
+
+CAN_START_AGAIN = "can_start_again"
+"""The attribute of an error, and the word in the launcher's file, that say that the same command goes on."""
+
+
+def is_started_again() -> bool:
+    """Whether a launcher, ours or torchrun with `--max-restarts`, has started this command for the same run
+    before."""
+    return STARTED_AGAIN in os.environ or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 @contextmanager
@@ -62,7 +75,8 @@ def _record(fault: Exception) -> None:
     `ErrorHandler.record_exception` does; for an error on purpose without the traceback that torchrun would
     print."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        more = {"py_callstack": _text(fault), "timestamp": str(int(time.time()))}
+        more: dict[str, Any] = {"py_callstack": _text(fault), "timestamp": str(int(time.time()))}
+        more[CAN_START_AGAIN] = bool(getattr(fault, CAN_START_AGAIN, False))
         document = {"message": {"message": f"{type(fault).__name__}: {fault}", "extraInfo": more}}
         with suppress(OSError), open(path, "w", encoding="utf-8") as file:
             json.dump(document, file)

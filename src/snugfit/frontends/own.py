@@ -5,7 +5,8 @@
 
 Started again with the same arguments it goes on where it stopped. When memory runs out it goes on with the
 fastest recipe that needs less, keeps the global batch, and takes the broken step again
-(`next_recipe.py`).
+(`next_recipe.py`); of several processes it does so when all are started again
+(`training/run/start_again.py`).
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def train(
     False. `watch` hears every event of the journal.
 
     Raises `UsageError` for what cannot be run or resumed, `OutOfMemory` when no recipe is left that needs
-    less memory, and `SnugfitError` when a loss is no number.
+    less memory, or when several processes have to start again, and `SnugfitError` when a loss is no number.
     """
     how: dict[str, Any] = options | {
         "evaluation": evaluation, "tokenizer": tokenizer, "processor": processor, "columns": columns,
@@ -101,7 +102,8 @@ def train(
         foresees = foresee and ranks.is_first
         predict = run_predictor(run.device, ranks.size) if foresees else predict_nothing
         how = {"restart": restart, "resume_from": resume_from_checkpoint, "predict": predict, "watch": heard}
-        return run_to_its_end(run, replan=next_recipe(run.device), compare=compare_cut, **how)
+        replan = next_recipe(run.device, gpus=ranks.size)
+        return run_to_its_end(run, replan=replan, compare=compare_cut, **how)
 
 
 def make_run(

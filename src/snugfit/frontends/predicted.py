@@ -2,10 +2,14 @@
 
 It is made once for each recipe that a run goes on under, before anything is built, and costs some seconds. On
 the CPU, where only bytes of the host could be predicted, nothing is.
+
+The rehearsal of one of several ranks makes torch's default process group a pretended one. In a process that
+trains with others it is the real one, so there another process rehearses.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from snugfit.errors import SnugfitError
@@ -28,14 +32,35 @@ def run_predictor(device: torch.device, gpus: int = 1) -> PredictRun:
     def predict_run(job: Job, recipe: Recipe) -> PredictedRun | str:
         import torch
 
-        from snugfit.prediction.predict import predict
-
         try:
-            return run_figures(predict(job, recipe, gpu=torch.cuda.get_device_name(device), gpus=gpus))
+            return run_figures(predict_apart(job, recipe, torch.cuda.get_device_name(device), gpus))
         except SnugfitError as unknown:
             return f"This run cannot be predicted: {unknown}"
 
     return predict_run
+
+
+def predict_apart(job: Job, recipe: Recipe, gpu: str, gpus: int) -> Prediction:
+    """What is predicted of a job on so many of these GPUs, worked out in another process where there are
+    several. Raises `SnugfitError` where nothing can be, as for a job that cannot be sent there."""
+    from snugfit.job.gpu import find_gpu
+    from snugfit.planning.several_gpus.judge import Judge
+    from snugfit.prediction.predict import predict
+    from snugfit.prediction.worker_pool import Question, is_picklable, worker_pool
+
+    if gpus == 1:
+        return predict(job, recipe, gpu=gpu)
+    make = functools.partial(Judge, job, find_gpu(gpu))
+    if not is_picklable(make):
+        raise SnugfitError(
+            "A model that was made in Python cannot be sent to another process, which would simulate it."
+        )
+    with worker_pool(make, workers=1, apart=True) as pool:
+        (answer,) = pool.answers_to([Question(0, "predict", (gpus, recipe))])
+    if isinstance(answer.value, SnugfitError):
+        raise answer.value
+    prediction: Prediction = answer.value
+    return prediction
 
 
 def run_figures(prediction: Prediction) -> PredictedRun:

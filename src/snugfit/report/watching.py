@@ -109,10 +109,14 @@ class Watching:
                 f"step {event['step']:,} the recipe is {event['recipe']}, with the same global batch"
             )
             return
-        self._say(
-            f"memory ran out ({event['cause']}) in step {event['step']:,} with {event['before']}. The step "
-            f"is repeated with {event['recipe']}, with the same global batch"
-        )
+        ran_out = f"memory ran out ({event['cause']}) in step {event['step']:,} with {event['before']}"
+        if "rank" in event:
+            self._say(
+                f"{ran_out}, on rank {event['rank']}. All processes have started again: the run continues "
+                f"from step {event['resumed_from']:,} with {event['recipe']}, with the same global batch"
+            )
+            return
+        self._say(f"{ran_out}. The step is repeated with {event['recipe']}, with the same global batch")
 
     def _on_foreseen(self, event: Event) -> None:
         self._expected, self._reserved_bytes = event, 0

@@ -95,8 +95,8 @@ class Recovery:
             self._journal.tell("warning", text=text)
         return chosen
 
-    def tell(self, exhausted: Exhausted, before: Recipe, after: Recipe, step: int, **text: str) -> None:
+    def tell(self, exhausted: Exhausted, before: Recipe, after: Recipe, step: int, **more: str | int) -> None:
         """Step `step` is made under another recipe."""
         self._journal.tell(
-            "replanned", step=step, cause=exhausted.cause, before=str(before), recipe=str(after), **text
+            "replanned", step=step, cause=exhausted.cause, before=str(before), recipe=str(after), **more
         )

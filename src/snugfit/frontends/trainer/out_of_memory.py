@@ -16,12 +16,14 @@ from snugfit.frontends.trainer.setup import change_recipe
 from snugfit.training.checkpoint.state import release_unused_memory
 from snugfit.training.recovery import WHAT_TO_TRY, Exhausted, out_of_memory, short_of_memory
 from snugfit.training.rng import set_rng_states
-from snugfit.training.run.session import NOT_BY_SEVERAL
 
 if TYPE_CHECKING:
     from snugfit.errors import OutOfMemory
     from snugfit.frontends.trainer.fit_plan import FitPlan
     from snugfit.frontends.trainer.fit_run import FitRun
+
+
+NOT_BY_SEVERAL = "With several GPUs a run does not continue by itself under another recipe."
 
 
 def retry_step(trainer: Any, run: FitRun, cause: str, message: str) -> None:

@@ -16,7 +16,7 @@ from snugfit.planning.keep import Kept
 from snugfit.prediction.several_gpus.communication import GPUS_PER_HOST
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import Setup
+from snugfit.techniques.setup import ParallelWish, Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.techniques.technique import Fidelity, Slot, Technique
 
@@ -63,28 +63,35 @@ class Shared:
         differs than that this computes again what the other keeps, or holds a part of the weights where the
         other holds all of them, if only for a while."""
         own, rival = (one.recipe.setup() for one in (self, other))
-        if own.parallel is None or rival.parallel is None:
-            is_alike = own.parallel == rival.parallel
-        else:
-            mine, theirs = own.parallel, rival.parallel
-            is_lean = mine.weights == "sharded" and not mine.shards and mine.reshard != KEPT
-            is_alike = mine == theirs or (
-                is_lean
-                and mine.on_host >= theirs.on_host
-                and replace(theirs, weights=mine.weights, states=mine.states, shards=0, reshard=mine.reshard,
-                            on_host=mine.on_host, dtype=mine.dtype, bucket_views=mine.bucket_views) == mine
-            )  # fmt: skip
-        is_recomputed = own.checkpoint == rival.checkpoint or rival.checkpoint is None
         slots = {*roster.slots_of_several_gpus(), Slot.CHECKPOINTING}
         return (
-            is_alike
-            and is_recomputed
+            _spreads_no_less(own.parallel, rival.parallel)
+            and (own.checkpoint == rival.checkpoint or rival.checkpoint is None)
             and all(self.recipe[slot] == other.recipe[slot] for slot in Slot if slot not in slots)
         )
 
     def cut(self, pieces: Technique) -> Recipe:
         """The recipe whose global batch is cut so."""
         return self.recipe.with_(pieces)
+
+
+def _spreads_no_less(own: ParallelWish | None, rival: ParallelWish | None) -> bool:
+    """Whether a GPU holds no more of what is trained than in another way of sharing."""
+    if own is None or rival is None or own == rival:
+        return own == rival
+    if own.weights != "sharded" or own.shards or own.reshard == KEPT or own.on_host < rival.on_host:
+        return False
+    alike = replace(
+        rival,
+        weights=own.weights,
+        states=own.states,
+        shards=own.shards,
+        reshard=own.reshard,
+        on_host=own.on_host,
+        dtype=own.dtype,
+        bucket_views=own.bucket_views,
+    )
+    return alike == own
 
 
 def ways(job: Job, base: Recipe, gpus: int, fixed: Kept) -> Iterator[Shared]:

@@ -33,14 +33,14 @@ PACE = 0.97
 """Of the seconds that a sample takes in a very large micro-batch (chosen): those that any sample takes."""
 
 
-class Size(NamedTuple):
+class CutStep(NamedTuple):
     """How a step is cut."""
 
     gpus: int
     samples: int
     """Of a micro-batch on one GPU."""
     pieces: int
-    """Micro-batches."""
+    """Micro-batches of a step on one GPU."""
 
 
 class Evidence:
@@ -48,11 +48,11 @@ class Evidence:
 
     def __init__(self, bound: int) -> None:
         self._bound = bound
-        self._judged: dict[Recipe, dict[Size, Judged]] = defaultdict(dict)
+        self._judged: dict[Recipe, dict[CutStep, Judged]] = defaultdict(dict)
         self._shared: dict[Recipe, Shared] = {}
         self._paces: dict[Recipe, tuple[int, float]] = {}
 
-    def hear(self, shared: Shared, size: Size, judged: Judged) -> None:
+    def hear(self, shared: Shared, size: CutStep, judged: Judged) -> None:
         """Remembers what was simulated."""
         self._shared.setdefault(shared.recipe, shared)
         self._judged[shared.recipe][size] = judged
@@ -60,7 +60,7 @@ class Evidence:
         if size.pieces == 1 and size.samples > samples:
             self._paces[key] = size.samples, PACE * judged.model_seconds / size.samples
 
-    def judged(self, shared: Shared, size: Size) -> Judged | None:
+    def judgment(self, shared: Shared, size: CutStep) -> Judged | None:
         """What was simulated of just this."""
         return self._judged[shared.recipe].get(size)
 
@@ -68,9 +68,9 @@ class Evidence:
         """Whether what was simulated fits."""
         return judged.needed_bytes * MARGIN <= self._bound
 
-    def fits(self, shared: Shared, size: Size) -> bool | None:
+    def fits(self, shared: Shared, size: CutStep) -> bool | None:
         """Whether this fits; None where that is not known."""
-        if (exactly := self.judged(shared, size)) is not None:
+        if (exactly := self.judgment(shared, size)) is not None:
             return self.does_fit(exactly)
         for known, judged in self._judged[shared.recipe].items():
             if self.does_fit(judged):
@@ -91,7 +91,7 @@ class Evidence:
         fewest, further = self._by_samples(shared)
         return False if further * (size.samples - fewest) > CLEARLY * self._bound else None
 
-    def expects_to_fit(self, shared: Shared, size: Size, near: Size) -> bool:
+    def expects_to_fit(self, shared: Shared, size: CutStep, near: CutStep) -> bool:
         """Whether this should fit, by what it takes with micro-batches of another size on as many GPUs, and
         what further samples took elsewhere."""
         _, further = self._by_samples(shared)
@@ -99,7 +99,7 @@ class Evidence:
         expected = judged.needed_bytes + further * (size.samples - near.samples)
         return self.does_fit(judged._replace(needed_bytes=int(expected)))
 
-    def missed_elsewhere(self, shared: Shared, size: Size) -> bool:
+    def missed_elsewhere(self, shared: Shared, size: CutStep) -> bool:
         """Whether such a step misses clearly in another way of sharing, which may hold more."""
         like = self.on_one_gpu(shared)
         return any(
@@ -124,15 +124,15 @@ class Evidence:
                     further = (known[many].needed_bytes - known[few].needed_bytes) / between
         return fewest, further
 
-    def _missed_clearly(self, recipe: Recipe, size: Size) -> bool:
+    def _missed_clearly(self, recipe: Recipe, size: CutStep) -> bool:
         return any(
             judged.needed_bytes > CLEARLY * self._bound and _takes_no_less(self._shared[recipe], size, known)
             for known, judged in self._judged[recipe].items()
         )
 
-    def least_seconds(self, shared: Shared, size: Size) -> float:
+    def least_seconds(self, shared: Shared, size: CutStep) -> float:
         """Seconds that such a step takes at least."""
-        if (exactly := self.judged(shared, size)) is not None:
+        if (exactly := self.judgment(shared, size)) is not None:
             return exactly.step_seconds
         largest, pace = self._paces.get(self.on_one_gpu(shared), (0, 0.0))
         least = size.samples * size.pieces * pace if size.samples <= largest else 0.0
@@ -151,7 +151,7 @@ class Evidence:
         return shared.recipe.with_(roster.plain(Slot.SHARDING))
 
 
-def _takes_no_less(shared: Shared, size: Size, other: Size) -> bool:
+def _takes_no_less(shared: Shared, size: CutStep, other: CutStep) -> bool:
     """Whether one way of sharing takes no fewer bytes when the step is cut as `size` than as `other`."""
     return (
         (size.gpus <= other.gpus or not shared.spreads_over_all)

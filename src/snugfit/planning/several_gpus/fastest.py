@@ -17,7 +17,7 @@ from snugfit.job.job import Job
 from snugfit.planning.keep import Kept
 from snugfit.planning.several_gpus.asking import Asking
 from snugfit.planning.several_gpus.candidates import Shared, cuts, ways
-from snugfit.planning.several_gpus.evidence import Evidence, Size
+from snugfit.planning.several_gpus.evidence import CutStep, Evidence
 from snugfit.planning.several_gpus.judge import Judged
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
@@ -35,7 +35,7 @@ class Screened(NamedTuple):
     judged: Judged
     shared: Shared
     """The recipe without how its batch is cut."""
-    size: Size
+    size: CutStep
 
 
 class Outcome(NamedTuple):
@@ -48,13 +48,13 @@ class Outcome(NamedTuple):
 
 
 @dataclass
-class _Way:
+class _WayToShare:
     """One way of sharing and recomputing, with every way to cut the batch, from the whole to the smallest
     micro-batches."""
 
     shared: Shared
     pieces: list[Technique]
-    sizes: list[Size]
+    sizes: list[CutStep]
 
     def recipe(self, at: int) -> Recipe:
         return self.shared.cut(self.pieces[at])
@@ -93,7 +93,7 @@ class FastestOnGpus:
         miss = yield from self._nearest_miss()
         return Outcome([], miss)
 
-    def _hear(self, way: _Way, at: int, judged: Judged) -> None:
+    def _hear(self, way: _WayToShare, at: int, judged: Judged) -> None:
         if judged.why_not:
             recomputing = way.shared.recomputing
             self._refused[str(recomputing)] = judged.why_not
@@ -104,17 +104,17 @@ class FastestOnGpus:
     def _fitting(self) -> Iterator[Screened]:
         for way in self._ways:
             for at, size in enumerate(way.sizes):
-                judged = self._evidence.judged(way.shared, size)
+                judged = self._evidence.judgment(way.shared, size)
                 if judged is not None and self._evidence.does_fit(judged):
                     yield Screened(way.recipe(at), judged, way.shared, size)
                     break
 
     # ---- what is asked -------------------------------------------------------------------------------------
 
-    def _questions(self, limit: float) -> list[tuple[_Way, int]]:
+    def _questions(self, limit: float) -> list[tuple[_WayToShare, int]]:
         """Ways, and the place of the cut that is to be simulated; none once the fastest is known."""
         best = min([limit, *(one.judged.step_seconds for one in self._fitting())])
-        wanted: dict[float, list[tuple[_Way, int]]] = {}
+        by_least: dict[float, list[tuple[_WayToShare, int]]] = {}
         is_anything_known = best < limit
         for way in self._ways:
             first = self._first(way)
@@ -123,12 +123,12 @@ class FastestOnGpus:
             least = self._evidence.least_seconds(way.shared, way.sizes[first])
             is_anything_known = is_anything_known or self._smallest_that_fits(way) is not None
             if least < best and (at := self._next(way, first)) is not None:
-                wanted.setdefault(least, []).append((way, at))
-        asked = [one for least in sorted(wanted) for one in wanted[least]]
+                by_least.setdefault(least, []).append((way, at))
+        asked = [one for least in sorted(by_least) for one in by_least[least]]
         if not is_anything_known:
             asked.sort(key=lambda one: -self._held_more(one[0]))
         paceless: set[Recipe] = set()
-        some: list[tuple[_Way, int]] = []
+        some: list[tuple[_WayToShare, int]] = []
         for way, at in asked:
             if not self._evidence.has_pace(way.shared):
                 like = self._evidence.on_one_gpu(way.shared)
@@ -138,25 +138,25 @@ class FastestOnGpus:
             some.append((way, at))
         return some[:AT_ONCE]
 
-    def _first(self, way: _Way) -> int | None:
+    def _first(self, way: _WayToShare) -> int | None:
         """The place of the fewest micro-batches that may fit."""
         fits = self._evidence.fits
         return next((at for at, size in enumerate(way.sizes) if fits(way.shared, size) is not False), None)
 
-    def _smallest_that_fits(self, way: _Way) -> int | None:
+    def _smallest_that_fits(self, way: _WayToShare) -> int | None:
         """The place of the fewest micro-batches that are known to fit."""
         fits = self._evidence.fits
         return next((at for at, size in enumerate(way.sizes) if fits(way.shared, size)), None)
 
-    def _next(self, way: _Way, first: int) -> int | None:
+    def _next(self, way: _WayToShare, first: int) -> int | None:
         """The place of the cut that is simulated next; None where the fewest micro-batches are known."""
         fitting, last = self._smallest_that_fits(way), len(way.sizes) - 1
         if fitting is None:
             is_hopeless = first > 0 or self._evidence.missed_elsewhere(way.shared, way.sizes[first])
-            was_asked = self._evidence.judged(way.shared, way.sizes[last]) is not None
+            was_asked = self._evidence.judgment(way.shared, way.sizes[last]) is not None
             return last if is_hopeless and not was_asked else first
-        if fitting == first or self._evidence.judged(way.shared, way.sizes[fitting]) is None:
-            is_known = self._evidence.judged(way.shared, way.sizes[first]) is not None
+        if fitting == first or self._evidence.judgment(way.shared, way.sizes[fitting]) is None:
+            is_known = self._evidence.judgment(way.shared, way.sizes[first]) is not None
             return None if is_known else fitting
         near = way.sizes[fitting]
         unknown = [
@@ -165,7 +165,7 @@ class FastestOnGpus:
         expected = (at for at in unknown if self._evidence.expects_to_fit(way.shared, way.sizes[at], near))
         return next(expected, unknown[-1])
 
-    def _is_behind(self, way: _Way) -> bool:
+    def _is_behind(self, way: _WayToShare) -> bool:
         """Whether another is known to be faster, or will soon be known to be or not: one that shares the work
         in the same way, and recomputes less or gathers less often, and whose batch need not be cut."""
         for other in self._ways:
@@ -179,7 +179,7 @@ class FastestOnGpus:
                     return True
         return False
 
-    def _held_more(self, way: _Way) -> int:
+    def _held_more(self, way: _WayToShare) -> int:
         """How many others hold no less than this one."""
         return sum(way.shared.holds_no_more_than(other.shared) for other in self._ways)
 
@@ -189,7 +189,7 @@ class FastestOnGpus:
                 Screened(way.recipe(at), judged, way.shared, size)
                 for way in self._ways
                 for at, size in enumerate(way.sizes)
-                if (judged := self._evidence.judged(way.shared, size)) is not None
+                if (judged := self._evidence.judgment(way.shared, size)) is not None
             ]
 
         if not misses() and self._ways:
@@ -200,13 +200,13 @@ class FastestOnGpus:
         return min(misses(), key=lambda one: one.judged.needed_bytes, default=None)
 
 
-def _way(job: Job, shared: Shared, fixed: Kept) -> _Way:
+def _way(job: Job, shared: Shared, fixed: Kept) -> _WayToShare:
     pieces = cuts(job, shared, fixed)
-    return _Way(shared, pieces, [size_of(job, shared, one) for one in pieces])
+    return _WayToShare(shared, pieces, [size_of(job, shared, one) for one in pieces])
 
 
-def size_of(job: Job, shared: Shared, pieces: Technique) -> Size:
+def size_of(job: Job, shared: Shared, pieces: Technique) -> CutStep:
     """How the step of a job is cut that is shared so."""
     part = job_of_rank(job, on_gpus(shared.recipe.setup(), shared.gpus))
     count = pieces.install(Setup()).micro_batches
-    return Size(shared.gpus, part.batch_size // count, count)
+    return CutStep(shared.gpus, part.batch_size // count, count)

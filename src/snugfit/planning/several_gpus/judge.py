@@ -28,6 +28,7 @@ from snugfit.prediction.seconds import MODELS_OWN, step_seconds
 from snugfit.prediction.several_gpus.communication import communication_bytes, doubts_about_exchanges
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.depth import Depth, depth_of, periodic_checkpoint
+from snugfit.results.prediction import Prediction
 from snugfit.results.step_seconds import StepSeconds
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
@@ -98,9 +99,13 @@ class Judge:
         except SnugfitError as refused:
             return [Judged(0, 0.0, str(refused))] * len(kinds)
         return [
-            _judged(figure, setup.micro_batches, tuple(doubts))
+            _to_judged(figure, setup.micro_batches, tuple(doubts))
             for figure, doubts in zip(figures, one.doubts, strict=True)
         ]
+
+    def predict(self, gpus: int, recipe: Recipe) -> Prediction:
+        """The whole prediction of a recipe on so many GPUs. Raises `SnugfitError` as `predict` does."""
+        return predict(self._job, recipe, gpu=self._gpu, gpus=gpus)
 
     def in_full(self, gpus: int, recipe: Recipe) -> InFull:
         """The bytes of a recipe with all layers, and with at most `WHOLE_PIECES` micro-batches where no GPU
@@ -123,7 +128,7 @@ class Judge:
             timing=None if few else timing,
         )
 
-    def _by_layers(self, part: Job, setup: Setup, one: _OneQuestion) -> list[_Figures]:
+    def _by_layers(self, part: Job, setup: Setup, one: _OneQuestion) -> list[_FewPieces]:
         depth = self._depth(part, setup)
         if depth is None:
             return _by_few_pieces(part, setup, one)
@@ -146,11 +151,11 @@ class Judge:
         return self._depths[setup.attention]
 
 
-class _Figures(NamedTuple):
+class _FewPieces(NamedTuple):
     """Of at most `FEW_PIECES` micro-batches on one kind of GPU, and, from `piece_seconds` on, what one more
     adds; all but the first grow evenly with layers."""
 
-    kept_bytes: float
+    unused_bytes: float
     """What the allocator keeps and nothing uses, and what lies outside it: the larger of two depths stands
     for all."""
     allocated_bytes: float
@@ -162,11 +167,11 @@ class _Figures(NamedTuple):
     piece_exposed_seconds: float = 0.0
 
 
-def _judged(figure: _Figures, pieces: int, doubts: tuple[str, ...]) -> Judged:
+def _to_judged(figure: _FewPieces, pieces: int, doubts: tuple[str, ...]) -> Judged:
     """What so many micro-batches take."""
     more = max(0, pieces - FEW_PIECES)
     return Judged(
-        needed_bytes=int(figure.kept_bytes + figure.allocated_bytes),
+        needed_bytes=int(figure.unused_bytes + figure.allocated_bytes),
         step_seconds=figure.step_seconds + more * figure.piece_seconds,
         doubts=doubts,
         model_seconds=figure.model_seconds + more * figure.piece_model_seconds,
@@ -174,7 +179,7 @@ def _judged(figure: _Figures, pieces: int, doubts: tuple[str, ...]) -> Judged:
     )
 
 
-def _by_few_pieces(part: Job, setup: Setup, one: _OneQuestion) -> list[_Figures]:
+def _by_few_pieces(part: Job, setup: Setup, one: _OneQuestion) -> list[_FewPieces]:
     """`part` is a GPU's, on whatever depth."""
     pieces = min(setup.micro_batches, FEW_PIECES)
     samples = part.batch_size // setup.micro_batches * pieces
@@ -190,14 +195,14 @@ class _OneQuestion:
         self._policy = max(policies, key=lambda policy: policy.scratch_size)
         self.doubts: list[dict[str, None]] = [{} for _ in kinds]
 
-    def simulate(self, part: Job, setup: Setup) -> list[_Figures]:
+    def simulate(self, part: Job, setup: Setup) -> list[_FewPieces]:
         """What a step takes on each kind, from one rehearsal."""
         trace = rehearse(part, setup, self._policy, steps=STEPS)
         after = replay(trace, expandable=setup.expandable_segments)
         gpus = setup.parallel.ranks if setup.parallel else 1
         group = communication_bytes(trace, gpus)
         longer = with_a_further_piece(trace) if setup.micro_batches > 1 else None
-        figures: list[_Figures] = []
+        figures: list[_FewPieces] = []
         for gpu, doubts in zip(self._kinds, self.doubts, strict=True):
             context, _ = context_of(gpu, self._software, trace, group=group)
             rates = rates_for(gpu, gpus)
@@ -211,8 +216,8 @@ class _OneQuestion:
                 else [0.0] * len(known)
             )
             doubts.update(dict.fromkeys(doubts_about_exchanges(trace, gpu, rates)))
-            kept = context + after.reserved_peak - after.allocated_peak
-            figures.append(_Figures(kept, after.allocated_peak, *known, *further))
+            unused = context + after.reserved_peak - after.allocated_peak
+            figures.append(_FewPieces(unused, after.allocated_peak, *known, *further))
         return figures
 
 
@@ -222,12 +227,12 @@ def _seconds_of(timing: StepSeconds) -> tuple[float, float, float]:
     return timing.step_seconds, model, timing.exposed_communication_seconds
 
 
-def _on_a_line(points: Sequence[int], of: Callable[[int], list[_Figures]], at: int) -> list[_Figures]:
+def _on_a_line(points: Sequence[int], of: Callable[[int], list[_FewPieces]], at: int) -> list[_FewPieces]:
     """The figures of each kind at `at`, on the straight lines through those at two points."""
     return [
-        _Figures(
-            max(kept), *[linear_extrapolate(points, values, at) for values in zip(*growing, strict=True)]
+        _FewPieces(
+            max(unused), *[linear_extrapolate(points, values, at) for values in zip(*growing, strict=True)]
         )
         for on_kind in zip(*map(of, points), strict=True)
-        for kept, growing in [([one[0] for one in on_kind], [one[1:] for one in on_kind])]
+        for unused, growing in [([one[0] for one in on_kind], [one[1:] for one in on_kind])]
     ]

@@ -108,14 +108,14 @@ class _Search:
     def answer(self, counts: list[int]) -> SeveralGpusPlan:
         """The plan for these numbers of GPUs."""
         base = self._base(counts[-1])
-        found = self._screen(counts, base)
-        firsts = [(count, one.fitting[0] if one.fitting else one.miss) for count, one in found.items()]
+        outcomes = self._screen(counts, base)
+        firsts = [(count, one.fitting[0] if one.fitting else one.miss) for count, one in outcomes.items()]
         self._in_full([(count, one) for count, one in firsts if one is not None])
-        answers = [self._best_of(count, base, found) for count in counts]
+        answers = [self._best_of(count, base, outcomes) for count in counts]
         fastest = min((one for one in answers if one.fits), key=lambda one: one.step_seconds, default=None)
         alternatives: list[OnGpus] = []
         if fastest is not None:
-            alternatives = self._alternatives(fastest, found[fastest.gpus])
+            alternatives = self._alternatives(fastest, outcomes[fastest.gpus])
         return SeveralGpusPlan(
             job=self._job,
             gpu=self._gpu,
@@ -149,41 +149,41 @@ class _Search:
 
     def _screen(self, counts: Sequence[int], base: Recipe) -> dict[int, Outcome]:
         """What fits each number of GPUs, or nearly does."""
-        found: dict[int, Outcome] = {}
+        outcomes: dict[int, Outcome] = {}
         for count in _from_both_ends(counts):
             on_gpus = f"{count} GPU" + "s" * (count > 1)
             self._tell(f"simulating on few layers, {self._screened} recipes done, for {on_gpus}")
-            found[count] = self._fastest(count, base)
-        return {count: found[count] for count in counts}
+            outcomes[count] = self._fastest(count, base)
+        return {count: outcomes[count] for count in counts}
 
     def _fastest(self, count: int, base: Recipe) -> Outcome:
         search = FastestOnGpus(self._job, count, base, self._fixed, self._evidence, self._refused)
         return answer_to(search.run(), self._judge)
 
-    def _best_of(self, count: int, base: Recipe, found: dict[int, Outcome]) -> OnGpus:
+    def _best_of(self, count: int, base: Recipe, outcomes: dict[int, Outcome]) -> OnGpus:
         """The fastest that fits when it is simulated in full, or the nearest miss. What does not fit then is
         heard, and the search goes on."""
         answers: dict[Recipe, OnGpus] = {}
-        while found[count].fitting:
-            one = found[count].fitting[0]
+        while outcomes[count].fitting:
+            one = outcomes[count].fitting[0]
             answer = self._in_full([(count, one)])[0]
             if answer is None:  # it cannot be simulated: the next one may
-                found[count].fitting.pop(0)
+                outcomes[count].fitting.pop(0)
                 continue
             if answer.fits or one.recipe in answers:
                 return answer
             answers[one.recipe] = answer
             self._evidence.hear(one.shared, one.size, one.judged._replace(needed_bytes=answer.needed_bytes))
-            found[count] = self._fastest(count, base)
-        if (nearest := found[count].miss) is not None:
+            outcomes[count] = self._fastest(count, base)
+        if (nearest := outcomes[count].miss) is not None:
             miss = self._in_full([(count, nearest)])[0]
             if miss is not None:
                 return miss
         raise SnugfitError(next(iter(self._refused.values()), f"No recipe trains this job on {count} GPUs."))
 
-    def _alternatives(self, fastest: OnGpus, found: Outcome) -> list[OnGpus]:
-        others = [one for one in found.fitting if str(one.recipe) != fastest.recipe]
-        known = self._in_full([(fastest.gpus, one) for one in others[: FULL - 1]])
+    def _alternatives(self, fastest: OnGpus, outcome: Outcome) -> list[OnGpus]:
+        rest = [one for one in outcome.fitting if str(one.recipe) != fastest.recipe]
+        known = self._in_full([(fastest.gpus, one) for one in rest[: FULL - 1]])
         return sorted(
             (one for one in known if one is not None and one.fits), key=lambda one: one.step_seconds
         )

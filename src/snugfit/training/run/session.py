@@ -19,6 +19,7 @@ from snugfit.training.checkpoint.state import RunProgress, release_unused_memory
 from snugfit.training.interrupt import EXIT_CODES, EvaluationStopped
 from snugfit.training.journal import Journal
 from snugfit.training.predicted import PredictRun
+from snugfit.training.ranks import ToldElsewhere, is_broken_exchange
 from snugfit.training.recovery import (
     STEP_BOUNDARY,
     WHAT_TO_TRY,
@@ -27,7 +28,6 @@ from snugfit.training.recovery import (
     Recovery,
     Replan,
     cut_warning,
-    out_of_memory,
     short_of_memory,
 )
 from snugfit.training.run.active_run import ActiveRun
@@ -39,12 +39,12 @@ from snugfit.training.run.opening import open_run
 from snugfit.training.run.reporting import Reports
 from snugfit.training.run.run import Run
 from snugfit.training.run.spikes import Spikes
+from snugfit.training.run.start_again import MemoryRecord, end_of_several, recipe_to_go_on_with
 from snugfit.training.run.stragglers import Stragglers
 from snugfit.training.run.trained import EARLY, FINISHED, STOPPED, LastNotKept, Trained
 from snugfit.training.step_logger import StepLogger
 from snugfit.training.stops import Stops
 
-NOT_BY_SEVERAL = "With several GPUs a run does not continue by itself under another recipe."
 TO_TRAIN_ANEW = "--restart starts from the beginning and renames the old checkpoints."
 
 
@@ -72,17 +72,21 @@ class Session:
         self._spikes = Spikes(run.options, journal)
         self._last: StepResult | None = None
         self._sync_to, self._is_compared = 0, False
+        self._ran_out: MemoryRecord | None = None
         checkpoints.is_too_late = lambda: stops.too_late
 
-    def train(self, checkpoint: Checkpoint | None) -> Trained:
-        """To the end, from where `checkpoint` was taken or from the beginning."""
+    def train(self, checkpoint: Checkpoint | None, ran_out: MemoryRecord | None = None) -> Trained:
+        """To the end, from where `checkpoint` was taken or from the beginning. `ran_out` is what ended all
+        processes of the run before."""
         run = self._run
-        recipe = run.recipe if checkpoint is None else run.recipe_after(checkpoint.about)
-        self._open(recipe, checkpoint)
+        if ran_out is None:
+            self._open(run.recipe if checkpoint is None else run.recipe_after(checkpoint.about), checkpoint)
+        else:
+            self._open_after(ran_out, checkpoint)
         self._journal.tell(
             "started",
             job=run.job.model.name,
-            recipe=str(recipe),
+            recipe=str(self._recipe),
             steps=self._active.steps,
             samples=len(run.data.samples),
             resumed_from=checkpoint.step if checkpoint else None,
@@ -97,6 +101,24 @@ class Session:
                 return self._end(self._run_to_the_end())
         finally:
             self._checkpoints.wait()  # nobody writes here once the folder is given back
+
+    def _open_after(self, ran_out: MemoryRecord, checkpoint: Checkpoint | None) -> None:
+        """Opens the run of several processes in one of which memory ran out, under another recipe."""
+        self._ran_out, ranks, before = ran_out, self._run.ranks, ran_out.recipe
+        mixes = True
+        while mixes:
+            job = self._recovery.job
+            chosen = ranks.first_answers(lambda: recipe_to_go_on_with(self._run, self._recovery, ran_out))
+            self._open_smaller(chosen, checkpoint, ran_out.exhausted, ran_out.step)
+            if self._active.setup.micro_batches > before.setup().micro_batches:
+                self._compare_cut()
+            mixes = ranks.first_answers(lambda: self._recovery.job is not job)  # noqa: B023 - asked at once
+            if mixes:
+                self._close()
+        resumed = checkpoint.step if checkpoint else 0
+        self._recovery.tell(
+            ran_out.exhausted, before, chosen, ran_out.step, rank=ran_out.rank, resumed_from=resumed
+        )
 
     def _compare_cut(self) -> None:
         """Compares the loss of a few samples with that of halves, once, when a cut is first wanted."""
@@ -300,8 +322,7 @@ class Session:
         is only short, the next step, if there is such a recipe."""
         before, step = self._recipe, self._progress.step
         if self._run.ranks.are_many:
-            text = f"It was rank {self._run.ranks.rank}. {NOT_BY_SEVERAL} {WHAT_TO_TRY}"
-            raise out_of_memory(exhausted, before, step, text)
+            raise end_of_several(self._run, exhausted, before, step, self._ran_out)
         if exhausted.phase != "update":
             self._active.check_weights()
         self._compare_cut()
@@ -315,10 +336,19 @@ class Session:
             return
         self._close()
         self._recovery.tell(exhausted, before, chosen, step + 1)
+        self._open_smaller(chosen, checkpoint, exhausted, step + 1)
+
+    def _open_smaller(
+        self, recipe: Recipe, checkpoint: Checkpoint | None, exhausted: Exhausted, step: int
+    ) -> None:
         try:
-            self._open(chosen, checkpoint)
+            self._open(recipe, checkpoint)
+        except ToldElsewhere:
+            raise
         except (SnugfitError, RuntimeError, MemoryError) as fault:
-            text = f"Memory ran out in step {step + 1} ({exhausted.cause}). '{chosen}' could not be started:"
+            if is_broken_exchange(fault):
+                raise
+            text = f"Memory ran out in step {step} ({exhausted.cause}). '{recipe}' could not be started:"
             raise OutOfMemory(f"{text} {fault} {WHAT_TO_TRY}") from fault
 
     def _checkpoint_to_go_on_from(self, phase: str) -> Checkpoint | None:

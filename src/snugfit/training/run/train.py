@@ -11,8 +11,9 @@ same numbers as one that was not.
 
 Events (`journal.py`): `started` (job, recipe, steps, samples, resumed_from), `step`, `foreseen` and `ended`
 (`step_logger.py`), `evaluated` (step, loss, accuracy), `saved` (step, folder, bytes, blocked_seconds that
-training waited, seconds of writing meanwhile), `replanned` (step, cause, before, recipe), `warning` and
-`note` (text; a warning of a straggler has its rank too).
+training waited, seconds of writing meanwhile), `replanned` (step, cause, before, recipe; of
+several processes the rank too, and the step that the run was resumed_from), `warning` and `note` (text; a
+warning of a straggler has its rank too).
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from snugfit.training.recovery import Compare, Replan
 from snugfit.training.run.reporting import Reports
 from snugfit.training.run.run import Run, compare_runs, lengthens
 from snugfit.training.run.session import Session
-from snugfit.training.run.trained import Trained
+from snugfit.training.run.start_again import forget, record_of
+from snugfit.training.run.trained import STOPPED, Trained
 from snugfit.training.stops import Stops
 
 BEGIN_ANEW = "with --restart (from Python restart=True)"
@@ -91,9 +93,12 @@ def train(
             stops = Stops(interrupts, ranks)
             session = Session(run, checkpoints, journal, stops, reports, **asked)
             try:
-                return session.train(checkpoint)
+                trained = session.train(checkpoint, ranks.first_answers(lambda: record_of(run, checkpoint)))
             finally:
                 reports.end(None)
+        if ranks.is_first and trained.outcome != STOPPED:
+            forget(run.folder)
+        return trained
 
 
 def _start(
@@ -103,6 +108,7 @@ def _start(
     Raises `UsageError` for another run's."""
     if restart:
         checkpoints.store.restart()
+        forget(run.folder)
     checkpoint = checkpoints.newest() if named is None else checkpoints.checkpoint_at(named, in_store=True)
     for note in run.data.notes:
         journal.tell("note", text=note)
