@@ -24,8 +24,9 @@ from snugfit.frontends.trainer.data import DataPosition
 from snugfit.frontends.trainer.facts import run_facts
 from snugfit.frontends.trainer.finished import finished_output, forget_finished, note_finished
 from snugfit.frontends.trainer.setup import change_recipe
+from snugfit.frontends.trainer.sharded import check_sharded, is_spread, restore_kept, snapshot_of_parts
 from snugfit.frontends.trainer.state_files import StateFiles
-from snugfit.frontends.trainer.users_files import CollectedFiles, UsersFiles
+from snugfit.frontends.trainer.users_files import UsersFiles
 from snugfit.step.trainer_hooks import calls_on_save, push_checkpoint
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.checkpoint.facts import (
@@ -35,7 +36,7 @@ from snugfit.training.checkpoint.facts import (
     optimizer_facts,
     schedule_facts,
 )
-from snugfit.training.checkpoint.manager import CheckpointManager, named_step
+from snugfit.training.checkpoint.manager import CheckpointManager, Writable, named_step
 from snugfit.training.checkpoint.manifest import Checkpoint
 from snugfit.training.checkpoint.optimizer_state import refuse_optimizer
 from snugfit.training.checkpoint.state import (
@@ -43,7 +44,6 @@ from snugfit.training.checkpoint.state import (
     Snapshot,
     TrainState,
     check_packable,
-    restore,
     snapshot,
 )
 from snugfit.training.ranks import ALONE, Ranks
@@ -106,7 +106,9 @@ class TrainerCheckpoints:
         self._seed = ranks.first_answers(lambda: _order_seed(trainer))
         self._facts: Facts = {}
         self._asked = str(trainer.snugfit.recipe)
-        self._begun = self._is_update_checked = self._is_data_noted = False
+        self._is_sharded = is_spread(trainer)
+        self._begun = self._is_data_noted = False
+        self._is_update_checked = self._is_sharded  # torch's own AdamW and SGD are what is sharded
         self._goes_back = False
         self.finished: Any = None
         """What `train()` gave, where this very run has finished already."""
@@ -134,7 +136,7 @@ class TrainerCheckpoints:
         self._facts = run_facts(self._trainer)
         if resume_from or self._trainer.args.save_strategy != "no":
             self._note_data()
-        self.finished = finished_output(self._trainer, self.root, self._about(), resume_from)
+        self.finished = finished_output(self._trainer, self.root, self._about(), resume_from, self._ranks)
         if self.finished is not None:
             text = FINISHED_TEXT.format(step=self._trainer.state.global_step)
             self._journal.tell("note", text=text)
@@ -181,7 +183,7 @@ class TrainerCheckpoints:
         state = train_state_of(self._trainer)
         state.ranks = self._ranks
         refuse_optimizer(state.optimizer, keeps=True)
-        check_packable(state)
+        (check_sharded if self._is_sharded else check_packable)(state)
         self._facts |= {**optimizer_facts(state.optimizer), **schedule_facts(state.scheduler)}
         if self.resumed is not None:
             wrong = compare_facts(self.resumed.about, self._about())
@@ -189,8 +191,8 @@ class TrainerCheckpoints:
         if self._ranks.is_first:
             self._make_room()
         if resumed_from is not None:
-            restore(state, Path(resumed_from))
-        if self._trainer.args.save_strategy != "no" and self._ranks.is_first:
+            restore_kept(state, Path(resumed_from))
+        if self._trainer.args.save_strategy != "no" and (self._ranks.is_first or self._is_sharded):
             self._manager.prepare(state)
 
     def _make_room(self) -> None:
@@ -235,9 +237,9 @@ class TrainerCheckpoints:
         is_now = step == self._trainer.state.global_step
         return bool(is_now or (self.root / f"checkpoint-{step}").is_dir())
 
-    def _take(self, staging: Staging, go_on: Callable[[], None]) -> Snapshot | CollectedFiles | None:
+    def _take(self, staging: Staging, go_on: Callable[[], None]) -> Writable | None:
         snapshot = self._snapshot(staging)
-        if snapshot is None or not self.users_files.any:
+        if not isinstance(snapshot, Snapshot) or not self.users_files.any:
             return snapshot
         draft = self._store.new_draft(snapshot.step)
         return self.users_files.collect(draft, snapshot, go_on)
@@ -247,21 +249,19 @@ class TrainerCheckpoints:
         """Whether there is a checkpoint of this step."""
         return bool(self._manager.saved_step == self._trainer.state.global_step)
 
-    def _snapshot(self, staging: Staging) -> Snapshot | None:
-        """What the first process keeps for all; nothing in the others, which tell it of themselves."""
+    def _snapshot(self, staging: Staging) -> Writable | None:
+        """What the first process keeps for all; in the others, which tell it of themselves, nothing, or where
+        weights are spread what each keeps of its own."""
         trainer, ranks = self._trainer, self._ranks
         files = self.state.files(is_stopped=self.interrupts.stopping is not None)
         random = ranks.gather(all_rng_states(trainer.args.device)) if ranks.are_many else []
-        if not ranks.is_first:
-            return None
         processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
-        return snapshot(
-            train_state_of(trainer),
-            staging,
-            files=files,
-            random=random,
-            processing=processing if hasattr(processing, "save_pretrained") else None,
-        )
+        beside = {"files": files, "processing": processing if hasattr(processing, "save_pretrained") else None}
+        state = train_state_of(trainer)
+        state.ranks = ranks
+        if self._is_sharded:
+            return snapshot_of_parts(trainer, state, staging, random=random, **beside)
+        return snapshot(state, staging, random=random, **beside) if ranks.is_first else None
 
     def wait(self) -> None:
         """Until nothing is being written."""

@@ -16,12 +16,12 @@ from typing import Any
 
 from snugfit.documents import BadDocument, read_document, write_document
 from snugfit.errors import SnugfitError
-from snugfit.frontends.trainer.users_files import weights_folder
+from snugfit.frontends.trainer.sharded import is_spread, load_kept_weights
 from snugfit.training.checkpoint.facts import compare_facts
 from snugfit.training.checkpoint.manager import differences
 from snugfit.training.checkpoint.manifest import verify
 from snugfit.training.checkpoint.packed_state import pack, unpack
-from snugfit.training.checkpoint.weights import load_weights
+from snugfit.training.ranks import Ranks
 
 FINISHED_RUN = "finished.json"
 
@@ -52,7 +52,7 @@ def note_finished(trainer: Any, root: Path, about: Mapping[str, Any], output: An
 
 
 def finished_output(
-    trainer: Any, root: Path, about: Mapping[str, Any], resume_from: str | bool | None
+    trainer: Any, root: Path, about: Mapping[str, Any], resume_from: str | bool | None, ranks: Ranks
 ) -> Any:
     """What this very run's `train()` gave when it finished in this folder, with its model and its state put
     into the trainer; None where it has not, or is to be trained anew."""
@@ -75,7 +75,9 @@ def finished_output(
         state = TrainerState(**result["state"])
     except (BadDocument, OSError, LookupError, TypeError, ValueError, AttributeError, SnugfitError):
         return None
-    load_weights(trainer.model, weights_folder(weights))
+    if is_spread(trainer):
+        trainer.spread_model()
+    load_kept_weights(trainer.model, weights, ranks)
     trainer.state = state
     return TrainOutput(state.global_step, result["loss"], result["metrics"])
 

@@ -1,0 +1,137 @@
+"""`fit` in several processes under accelerate's FSDP2: each holds parts, and trains as one with all of it does.
+
+Processes are forked from one that has imported all (`clean_forks.py`), with the variables that torchrun sets,
+and accelerate is told that they have GPUs (`exported_processes.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from clean_forks import Forks
+from fitted import losses_of
+from many_fits import fit_of, fits, result_in
+from small_runs import events
+from snugfit.errors import RecipeError
+from snugfit.frontends.trainer.ranks import recipe_in_each
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import ParallelWish
+from tiers import slow_but
+from tolerance import same_losses, same_parameters
+
+pytestmark = [pytest.mark.whole, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")]
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks("many_fits") as started:
+        yield started
+
+
+def assert_same_results(one: Path, other: Path, size: int = 2) -> None:
+    """Each process has logged the same losses and made the same weights, bit for bit."""
+    for rank in range(size):
+        (result, weights), (expected, others) = (result_in(folder, rank) for folder in (one, other))
+        assert result["losses"] == expected["losses"]
+        assert all(torch.equal(weights[name], value) for name, value in others.items())
+
+
+GATHERED_ONCE = {"reshard_after_forward": False}
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe", "alone", "micro", "config"),
+    slow_but(
+        [
+            ("gpt2", "fsdp(reshard=none) + micro_batches(2)", "plain", (2, 2), GATHERED_ONCE),
+            ("bert", "plain", "plain", (4, 1), {}),
+            ("gpt2 masked", "fsdp + micro_batches(4)", "plain", (1, 4), {}),
+            ("gpt2", "fsdp + every_layer", "plain", (4, 1), {}),
+            ("gpt2", "adamw_fused", "adamw_fused", (4, 1), {"cpu_ram_efficient_loading": True}),
+            ("bert", "sgd + micro_batches(2)", "sgd", (2, 2), {"auto_wrap_policy": "NO_WRAP"}),
+        ],
+        1,
+    ),
+)
+def test_two_processes_train_as_one_does(
+    model: str,
+    recipe: str,
+    alone: str,
+    micro: tuple[int, int],
+    config: dict[str, Any],
+    forks: Forks,
+    tmp_path: Path,
+) -> None:
+    """The mean over the global batch, clipped by the norm of all gradients, however unevenly it is padded."""
+    how: dict[str, Any] = {"model": model, "max_grad_norm": 0.7}
+    assert fits(forks, tmp_path / "two", recipe=recipe, micro=micro, fsdp=config, **how) == [0, 0]
+    one = fit_of(tmp_path / "one", recipe=alone, micro=(8, 1), **how)
+    norms = [line["grad_norm"] for line in one.state.log_history if "loss" in line]
+    assert max(norms) > 0.7, "something is clipped"
+    both = [result_in(tmp_path / "two", rank) for rank in range(2)]
+    for result, weights in both:
+        same_losses(losses_of(one), result["losses"])
+        # A key's bias has gradients of rounding alone, which Adam makes steps of.
+        same_parameters(one.model.state_dict(), weights, (2e-4, 2e-5))
+    steps = [event for event in both[0][0]["told"] if event["event"] == "step"]
+    assert [event["samples"] for event in steps] == [8] * 8
+    same_losses(norms, [event["norm"] for event in steps])
+    assert not both[1][0]["told"], "the first process speaks for all"
+
+
+@pytest.mark.parametrize(("step", "rank"), slow_but([(7, 1), (6, 0), (8, 1)], 1))
+def test_a_run_whose_process_died_goes_on_bit_for_bit(
+    step: int, rank: int, forks: Forks, tmp_path: Path
+) -> None:
+    """With dropout, a random order, and each process's own generators. Only the end has the whole model."""
+    how: dict[str, Any] = {"dropout": 0.2, "recipe": "fsdp + micro_batches(2)", "samples": 43, "fsdp": {}}
+    assert fits(forks, tmp_path / "whole", **how) == [0, 0]
+    codes = fits(forks, tmp_path / "killed", fault={"step": step, "kind": "dies", "rank": rank}, **how)
+    assert codes[rank] == 9
+    assert codes[1 - rank] != 0
+    kept = max((tmp_path / "killed").glob("checkpoint-*"))
+    assert {path.name for path in (kept / "shards").glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
+    assert not (kept / "model.safetensors").exists()
+    assert fits(forks, tmp_path / "killed", resume=True, **how) == [0, 0]
+    assert_same_results(tmp_path / "killed", tmp_path / "whole")
+    assert (tmp_path / "killed" / "checkpoint-8" / "model.safetensors").exists()
+
+
+def test_evaluations_between_and_the_best_model_of_parts(forks: Forks, tmp_path: Path) -> None:
+    """An evaluation leaves whole weights in the place of parts: those are what is kept, and what is put back.
+    What `save_model` writes is the model, in a run that has finished before too."""
+    how: dict[str, Any] = {
+        "evaluates": True, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "saves": True,
+        "load_best_model_at_end": True, "learning_rate": 0.02, "fsdp": GATHERED_ONCE,
+    }  # fmt: skip
+    assert fits(forks, tmp_path / "two", recipe="fsdp(reshard=none)", **how) == [0, 0]
+    (first, weights), (second, others) = (result_in(tmp_path / "two", rank) for rank in range(2))
+    assert first["evaluated"] == second["evaluated"]
+    assert all(torch.equal(weights[name], value) for name, value in others.items())
+    one = fit_of(tmp_path / "one", recipe="plain", **{**how, "fsdp": None, "micro": (8, 1)})
+    same_parameters(one.model.state_dict(), weights, (2e-3, 2e-4))
+    saved = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "two.model")
+    same_parameters(saved.state_dict(), weights, (0, 0))
+    shutil.rmtree(tmp_path / "two.model")
+    assert fits(forks, tmp_path / "two", recipe="fsdp(reshard=none)", **how) == [0, 0]
+    (again, kept), _ = (result_in(tmp_path / "two", rank) for rank in range(2))
+    assert "Nothing is left to train" in json.dumps(again["told"])
+    assert again["evaluated"][-1] == first["evaluated"][-1]
+    assert all(torch.equal(weights[name], value) for name, value in kept.items())
+    saved = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "two.model")
+    same_parameters(saved.state_dict(), weights, (0, 0))
+
+
+def test_a_signal_to_one_process_stops_all_with_a_checkpoint(forks: Forks, tmp_path: Path) -> None:
+    """Without the whole model, for time is short."""
+    fault = {"step": 4, "kind": "is_stopped", "rank": 1}
+    assert fits(forks, tmp_path / "run", recipe=None, fault=fault, fsdp={}) == [75, 75]
