@@ -73,7 +73,7 @@ def fit_of(
     told: list[dict[str, Any]] = []
     trainer.told = told
     if recipe is not None:
-        fit(trainer, recipe, watch=told.append)
+        fit(trainer, None if recipe == "its own" else recipe, watch=told.append)
     trainer.train(resume_from_checkpoint=resume)
     if saves:
         trainer.save_model(f"{folder}.model")

@@ -117,8 +117,10 @@ def test_evaluations_between_and_the_best_model_of_parts(forks: Forks, tmp_path:
     (first, weights), (second, others) = (result_in(tmp_path / "two", rank) for rank in range(2))
     assert first["evaluated"] == second["evaluated"]
     assert all(torch.equal(weights[name], value) for name, value in others.items())
+    *during, after = first["evaluated"]
+    assert after == min(during) < during[-1], "the best is not the last"
     one = fit_of(tmp_path / "one", recipe="plain", **{**how, "fsdp": None, "micro": (8, 1)})
-    same_parameters(one.model.state_dict(), weights, (2e-3, 2e-4))
+    same_losses(losses_of(one), first["losses"], (1e-2, 1e-4))
     saved = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "two.model")
     same_parameters(saved.state_dict(), weights, (0, 0))
     shutil.rmtree(tmp_path / "two.model")
@@ -132,6 +134,42 @@ def test_evaluations_between_and_the_best_model_of_parts(forks: Forks, tmp_path:
 
 
 def test_a_signal_to_one_process_stops_all_with_a_checkpoint(forks: Forks, tmp_path: Path) -> None:
-    """Without the whole model, for time is short."""
+    """Without the whole model, for time is short. The trainer keeps settings of its own, SGD among them."""
+    how: dict[str, Any] = {"recipe": "its own", "optim": "sgd", "fsdp": {}}
     fault = {"step": 4, "kind": "is_stopped", "rank": 1}
-    assert fits(forks, tmp_path / "run", recipe=None, fault=fault, fsdp={}) == [75, 75]
+    assert fits(forks, tmp_path / "run", fault=fault, **how) == [75, 75]
+    assert not (tmp_path / "run" / "checkpoint-4" / "model.safetensors").exists()
+    assert fits(forks, tmp_path / "run", resume=True, **how) == [0, 0]
+    assert [event["step"] for event in events(tmp_path / "run", "step")] == [1, 2, 3, 4, 5, 6, 7, 8]
+    told = json.dumps(result_in(tmp_path / "run", 0)[0]["told"])
+    assert "keeps its own settings, 'sgd(" in told
+
+
+def test_a_loss_that_is_no_number_ends_all(forks: Forks, tmp_path: Path) -> None:
+    """With parts of the weights of before."""
+    fault = {"step": 4, "kind": "spoils", "rank": 1}
+    assert fits(forks, tmp_path / "run", recipe="fsdp", fault=fault, fsdp={}) == [1, 1]
+    texts = [(tmp_path / f"run.rank-{rank}").read_text() for rank in range(2)]
+    assert texts[0].startswith("SnugfitError: Step 5:")
+    assert texts[1].startswith("ToldElsewhere: Step 5:")
+    assert (tmp_path / "run" / "checkpoint-4" / "shards").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    slow_but([("fsdp", "ddp"), ("ddp", "fsdp")], 0),
+)
+def test_another_way_to_share_the_work_goes_on(
+    before: str, after: str, forks: Forks, tmp_path: Path
+) -> None:
+    """Whole weights and states become parts, and parts whole ones; losses are those of an unbroken run."""
+    told = {"ddp": {"recipe": "ddp", "model": "gpt2"}, "fsdp": {"fsdp": {}, "recipe": "fsdp", "model": "gpt2"}}
+    assert fits(forks, tmp_path / "whole", **told[before]) == [0, 0]
+    fault = {"step": 5, "kind": "is_stopped", "rank": 0}
+    assert fits(forks, tmp_path / "run", fault=fault, **told[before]) == [75, 75]
+    assert fits(forks, tmp_path / "run", resume=True, **told[after]) == [0, 0]
+    result, weights = result_in(tmp_path / "run", 0)
+    expected, others = result_in(tmp_path / "whole", 0)
+    same_losses(expected["losses"], result["losses"])
+    same_parameters(others, weights, (2e-4, 2e-5))
+    assert f"sharding was '{before}' and is '{after}': the run continues correctly" in json.dumps(result["told"])

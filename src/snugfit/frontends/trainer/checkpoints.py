@@ -69,6 +69,10 @@ CURE = (
 )
 
 
+SHARDING = "sharding"
+"""By which name a checkpoint says how several processes share the model."""
+
+
 def train_state_of(trainer: Any) -> TrainState:
     """What the trainer's steps work with and change."""
     optimizer = trainer.optimizer
@@ -117,14 +121,14 @@ class TrainerCheckpoints:
 
     def _about(self) -> dict[str, Any]:
         trainer, plan = self._trainer, self._trainer.snugfit
-        data = trainer.train_dataset
+        data, sharding = trainer.train_dataset, "fsdp" if self._is_sharded else "ddp"
         return {
             "trainer": type(trainer).__name__,
             "asked": self._asked,
             "recipe": str(plan.recipe),
             "batch_size": plan.job.batch_size,
             "samples": count_of(data),
-            **({"processes": self._ranks.size} if self._ranks.are_many else {}),
+            **({"processes": self._ranks.size, SHARDING: sharding} if self._ranks.are_many else {}),
             "order_seed": self._seed,
             "versions": versions(),
             FACTS: self._facts,
@@ -171,7 +175,8 @@ class TrainerCheckpoints:
         if "order_seed" not in checkpoint.about:
             raise UsageError(f"{checkpoint.folder} was not written by a fitted trainer.{CURE}")
         names = ("batch_size", "samples", "processes")
-        refuse_another_run(self._manager, checkpoint, self._about(), names=names, recipe="asked", cure=CURE)
+        how: dict[str, Any] = {"names": names, "warned": (SHARDING,), "recipe": "asked", "cure": CURE}
+        refuse_another_run(self._manager, checkpoint, self._about(), **how)
 
     def begin(self, resumed_from: str | None) -> None:
         """Once, before the first step, with an optimizer: puts back what was kept in this folder, and takes
@@ -253,14 +258,15 @@ class TrainerCheckpoints:
         """What the first process keeps for all; in the others, which tell it of themselves, nothing, or where
         weights are spread what each keeps of its own."""
         trainer, ranks = self._trainer, self._ranks
-        files = self.state.files(is_stopped=self.interrupts.stopping is not None)
+        is_stopped = self.interrupts.stopping is not None
+        files = self.state.files(is_stopped=is_stopped)
         random = ranks.gather(all_rng_states(trainer.args.device)) if ranks.are_many else []
         processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
-        beside = {"files": files, "processing": processing if hasattr(processing, "save_pretrained") else None}
+        beside: dict[str, Any] = {"files": files, "processing": processing if hasattr(processing, "save_pretrained") else None}
         state = train_state_of(trainer)
         state.ranks = ranks
         if self._is_sharded:
-            return snapshot_of_parts(trainer, state, staging, random=random, **beside)
+            return snapshot_of_parts(trainer, state, staging, random=random, is_stopped=is_stopped, **beside)
         return snapshot(state, staging, random=random, **beside) if ranks.is_first else None
 
     def wait(self) -> None:

@@ -148,11 +148,13 @@ def snapshot_of_parts(
     random: Sequence[Any],
     files: Mapping[str, str],
     processing: Any,
+    is_stopped: bool,
 ) -> ShardedSnapshot:
-    """What this process keeps of a boundary; at the run's end the first keeps the whole model too. All
-    processes call it."""
+    """What this process keeps of a boundary; at the run's end, which is not where a signal has stopped it,
+    the first keeps the whole model too. All processes call it."""
     drop_gathered(trainer)
-    ends = trainer.state.global_step >= trainer.state.max_steps or trainer.control.should_training_stop
+    ends = trainer.state.global_step >= trainer.state.max_steps
+    ends |= trainer.control.should_training_stop and not is_stopped
     is_last = state.ranks.first_answers(lambda: bool(ends))
     taken = shards_of(state, staging, random=random, is_last=is_last)
     taken.files, taken.processing = files, processing
