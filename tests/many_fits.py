@@ -112,8 +112,10 @@ def one_fit(rank: int, size: int, port: int, folder: str, asked: dict[str, Any])
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
     )  # fmt: skip
     torch.set_num_threads(1)
+    launched = asked.pop("launched", {})
+    os.environ.update(launched)
     try:
-        with taken_for_gpus() if "fsdp" in asked else contextlib.nullcontext():
+        with taken_for_gpus() if launched or "fsdp" in asked else contextlib.nullcontext():
             trainer = fit_of(Path(folder), rank=rank, **asked)
     except SnugfitError as error:
         Path(f"{folder}.rank-{rank}").write_text(f"{type(error).__name__}: {error}")

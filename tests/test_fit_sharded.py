@@ -155,21 +155,36 @@ def test_a_loss_that_is_no_number_ends_all(forks: Forks, tmp_path: Path) -> None
     assert (tmp_path / "run" / "checkpoint-4" / "shards").is_dir()
 
 
+RUNS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {"recipe": "plain", "micro": (4, 2)}),
+    "ddp": (2, {"recipe": "ddp"}),
+    "fsdp": (2, {"recipe": "fsdp", "fsdp": {}}),
+    "fsdp of 4": (4, {"recipe": "fsdp", "micro": (2, 1), "fsdp": {}}),
+}
+"""Ways to train on a global batch of eight: how many processes, and what each is asked."""
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
-    slow_but([("fsdp", "ddp"), ("ddp", "fsdp")], 0),
-)
-def test_another_way_to_share_the_work_goes_on(
-    before: str, after: str, forks: Forks, tmp_path: Path
-) -> None:
-    """Whole weights and states become parts, and parts whole ones; losses are those of an unbroken run."""
-    told = {"ddp": {"recipe": "ddp", "model": "gpt2"}, "fsdp": {"fsdp": {}, "recipe": "fsdp", "model": "gpt2"}}
-    assert fits(forks, tmp_path / "whole", **told[before]) == [0, 0]
+    [
+        ("fsdp", "one"), ("one", "fsdp"), ("fsdp", "ddp"), ("ddp", "fsdp"), ("fsdp", "fsdp of 4"),
+        ("fsdp of 4", "fsdp"), ("ddp", "one"),
+    ],
+)  # fmt: skip
+def test_a_run_goes_on_on_other_processes(before: str, after: str, forks: Forks, tmp_path: Path) -> None:
+    """Whole weights and states become parts, parts whole ones or others; the next samples are the next ones.
+    Losses and weights are those of a run that nobody touched, to the rounding of sums."""
+    how: dict[str, Any] = {"model": "gpt2", "samples": 56}
+    (size, told), (other_size, told_then) = RUNS[before], RUNS[after]
+    assert fits(forks, tmp_path / "whole", size, **how, **told) == [0] * size
     fault = {"step": 5, "kind": "is_stopped", "rank": 0}
-    assert fits(forks, tmp_path / "run", fault=fault, **told[before]) == [75, 75]
-    assert fits(forks, tmp_path / "run", resume=True, **told[after]) == [0, 0]
-    result, weights = result_in(tmp_path / "run", 0)
+    assert fits(forks, tmp_path / "run", size, fault=fault, **how, **told) == [75] * size
+    assert fits(forks, tmp_path / "run", other_size, resume=True, **how, **told_then) == [0] * other_size
     expected, others = result_in(tmp_path / "whole", 0)
-    same_losses(expected["losses"], result["losses"])
-    same_parameters(others, weights, (2e-4, 2e-5))
-    assert f"sharding was '{before}' and is '{after}': the run continues correctly" in json.dumps(result["told"])
+    for rank in range(other_size):
+        result, weights = result_in(tmp_path / "run", rank)
+        same_losses(expected["losses"], result["losses"])
+        same_parameters(others, weights, (2e-4, 2e-5))
+    warned = json.dumps(result_in(tmp_path / "run", 0)[0]["told"])
+    assert "the run continues correctly, but no longer bit for bit" in warned

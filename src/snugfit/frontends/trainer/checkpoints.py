@@ -13,6 +13,7 @@ too (`data.py`). Weights are put into the model that stands, for it is the user'
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from snugfit.frontends.data_facts import dataset_facts
 from snugfit.frontends.loader import count_of
 from snugfit.frontends.same_run import refuse_another_run
 from snugfit.frontends.trainer.data import DataPosition
-from snugfit.frontends.trainer.facts import run_facts
+from snugfit.frontends.trainer.facts import run_facts, with_global_batch
 from snugfit.frontends.trainer.finished import finished_output, forget_finished, note_finished
 from snugfit.frontends.trainer.setup import change_recipe
 from snugfit.frontends.trainer.sharded import check_sharded, is_spread, restore_kept, snapshot_of_parts
@@ -174,9 +175,10 @@ class TrainerCheckpoints:
     def _refuse_another_run(self, checkpoint: Checkpoint) -> None:
         if "order_seed" not in checkpoint.about:
             raise UsageError(f"{checkpoint.folder} was not written by a fitted trainer.{CURE}")
-        names = ("batch_size", "samples", "processes")
-        how: dict[str, Any] = {"names": names, "warned": (SHARDING,), "recipe": "asked", "cure": CURE}
-        refuse_another_run(self._manager, checkpoint, self._about(), **how)
+        before = replace(checkpoint, about=with_global_batch(checkpoint.about))
+        names, warned = ("batch_size", "samples"), ("processes", SHARDING)
+        how: dict[str, Any] = {"names": names, "warned": warned, "recipe": "asked", "cure": CURE}
+        refuse_another_run(self._manager, before, with_global_batch(self._about()), **how)
 
     def begin(self, resumed_from: str | None) -> None:
         """Once, before the first step, with an optimizer: puts back what was kept in this folder, and takes

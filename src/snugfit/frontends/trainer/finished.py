@@ -16,6 +16,7 @@ from typing import Any
 
 from snugfit.documents import BadDocument, read_document, write_document
 from snugfit.errors import SnugfitError
+from snugfit.frontends.trainer.facts import with_global_batch
 from snugfit.frontends.trainer.sharded import is_spread, load_kept_weights
 from snugfit.training.checkpoint.facts import compare_facts
 from snugfit.training.checkpoint.manager import differences
@@ -25,8 +26,9 @@ from snugfit.training.ranks import Ranks
 
 FINISHED_RUN = "finished.json"
 
-SAME = ("trainer", "asked", "batch_size", "samples", "processes", "length")
-"""What a checkpoint says of its run that is compared beside its facts, and how long the run is."""
+SAME = ("trainer", "asked", "batch_size", "samples", "length")
+"""What a checkpoint says of its run that is compared beside its facts, and how long the run is. However many
+processes have trained it, it is done."""
 
 FOLDERS_OF_THIS_PROCESS: set[Path] = set()
 """Where this process has trained: whoever calls `train()` there twice wants to train twice."""
@@ -66,7 +68,7 @@ def finished_output(
         now = {**about, "length": _length(trainer)}
         if (
             not _asks_for_it(root, resume_from)
-            or differences(before, now, SAME)
+            or differences(with_global_batch(before), with_global_batch(now), SAME)
             or compare_facts(before, now)
         ):
             return None
