@@ -139,7 +139,7 @@ def test_the_best_model_and_a_finished_run_are_those_of_all(forks: Forks, tmp_pa
     [
         ("fsdp", "Write 'ddp' in its place"),
         ("zero1", "snugfit train takes several"),
-        ("ddp(bucket_views=true)", "each has all of the model"),
+        ("ddp(bucket_views=true)", "each process has all of the model"),
         ("zero3", "the Trainer's own DDP"),
         ("ddp + lora(4)", "not tested there"),
         ("ddp + compiled", "train in one process"),

@@ -18,15 +18,16 @@ import torch
 import transformers
 
 from clean_forks import Forks
-from fitted import losses_of
+from fitted import classified, losses_of, model_of, trainer_of
 from many_fits import fit_of, fits, result_in
 from small_runs import events
-from snugfit.errors import RecipeError
+from snugfit.errors import RecipeError, UsageError
 from snugfit.frontends.trainer.ranks import recipe_in_each
+from snugfit.frontends.trainer.sharded import refuse_recipe, refuse_what_is_not_sharded
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import ParallelWish
 from tiers import slow_but
-from tolerance import same_losses, same_parameters
+from tolerance import ROUNDS, SAME, same_losses, same_parameters
 
 pytestmark = [pytest.mark.whole, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")]
 
@@ -35,14 +36,6 @@ pytestmark = [pytest.mark.whole, pytest.mark.skipif(not hasattr(os, "fork"), rea
 def forks() -> Iterator[Forks]:
     with Forks("many_fits") as started:
         yield started
-
-
-def assert_same_results(one: Path, other: Path, size: int = 2) -> None:
-    """Each process has logged the same losses and made the same weights, bit for bit."""
-    for rank in range(size):
-        (result, weights), (expected, others) = (result_in(folder, rank) for folder in (one, other))
-        assert result["losses"] == expected["losses"]
-        assert all(torch.equal(weights[name], value) for name, value in others.items())
 
 
 GATHERED_ONCE = {"reshard_after_forward": False}
@@ -57,6 +50,7 @@ GATHERED_ONCE = {"reshard_after_forward": False}
             ("gpt2 masked", "fsdp + micro_batches(4)", "plain", (1, 4), {}),
             ("gpt2", "fsdp + every_layer", "plain", (4, 1), {}),
             ("gpt2", "adamw_fused", "adamw_fused", (4, 1), {"cpu_ram_efficient_loading": True}),
+            ("gpt2", "bf16", "bf16", (4, 1), {}),
             ("bert", "sgd + micro_batches(2)", "sgd", (2, 2), {"auto_wrap_policy": "NO_WRAP"}),
         ],
         1,
@@ -78,22 +72,33 @@ def test_two_processes_train_as_one_does(
     norms = [line["grad_norm"] for line in one.state.log_history if "loss" in line]
     assert max(norms) > 0.7, "something is clipped"
     both = [result_in(tmp_path / "two", rank) for rank in range(2)]
+    # A key's bias has gradients of rounding alone, which Adam makes steps of.
+    of_losses, of_weights = (ROUNDS, ROUNDS) if "bf16" in recipe else (SAME, (2e-4, 2e-5))
     for result, weights in both:
-        same_losses(losses_of(one), result["losses"])
-        # A key's bias has gradients of rounding alone, which Adam makes steps of.
-        same_parameters(one.model.state_dict(), weights, (2e-4, 2e-5))
+        same_losses(losses_of(one), result["losses"], of_losses)
+        same_parameters(one.model.state_dict(), weights, of_weights)
     steps = [event for event in both[0][0]["told"] if event["event"] == "step"]
     assert [event["samples"] for event in steps] == [8] * 8
-    same_losses(norms, [event["norm"] for event in steps])
+    same_losses(norms, [event["norm"] for event in steps], of_losses)
     assert not both[1][0]["told"], "the first process speaks for all"
 
 
-@pytest.mark.parametrize(("step", "rank"), slow_but([(7, 1), (6, 0), (8, 1)], 1))
+EVALUATES: dict[str, Any] = {
+    "recipe": "fsdp(reshard=none)", "fsdp": GATHERED_ONCE, "evaluates": True, "eval_strategy": "steps",
+    "eval_steps": 2, "save_steps": 2, "max_steps": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("step", "rank", "more"),
+    slow_but([(3, 1, EVALUATES), (6, 0, {"fsdp": {}, "micro": (2, 2)}), (8, 1, {"fsdp": {}})], 1),
+)
 def test_a_run_whose_process_died_goes_on_bit_for_bit(
-    step: int, rank: int, forks: Forks, tmp_path: Path
+    step: int, rank: int, more: dict[str, Any], forks: Forks, tmp_path: Path
 ) -> None:
-    """With dropout, a random order, and each process's own generators. Only the end has the whole model."""
-    how: dict[str, Any] = {"dropout": 0.2, "recipe": "fsdp + micro_batches(2)", "samples": 43, "fsdp": {}}
+    """With dropout, a random order, each process's own generators, and evaluations before checkpoints, which
+    leave whole weights in the place of parts. The whole model is kept at the end alone."""
+    how: dict[str, Any] = {"dropout": 0.2, "recipe": "fsdp", "samples": 43, **more}
     assert fits(forks, tmp_path / "whole", **how) == [0, 0]
     codes = fits(forks, tmp_path / "killed", fault={"step": step, "kind": "dies", "rank": rank}, **how)
     assert codes[rank] == 9
@@ -102,10 +107,16 @@ def test_a_run_whose_process_died_goes_on_bit_for_bit(
     assert {path.name for path in (kept / "shards").glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
     assert not (kept / "model.safetensors").exists()
     assert fits(forks, tmp_path / "killed", resume=True, **how) == [0, 0]
-    assert_same_results(tmp_path / "killed", tmp_path / "whole")
-    assert (tmp_path / "killed" / "checkpoint-8" / "model.safetensors").exists()
+    for one in range(2):
+        (result, weights), (expected, others) = (
+            result_in(tmp_path / name, one) for name in ("killed", "whole")
+        )
+        assert [result["losses"], result["evaluated"]] == [expected["losses"], expected["evaluated"]]
+        assert all(torch.equal(weights[name], value) for name, value in others.items())
+    assert (tmp_path / "killed" / f"checkpoint-{len(expected['losses'])}" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_evaluations_between_and_the_best_model_of_parts(forks: Forks, tmp_path: Path) -> None:
     """An evaluation leaves whole weights in the place of parts: those are what is kept, and what is put back.
     What `save_model` writes is the model, in a run that has finished before too."""
@@ -133,6 +144,7 @@ def test_evaluations_between_and_the_best_model_of_parts(forks: Forks, tmp_path:
     same_parameters(saved.state_dict(), weights, (0, 0))
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_with_a_checkpoint(forks: Forks, tmp_path: Path) -> None:
     """Without the whole model, for time is short. The trainer keeps settings of its own, SGD among them."""
     how: dict[str, Any] = {"recipe": "its own", "optim": "sgd", "fsdp": {}}
@@ -145,6 +157,7 @@ def test_a_signal_to_one_process_stops_all_with_a_checkpoint(forks: Forks, tmp_p
     assert "keeps its own settings, 'sgd(" in told
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_ends_all(forks: Forks, tmp_path: Path) -> None:
     """With parts of the weights of before."""
     fault = {"step": 4, "kind": "spoils", "rank": 1}
@@ -188,3 +201,72 @@ def test_a_run_goes_on_on_other_processes(before: str, after: str, forks: Forks,
         same_parameters(others, weights, (2e-4, 2e-5))
     warned = json.dumps(result_in(tmp_path / "run", 0)[0]["told"])
     assert "the run continues correctly, but no longer bit for bit" in warned
+
+
+# ---- refused ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recipe", "why"),
+    [
+        ("ddp", "says 'ddp', but the Trainer was told of FSDP2 with reshard_after_forward=True"),
+        ("fsdp(reshard=none)", r"which is 'fsdp'\. Write 'fsdp' in its place"),
+        ("fsdp(offload=cpu)", "change the Trainer's fsdp and fsdp_config"),
+        ("hsdp(2)", "Write 'fsdp' in its place, leave it out"),
+        ("zero3", "says 'zero3"),
+        ("fsdp + liger", "not tested there"),
+    ],
+)
+def test_a_recipe_that_says_otherwise_than_the_trainer_is_refused(recipe: str, why: str) -> None:
+    told = ParallelWish(weights="sharded", reshard="layers")
+    with pytest.raises(RecipeError, match=why):
+        recipe_in_each(Recipe.parse(recipe), 2, told)
+
+
+def test_a_recipe_that_says_fsdp_is_the_same_without() -> None:
+    told = ParallelWish(weights="sharded", reshard="none")
+    for text in ("bf16 + fsdp(reshard=none)", "bf16"):
+        assert recipe_in_each(Recipe.parse(text), 2, told) == Recipe.parse("bf16")
+    with pytest.raises(RecipeError, match=r"For fsdp tell the Trainer too: TrainingArguments\(fsdp=True"):
+        recipe_in_each(Recipe.parse("fsdp"), 2, ParallelWish())
+
+
+def told_of_fsdp(folder: Path, monkeypatch: pytest.MonkeyPatch, **plugin: Any) -> Any:
+    """A trainer that takes itself for one of two processes under FSDP."""
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    trainer = trainer_of(folder, model_of("bert"), classified())
+    state = trainer.accelerator.state.__dict__
+    monkeypatch.setitem(state, "fsdp_plugin", FullyShardedDataParallelPlugin(**{"fsdp_version": 2, **plugin}))
+    monkeypatch.setitem(state, "distributed_type", DistributedType.FSDP)
+    monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
+    monkeypatch.setattr(type(trainer.args), "world_size", 2)
+    return trainer
+
+
+def test_what_is_not_kept_under_fsdp_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"fsdp_version": 1}, r"uses FSDP1; fit takes FSDP2\. Write .*'version': 2.* fsdp_version: 2 in"),
+        ({"cpu_offload": True}, r"weights on the host .* snugfit train does it"),
+        ({"activation_checkpointing": True}, "activation_checkpointing of fsdp_config: write every_layer"),
+        ({"ignored_modules": []}, "ignored_modules, whose gradients nobody exchanges"),
+    ]
+    for number, (plugin, why) in enumerate(refused):
+        with monkeypatch.context() as changes:
+            trainer = told_of_fsdp(tmp_path / str(number), changes, **plugin)
+            with pytest.raises(UsageError, match=why):
+                refuse_what_is_not_sharded(trainer)
+    trainer = told_of_fsdp(tmp_path, monkeypatch)
+    refuse_what_is_not_sharded(trainer)
+    for text, optimizer, why in (
+        ("fp16", None, "fp16 does not go with FSDP2"),
+        ("lion", None, "and Lion is not known to update parts of weights"),
+        ("plain", "adafactor", "optim='adafactor' is not known"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            refuse_recipe(trainer, Recipe.parse(text).setup(), optimizer=optimizer)
+    monkeypatch.setattr(type(trainer.args), "world_size", 1)
+    with pytest.raises(UsageError, match="this is the only process. Start the script with torchrun"):
+        refuse_what_is_not_sharded(trainer)

@@ -86,7 +86,8 @@ def apply(trainer: Any, job: Job, recipe: Recipe, user_slots: frozenset[Slot] = 
     unchanged = user_slots | {Slot.OPTIMIZER} if brings else user_slots
     if Slot.OPTIMIZER in unchanged:
         _refuse_users_optimizer(trainer, brings)
-    refuse_recipe(trainer, setup, of_users=Slot.OPTIMIZER in unchanged)
+    own = _value_of(args, "optim") if Slot.OPTIMIZER in user_slots else None
+    refuse_recipe(trainer, setup, optimizer="" if brings else own)
     refuse(live, "trainer", [*reasons, *objections(live, setup, user_slots)])
     changes = training_arguments(setup, job, args.device, unchanged)
     if Slot.CHECKPOINTING not in user_slots:

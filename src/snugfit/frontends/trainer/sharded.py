@@ -52,6 +52,10 @@ if TYPE_CHECKING:
 VERSION = 2
 """Of FSDP, the one that is taken."""
 
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
+"""Of those that `TrainingArguments` have a name for, torch's that update parts as they update whole weights
+(`KNOW_SHARDS`)."""
+
 
 def is_spread(trainer: Any) -> bool:
     """Whether its processes hold a part of the weights each, once they train."""
@@ -103,21 +107,34 @@ def refuse_what_is_not_sharded(trainer: Any) -> None:
         )
 
 
-def refuse_recipe(trainer: Any, setup: Setup, *, of_users: bool) -> None:
-    """Raises `UsageError` for a recipe without its sharding, or the user's own arguments, that weights in
-    parts do not go with."""
+def refuse_recipe(trainer: Any, setup: Setup, *, optimizer: str | None) -> None:
+    """Raises `UsageError` for a recipe, without its sharding, that weights in parts do not go with. Where the
+    recipe does not say which `optimizer` it is, it is that of `TrainingArguments` by its name there, or, with
+    an empty one, the user's own, which is looked at when it is made."""
     if not is_spread(trainer):
         return
     if setup.scale_gradients:
-        raise UsageError("fp16 does not go with FSDP2 in fit: weights are gathered in bf16 or as they are.")
-    if not of_users and setup.optimizer.factory.path not in KNOW_SHARDS:
-        raise UsageError(_ONLY.format(given=setup.optimizer.factory.path.partition(":")[2]))
+        raise UsageError(
+            "fp16 does not go with FSDP2 in fit: weights are gathered in bf16 or as they are. Try 'bf16'."
+        )
+    if optimizer is None:
+        refuse_optimizer_of_parts(setup.optimizer.factory.path)
+    elif optimizer and optimizer not in OPTIMIZERS:
+        raise _unknown(f"optim={optimizer!r}")
 
 
-_ONLY = (
-    "{given} updates no parts of weights that fit knows of. Under FSDP2 it takes torch's AdamW and SGD: "
-    "'adamw', 'adamw_fused' or 'sgd' in a recipe, optim='adamw_torch' or 'sgd'."
-)
+def refuse_optimizer_of_parts(path: str) -> None:
+    """Raises `UsageError` for an optimizer, by the import path of its class, that is not known to update
+    parts of weights."""
+    if path not in KNOW_SHARDS:
+        raise _unknown(path.partition(":")[2])
+
+
+def _unknown(optimizer: str) -> UsageError:
+    return UsageError(
+        f"Under FSDP2 fit takes torch's AdamW and SGD, and {optimizer} is not known to update parts of "
+        "weights. Try 'adamw', 'adamw_fused' or 'sgd' in the recipe, or optim='adamw_torch' or 'sgd'."
+    )
 
 
 def drop_gathered(trainer: Any) -> None:
@@ -133,9 +150,8 @@ def drop_gathered(trainer: Any) -> None:
 def check_sharded(state: TrainState) -> None:
     """Before the first step. Raises `UsageError` for an optimizer that is not known to update parts."""
     kind = type(state.optimizer)
-    known = [path.partition(":")[2] for path in KNOW_SHARDS]
-    if not kind.__module__.startswith("torch.optim.") or kind.__name__ not in known:
-        raise UsageError(_ONLY.format(given=kind.__name__))
+    home = "torch.optim" if kind.__module__.startswith("torch.optim.") else kind.__module__
+    refuse_optimizer_of_parts(f"{home}:{kind.__name__}")
     beginning_of(state.model)
     refuse_unpackable("scheduler", state.scheduler, state.scheduler.state_dict(), state.optimizer)
 
