@@ -4,6 +4,7 @@ FSDP2 by gloo."""
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -149,9 +150,12 @@ def fits(forks: Forks, folder: Path, size: int = 2, **asked: Any) -> list[int]:
 
 def warm() -> None:
     """What the process that forks does first: it imports what the forks need."""
-    import accelerate
-    import torch.distributed.checkpoint.state_dict
-    import torch.distributed.fsdp  # noqa: F401
-    import transformers.models.bert.modeling_bert
-    import transformers.models.gpt2.modeling_gpt2
-    import transformers.trainer  # noqa: F401
+    for name in (
+        "accelerate",
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.fsdp",
+        "transformers.models.bert.modeling_bert",
+        "transformers.models.gpt2.modeling_gpt2",
+        "transformers.trainer",
+    ):
+        importlib.import_module(name)

@@ -38,7 +38,8 @@ def refuse_another_run(
 ) -> None:
     """Compares what the checkpoint says of its run with what this one is `now`: these `names`, the recipe
     under the name `recipe`, and the facts. Raises `UsageError` for another run's; warns where the numbers are
-    no longer the same bit for bit, as where what has a name in `warned` is another; notes where an older checkpoint does not say."""
+    no longer the same bit for bit, as where what has a name in `warned` is another; notes where an older
+    checkpoint does not say."""
     before = checkpoint.about
     known = [name for name in names if name in before]
     wrong = differences(before, now, known) if known else []

@@ -35,6 +35,9 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
     control: Any
     """What the Trainer's flow does next."""
 
+    model: Any
+    optimizer: Any
+
     def snugfit_before_update(self, norm: Any) -> None:
         """The gradients of a step are there, clipped, with this norm; no weight has changed."""
 

@@ -264,7 +264,8 @@ class TrainerCheckpoints:
         files = self.state.files(is_stopped=is_stopped)
         random = ranks.gather(all_rng_states(trainer.args.device)) if ranks.are_many else []
         processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
-        beside: dict[str, Any] = {"files": files, "processing": processing if hasattr(processing, "save_pretrained") else None}
+        saves = hasattr(processing, "save_pretrained")
+        beside: dict[str, Any] = {"files": files, "processing": processing if saves else None}
         state = train_state_of(trainer)
         state.ranks = ranks
         if self._is_sharded:

@@ -23,7 +23,6 @@ from typing import Any, final
 from snugfit.frontends.data_rng import DataRng, DataRngStates, states_from_json
 from snugfit.frontends.loader import BatchMark, batches_from, fingerprint_of, mark_from_json
 
-
 ONCE = Fraction(1)
 
 

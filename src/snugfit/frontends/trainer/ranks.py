@@ -6,9 +6,10 @@ part of the batch: `per_device_train_batch_size` times `gradient_accumulation_st
 what one process does; how they are several it may say too (`ddp`, `fsdp`), and need not.
 
     before the forward pass    how many items count in each one's micro-batches, on the device: a micro-batch
-                               is weighed by its share of all of them, times the processes, so that their
-                               average (DDP's and FSDP2's) is the gradient of the mean over the global batch. (transformers
-                               multiplies a loss that is a mean, such as a classifier's, by the processes)
+                               is weighed by its share of all of them, times the processes, so that the
+                               average of gradients that DDP and FSDP2 take is the gradient of the mean over
+                               the global batch. (transformers multiplies a loss that is a mean, such as a
+                               classifier's, by the processes)
     before the update          losses and tokens, on the host: all stop at one that is no number
     at a boundary              signals, and wishes for a checkpoint, on the host: all do what one has heard
     in a checkpoint            random generators and places in the data of all, which the first writes
@@ -129,8 +130,8 @@ def _disagreement(sharding: object, parallel: ParallelWish, wish: ParallelWish |
     own = "fsdp" if parallel.reshard == "layers" else f"fsdp(reshard={parallel.reshard})"
     told = f"reshard_after_forward={parallel.reshard == 'layers'}"
     return (
-        f"The recipe says '{sharding}', but the Trainer was told of FSDP2 with {told}, which is '{own}'. Write "
-        f"'{own}' in its place, leave it out, or change the Trainer's fsdp and fsdp_config."
+        f"The recipe says '{sharding}', but the Trainer was told of FSDP2 with {told}, which is '{own}'. "
+        f"Write '{own}' in its place, leave it out, or change the Trainer's fsdp and fsdp_config."
     )
 
 

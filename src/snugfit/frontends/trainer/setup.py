@@ -66,9 +66,9 @@ def refuse_what_cannot_be_fitted(trainer: Any) -> None:
     }
     if used := [name for name, is_used in unsaid.items() if is_used]:
         raise UsageError(
-            f"The trainer uses {', '.join(used)}. fit trains one model, on a device of each process's, with a "
-            "fixed batch. "
-            "Remove it, or train without fit. (With CUDA_VISIBLE_DEVICES=0 a process sees one GPU.)"
+            f"The trainer uses {', '.join(used)}. fit trains one model, on one device in each process, with "
+            "a fixed batch. Remove it, or train without fit. (With CUDA_VISIBLE_DEVICES=0 a process sees one "
+            "GPU.)"
         )
     refuse_what_is_not_sharded(trainer)
     refuse_what_processes_cannot(trainer)

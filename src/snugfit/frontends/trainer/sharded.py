@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 from snugfit.errors import UsageError
 from snugfit.frontends.trainer.users_files import weights_folder
 from snugfit.step.applier import after_evaluation
-from snugfit.techniques.several_gpus import KNOW_SHARDS
 from snugfit.techniques.setup import ParallelWish, Setup
+from snugfit.techniques.several_gpus import KNOW_SHARDS
 from snugfit.training.checkpoint.adapters import is_adapted
 from snugfit.training.checkpoint.model_state import beginning_of, load_model_state
 from snugfit.training.checkpoint.shards import (
@@ -77,17 +77,16 @@ def refuse_what_is_not_sharded(trainer: Any) -> None:
     plugin, args = trainer.accelerator.state.fsdp_plugin, trainer.args
     if plugin.fsdp_version != VERSION:
         raise UsageError(
-            f"The trainer uses FSDP{plugin.fsdp_version}; fit takes FSDP2. Write TrainingArguments(fsdp=True, "
-            "fsdp_config={'version': 2}), or fsdp_version: 2 in the file of accelerate launch."
+            f"The trainer uses FSDP{plugin.fsdp_version}; fit takes FSDP2. Write "
+            "TrainingArguments(fsdp=True, fsdp_config={'version': 2}), or fsdp_version: 2 in the file of "
+            "accelerate launch."
         )
     if args.world_size == 1:
         raise UsageError(
             "The trainer uses fsdp, but this is the only process. Start the script with torchrun "
             "--nproc-per-node N, or leave fsdp out."
         )
-    quantized = getattr(trainer.model, "is_quantized", False) or getattr(
-        trainer.model, "hf_quantizer", None
-    )
+    quantized = getattr(trainer.model, "is_quantized", False) or getattr(trainer.model, "hf_quantizer", None)
     unsaid = {
         "weights on the host (cpu_offload): snugfit train does it (fsdp(offload=cpu))": (
             getattr(plugin.cpu_offload, "pin_memory", None) is not None or plugin.cpu_offload is True

@@ -337,7 +337,7 @@ def load_whole_weights(model: torch.nn.Module, folder: Path) -> None:
     than it computes with. All processes call it."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-    saved = read_weights(folder)
+    saved: dict[str, Any] = dict(read_weights(folder))
     beside = names_kept_beside(folder)
     if left := sorted(saved.keys() - model.state_dict().keys()):
         raise SnugfitError(
