@@ -49,10 +49,11 @@ def fit_of(
     folder: Path, *, rank: int = 0, model: str = "bert", recipe: str | None = "ddp", **asked: Any
 ) -> Any:
     """Trains in this process, on samples of uneven length; gives the trainer. A `fault` of this rank comes
-    when a step has ended. One that `saves` saves its model at the end, and evaluates once more."""
+    when a step has ended. One that `saves` saves its model at the end, and evaluates once more; `more_runs`
+    begin anew where the one before has ended."""
     resume, dropout = asked.pop("resume", None), asked.pop("dropout", 0.0)
     fault, evaluates = asked.pop("fault", None), asked.pop("evaluates", False)
-    saves = asked.pop("saves", False)
+    saves, more_runs = asked.pop("saves", False), asked.pop("more_runs", 0)
     if (config := asked.pop("fsdp", None)) is not None:
         asked |= spread(model, **config)
     micro, samples = tuple(asked.pop("micro", (4, 1))), asked.pop("samples", 48)
@@ -76,6 +77,8 @@ def fit_of(
     if recipe is not None:
         fit(trainer, None if recipe == "its own" else recipe, watch=told.append)
     trainer.train(resume_from_checkpoint=resume)
+    for _ in range(more_runs):
+        trainer.train()
     if saves:
         trainer.save_model(f"{folder}.model")
         trainer.evaluate()

@@ -168,6 +168,20 @@ def test_a_loss_that_is_no_number_ends_all(forks: Forks, tmp_path: Path) -> None
     assert (tmp_path / "run" / "checkpoint-4" / "shards").is_dir()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("told", [{"recipe": "ddp"}, {"recipe": "fsdp(reshard=none)", "fsdp": GATHERED_ONCE}])
+def test_processes_that_train_twice_train_anew_together(
+    told: dict[str, Any], forks: Forks, tmp_path: Path
+) -> None:
+    """That the run before has finished here is known to all of them alike."""
+    how = {"model": "gpt2", "max_steps": 3, **told}
+    assert fits(forks, tmp_path / "run", more_runs=1, **how) == [0, 0]
+    one = fit_of(tmp_path / "one", more_runs=1, **{**how, "recipe": "plain", "fsdp": None, "micro": (8, 1)})
+    for rank in range(2):
+        same_losses(losses_of(one), result_in(tmp_path / "run", rank)[0]["losses"])
+    assert (tmp_path / "run" / "checkpoint-3.before-restart").is_dir()
+
+
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {"recipe": "plain", "micro": (4, 2)}),
     "ddp": (2, {"recipe": "ddp"}),

@@ -5,6 +5,8 @@
                       trainer_state.json               the Trainer's own: its log, the best metric, callbacks
                       fit.json                         what the Trainer forgets: losses since its last log
 
+Where weights are spread over processes, all write one: each its parts of weights and states (`sharded.py`).
+
 They are taken when the Trainer would save, whole or not at all, and written while the next steps run. Only
 a whole one is resumed; those that are broken are reported and kept aside. The data goes on where it was:
 the order of an epoch is drawn from a seed that is kept, and the generators that the data draws from are kept

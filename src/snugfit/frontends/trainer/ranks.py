@@ -27,11 +27,13 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError, UsageError
 from snugfit.frontends.items import counted_items
+from snugfit.frontends.trainer.sharded import is_spread
 from snugfit.frontends.trainer.users_files import SAVES_MODEL
 from snugfit.step.trainer_hooks import overrides
 from snugfit.techniques import roster
 from snugfit.techniques.setup import ParallelWish, Setup
 from snugfit.techniques.technique import Slot
+from snugfit.training.checkpoint.shards import holds_parts
 from snugfit.training.ranks import ALONE, Ranks, process_group, world
 
 if TYPE_CHECKING:
@@ -79,6 +81,7 @@ def refuse_what_processes_cannot(trainer: Any) -> None:
         "dispatch_batches": loading.dispatch_batches,
         "even_batches=False": not loading.even_batches,
         "a loss of its own (compute_loss, compute_loss_func, training_step)": its_own,
+        "weights that are in parts already": not is_spread(trainer) and holds_parts(trainer.model),
         "saving of its own": overrides(trainer, *SAVES_MODEL, "_save_checkpoint"),
     }
     if used := [name for name, is_used in unsaid.items() if is_used]:

@@ -95,7 +95,12 @@ def refuse_what_is_not_sharded(trainer: Any) -> None:
             plugin.activation_checkpointing
         ),
         "ignored_modules, whose gradients nobody exchanges": plugin.ignored_modules is not None,
-        "a mesh of several axes (parallelism_config)": trainer.accelerator.torch_device_mesh is not None,
+        "a mesh of several axes (parallelism_config)": (
+            getattr(trainer.accelerator, "torch_device_mesh", None) is not None
+        ),
+        "a model that is spread already: call fit before train": (
+            holds_parts(trainer.model) and getattr(trainer, "snugfit", None) is None
+        ),
         "adapters": is_adapted(trainer.model),
         "quantized weights": bool(quantized),
     }
