@@ -193,16 +193,18 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("model", "before", "after"),
     [
-        ("fsdp", "one"), ("one", "fsdp"), ("fsdp", "ddp"), ("ddp", "fsdp"), ("fsdp", "fsdp of 4"),
-        ("fsdp of 4", "fsdp"), ("ddp", "one"),
+        ("gpt2", "fsdp", "one"), ("bert", "one", "fsdp"), ("bert", "fsdp", "ddp"), ("gpt2", "ddp", "fsdp"),
+        ("gpt2", "fsdp", "fsdp of 4"), ("bert", "fsdp of 4", "fsdp"), ("gpt2", "ddp", "one"),
     ],
 )  # fmt: skip
-def test_a_run_goes_on_on_other_processes(before: str, after: str, forks: Forks, tmp_path: Path) -> None:
+def test_a_run_goes_on_on_other_processes(
+    model: str, before: str, after: str, forks: Forks, tmp_path: Path
+) -> None:
     """Whole weights and states become parts, parts whole ones or others; the next samples are the next ones.
     Losses and weights are those of a run that nobody touched, to the rounding of sums."""
-    how: dict[str, Any] = {"model": "gpt2", "samples": 56}
+    how: dict[str, Any] = {"model": model, "samples": 56}
     (size, told), (other_size, told_then) = RUNS[before], RUNS[after]
     assert fits(forks, tmp_path / "whole", size, **how, **told) == [0] * size
     fault = {"step": 5, "kind": "is_stopped", "rank": 0}
@@ -223,7 +225,7 @@ def test_a_run_goes_on_on_other_processes(before: str, after: str, forks: Forks,
 @pytest.mark.parametrize(
     ("recipe", "why"),
     [
-        ("ddp", "says 'ddp', but the Trainer was told of FSDP2 with reshard_after_forward=True"),
+        ("ddp", "says 'ddp', but the Trainer's FSDP2 has reshard_after_forward=True"),
         ("fsdp(reshard=none)", r"which is 'fsdp'\. Write 'fsdp' in its place"),
         ("fsdp(offload=cpu)", "change the Trainer's fsdp and fsdp_config"),
         ("hsdp(2)", "Write 'fsdp' in its place, leave it out"),

@@ -130,11 +130,11 @@ def _disagreement(sharding: object, parallel: ParallelWish, wish: ParallelWish |
             f"process has all of the model. Write 'ddp' in its place, or leave it out.{more} snugfit train "
             "takes several techniques of that slot."
         )
-    own = "fsdp" if parallel.reshard == "layers" else f"fsdp(reshard={parallel.reshard})"
-    told = f"reshard_after_forward={parallel.reshard == 'layers'}"
+    reshards = parallel.reshard == "layers"
+    own = "fsdp" if reshards else f"fsdp(reshard={parallel.reshard})"
     return (
-        f"The recipe says '{sharding}', but the Trainer was told of FSDP2 with {told}, which is '{own}'. "
-        f"Write '{own}' in its place, leave it out, or change the Trainer's fsdp and fsdp_config."
+        f"The recipe says '{sharding}', but the Trainer's FSDP2 has reshard_after_forward={reshards}, which "
+        f"is '{own}'. Write '{own}' in its place, leave it out, or change the Trainer's fsdp and fsdp_config."
     )
 
 

@@ -103,12 +103,12 @@ class StateFiles:
         rows = self._trainer.args.per_device_train_batch_size
         with as_written(self.folder):
             extra: dict[str, Any] = json.loads((self.folder / EXTRA_STATE).read_text(encoding="utf-8"))
-            others = extra.get(OF_OTHERS, [])
-            processes = 1 + len(others)
+            after_first = extra.get(OF_OTHERS, [])
+            processes = 1 + len(after_first)
             if processes != self._ranks.size:  # each goes on from the first's place, with a mean of losses
-                extra["loss"] = sum(one["loss"] for one in (extra, *others)) / processes
+                extra["loss"] = sum(one["loss"] for one in (extra, *after_first)) / processes
             elif self._ranks.rank:
-                extra |= others[self._ranks.rank - 1]
+                extra |= after_first[self._ranks.rank - 1]
             if (extra["data"].get("rows", rows), processes) != (rows, self._ranks.size):
                 extra["data"]["last"] = None  # there are no batches like it any more
             extra["processes"] = processes

@@ -341,8 +341,8 @@ def load_whole_weights(model: torch.nn.Module, folder: Path) -> None:
     beside = names_kept_beside(folder)
     if left := sorted(saved.keys() - model.state_dict().keys()):
         raise SnugfitError(
-            f"{folder} has {left[0]}, which is no weight of this model by that name. Continue that run as it "
-            "began, with whole weights in each process."
+            f"{folder} has {left[0]}, which is not a weight of this model by that name. Continue that run as "
+            "it began, with whole weights in each process."
         )
     options = StateDictOptions(full_state_dict=True, strict=False)
     missing = set(set_model_state_dict(model, saved, options=options).missing_keys) - beside
