@@ -73,7 +73,7 @@ def test_two_processes_train_as_one_does(
     assert max(norms) > 0.7, "something is clipped"
     both = [result_in(tmp_path / "two", rank) for rank in range(2)]
     # A key's bias has gradients of rounding alone, which Adam makes steps of.
-    of_losses, of_weights = (ROUNDS, ROUNDS) if "bf16" in recipe else (SAME, (2e-4, 2e-5))
+    of_losses, of_weights = (ROUNDS, (5e-2, 1e-2)) if "bf16" in recipe else (SAME, (2e-4, 2e-5))
     for result, weights in both:
         same_losses(losses_of(one), result["losses"], of_losses)
         same_parameters(one.model.state_dict(), weights, of_weights)
