@@ -83,6 +83,29 @@ def test_two_processes_train_as_one_does(
     assert not both[1][0]["told"], "the first process speaks for all"
 
 
+LAUNCHED = {
+    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT", "ACCELERATE_MIXED_PRECISION": "no",
+}  # fmt: skip
+"""What `accelerate launch` tells its processes of a file with FSDP2."""
+
+
+@pytest.mark.slow
+def test_a_file_of_accelerate_launch_says_it_too(forks: Forks, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"launched": LAUNCHED, "use_cpu": False}
+    assert fits(forks, tmp_path / "two", recipe="fsdp(reshard=none)", **how) == [0, 0]
+    assert (tmp_path / "two" / "checkpoint-3" / "shards").is_dir()
+    one = fit_of(tmp_path / "one", recipe="plain", micro=(8, 1))
+    same_losses(losses_of(one), result_in(tmp_path / "two", 1)[0]["losses"])
+    codes = fits(forks, tmp_path / "other", recipe="fsdp", **how)
+    assert all(codes)
+    said = (tmp_path / "other.rank-0").read_text()
+    assert said.startswith("RecipeError: The recipe says 'fsdp', but the Trainer's FSDP2 has reshard_after")
+    assert "Write 'fsdp(reshard=none)' in its place" in said
+
+
 EVALUATES: dict[str, Any] = {
     "recipe": "fsdp(reshard=none)", "fsdp": GATHERED_ONCE, "evaluates": True, "eval_strategy": "steps",
     "eval_steps": 2, "save_steps": 2, "max_steps": 6,
