@@ -34,7 +34,7 @@ from snugfit.training.checkpoint.shards import (
     holds_parts,
     is_sharded,
     keep_parts,
-    load_shards,
+    load_moment_shards,
     load_weight_shards,
     load_whole_weights,
     shards_of,
@@ -197,9 +197,9 @@ def load_kept_weights(model: torch.nn.Module, folder: Path, ranks: Ranks) -> Non
 
 
 def restore_kept(state: TrainState, folder: Path) -> None:
-    """Makes a run, whose weights may be put back already, the one that was kept, whole or in parts."""
+    """Makes a run, whose weights are put back already, the one that was kept, whole or in parts."""
     restore(state, folder)
     if is_sharded(state):
         keep_parts(state.optimizer)
     if has_shards(folder):
-        load_shards(state, folder)
+        load_moment_shards(state, folder)

@@ -297,27 +297,28 @@ def _on_host(part: Any, staging: Staging) -> torch.Tensor:
 def load_shards(state: TrainState, folder: Path) -> None:
     """Puts weights and optimizer states that were written by parts into a run that stands, whole or in other
     parts. Raises `SnugfitError` when they are another model's."""
-    _load_into(state.model, folder, state.ranks, lambda known: _room_for_moments(state, known))
+    known = _known_shards(state.model, folder)
+    _load_into({**dict(_weights(state.model)), **_room_for_moments(state, known)}, folder, state.ranks)
 
 
 def load_weight_shards(model: torch.nn.Module, folder: Path, ranks: Ranks) -> None:
     """Puts weights alone that were written by parts into a model that stands, whole or in other parts. Raises
     `SnugfitError` when they are another model's. All processes call it."""
-    _load_into(model, folder, ranks, lambda known: {})
+    _known_shards(model, folder)
+    _load_into(dict(_weights(model)), folder, ranks)
 
 
-def _load_into(
-    model: torch.nn.Module,
-    folder: Path,
-    ranks: Ranks,
-    room_for_rest: Callable[[Mapping[str, Any]], dict[str, torch.Tensor]],
-) -> None:
-    import torch
+def load_moment_shards(state: TrainState, folder: Path) -> None:
+    """Puts optimizer states alone that were written by parts into an optimizer whose weights are there
+    already. Raises `SnugfitError` when they are another model's. All processes call it."""
+    _load_into(_room_for_moments(state, _known_shards(state.model, folder)), folder, state.ranks)
+
+
+def _known_shards(model: torch.nn.Module, folder: Path) -> Mapping[str, Any]:
+    """What was written by parts, by its name. Raises `SnugfitError` when it is another model's."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
 
-    reader = FileSystemReader(folder / SHARDS)
-    known = reader.read_metadata().state_dict_metadata
+    known: Mapping[str, Any] = FileSystemReader(folder / SHARDS).read_metadata().state_dict_metadata
     values = dict(_weights(model))
     lost = sorted(values.keys() - known.keys())
     if not lost and not is_stage(model):
@@ -325,7 +326,15 @@ def _load_into(
     if lost:
         name = lost[0].removeprefix(_MODEL)
         raise SnugfitError(f"{folder} has the weights of another model: {name} is in one of them alone.")
-    values |= room_for_rest(known)
+    return known
+
+
+def _load_into(values: dict[str, torch.Tensor], folder: Path, ranks: Ranks) -> None:
+    import torch
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader = FileSystemReader(folder / SHARDS)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is meant
         load(values, storage_reader=reader, process_group=ranks.host, no_dist=not ranks.are_many)
