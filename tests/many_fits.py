@@ -1,8 +1,10 @@
-"""Fitted trainers that are several processes on the CPU, as torchrun starts them: the Trainer's own DDP by
-gloo."""
+"""Fitted trainers that are several processes on the CPU, as torchrun starts them: the Trainer's own DDP or
+FSDP2 by gloo."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
 import signal
@@ -13,11 +15,13 @@ import torch
 import transformers
 
 from clean_forks import Forks
+from exported_processes import taken_for_gpus
 from fitted import classified, losses_of, model_of, spoken, trainer_of
 from many_ranks import free_port
 from snugfit import fit
 from snugfit.errors import SnugfitError
 from snugfit.job.batch import IGNORED
+from snugfit.training.checkpoint.shards import whole_weights
 
 
 def mostly_masked(count: int) -> list[dict[str, Any]]:
@@ -31,14 +35,27 @@ def mostly_masked(count: int) -> list[dict[str, Any]]:
 
 DATA = {"bert": classified, "gpt2": spoken, "gpt2 masked": mostly_masked}
 
+LAYERS = {"bert": "BertLayer", "gpt2": "GPT2Block"}
+"""Classes that FSDP2 is told of, each of which becomes a group."""
+
+
+def spread(model: str, **config: Any) -> dict[str, Any]:
+    """Arguments of a Trainer that spreads this model over its processes."""
+    layers = {"version": 2, "transformer_layer_cls_to_wrap": [LAYERS[model.split(maxsplit=1)[0]]]}
+    return {"fsdp": True, "fsdp_config": {**layers, **config}, "use_cpu": False}
+
 
 def fit_of(
     folder: Path, *, rank: int = 0, model: str = "bert", recipe: str | None = "ddp", **asked: Any
 ) -> Any:
     """Trains in this process, on samples of uneven length; gives the trainer. A `fault` of this rank comes
-    when a step has ended."""
+    when a step has ended. One that `saves` saves its model at the end, and evaluates once more; `more_runs`
+    begin anew where the one before has ended."""
     resume, dropout = asked.pop("resume", None), asked.pop("dropout", 0.0)
     fault, evaluates = asked.pop("fault", None), asked.pop("evaluates", False)
+    saves, more_runs = asked.pop("saves", False), asked.pop("more_runs", 0)
+    if (config := asked.pop("fsdp", None)) is not None:
+        asked |= spread(model, **config)
     micro, samples = tuple(asked.pop("micro", (4, 1))), asked.pop("samples", 48)
     wanted: dict[str, Any] = {
         "max_steps": 8, "save_strategy": "steps", "save_steps": 3, "train_sampling_strategy": "random",
@@ -58,8 +75,13 @@ def fit_of(
     told: list[dict[str, Any]] = []
     trainer.told = told
     if recipe is not None:
-        fit(trainer, recipe, watch=told.append)
+        fit(trainer, None if recipe == "its own" else recipe, watch=told.append)
     trainer.train(resume_from_checkpoint=resume)
+    for _ in range(more_runs):
+        trainer.train()
+    if saves:
+        trainer.save_model(f"{folder}.model")
+        trainer.evaluate()
     return trainer
 
 
@@ -94,8 +116,11 @@ def one_fit(rank: int, size: int, port: int, folder: str, asked: dict[str, Any])
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
     )  # fmt: skip
     torch.set_num_threads(1)
+    launched = asked.pop("launched", {})
+    os.environ.update(launched)
     try:
-        trainer = fit_of(Path(folder), rank=rank, **asked)
+        with taken_for_gpus() if launched or "fsdp" in asked else contextlib.nullcontext():
+            trainer = fit_of(Path(folder), rank=rank, **asked)
     except SnugfitError as error:
         Path(f"{folder}.rank-{rank}").write_text(f"{type(error).__name__}: {error}")
         return error.exit_code
@@ -107,7 +132,7 @@ def one_fit(rank: int, size: int, port: int, folder: str, asked: dict[str, Any])
 
 def write_result(trainer: Any, file: Path) -> None:
     """What a trainer has come to: its weights, losses and what was told."""
-    torch.save(trainer.model.state_dict(), f"{file}.pt")
+    torch.save(whole_weights(trainer.model), f"{file}.pt")
     log = [line for line in trainer.state.log_history if "eval_loss" in line]
     result = {"losses": losses_of(trainer), "evaluated": [line["eval_loss"] for line in log]}
     file.write_text(json.dumps({**result, "told": trainer.told}, default=str))
@@ -128,7 +153,12 @@ def fits(forks: Forks, folder: Path, size: int = 2, **asked: Any) -> list[int]:
 
 def warm() -> None:
     """What the process that forks does first: it imports what the forks need."""
-    import accelerate  # noqa: F401
-    import transformers.models.bert.modeling_bert
-    import transformers.models.gpt2.modeling_gpt2
-    import transformers.trainer  # noqa: F401
+    for name in (
+        "accelerate",
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.fsdp",
+        "transformers.models.bert.modeling_bert",
+        "transformers.models.gpt2.modeling_gpt2",
+        "transformers.trainer",
+    ):
+        importlib.import_module(name)

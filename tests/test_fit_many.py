@@ -90,7 +90,7 @@ def test_a_signal_to_one_process_stops_all_with_a_checkpoint(forks: Forks, tmp_p
     assert fits(forks, tmp_path / "run", resume=True) == [0, 0]
     steps = [event["step"] for event in events(tmp_path / "run", "step")]
     assert steps == [1, 2, 3, 4, 5, 6, 7, 8]
-    with pytest.raises(UsageError, match="processes was 2 and is null"):
+    with pytest.raises(UsageError, match="batch_size was 8 and is 4"):
         fit_of(tmp_path / "run", recipe="plain", resume=True)
 
 
@@ -139,7 +139,7 @@ def test_the_best_model_and_a_finished_run_are_those_of_all(forks: Forks, tmp_pa
     [
         ("fsdp", "Write 'ddp' in its place"),
         ("zero1", "snugfit train takes several"),
-        ("ddp(bucket_views=true)", "each has all of the model"),
+        ("ddp(bucket_views=true)", "each process has all of the model"),
         ("zero3", "the Trainer's own DDP"),
         ("ddp + lora(4)", "not tested there"),
         ("ddp + compiled", "train in one process"),

@@ -14,6 +14,7 @@ from snugfit.frontends.data_rng import DataRng
 from snugfit.frontends.loader import fingerprint_of, has_an_order, name_of, without_workers
 from snugfit.job.batch import IGNORED
 from snugfit.job.batch_layout import BatchDims, BatchLayout, leaves, map_leaves
+from snugfit.training.checkpoint.facts import model_class
 from snugfit.training.rng import preserve_rng
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def shifts_labels(model: torch.nn.Module) -> bool:
 
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     two_stacks = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
-    return type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not two_stacks
+    return model_class(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not two_stacks
 
 
 def write_batch(folder: Path, step: int, batch: Sequence[Mapping[str, Any]], *, rank: int = 0) -> Path:

@@ -34,14 +34,16 @@ def refuse_another_run(
     names: Sequence[str],
     recipe: str,
     cure: str,
+    warned: Sequence[str] = (),
 ) -> None:
     """Compares what the checkpoint says of its run with what this one is `now`: these `names`, the recipe
     under the name `recipe`, and the facts. Raises `UsageError` for another run's; warns where the numbers are
-    no longer the same bit for bit; notes where an older checkpoint does not say."""
+    no longer the same bit for bit, as where what has a name in `warned` is another; notes where an older
+    checkpoint does not say."""
     before = checkpoint.about
     known = [name for name in names if name in before]
     wrong = differences(before, now, known) if known else []
-    changed = differences(before, now, ("versions",))
+    changed = differences(before, now, ("versions", *(name for name in warned if name in before)))
     free = FREE_SLOTS if FACTS in before else FREE_SLOTS - {Slot.OPTIMIZER}
     other_states, same_states = recipe_differences(str(before.get(recipe)), str(now[recipe]), free)
     wrong += [*other_states, *compare_facts(before, now)]

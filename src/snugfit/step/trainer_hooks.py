@@ -35,6 +35,9 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
     control: Any
     """What the Trainer's flow does next."""
 
+    model: Any
+    optimizer: Any
+
     def snugfit_before_update(self, norm: Any) -> None:
         """The gradients of a step are there, clipped, with this norm; no weight has changed."""
 
@@ -78,6 +81,8 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
 
     def _get_grad_norm(self, *arguments: Any, **keywords: Any) -> Any:
         norm = super()._get_grad_norm(*arguments, **keywords)
+        if hasattr(norm, "full_tensor"):  # of weights in parts: each process has its part of it
+            norm = norm.full_tensor()
         self.snugfit_before_update(norm)
         return norm
 
@@ -104,6 +109,17 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
 
     def _evaluate(self, *arguments: Any, **keywords: Any) -> Any:
         return self.snugfit_evaluate(partial(super()._evaluate, *arguments, **keywords))
+
+    def spread_model(self) -> None:
+        """Spreads the model over the processes under FSDP2, where it is not yet, as the Trainer does when
+        training begins."""
+        from torch.distributed.fsdp import FSDPModule
+
+        if isinstance(self.model, FSDPModule):
+            return
+        self.create_optimizer()
+        self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+        self.model_wrapped = self.callback_handler.model = self.model
 
     def save_now(self) -> None:
         """A checkpoint that the Trainer's flow does not ask for."""

@@ -201,7 +201,7 @@ def set_arguments(trainer: Any, changes: Mapping[str, Any]) -> None:
 def _set_precision(trainer: Any, mixed: str) -> None:
     """Its accelerator's, which autocasts and scales gradients. accelerate keeps one state for the process,
     which is made anew."""
-    from accelerate.state import AcceleratorState
+    from accelerate.state import AcceleratorState, DistributedType, PartialState
 
     args = trainer.args
     if trainer.accelerator.mixed_precision == mixed:
@@ -210,6 +210,8 @@ def _set_precision(trainer: Any, mixed: str) -> None:
     trainer.model_wrapped = trainer.model
     args.bf16, args.fp16, args.mixed_precision = mixed == "bf16", mixed == "fp16", mixed
     AcceleratorState._reset_state()
+    if PartialState._shared_state.get("distributed_type") == DistributedType.FSDP:  # it made that of GPUs
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     trainer.create_accelerator_and_postprocess()
 
 

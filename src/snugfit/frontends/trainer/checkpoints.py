@@ -5,6 +5,8 @@
                       trainer_state.json               the Trainer's own: its log, the best metric, callbacks
                       fit.json                         what the Trainer forgets: losses since its last log
 
+Where weights are spread over processes, all write one: each its parts of weights and states (`sharded.py`).
+
 They are taken when the Trainer would save, whole or not at all, and written while the next steps run. Only
 a whole one is resumed; those that are broken are reported and kept aside. The data goes on where it was:
 the order of an epoch is drawn from a seed that is kept, and the generators that the data draws from are kept
@@ -13,6 +15,7 @@ too (`data.py`). Weights are put into the model that stands, for it is the user'
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +24,12 @@ from snugfit.frontends.data_facts import dataset_facts
 from snugfit.frontends.loader import count_of
 from snugfit.frontends.same_run import refuse_another_run
 from snugfit.frontends.trainer.data import DataPosition
-from snugfit.frontends.trainer.facts import run_facts
+from snugfit.frontends.trainer.facts import run_facts, with_global_batch
 from snugfit.frontends.trainer.finished import finished_output, forget_finished, note_finished
 from snugfit.frontends.trainer.setup import change_recipe
+from snugfit.frontends.trainer.sharded import check_sharded, is_spread, restore_kept, snapshot_of_parts
 from snugfit.frontends.trainer.state_files import StateFiles
-from snugfit.frontends.trainer.users_files import CollectedFiles, UsersFiles
+from snugfit.frontends.trainer.users_files import UsersFiles
 from snugfit.step.trainer_hooks import calls_on_save, push_checkpoint
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.checkpoint.facts import (
@@ -35,7 +39,7 @@ from snugfit.training.checkpoint.facts import (
     optimizer_facts,
     schedule_facts,
 )
-from snugfit.training.checkpoint.manager import CheckpointManager, named_step
+from snugfit.training.checkpoint.manager import CheckpointManager, Writable, named_step
 from snugfit.training.checkpoint.manifest import Checkpoint
 from snugfit.training.checkpoint.optimizer_state import refuse_optimizer
 from snugfit.training.checkpoint.state import (
@@ -43,7 +47,6 @@ from snugfit.training.checkpoint.state import (
     Snapshot,
     TrainState,
     check_packable,
-    restore,
     snapshot,
 )
 from snugfit.training.ranks import ALONE, Ranks
@@ -67,6 +70,10 @@ CURE = (
     " Undo these changes to continue that run, or leave resume_from_checkpoint out: then its checkpoints "
     "are renamed and a new run starts."
 )
+
+
+SHARDING = "sharding"
+"""By which name a checkpoint says how several processes share the model."""
 
 
 def train_state_of(trainer: Any) -> TrainState:
@@ -106,7 +113,9 @@ class TrainerCheckpoints:
         self._seed = ranks.first_answers(lambda: _order_seed(trainer))
         self._facts: Facts = {}
         self._asked = str(trainer.snugfit.recipe)
-        self._begun = self._is_update_checked = self._is_data_noted = False
+        self._is_sharded = is_spread(trainer)
+        self._begun = self._is_data_noted = False
+        self._is_update_checked = self._is_sharded  # torch's own AdamW and SGD are what is sharded
         self._goes_back = False
         self.finished: Any = None
         """What `train()` gave, where this very run has finished already."""
@@ -115,14 +124,14 @@ class TrainerCheckpoints:
 
     def _about(self) -> dict[str, Any]:
         trainer, plan = self._trainer, self._trainer.snugfit
-        data = trainer.train_dataset
+        data, sharding = trainer.train_dataset, "fsdp" if self._is_sharded else "ddp"
         return {
             "trainer": type(trainer).__name__,
             "asked": self._asked,
             "recipe": str(plan.recipe),
             "batch_size": plan.job.batch_size,
             "samples": count_of(data),
-            **({"processes": self._ranks.size} if self._ranks.are_many else {}),
+            **({"processes": self._ranks.size, SHARDING: sharding} if self._ranks.are_many else {}),
             "order_seed": self._seed,
             "versions": versions(),
             FACTS: self._facts,
@@ -134,7 +143,7 @@ class TrainerCheckpoints:
         self._facts = run_facts(self._trainer)
         if resume_from or self._trainer.args.save_strategy != "no":
             self._note_data()
-        self.finished = finished_output(self._trainer, self.root, self._about(), resume_from)
+        self.finished = finished_output(self._trainer, self.root, self._about(), resume_from, self._ranks)
         if self.finished is not None:
             text = FINISHED_TEXT.format(step=self._trainer.state.global_step)
             self._journal.tell("note", text=text)
@@ -168,8 +177,10 @@ class TrainerCheckpoints:
     def _refuse_another_run(self, checkpoint: Checkpoint) -> None:
         if "order_seed" not in checkpoint.about:
             raise UsageError(f"{checkpoint.folder} was not written by a fitted trainer.{CURE}")
-        names = ("batch_size", "samples", "processes")
-        refuse_another_run(self._manager, checkpoint, self._about(), names=names, recipe="asked", cure=CURE)
+        before = replace(checkpoint, about=with_global_batch(checkpoint.about))
+        names, warned = ("batch_size", "samples"), ("processes", SHARDING)
+        how: dict[str, Any] = {"names": names, "warned": warned, "recipe": "asked", "cure": CURE}
+        refuse_another_run(self._manager, before, with_global_batch(self._about()), **how)
 
     def begin(self, resumed_from: str | None) -> None:
         """Once, before the first step, with an optimizer: puts back what was kept in this folder, and takes
@@ -181,7 +192,7 @@ class TrainerCheckpoints:
         state = train_state_of(self._trainer)
         state.ranks = self._ranks
         refuse_optimizer(state.optimizer, keeps=True)
-        check_packable(state)
+        (check_sharded if self._is_sharded else check_packable)(state)
         self._facts |= {**optimizer_facts(state.optimizer), **schedule_facts(state.scheduler)}
         if self.resumed is not None:
             wrong = compare_facts(self.resumed.about, self._about())
@@ -189,8 +200,8 @@ class TrainerCheckpoints:
         if self._ranks.is_first:
             self._make_room()
         if resumed_from is not None:
-            restore(state, Path(resumed_from))
-        if self._trainer.args.save_strategy != "no" and self._ranks.is_first:
+            restore_kept(state, Path(resumed_from))
+        if self._trainer.args.save_strategy != "no" and (self._ranks.is_first or self._is_sharded):
             self._manager.prepare(state)
 
     def _make_room(self) -> None:
@@ -235,9 +246,9 @@ class TrainerCheckpoints:
         is_now = step == self._trainer.state.global_step
         return bool(is_now or (self.root / f"checkpoint-{step}").is_dir())
 
-    def _take(self, staging: Staging, go_on: Callable[[], None]) -> Snapshot | CollectedFiles | None:
+    def _take(self, staging: Staging, go_on: Callable[[], None]) -> Writable | None:
         snapshot = self._snapshot(staging)
-        if snapshot is None or not self.users_files.any:
+        if not isinstance(snapshot, Snapshot) or not self.users_files.any:
             return snapshot
         draft = self._store.new_draft(snapshot.step)
         return self.users_files.collect(draft, snapshot, go_on)
@@ -247,21 +258,21 @@ class TrainerCheckpoints:
         """Whether there is a checkpoint of this step."""
         return bool(self._manager.saved_step == self._trainer.state.global_step)
 
-    def _snapshot(self, staging: Staging) -> Snapshot | None:
-        """What the first process keeps for all; nothing in the others, which tell it of themselves."""
+    def _snapshot(self, staging: Staging) -> Writable | None:
+        """What the first process keeps for all; in the others, which tell it of themselves, nothing, or where
+        weights are spread what each keeps of its own."""
         trainer, ranks = self._trainer, self._ranks
-        files = self.state.files(is_stopped=self.interrupts.stopping is not None)
+        is_stopped = self.interrupts.stopping is not None
+        files = self.state.files(is_stopped=is_stopped)
         random = ranks.gather(all_rng_states(trainer.args.device)) if ranks.are_many else []
-        if not ranks.is_first:
-            return None
         processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
-        return snapshot(
-            train_state_of(trainer),
-            staging,
-            files=files,
-            random=random,
-            processing=processing if hasattr(processing, "save_pretrained") else None,
-        )
+        saves = hasattr(processing, "save_pretrained")
+        beside: dict[str, Any] = {"files": files, "processing": processing if saves else None}
+        state = train_state_of(trainer)
+        state.ranks = ranks
+        if self._is_sharded:
+            return snapshot_of_parts(trainer, state, staging, random=random, is_stopped=is_stopped, **beside)
+        return snapshot(state, staging, random=random, **beside) if ranks.is_first else None
 
     def wait(self) -> None:
         """Until nothing is being written."""

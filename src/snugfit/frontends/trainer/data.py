@@ -14,12 +14,16 @@ still at the backward pass of the step before, it takes 2.8 % (train-overhead-do
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 from itertools import count
 from typing import Any, final
 
 from snugfit.frontends.data_rng import DataRng, DataRngStates, states_from_json
 from snugfit.frontends.loader import BatchMark, batches_from, fingerprint_of, mark_from_json
+
+ONCE = Fraction(1)
 
 
 @final
@@ -122,12 +126,12 @@ class DataPosition:
         }
 
 
-def position_of(saved: Mapping[str, Any], rows: int) -> tuple[int, int] | None:
+def position_of(saved: Mapping[str, Any], rows: int, *, more: Fraction = ONCE) -> tuple[int, int] | None:
     """The epoch that a checkpoint was taken in, and the batches of so many samples that had gone into steps
-    of it; None where an older one does not say."""
+    of it in each process, of which there were so many times more; None where an older one does not say."""
     if "place" not in saved:
         return None
-    return saved["epoch"], -(-saved["place"] * saved["rows"] // rows)
+    return saved["epoch"], math.ceil(saved["place"] * saved["rows"] * more / rows)
 
 
 def _states_of(saved: Mapping[str, Any], now: str) -> dict[str, DataRngStates]:

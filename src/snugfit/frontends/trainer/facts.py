@@ -6,6 +6,7 @@ evaluates, saves, names and uploads, what a recipe or the global batch says bett
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from snugfit.frontends.trainer.setup import brings_optimizer
@@ -62,6 +63,13 @@ def run_facts(trainer: Any) -> Facts:
         **settings_of("data_collator", trainer.data_collator),
         **model_facts(trainer.model),
     }
+
+
+def with_global_batch(about: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint says of its run, whose `batch_size` is that of each process, with the samples that
+    all of them take in a step."""
+    processes = about.get("processes", 1)
+    return {**about, "processes": processes, "batch_size": about["batch_size"] * processes}
 
 
 def _code(trainer: Any) -> Facts:

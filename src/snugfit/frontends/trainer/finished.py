@@ -16,17 +16,19 @@ from typing import Any
 
 from snugfit.documents import BadDocument, read_document, write_document
 from snugfit.errors import SnugfitError
-from snugfit.frontends.trainer.users_files import weights_folder
+from snugfit.frontends.trainer.facts import with_global_batch
+from snugfit.frontends.trainer.sharded import is_spread, load_kept_weights
 from snugfit.training.checkpoint.facts import compare_facts
 from snugfit.training.checkpoint.manager import differences
 from snugfit.training.checkpoint.manifest import verify
 from snugfit.training.checkpoint.packed_state import pack, unpack
-from snugfit.training.checkpoint.weights import load_weights
+from snugfit.training.ranks import Ranks
 
 FINISHED_RUN = "finished.json"
 
-SAME = ("trainer", "asked", "batch_size", "samples", "processes", "length")
-"""What a checkpoint says of its run that is compared beside its facts, and how long the run is."""
+SAME = ("trainer", "asked", "batch_size", "samples", "length")
+"""What a checkpoint says of its run that is compared beside its facts, and how long the run is. However many
+processes have trained it, it is done."""
 
 FOLDERS_OF_THIS_PROCESS: set[Path] = set()
 """Where this process has trained: whoever calls `train()` there twice wants to train twice."""
@@ -52,32 +54,48 @@ def note_finished(trainer: Any, root: Path, about: Mapping[str, Any], output: An
 
 
 def finished_output(
-    trainer: Any, root: Path, about: Mapping[str, Any], resume_from: str | bool | None
+    trainer: Any, root: Path, about: Mapping[str, Any], resume_from: str | bool | None, ranks: Ranks
 ) -> Any:
     """What this very run's `train()` gave when it finished in this folder, with its model and its state put
-    into the trainer; None where it has not, or is to be trained anew."""
-    import torch
+    into the trainer; None where it has not, or is to be trained anew. Of several processes the first knows
+    it."""
     from transformers import TrainerState
     from transformers.trainer_utils import TrainOutput
+
+    now = {**about, "length": _length(trainer)}
+    finished = ranks.first_answers(lambda: _finished_run(root, now, resume_from))
+    if finished is None:
+        return None
+    result, weights = finished
+    if is_spread(trainer):
+        trainer.spread_model()
+    load_kept_weights(trainer.model, weights, ranks)
+    trainer.state = TrainerState(**result["state"])
+    return TrainOutput(trainer.state.global_step, result["loss"], result["metrics"])
+
+
+def _finished_run(
+    root: Path, now: Mapping[str, Any], resume_from: str | bool | None
+) -> tuple[dict[str, Any], Path] | None:
+    """What this folder says of the run that is started `now`, and the checkpoint that has its weights; None
+    where it has not finished, or is not asked for."""
+    import torch
+    from transformers import TrainerState
 
     try:
         document = read_document(root / FINISHED_RUN)
         before, step = document["about"], document["checkpoint"]
-        now = {**about, "length": _length(trainer)}
         if (
             not _asks_for_it(root, resume_from)
-            or differences(before, now, SAME)
+            or differences(with_global_batch(before), with_global_batch(now), SAME)
             or compare_facts(before, now)
         ):
             return None
-        result = unpack(document["result"], {}, torch.device("cpu"))
-        weights = verify(root / f"checkpoint-{step}", step).folder
-        state = TrainerState(**result["state"])
+        result: dict[str, Any] = unpack(document["result"], {}, torch.device("cpu"))
+        TrainerState(**result["state"])
+        return result, verify(root / f"checkpoint-{step}", step).folder
     except (BadDocument, OSError, LookupError, TypeError, ValueError, AttributeError, SnugfitError):
         return None
-    load_weights(trainer.model, weights_folder(weights))
-    trainer.state = state
-    return TrainOutput(state.global_step, result["loss"], result["metrics"])
 
 
 def _asks_for_it(root: Path, resume_from: str | bool | None) -> bool:

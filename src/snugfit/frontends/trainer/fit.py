@@ -12,7 +12,7 @@ subclass's name and above it. The global batch (`per_device_train_batch_size` ti
 `gradient_accumulation_steps`) is kept whatever the recipe is.
 
 Started by torchrun or `accelerate launch` the same script trains in several processes, by the Trainer's own
-DDP (`ranks.py`).
+DDP (`ranks.py`) or, where it is told so, FSDP2 (`sharded.py`).
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from snugfit.errors import NothingFits, UsageError
 from snugfit.frontends.cut_loss import job_with_mixing, unchanged_attributes
 from snugfit.frontends.trainer.ranks import processes_of, recipe_in_each
 from snugfit.frontends.trainer.setup import brings_optimizer
+from snugfit.frontends.trainer.sharded import parallel_of
 from snugfit.job.sample_mixing import mixing_of
 from snugfit.planning.request import fidelity_of
 from snugfit.step.checkpointing import NAMES
@@ -62,7 +63,7 @@ def choose(
         if gpu is not None:
             raise UsageError("gpu is for a plan, but a recipe is given. Give one of them.")
         named = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
-        return Chosen(recipe=recipe_in_each(named, processes_of(trainer)))
+        return Chosen(recipe=recipe_in_each(named, processes_of(trainer), parallel_of(trainer)))
     degree, device = fidelity_of(fidelity), trainer.args.device
     own = recipe_of(trainer)
     if (processes := processes_of(trainer)) > 1:
@@ -82,8 +83,9 @@ def _own_of_several(own: Chosen, processes: int, gpu: str | None) -> Chosen:
     where = f"snugfit plan --gpus {processes} finds a recipe that fit can be given"
     if gpu is not None:
         raise UsageError(f"fit does not plan for {processes} processes. Leave gpu out; {where}.")
-    says = f"{where}. The trainer keeps its own settings, '{own.recipe}'"
-    return Chosen(recipe=own.recipe, user_slots=frozenset(Slot), says=says)
+    recipe = own.recipe.with_(roster.plain(Slot.SHARDING))  # it is the Trainer's own, whichever
+    says = f"{where}. The trainer keeps its own settings, '{recipe}'"
+    return Chosen(recipe=recipe, user_slots=frozenset(Slot), says=says)
 
 
 def compared_job(trainer: Any, job: Job) -> Job:

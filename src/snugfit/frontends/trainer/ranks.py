@@ -1,14 +1,15 @@
 """A trainer that is one of several processes: what `fit` takes there, and what they tell each other.
 
 torchrun, or `accelerate launch`, starts the user's script in each of them, and the Trainer puts its model
-into DDP by itself. So each process holds all of the model and trains on its part of the batch:
-`per_device_train_batch_size` times `gradient_accumulation_steps`, of each. The recipe says what one process
-does; that they are several it may say too (`ddp`), and need not.
+into DDP by itself, or, where it is told so, spreads it by FSDP2 (`sharded.py`). So each process trains on its
+part of the batch: `per_device_train_batch_size` times `gradient_accumulation_steps`, of each. The recipe says
+what one process does; how they are several it may say too (`ddp`, `fsdp`), and need not.
 
     before the forward pass    how many items count in each one's micro-batches, on the device: a micro-batch
-                               is weighed by its share of all of them, times the processes, so that DDP's
-                               average is the gradient of the mean over the global batch. (transformers
-                               multiplies a loss that is a mean, such as a classifier's, by the processes)
+                               is weighed by its share of all of them, times the processes, so that the
+                               average of gradients that DDP and FSDP2 take is the gradient of the mean over
+                               the global batch. (transformers multiplies a loss that is a mean, such as a
+                               classifier's, by the processes)
     before the update          losses and tokens, on the host: all stop at one that is no number
     at a boundary              signals, and wishes for a checkpoint, on the host: all do what one has heard
     in a checkpoint            random generators and places in the data of all, which the first writes
@@ -21,15 +22,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError, UsageError
 from snugfit.frontends.items import counted_items
+from snugfit.frontends.trainer.sharded import is_spread
 from snugfit.frontends.trainer.users_files import SAVES_MODEL
 from snugfit.step.trainer_hooks import overrides
 from snugfit.techniques import roster
 from snugfit.techniques.setup import ParallelWish, Setup
 from snugfit.techniques.technique import Slot
+from snugfit.training.checkpoint.shards import holds_parts
 from snugfit.training.ranks import ALONE, Ranks, process_group, world
 
 if TYPE_CHECKING:
@@ -42,7 +46,10 @@ NOT_TRIED = (
 )  # fmt: skip
 """Slots in which a recipe for several processes has nothing, as in `snugfit train`."""
 
-HOW = "In several processes fit trains by the Trainer's own DDP"
+HOW = "In several processes fit trains by the Trainer's own DDP or FSDP2"
+
+TO_SHARD = "TrainingArguments(fsdp=True, fsdp_config={'version': 2, 'reshard_after_forward': True})"
+"""What tells a Trainer of FSDP2."""
 
 
 def processes_of(trainer: Any) -> int:
@@ -63,7 +70,7 @@ def refuse_what_processes_cannot(trainer: Any) -> None:
             )
         return
     accelerator, loading = trainer.accelerator, trainer.accelerator.dataloader_config
-    kinds = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+    kinds = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.FSDP)
     its_own = trainer.compute_loss_func is not None or overrides(trainer, "compute_loss", "training_step")
     unsaid = {
         f"accelerate's {accelerator.distributed_type.value}": accelerator.distributed_type not in kinds,
@@ -74,6 +81,7 @@ def refuse_what_processes_cannot(trainer: Any) -> None:
         "dispatch_batches": loading.dispatch_batches,
         "even_batches=False": not loading.even_batches,
         "a loss of its own (compute_loss, compute_loss_func, training_step)": its_own,
+        "weights that are in parts already": not is_spread(trainer) and holds_parts(trainer.model),
         "saving of its own": overrides(trainer, *SAVES_MODEL, "_save_checkpoint"),
     }
     if used := [name for name, is_used in unsaid.items() if is_used]:
@@ -83,9 +91,11 @@ def refuse_what_processes_cannot(trainer: Any) -> None:
         )
 
 
-def recipe_in_each(recipe: Recipe, processes: int) -> Recipe:
-    """What each of so many processes does, without what says that they are several. Raises `RecipeError` for
-    what they cannot do together."""
+def recipe_in_each(recipe: Recipe, processes: int, parallel: ParallelWish | None = None) -> Recipe:
+    """What each of so many processes does, without what says that they are several; `parallel` is what the
+    Trainer was told of that, without a word DDP. Raises `RecipeError` for what they cannot do together, and
+    where the recipe says otherwise."""
+    parallel = parallel or ParallelWish()
     setup = recipe.setup()
     wish, sharding = setup.parallel, recipe[Slot.SHARDING]
     if processes == 1:
@@ -95,11 +105,8 @@ def recipe_in_each(recipe: Recipe, processes: int) -> Recipe:
                 "torchrun --nproc-per-node N, or leave it out."
             )
         return recipe
-    if wish not in (None, ParallelWish()) or setup.sharding is not None:
-        raise RecipeError(
-            f"{sharding} cannot be given to a trainer: {HOW}, where each has all of the model. Write 'ddp' "
-            "in its place, or leave it out. snugfit train takes several techniques of that slot."
-        )
+    if setup.sharding is not None or (wish is not None and replace(wish, dtype=None) != parallel):
+        raise RecipeError(_disagreement(sharding, parallel, wish))
     alone = recipe.with_(roster.plain(Slot.SHARDING))
     plain = Setup()
     for slot in NOT_TRIED:
@@ -111,6 +118,24 @@ def recipe_in_each(recipe: Recipe, processes: int) -> Recipe:
     if setup.float8 is not None:
         raise RecipeError(f"{recipe[Slot.PRECISION]} is not tested in several processes. Try 'bf16'.")
     return alone
+
+
+def _disagreement(sharding: object, parallel: ParallelWish, wish: ParallelWish | None) -> str:
+    """The error of a recipe that shares the work otherwise than the Trainer was told."""
+    if parallel.weights != "sharded":
+        shards = wish is not None and wish.weights == "sharded"
+        more = f" For fsdp tell the Trainer too: {TO_SHARD}." if shards else ""
+        return (
+            f"{sharding} cannot be given to this trainer: it trains by the Trainer's own DDP, where each "
+            f"process has all of the model. Write 'ddp' in its place, or leave it out.{more} snugfit train "
+            "takes several techniques of that slot."
+        )
+    reshards = parallel.reshard == "layers"
+    own = "fsdp" if reshards else f"fsdp(reshard={parallel.reshard})"
+    return (
+        f"The recipe says '{sharding}', but the Trainer's FSDP2 has reshard_after_forward={reshards}, which "
+        f"is '{own}'. Write '{own}' in its place, leave it out, or change the Trainer's fsdp and fsdp_config."
+    )
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from snugfit.errors import UsageError
 from snugfit.frontends.own import capability_of
 from snugfit.frontends.trainer.ranks import refuse_what_processes_cannot
+from snugfit.frontends.trainer.sharded import refuse_recipe, refuse_what_is_not_sharded
 from snugfit.job.kv_prefix import dropped_prefix
 from snugfit.step.applier import change_live, objections, refuse, training_arguments
 from snugfit.step.checkpointing import NAMES
@@ -55,7 +56,6 @@ def refuse_what_cannot_be_fitted(trainer: Any) -> None:
     args = trainer.args
     unsaid = {
         "deepspeed": trainer.is_deepspeed_enabled,
-        "fsdp": trainer.is_fsdp_enabled,
         f"{args.n_gpu} GPUs in one process": args.n_gpu > 1,
         "a model that is split over devices": trainer.is_model_parallel,
         "model_init": trainer.model_init is not None,
@@ -66,10 +66,11 @@ def refuse_what_cannot_be_fitted(trainer: Any) -> None:
     }
     if used := [name for name, is_used in unsaid.items() if is_used]:
         raise UsageError(
-            f"The trainer uses {', '.join(used)}. fit trains one model, all of it on "
-            "each process's device, with a fixed batch. "
-            "Remove it, or train without fit. (With CUDA_VISIBLE_DEVICES=0 a process sees one GPU.)"
+            f"The trainer uses {', '.join(used)}. fit trains one model, on one device in each process, with "
+            "a fixed batch. Remove it, or train without fit. (With CUDA_VISIBLE_DEVICES=0 a process sees one "
+            "GPU.)"
         )
+    refuse_what_is_not_sharded(trainer)
     refuse_what_processes_cannot(trainer)
 
 
@@ -85,6 +86,8 @@ def apply(trainer: Any, job: Job, recipe: Recipe, user_slots: frozenset[Slot] = 
     unchanged = user_slots | {Slot.OPTIMIZER} if brings else user_slots
     if Slot.OPTIMIZER in unchanged:
         _refuse_users_optimizer(trainer, brings)
+    own = _value_of(args, "optim") if Slot.OPTIMIZER in user_slots else None
+    refuse_recipe(trainer, setup, optimizer="" if brings else own)
     refuse(live, "trainer", [*reasons, *objections(live, setup, user_slots)])
     changes = training_arguments(setup, job, args.device, unchanged)
     if Slot.CHECKPOINTING not in user_slots:

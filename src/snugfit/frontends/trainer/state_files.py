@@ -14,6 +14,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -102,10 +103,15 @@ class StateFiles:
         rows = self._trainer.args.per_device_train_batch_size
         with as_written(self.folder):
             extra: dict[str, Any] = json.loads((self.folder / EXTRA_STATE).read_text(encoding="utf-8"))
-            if self._ranks.rank:
-                extra |= extra[OF_OTHERS][self._ranks.rank - 1]
-            if extra["data"].get("rows", rows) != rows:
+            after_first = extra.get(OF_OTHERS, [])
+            processes = 1 + len(after_first)
+            if processes != self._ranks.size:  # each goes on from the first's place, with a mean of losses
+                extra["loss"] = sum(one["loss"] for one in (extra, *after_first)) / processes
+            elif self._ranks.rank:
+                extra |= after_first[self._ranks.rank - 1]
+            if (extra["data"].get("rows", rows), processes) != (rows, self._ranks.size):
                 extra["data"]["last"] = None  # there are no batches like it any more
+            extra["processes"] = processes
         return extra
 
     @property
@@ -113,7 +119,8 @@ class StateFiles:
         """The epoch that is resumed and the batches of it that were seen, where a checkpoint says so."""
         if self.folder is None:
             return None
-        return position_of(self._extra_state["data"], self._trainer.args.per_device_train_batch_size)
+        extra, rows = self._extra_state, self._trainer.args.per_device_train_batch_size
+        return position_of(extra["data"], rows, more=Fraction(extra["processes"], self._ranks.size))
 
     @property
     def unevaluated(self) -> dict[str, Any] | None:
@@ -155,7 +162,7 @@ class StateFiles:
         self._restored = True
         self.last_figures = StepEnd(*self._extra_state.get("figures") or (None, None))
         restore_logged_losses(self._trainer, self._extra_state)
-        restore_rng(self.folder, self._device, self._ranks.rank)
+        self._restore_rng(self.folder)
         if self.position is None or self.position[1]:  # an epoch that begins may freeze and unfreeze
             restore_frozen(self._trainer.model, self.folder)
         data: dict[str, Any] = self._extra_state["data"]
@@ -168,9 +175,14 @@ class StateFiles:
     def restore_generators(self, folder: Path) -> None:
         """Those that the model draws from, as a resumed run goes on with them."""
         if self._generators is None:
-            restore_rng(folder, self._device, self._ranks.rank)
+            self._restore_rng(folder)
         else:
             restore_all_rng_states(self._generators, self._device)
+
+    def _restore_rng(self, folder: Path) -> None:
+        """This process's, where there was such a process."""
+        if self._ranks.rank < self._extra_state.get("processes", self._ranks.size):
+            restore_rng(folder, self._device, self._ranks.rank)
 
 
 def _note_callbacks(trainer: Any) -> None:

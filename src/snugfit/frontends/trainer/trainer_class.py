@@ -31,13 +31,12 @@ from snugfit.frontends.trainer.loss import (
 from snugfit.frontends.trainer.out_of_memory import retry_step, update_broke
 from snugfit.frontends.trainer.ranks import with_some_item
 from snugfit.frontends.trainer.setup import brings_optimizer, optimizer_for
-from snugfit.frontends.trainer.users_files import weights_folder
+from snugfit.frontends.trainer.sharded import drop_gathered, load_kept_weights
 from snugfit.step.applier import forward_context, run_context, set_process
 from snugfit.step.memory_errors import memory_cause
 from snugfit.step.trainer_hooks import StepEnd, TrainerHooks, keeping_bases
 from snugfit.step.transformers_internals import average_losses_over_all_steps, weigh_losses_ourselves
 from snugfit.techniques.technique import Slot
-from snugfit.training.checkpoint.weights import load_weights
 from snugfit.training.interrupt import EXIT_CODES, EvaluationStopped
 from snugfit.training.run.trained import FINISHED, STOPPED
 
@@ -249,7 +248,8 @@ class FittedTrainer(TrainerHooks):
 
     def snugfit_load_weights(self, model: Any, folder: Path) -> None:
         """Every weight, or an error."""
-        load_weights(model, weights_folder(folder))
+        drop_gathered(self)
+        load_kept_weights(model, folder, self._fit_run.ranks)
 
     def snugfit_load_optimizer(self, folder: Path | None) -> None:
         """With the schedule and the scaler."""

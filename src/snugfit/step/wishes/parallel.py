@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 LIVE = (
     "a live model is not spread over several GPUs. `snugfit train` does it; and a script with fit that "
-    "torchrun starts trains by the Trainer's own DDP"
+    "torchrun starts trains by the Trainer's own DDP or FSDP2"
 )
 
 

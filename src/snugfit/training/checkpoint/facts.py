@@ -98,7 +98,7 @@ def model_facts(model: torch.nn.Module) -> Facts:
     model = getattr(model, "_orig_mod", model)  # torch.compile's is a shell
     parameters = list(model.parameters())
     facts: Facts = {
-        "model.class": type(model).__name__,
+        "model.class": model_class(model).__name__,
         "model.parameters": sum(weight.numel() for weight in parameters),
         "model.parameters that train": sum(w.numel() for w in parameters if w.requires_grad),
     }
@@ -108,9 +108,22 @@ def model_facts(model: torch.nn.Module) -> Facts:
     return facts | _dropout(model) | _adapters(model)
 
 
+def model_class(model: torch.nn.Module) -> type[torch.nn.Module]:
+    """The class of a module, which torch's FSDP2 has replaced by one of its own where it has spread it."""
+    import torch.distributed as dist
+
+    if dist.is_available():
+        from torch.distributed.fsdp import FSDPModule
+
+        if isinstance(model, FSDPModule):
+            kinds = type(model).__mro__
+            return kinds[kinds.index(FSDPModule) + 1]
+    return type(model)
+
+
 def forward_facts(model: torch.nn.Module) -> Facts:
     """The code of a model's forward passes, by their names; of the user's own classes alone."""
-    kinds = {type(module) for module in getattr(model, "_orig_mod", model).modules()}
+    kinds = {model_class(module) for module in getattr(model, "_orig_mod", model).modules()}
     forwards = [vars(kind).get("forward") for kind in kinds]
     users = [forward for forward in forwards if isinstance(forward, types.FunctionType) and is_users(forward)]
     return code_facts({forward.__qualname__: forward for forward in users})
@@ -120,7 +133,7 @@ def _dropout(model: torch.nn.Module) -> Facts:
     """Rates of dropout and label smoothing of all modules, by class and attribute, in the modules' order."""
     rates: dict[str, list[float]] = {}
     for module in model.modules():
-        kind = type(module).__name__
+        kind = model_class(module).__name__
         for name, value in vars(module).items():
             named = "drop" in name or "smoothing" in name or (name == "p" and "drop" in kind.lower())
             if named and isinstance(value, int | float) and not isinstance(value, bool):

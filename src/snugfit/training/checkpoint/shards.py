@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,11 +39,16 @@ from snugfit.training.checkpoint.joined_state import (
     states_of_all,
     tensors_of_all_stages,
 )
-from snugfit.training.checkpoint.model_state import ModelState, model_state_of
+from snugfit.training.checkpoint.model_state import (
+    ModelState,
+    load_model_state,
+    model_state_of,
+    names_kept_beside,
+)
 from snugfit.training.checkpoint.optimizer_state import parameters_of
 from snugfit.training.checkpoint.packed_state import pack
 from snugfit.training.checkpoint.state import STATE, TENSORS, TrainState, state_of
-from snugfit.training.checkpoint.weights import WEIGHTS, ModelWeights
+from snugfit.training.checkpoint.weights import WEIGHTS, ModelWeights, read_weights
 from snugfit.training.ranks import Ranks, from_first
 
 if TYPE_CHECKING:
@@ -63,12 +68,15 @@ def is_part(tensor: Any) -> bool:
     return hasattr(tensor, "full_tensor") and hasattr(tensor, "placements")
 
 
+def holds_parts(model: torch.nn.Module) -> bool:
+    """Whether this process holds parts of the model's weights."""
+    return any(is_part(weight) for weight in model.parameters())
+
+
 def is_sharded(state: TrainState) -> bool:
     """Whether this process holds parts of the model's weights, some of its layers, or some of the optimizer's
     states."""
-    model = state.model
-    is_cut = is_stage(model) or any(is_part(weight) for weight in model.parameters())
-    return is_cut or spreads_states(state.optimizer)
+    return is_stage(state.model) or holds_parts(state.model) or spreads_states(state.optimizer)
 
 
 def has_shards(folder: Path) -> bool:
@@ -104,6 +112,12 @@ class ShardedSnapshot:
     ranks: Ranks
     """The processes that write it."""
 
+    files: Mapping[str, str] = field(default_factory=dict)
+    """What a front-end keeps beside it: text, by the name of its file."""
+
+    processing: Any = None
+    """A tokenizer or processor that is saved beside it, or None."""
+
     _is_told: bool = False
 
     @property
@@ -112,7 +126,8 @@ class ShardedSnapshot:
         parts = (getattr(part, "_local_tensor", part) for part in self.parts.values())
         own = sum(part.nbytes for part in parts) * self.ranks.size
         whole = [] if self.weights is None else list(self.weights.tensors())
-        return own + sum(tensor.nbytes for tensor in (*self.tensors.values(), *whole))
+        text_bytes = sum(len(text.encode()) for text in self.files.values())
+        return own + text_bytes + sum(tensor.nbytes for tensor in (*self.tensors.values(), *whole))
 
     def write(self, folder: Path) -> None:
         """In the first process: writes the checkpoint's files into `folder`, with all others."""
@@ -125,7 +140,11 @@ class ShardedSnapshot:
         else:
             self.state.write(folder, {})
         save_file(dict(self.tensors), folder / TENSORS)
-        (folder / STATE).write_text(json.dumps(self.tree, allow_nan=False) + "\n", encoding="utf-8")
+        state = json.dumps(self.tree, allow_nan=False) + "\n"
+        for name, text in {STATE: state, **self.files}.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        if self.processing is not None:
+            self.processing.save_pretrained(folder)
 
     def write_share(self) -> None:
         """In the others: writes this process's parts into the folder that the first names."""
@@ -278,25 +297,69 @@ def _on_host(part: Any, staging: Staging) -> torch.Tensor:
 def load_shards(state: TrainState, folder: Path) -> None:
     """Puts weights and optimizer states that were written by parts into a run that stands, whole or in other
     parts. Raises `SnugfitError` when they are another model's."""
+    known = _known_shards(state.model, folder)
+    _load_into({**dict(_weights(state.model)), **_room_for_moments(state, known)}, folder, state.ranks)
+
+
+def load_weight_shards(model: torch.nn.Module, folder: Path, ranks: Ranks) -> None:
+    """Puts weights alone that were written by parts into a model that stands, whole or in other parts. Raises
+    `SnugfitError` when they are another model's. All processes call it."""
+    _known_shards(model, folder)
+    _load_into(dict(_weights(model)), folder, ranks)
+
+
+def load_moment_shards(state: TrainState, folder: Path) -> None:
+    """Puts optimizer states alone that were written by parts into an optimizer whose weights are there
+    already. Raises `SnugfitError` when they are another model's. All processes call it."""
+    _load_into(_room_for_moments(state, _known_shards(state.model, folder)), folder, state.ranks)
+
+
+def _known_shards(model: torch.nn.Module, folder: Path) -> Mapping[str, Any]:
+    """What was written by parts, by its name. Raises `SnugfitError` when it is another model's."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    known: Mapping[str, Any] = FileSystemReader(folder / SHARDS).read_metadata().state_dict_metadata
+    values = dict(_weights(model))
+    lost = sorted(values.keys() - known.keys())
+    if not lost and not is_stage(model):
+        lost = sorted(name for name in known if name.startswith(_MODEL) and name not in values)
+    if lost:
+        name = lost[0].removeprefix(_MODEL)
+        raise SnugfitError(f"{folder} has the weights of another model: {name} is in one of them alone.")
+    return known
+
+
+def _load_into(values: dict[str, torch.Tensor], folder: Path, ranks: Ranks) -> None:
     import torch
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
     reader = FileSystemReader(folder / SHARDS)
-    known = reader.read_metadata().state_dict_metadata
-    values = dict(_weights(state.model))
-    lost = sorted(values.keys() - known.keys())
-    if not lost and not is_stage(state.model):
-        lost = sorted(name for name in known if name.startswith(_MODEL) and name not in values)
-    if lost:
-        name = lost[0].removeprefix(_MODEL)
-        raise SnugfitError(f"{folder} has the weights of another model: {name} is in one of them alone.")
-    moments = _room_for_moments(state, known)
-    values |= moments
-    alone = not state.ranks.are_many
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is meant
-        load(values, storage_reader=reader, process_group=state.ranks.host, no_dist=alone)
+        load(values, storage_reader=reader, process_group=ranks.host, no_dist=not ranks.are_many)
+
+
+def load_whole_weights(model: torch.nn.Module, folder: Path) -> None:
+    """Puts weights that were written whole into a model that this process holds parts of: each keeps its part
+    of what it reads. Raises `SnugfitError` when they are another model's, or are written under other names
+    than it computes with. All processes call it."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    saved: dict[str, Any] = dict(read_weights(folder))
+    beside = names_kept_beside(folder)
+    if left := sorted(saved.keys() - model.state_dict().keys()):
+        raise SnugfitError(
+            f"{folder} has {left[0]}, which is not a weight of this model by that name. Continue that run as "
+            "it began, with whole weights in each process."
+        )
+    options = StateDictOptions(full_state_dict=True, strict=False)
+    missing = set(set_model_state_dict(model, saved, options=options).missing_keys) - beside
+    given = {id(model.get_parameter(name)) for name in saved if name in dict(model.named_parameters())}
+    tied = {n for n, value in model.named_parameters(remove_duplicate=False) if id(value) in given}
+    if lost := sorted(missing - tied):
+        raise SnugfitError(f"{folder} has no weights of this model: {lost[0]} is missing.")
+    load_model_state(model, folder)
 
 
 def _room_for_moments(state: TrainState, known: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -157,6 +157,16 @@ def _weight_files(folder: Path) -> list[Path]:
     return [single] if single.is_file() else sorted(folder.glob("model-*-of-*.safetensors"))
 
 
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the files that libraries load, by their names in them, on the host."""
+    from safetensors.torch import load_file
+
+    saved: dict[str, torch.Tensor] = {}
+    for file in _weight_files(folder):
+        saved |= load_file(file)
+    return saved
+
+
 def load_weights(model: torch.nn.Module, folder: Path) -> None:
     """Puts the weights that were kept in `folder` into a model that stands. Raises `SnugfitError` when they
     are another model's."""
@@ -189,11 +199,7 @@ def _load_module(model: torch.nn.Module, folder: Path) -> None:
 def _load_pretrained(model: Any, folder: Path) -> None:
     """Tied weights are kept once. Some architectures are kept under other names than they compute with: those
     are loaded as a model of their own first."""
-    from safetensors.torch import load_file
-
-    saved: dict[str, torch.Tensor] = {}
-    for file in _weight_files(folder):
-        saved |= load_file(file)
+    saved = read_weights(folder)
     own = {name: value for name, value in model.state_dict().items() if hasattr(value, "data_ptr")}
     beside = names_kept_beside(folder)
     tied = {name for name in own if name not in saved and name not in beside}
