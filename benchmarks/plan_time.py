@@ -2,9 +2,9 @@
 
     python benchmarks/plan_time.py [NAME ...]
 
-Plans for one GPU, plans for all GPUs of the table, and the guide. Each command runs as a user starts it, with
-a cache of its own: first cold, then once more, when the answer is cached (the guide's never is). The
-processes that rehearse are children of a fork server, whose CPU time is in no `wait` here, so all of the
+Plans for one GPU, for all GPUs of the table and for many at once, and the guide. Each command runs as a user
+starts it, with a cache of its own: first cold, then once more, when the answer is cached (the guide's never
+is). The processes that rehearse are children of a fork server, whose CPU time is in no `wait` here, so all of the
 command's descendants are sampled by psutil while they run. What one used in its last moments is missing
 (`INTERVAL` seconds at most each).
 
@@ -59,6 +59,10 @@ COMMANDS = {
     "t5-3b, learns": "plan t5-3b --task seq2seq-lm --gpu h200 --fidelity learns",
     "BERT-large, all GPUs": "gpus --for bert-large-uncased --task sequence-classification",
     "Llama-3.1-8B, LoRA, all GPUs": "gpus --for Llama-3.1-8B --task causal-lm --keep 'lora(r=16)'",
+    "Llama-3.1-8B, up to 4,096 GPUs": "plan Llama-3.1-8B --dtype float32 --batch-size 4096"
+    " --sequence-length 2048 --gpu h100-sxm --gpus 1..4096",
+    "Llama-3.1-8B, cards up to 4,096": "gpus h100-sxm --for Llama-3.1-8B --dtype float32 --batch-size 4096"
+    " --sequence-length 2048 --gpus 1..4096 --price h100-sxm=2.5",
     "guide": "guide",
 }
 

@@ -47,10 +47,6 @@ from snugfit.techniques.technique import Fidelity
 PATIENCE = 2
 """Numbers of GPUs in a row that are not cheaper, after which no more are looked at (chosen)."""
 
-SAVING = 2
-"""Ways to share that are asked whether they fit, on other numbers of GPUs than the first: those that took
-least there (chosen)."""
-
 
 def plan_cards(
     job: Job,
@@ -211,8 +207,6 @@ class _KindSearch:
         self.refused: dict[str, str] = {}
         self.doubts: dict[str, None] = {}
         self._evidence = Evidence(self._bound)
-        self._order: list[str] = []
-        """Ways of sharing that recompute most, the one that took least memory first."""
 
     def run(self) -> Asking[None]:
         """Asks until there is an `answer`."""
@@ -291,22 +285,17 @@ class _KindSearch:
         for shared in self._ways(count, base):
             by_recomputing.setdefault(str(shared.recomputing), []).append(shared)
         for every in reversed(by_recomputing.values()):
-            asked = [
-                (shared, pieces[-1]) for shared in every if (pieces := cuts(self._job, shared, self._fixed))
-            ]
-            saving = [one for one in asked if str(one[0].recipe) in self._order[:SAVING]]
-            recipes = [shared.cut(pieces) for shared, pieces in saving or asked]
+            every_cut = [(shared, cuts(self._job, shared, self._fixed)) for shared in _leanest(every)]
+            asked = [(shared, known[-1]) for shared, known in every_cut if known]
+            recipes = [shared.cut(pieces) for shared, pieces in asked]
             if not recipes:
                 continue
             judged = yield [(count, recipe) for recipe in recipes]
             if refusals := [one.why_not for one in judged if one.why_not]:
                 self.refused[str(every[0].recomputing)] = refusals[0]
                 continue
-            taken = [(one.needed_bytes, at) for at, one in enumerate(judged)]
-            if count > 1 and not self._order:
-                self._order = [str(asked[at][0].recipe) for _, at in sorted(taken)]
-            at = min(taken)[1]
-            for (shared, smallest), one in zip(saving or asked, judged, strict=True):
+            at = min((one.needed_bytes, at) for at, one in enumerate(judged))[1]
+            for (shared, smallest), one in zip(asked, judged, strict=True):
                 self._evidence.hear(shared, size_of(self._job, shared, smallest), one)
             return _Fastest(count, recipes[at], judged[at])
         return None
@@ -323,3 +312,16 @@ class _KindSearch:
         if not outcome.fitting:
             return None
         return _Fastest(count, outcome.fitting[0].recipe, outcome.fitting[0].judged)
+
+
+def _leanest(every: Sequence[Shared]) -> list[Shared]:
+    """Those of which it is not known that another takes no more memory."""
+    return [
+        shared
+        for at, shared in enumerate(every)
+        if not any(
+            other.holds_no_more_than(shared) and not (place > at and shared.holds_no_more_than(other))
+            for place, other in enumerate(every)
+            if place != at
+        )
+    ]
