@@ -4,8 +4,8 @@
 
 Plans for one GPU, for all GPUs of the table and for many at once, and the guide. Each command runs as a user
 starts it, with a cache of its own: first cold, then once more, when the answer is cached (the guide's never
-is). The processes that rehearse are children of a fork server, whose CPU time is in no `wait` here, so all of the
-command's descendants are sampled by psutil while they run. What one used in its last moments is missing
+is). The processes that rehearse are children of a fork server, whose CPU time is in no `wait` here, so all of
+the command's descendants are sampled by psutil while they run. What one used in its last moments is missing
 (`INTERVAL` seconds at most each).
 
 Wall time means something only where the machine does nothing else: the load before and after stands beside

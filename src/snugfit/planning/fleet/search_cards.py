@@ -320,8 +320,8 @@ def _leanest(every: Sequence[Shared]) -> list[Shared]:
         shared
         for at, shared in enumerate(every)
         if not any(
-            other.holds_no_more_than(shared) and not (place > at and shared.holds_no_more_than(other))
-            for place, other in enumerate(every)
-            if place != at
+            other.holds_no_more_than(shared) and not (index > at and shared.holds_no_more_than(other))
+            for index, other in enumerate(every)
+            if index != at
         )
     ]
