@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 def logger_for(trainer: Any, journal: Journal) -> StepLogger:
-    """The journal's lines of one call of `train()`. What DDP or FSDP2 take
-    of a user's own model is not predicted."""
+    """The journal's lines of one call of `train()`. What DDP or FSDP2 take of a user's own model is not
+    predicted."""
     device = trainer.args.device
     unknown = brings_optimizer(trainer) or trainer.args.world_size > 1
     predict = predict_nothing if unknown else run_predictor(device)

@@ -154,15 +154,19 @@ def _repeat(replay: Callable[[], None], times: int, state: Callable[[], Hashable
 def micro_batch_works(trace: Trace, micro_batches: int) -> list[Work]:
     """What the device does in each micro-batch of a steady step with so many, the update with the last one;
     the trace may have fewer, if it has more than two."""
-    starts = [
+    works = [_between(trace, *ends) for ends in pairwise([0, *later_starts(trace), len(trace.kernels)])]
+    if len(works) == micro_batches:
+        return works
+    return [works[0], *[works[1]] * (micro_batches - 2), works[-1]]
+
+
+def later_starts(trace: Trace) -> list[int]:
+    """With which of the steady step's kernels each micro-batch begins, but for the first."""
+    return [
         index
         for index, (before, kernel) in enumerate(pairwise(trace.kernels), start=1)
         if kernel.phase == "load" != before.phase
     ]
-    works = [_between(trace, *ends) for ends in pairwise([0, *starts, len(trace.kernels)])]
-    if len(works) == micro_batches:
-        return works
-    return [works[0], *[works[1]] * (micro_batches - 2), works[-1]]
 
 
 def _between(trace: Trace, start: int, end: int) -> Work:

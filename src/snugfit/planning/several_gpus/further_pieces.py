@@ -7,8 +7,9 @@ exchanges in other streams reach from one micro-batch into the next.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING
+
+from snugfit.planning.cost.periodic import later_starts
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel, Trace
@@ -17,11 +18,7 @@ if TYPE_CHECKING:
 def with_a_further_piece(trace: Trace) -> Trace | None:
     """The kernels and waits of this trace's steady step with one micro-batch more, its blocks and events left
     as they are; None where it has no micro-batch between a first and a last."""
-    starts = [
-        number
-        for number, (before, kernel) in enumerate(pairwise(trace.kernels), start=1)
-        if kernel.phase == "load" != before.phase
-    ]
+    starts = later_starts(trace)
     if len(starts) != 2:
         return None
     second, third = starts
