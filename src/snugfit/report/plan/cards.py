@@ -34,7 +34,7 @@ def render(plans: CardPlans, prices: Prices | None = None) -> Page:
         [
             f"{plans.screened:,} recipes were simulated on models of few layers and few micro-batches, from "
             "which these figures follow; bytes leave 3 % for that. `snugfit plan --gpu NAME --gpus N` "
-            "simulates its answers in full."
+            "simulates its answers with all layers."
         ],
         (Sentence(f"Left out: {one.what}: {one.why}") for one in plans.refused),
         (Sentence(f"Uncertain: {doubt}", "uncertain") for doubt in plans.doubts),
