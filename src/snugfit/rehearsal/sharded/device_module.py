@@ -22,10 +22,18 @@ if TYPE_CHECKING:
 class ShapesModule:
     """`torch.meta`, in the place of `torch.cuda`, on a machine of so many devices."""
 
-    def __init__(self, order: StreamOrder, devices: int, wait: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        order: StreamOrder,
+        devices: int,
+        wait: Callable[[], None],
+        empty_cache: Callable[[], None],
+    ) -> None:
         self._order, self._devices = order, devices
         self.wait = wait
         """Called where the host waits for the device."""
+        self.empty_cache = empty_cache
+        """Called where the allocator gives back what it keeps."""
         self._streams = {DEFAULT_STREAM: ShapesStream(self, DEFAULT_STREAM)}
 
     def Stream(self, *arguments: Any, **keywords: Any) -> ShapesStream:

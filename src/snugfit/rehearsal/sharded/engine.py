@@ -139,7 +139,7 @@ def engine_on_shapes(recorder: Recorder, rank: int = 0, ranks: int = 1) -> Itera
         stack.enter_context(process_group(rank, ranks))
         accelerator = ShapesAccelerator(recorder, host.pin, recorder.policy.free_bytes)
         if isinstance(recorder, RankRecorder):
-            streams = ShapesModule(recorder.order, ranks, recorder.wait)
+            streams = ShapesModule(recorder.order, ranks, recorder.wait, recorder.empty_cache)
             accelerator = RankAccelerator(recorder, host.pin, recorder.policy.free_bytes, streams)
         stack.enter_context(patch.object(real, "ds_accelerator", accelerator))
         stack.enter_context(patch.object(linear, "get_accelerator", CPU_Accelerator))  # of autocast

@@ -319,9 +319,8 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[No
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(process_group(rank, ranks))
-        stack.enter_context(
-            patch.object(torch, "meta", ShapesModule(recorder.order, ranks, recorder.wait), create=True)
-        )
+        shapes = ShapesModule(recorder.order, ranks, recorder.wait, recorder.empty_cache)
+        stack.enter_context(patch.object(torch, "meta", shapes, create=True))
         for owner, name, instead in (*replaced, *while_spreading(recorder)):
             stack.enter_context(patch.object(owner, name, instead))
         yield
