@@ -49,7 +49,7 @@ def build_model(
     One that is cut into stages is cut on the host.
     """
     on_host = on_host and setup.quantize is None
-    stays = stays or (setup.parallel is not None and setup.parallel.on_host)
+    stays = stays or spreads_from_the_host(job, setup)
     if on_host or stays or job.build_on == "host" or is_in_stages(setup):
         with _host(device):
             model = _instantiate(job, setup, weights, on_loaded)
@@ -68,6 +68,15 @@ def _instantiate(job: Job, setup: Setup, weights: Path | None, on_loaded: OnLoad
     built = instantiate(job, weights=weights, on_loaded=on_loaded, **model_arguments(setup))
     built = adapt_model(setup, built)
     return keep_stage(setup.parallel, built) if setup.parallel and is_in_stages(setup) else built
+
+
+def spreads_from_the_host(job: Job, setup: Setup) -> bool:
+    """Whether each process takes its part of a layer's weights from the host, so that none holds the whole
+    model on its device: where that is said, or where the host keeps the parts."""
+    wish = setup.parallel
+    if wish is None or wish.weights != "sharded":
+        return False
+    return wish.on_host or (job.build_on == "host" and wish.tensor == wish.stages == 1)
 
 
 def is_in_stages(setup: Setup) -> bool:
