@@ -5,8 +5,7 @@
 Rows are those of `tests/data/published-titan.json`. The first prediction rehearses torchtitan's own model and
 loop (`tests/titan_llama.py`); the second is snugfit's for the nearest recipe, whose model is transformers'
 and whose loop is snugfit's own. That loop builds the whole model on the GPU before it is spread, as
-torchtitan does not: so what a step has at most is told without the building, and what is reserved both as
-predicted and as if the allocator gave back, after building, what it kept. Writes OUT.json and prints a table.
+torchtitan does not: so what is in use at most is told of a step alone. Writes OUT.json and prints a table.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import datetime
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,15 +70,6 @@ def most_in_last_step(trace: Trace) -> int:
     return most
 
 
-def built_apart(trace: Trace) -> Trace:
-    """The trace, in which the allocator gives back what it kept of building before the first step."""
-    from snugfit.rehearsal.trace.trace import Mark, MarkKind
-
-    first = next(n for n, event in enumerate(trace.events) if event > 0 and trace.blocks[event - 1].step == 0)
-    emptied = Mark(first, 0, "load", MarkKind.CACHE_EMPTIED)
-    return replace(trace, marks=tuple(sorted((*trace.marks, emptied), key=lambda mark: mark.event)))
-
-
 def compare(row: Mapping[str, Any]) -> dict[str, Any]:
     """One row beside both predictions."""
     from titan_llama import rehearsed
@@ -90,7 +79,6 @@ def compare(row: Mapping[str, Any]) -> dict[str, Any]:
     expandable = replay(trace, expandable=True)
     job, recipe = nearest(row)
     prediction = predict(job, recipe, gpu=GPU, gpus=row["gpus"])
-    trace = rehearse_again(prediction)
     figures = {
         "own_model_and_loop": {
             "active_gib": own.allocated_peak,
@@ -98,9 +86,8 @@ def compare(row: Mapping[str, Any]) -> dict[str, Any]:
             "reserved_expandable_gib": expandable.reserved_peak,
         },
         "nearest_recipe": {
-            "active_gib": most_in_last_step(trace),
+            "active_gib": most_in_last_step(rehearse_again(prediction)),
             "reserved_gib": prediction.footprint.reserved_bytes,
-            "reserved_built_apart_gib": replay(built_apart(trace)).reserved_peak,
         },
     }
     in_gib = {
@@ -113,8 +100,8 @@ def compare(row: Mapping[str, Any]) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows in Markdown."""
     lines = [
-        "| model, GPUs, a GPU's batch | layers | printed | own code | nearest recipe | built apart |",
-        "|---|---|---|---|---|---|",
+        "| model, GPUs, a GPU's batch | layers | printed | own code | nearest recipe |",
+        "|---|---|---|---|---|",
     ]
     for row in rows:
         own, near = row["own_model_and_loop"], row["nearest_recipe"]
@@ -122,9 +109,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         for figure in ("active", "reserved"):
             if (printed := row.get(f"{figure}_gib")) is None:
                 continue
-            apart = near["reserved_built_apart_gib"] if figure == "reserved" else None
-            cells = [own[f"{figure}_gib"], near[f"{figure}_gib"], *([apart] if apart else [])]
-            shown = [f"{cell:.2f} ({cell / printed - 1:+.1%})" for cell in cells] + [""] * (apart is None)
+            cells = [own[f"{figure}_gib"], near[f"{figure}_gib"]]
+            shown = [f"{cell:.2f} ({cell / printed - 1:+.1%})" for cell in cells]
             where = f"{model}, {row['gpus']}, {row['rows']} x {row['length']:,}"
             lines.append(f"| {where} | {what} | {figure} {printed} | {' | '.join(shown)} |")
     return "\n".join(lines)

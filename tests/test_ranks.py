@@ -27,13 +27,14 @@ from gloo_ranks import Case, Ran, losses_of, run_ranks
 from reported import foreseen
 from small_models import small_job
 from snugfit.errors import RecipeError
+from snugfit.job.job import Job
 from snugfit.prediction.pinned import host_state_bytes, pinned_bytes
 from snugfit.rehearsal.device.policy import CpuPolicy
 from snugfit.rehearsal.record.allocations import Allocations
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.sharded import collectives
 from snugfit.rehearsal.sharded.offloaded_shards import HostShards
-from snugfit.rehearsal.trace.trace import STAGE_BACK, STAGE_OUT, Trace
+from snugfit.rehearsal.trace.trace import STAGE_BACK, STAGE_OUT, MarkKind, Trace
 from snugfit.results.footprint import Kind
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
@@ -300,9 +301,52 @@ def test_the_order_of_streams_is_written_down() -> None:
 
 
 def trace_of(recipe: str) -> Trace:
-    job, _ = case("llama", recipe)
-    setup = on_gpus(Recipe.parse(recipe).setup(), 2)
+    return trace_of_rank(case("llama", recipe)[0], recipe, 2)
+
+
+def trace_of_rank(job: Job, recipe: str, ranks: int) -> Trace:
+    setup = on_gpus(Recipe.parse(recipe).setup(), ranks)
     return rehearse(job_of_rank(job, setup), setup, CpuPolicy())
+
+
+# ---- building --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("recipe", ["fsdp", "hsdp(4) + bf16"])
+def test_no_rank_has_all_of_a_model_that_is_built_on_the_host(recipe: str) -> None:
+    """It has its parts, and a layer at a time; what the steps take is the same."""
+    job = small_job("llama", 8, batch_size=BATCH)
+    on_device, on_host = (
+        trace_of_rank(replace(job, build_on=where), recipe, 8) for where in ("device", "host")
+    )
+    whole = most_while_built(on_device)
+    parts = held(on_host, Kind.WEIGHTS)
+    assert parts < whole / (4 if "hsdp" in recipe else 8) * 1.1
+    assert most_while_built(on_host) < whole / 2
+    assert most_while_built(on_host) > parts, "a layer is whole until each rank has its part"
+    assert held(on_device, Kind.WEIGHTS) == parts
+
+
+def test_what_whole_weights_lay_in_is_given_back_before_the_first_step() -> None:
+    marks = {
+        recipe: [mark.phase for mark in trace_of(recipe).marks if mark.kind is MarkKind.CACHE_EMPTIED]
+        for recipe in ("fsdp", "ddp")
+    }
+    assert marks["fsdp"] == ["build"]
+    assert "build" not in marks["ddp"]
+
+
+def most_while_built(trace: Trace) -> int:
+    """Bytes that are requested at once before the first step, at most."""
+    now = most = 0
+    for event in trace.events:
+        block = trace.blocks[abs(event) - 1]
+        if block.step >= 0:
+            break
+        now += block.nbytes if event > 0 else -block.nbytes
+        most = max(most, now)
+    return most
 
 
 # ---- shards on the host ----------------------------------------------------------------------------------

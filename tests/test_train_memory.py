@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -372,7 +373,9 @@ def test_a_process_that_trains_with_others_is_predicted_too(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        figures = run_predictor(torch.device("cuda"), 2)(bert_job(8), Recipe.parse("fsdp"))
+        answer = run_predictor(torch.device("cuda"), 2)(bert_job(8), Recipe.parse("fsdp"))
+        assert isinstance(answer, Future), "it trains meanwhile"
+        figures = answer.result()
     finally:
         dist.destroy_process_group()
     assert not isinstance(figures, str | None)

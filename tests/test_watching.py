@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import threading
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ from snugfit import predict
 from snugfit.frontends.predicted import run_figures, run_predictor
 from snugfit.report.watching import Watching
 from snugfit.techniques.recipe import Recipe
-from snugfit.training.predicted import PredictedRun, compare_with_prediction
+from snugfit.training.journal import Event, read_journal
+from snugfit.training.predicted import PredictedRun, RunAnswer, compare_with_prediction
 from snugfit.training.run.train import train
 from snugfit.units import GIB
 
@@ -80,6 +83,29 @@ def test_use_is_told_with_each_step(tmp_path: Path) -> None:
     assert (told["recipe"], told["reserved_bytes"], told["step_seconds"]) == ("plain", 33 * GIB, 0.1)
     for event in events(tmp_path, "step"):
         assert event["mfu"] == pytest.approx(0.04 * event["tokens"] / 64 / event["seconds"])
+
+
+@pytest.mark.whole
+def test_a_prediction_may_come_while_steps_are_taken(tmp_path: Path) -> None:
+    """It is told once it is there, at the latest when the run has finished."""
+    in_time: Future[RunAnswer] = Future()
+
+    def came_with(event: Event) -> None:
+        if event["event"] == "step" and event["step"] == 2:
+            in_time.set_result(FORESEEN)
+
+    train(small_run(tmp_path / "one", max_steps=4), predict=lambda job, recipe: in_time, watch=came_with)
+    told = [event["event"] for event in read_journal(tmp_path / "one")]
+    assert told.count("foreseen") == 1
+    assert told[: told.index("foreseen")].count("step") in (2, 3)
+    assert [("mfu" in event) for event in events(tmp_path / "one", "step")][-1]
+
+    late: Future[RunAnswer] = Future()
+    began = threading.Timer(0.5, late.set_result, ["nobody knows"])
+    began.start()
+    train(small_run(tmp_path / "two", max_steps=1), predict=lambda job, recipe: late)
+    (told_late,) = events(tmp_path / "two", "foreseen")
+    assert told_late["text"] == "nobody knows"
 
 
 @pytest.mark.whole

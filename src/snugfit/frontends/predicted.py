@@ -4,18 +4,21 @@ It is made once for each recipe that a run goes on under, before anything is bui
 the CPU, where only bytes of the host could be predicted, nothing is.
 
 The rehearsal of one of several ranks makes torch's default process group a pretended one. In a process that
-trains with others it is the real one, so there another process rehearses.
+trains with others it is the real one, so there another process rehearses, while this one builds and trains:
+the others would wait for it.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from snugfit.errors import SnugfitError
 from snugfit.job.job import Job
 from snugfit.techniques.recipe import Recipe
-from snugfit.training.predicted import PredictedRun, PredictRun, predict_nothing
+from snugfit.training.predicted import PredictedRun, PredictRun, RunAnswer, predict_nothing
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +32,7 @@ def run_predictor(device: torch.device, gpus: int = 1) -> PredictRun:
     if device.type != "cuda":
         return predict_nothing
 
-    def predict_run(job: Job, recipe: Recipe) -> PredictedRun | str:
+    def predict_run(job: Job, recipe: Recipe) -> RunAnswer:
         import torch
 
         try:
@@ -37,7 +40,19 @@ def run_predictor(device: torch.device, gpus: int = 1) -> PredictRun:
         except SnugfitError as unknown:
             return f"This run cannot be predicted: {unknown}"
 
-    return predict_run
+    def predict_beside(job: Job, recipe: Recipe) -> Future[RunAnswer]:
+        answer: Future[RunAnswer] = Future()
+
+        def work() -> None:
+            try:
+                answer.set_result(predict_run(job, recipe))
+            except Exception as fault:  # of our own, as it would be at once
+                answer.set_exception(fault)
+
+        threading.Thread(target=work, name="predicts the run", daemon=True).start()
+        return answer
+
+    return predict_run if gpus == 1 else predict_beside
 
 
 def predict_apart(job: Job, recipe: Recipe, gpu: str, gpus: int) -> Prediction:

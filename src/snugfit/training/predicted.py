@@ -7,8 +7,9 @@ figures, so that each step can be compared with them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from snugfit.job.job import Job
 from snugfit.techniques.recipe import Recipe
@@ -55,8 +56,11 @@ class PredictedRun:
         return {name: value for name, value in figures.items() if value is not None} | doubts
 
 
-PredictRun = Callable[[Job, Recipe], "PredictedRun | str | None"]
-"""What is predicted of a job under a recipe; why nothing can be; or None where nobody asked."""
+RunAnswer: TypeAlias = PredictedRun | str | None
+"""What is predicted of a run; why nothing can be; or None where nobody asked."""
+
+PredictRun = Callable[[Job, Recipe], "RunAnswer | Future[RunAnswer]"]
+"""Predicts a job under a recipe: at once, or while the run begins."""
 
 
 def predict_nothing(job: Job, recipe: Recipe) -> None:

@@ -1,7 +1,8 @@
 """A run's steps in its journal, beside what was predicted, and whether memory is so short that they crawl.
 
     foreseen    where the GPU is known: recipe, reserved_bytes, step_seconds, doubts where there are some; or
-                text, why that is not known
+                text, why that is not known; of a run on several GPUs when it is known, which is after some
+                steps
     step        step, epoch, loss, norm, learning_rate, updated, seconds, stall_seconds, samples, tokens; mfu
                 where it is known; on a GPU every `logging_steps` the allocator's peaks
     ended       outcome, step, step_seconds, the peaks
@@ -19,9 +20,16 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, final
 
-from snugfit.training.predicted import PredictedRun, PredictRun, compare_with_prediction, predict_nothing
+from snugfit.training.predicted import (
+    PredictedRun,
+    PredictRun,
+    RunAnswer,
+    compare_with_prediction,
+    predict_nothing,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +74,7 @@ class StepLogger:
     ) -> None:
         self._journal, self._device, self._every, self._predict = journal, device, every, predict
         self._recipe: Recipe | None = None
+        self._awaited: Future[RunAnswer] | None = None
         self._predicted: PredictedRun | None = None
         self._predicted_figures: dict[str, Any] = {}
         self._seconds: deque[float] = deque(maxlen=REMEMBERED_STEPS)
@@ -73,13 +82,11 @@ class StepLogger:
     def restart(self, job: Job, recipe: Recipe) -> None:
         """From here on under this recipe: its prediction is written once, and figures begin anew."""
         if recipe != self._recipe:
-            self._recipe = recipe
+            self._recipe, self._predicted, self._predicted_figures = recipe, None, {}
             answer = self._predict(job, recipe)
-            self._predicted = answer if isinstance(answer, PredictedRun) else None
-            figures = {"text": answer} if isinstance(answer, str) else answer.to_json() if answer else {}
-            self._predicted_figures = figures
-            if answer is not None:
-                self._journal.tell("foreseen", recipe=str(recipe), **figures)
+            self._awaited = answer if isinstance(answer, Future) else None
+            if not isinstance(answer, Future):
+                self._hear(answer)
         self._noted: dict[str, Any] = {}
         self._steps = 0
         self._seconds.clear()
@@ -89,10 +96,22 @@ class StepLogger:
             torch.cuda.reset_peak_memory_stats(self._device)
         self.ignore_retries()
 
+    def _hear(self, answer: RunAnswer) -> None:
+        """Writes what is predicted under this recipe, or why that is not known."""
+        self._awaited = None
+        self._predicted = answer if isinstance(answer, PredictedRun) else None
+        self._predicted_figures = (
+            {"text": answer} if isinstance(answer, str) else answer.to_json() if answer else {}
+        )
+        if answer is not None:
+            self._journal.tell("foreseen", recipe=str(self._recipe), **self._predicted_figures)
+
     # ---- steps -------------------------------------------------------------------------------------------
 
     def note(self, *, step: int, seconds: float, samples: int, tokens: int, **fields: Any) -> None:
         """Step `step` (the first is 1) is done; it is written by `write`."""
+        if self._awaited is not None and self._awaited.done():
+            self._hear(self._awaited.result())
         self._steps += 1
         if self._steps > WARMUP:
             self._seconds.append(seconds)
@@ -117,7 +136,9 @@ class StepLogger:
 
     def end(self, outcome: str, step: int, *, in_words: bool = False) -> None:
         """The run has ended after this step: the peaks, and the median of its steady steps; `in_words` beside
-        what was predicted."""
+        what was predicted. A run that has finished waits for its prediction, one that is stopped does not."""
+        if self._awaited is not None and outcome == "finished":
+            self._hear(self._awaited.result())
         steady = {"step_seconds": statistics.median(self._seconds)} if self._seconds else {}
         measured = {**self._memory_peaks(), **steady}
         lines = compare_with_prediction(self._predicted_figures, measured) if in_words else []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, final
 
 from snugfit.frontends.items import samples_in
@@ -17,7 +18,7 @@ from snugfit.frontends.predicted import run_predictor
 from snugfit.frontends.trainer.setup import brings_optimizer
 from snugfit.job.batch import token_count
 from snugfit.job.batch_layout import BatchDims
-from snugfit.training.predicted import PredictedRun, predict_nothing
+from snugfit.training.predicted import RunAnswer, predict_nothing
 from snugfit.training.rng import preserve_rng
 from snugfit.training.step_logger import StepLogger
 
@@ -37,7 +38,7 @@ def logger_for(trainer: Any, journal: Journal) -> StepLogger:
     unknown = brings_optimizer(trainer) or trainer.args.world_size > 1
     predict = predict_nothing if unknown else run_predictor(device)
 
-    def predict_run(job: Job, recipe: Recipe) -> PredictedRun | str | None:
+    def predict_run(job: Job, recipe: Recipe) -> RunAnswer | Future[RunAnswer]:
         with preserve_rng(device):
             return predict(job, recipe)
 
