@@ -35,6 +35,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.training.checkpoint.manifest import verify
 from snugfit.training.ranks import Ranks
 from snugfit.training.recovery import Exhausted
+from snugfit.training.run import opening
 from snugfit.training.run.run import Run
 from snugfit.training.run.start_again import RECORD, MemoryRanOut, end_of_several, record_of
 from snugfit.training.run.train import train
@@ -331,6 +332,37 @@ def test_the_command_goes_on_by_itself(tmp_path: Path) -> None:
     assert [event["step"] for event in events(tmp_path / "out", "step")] == [*range(1, 7)]
     assert not (tmp_path / "out" / RECORD).exists()
     assert not [*(tmp_path / "out").glob("*before-restart*")]
+
+
+# ---- while the model is built ---------------------------------------------------------------------------
+
+
+def test_a_model_that_cannot_be_built_says_what_to_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(*given: Any, **more: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 30.00 GiB.")
+
+    monkeypatch.setattr(opening, "build_model", build)
+    with pytest.raises(OutOfMemory, match="while the model was built, under 'plain'") as told:
+        train(small_run(tmp_path, "plain"))
+    assert "snugfit plan --memory finds a recipe that needs less" in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "build_on", "can_be_spread"),
+    [
+        ("fsdp", "device", True), ("hsdp(2)", "device", True), ("fsdp", "host", False),
+        ("ddp", "device", False), ("fsdp(offload=cpu)", "device", False),
+        ("fsdp + tensor(2)", "device", False),
+    ],
+)  # fmt: skip
+def test_whoever_builds_whole_models_is_told_of_the_host(
+    recipe: str, build_on: str, can_be_spread: bool
+) -> None:
+    run: Any = SimpleNamespace(job=replace(bert_job(8), build_on=build_on), ranks=Ranks(rank=0, size=4))
+    told = str(opening.not_built(run, Recipe.parse(recipe), "oom:torch"))
+    assert ("--set build_on=host" in told) is can_be_spread
 
 
 # ---- what is chosen, and said ----------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,14 @@ def spreads_from_the_host(job: Job, setup: Setup) -> bool:
     if wish is None or wish.weights != "sharded":
         return False
     return wish.on_host or (job.build_on == "host" and wish.tensor == wish.stages == 1)
+
+
+def could_be_spread_from_the_host(job: Job, setup: Setup) -> bool:
+    """Whether each process holds the whole model on its device at first, and with `build_on="host"` none
+    would."""
+    return not spreads_from_the_host(job, setup) and spreads_from_the_host(
+        replace(job, build_on="host"), setup
+    )
 
 
 def is_in_stages(setup: Setup) -> bool:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from snugfit.errors import SnugfitError, UsageError
+from snugfit.errors import OutOfMemory, SnugfitError, UsageError
 from snugfit.job.weights import LoadedWeights
 from snugfit.step.applier import distribute_model, is_adapted, make_scaler, set_process
-from snugfit.step.build import build_model, build_optimizer
+from snugfit.step.build import build_model, build_optimizer, could_be_spread_from_the_host
+from snugfit.techniques.several_gpus import on_gpus
 from snugfit.training.checkpoint.model_state import (
     beginning_of,
     load_model_state,
@@ -28,6 +29,7 @@ from snugfit.training.run.run import lengthens
 if TYPE_CHECKING:
     import torch
 
+    from snugfit.techniques.recipe import Recipe
     from snugfit.techniques.setup import Setup
     from snugfit.training.checkpoint.manifest import Checkpoint
     from snugfit.training.run.run import Run
@@ -72,6 +74,17 @@ def open_run(
         if lengthens(run, checkpoint.about, checkpoint.step):
             _set_rates(state.scheduler)
     return state
+
+
+def not_built(run: Run, recipe: Recipe, cause: str) -> OutOfMemory:
+    """Memory ran out while the model was built under this recipe, and what to try."""
+    advice = "snugfit plan --memory finds a recipe that needs less."
+    if could_be_spread_from_the_host(run.job, on_gpus(recipe.setup(), run.ranks.size)):
+        advice = (
+            "Each GPU builds the whole model before it keeps its part. With build_on: host in the job file "
+            "(--set build_on=host) it takes that from the host, layer by layer."
+        )
+    return OutOfMemory(f"Memory ran out ({cause}) while the model was built, under '{recipe}'. {advice}")
 
 
 def _set_rates(scheduler: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from snugfit.errors import OutOfMemory, SnugfitError
 from snugfit.job.batch import tokens_of
 from snugfit.step.applier import after_evaluation, evaluation_context
+from snugfit.step.memory_errors import memory_cause
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.checkpoint.manager import CheckpointManager
 from snugfit.training.checkpoint.manifest import Checkpoint, verify
@@ -35,7 +36,7 @@ from snugfit.training.run.evaluate import Evaluated, evaluate, in_order
 from snugfit.training.run.exchange import StepExchange
 from snugfit.training.run.loader import Prefetcher, report_worker_death
 from snugfit.training.run.loop import StepResult, WeightsNonFinite
-from snugfit.training.run.opening import open_run
+from snugfit.training.run.opening import not_built, open_run
 from snugfit.training.run.reporting import Reports
 from snugfit.training.run.run import Run
 from snugfit.training.run.spikes import Spikes
@@ -80,7 +81,7 @@ class Session:
         processes of the run before."""
         run = self._run
         if ran_out is None:
-            self._open(run.recipe if checkpoint is None else run.recipe_after(checkpoint.about), checkpoint)
+            self._begin(run.recipe if checkpoint is None else run.recipe_after(checkpoint.about), checkpoint)
         else:
             self._open_after(ran_out, checkpoint)
         self._journal.tell(
@@ -101,6 +102,15 @@ class Session:
                 return self._end(self._run_to_the_end())
         finally:
             self._checkpoints.wait()  # nobody writes here once the folder is given back
+
+    def _begin(self, recipe: Recipe, checkpoint: Checkpoint | None) -> None:
+        """Opens the run. Raises `OutOfMemory` where the model cannot even be built."""
+        try:
+            self._open(recipe, checkpoint)
+        except (SnugfitError, RuntimeError, MemoryError) as fault:
+            if is_broken_exchange(fault) or not (cause := memory_cause(fault)):
+                raise
+            raise not_built(self._run, recipe, cause) from fault
 
     def _open_after(self, ran_out: MemoryRecord, checkpoint: Checkpoint | None) -> None:
         """Opens the run of several processes in one of which memory ran out, under another recipe."""

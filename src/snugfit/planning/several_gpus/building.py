@@ -1,0 +1,29 @@
+"""Where a model is built that no GPU can hold whole.
+
+Under `fsdp` and `hsdp` each GPU builds the whole model before it keeps its part, unless the host does, which
+each then takes its part from, layer by layer (`step/build.py`). Under every other technique a GPU has to hold
+all of these weights anyhow. So a model whose weights exceed a GPU is planned as one that the host builds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from snugfit.job.job import Job
+from snugfit.prediction.startup import model_size
+
+BUILT_ON_HOST = (
+    "No GPU can hold all of the model's weights, so the host builds it, in each process, and each GPU takes "
+    "its part: --set build_on=host, or build_on: host in the job file. The host needs memory for as many "
+    "copies as it has GPUs."
+)
+
+
+def built_where_it_fits(job: Job, bound: int) -> Job:
+    """The job, built on the host where its weights alone exceed `bound` bytes of a GPU."""
+    import torch
+
+    if job.build_on == "host" or job.model.module is not None:
+        return job
+    weights = model_size(job).numbers * getattr(torch, job.dtype).itemsize
+    return replace(job, build_on="host") if weights > bound else job
