@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -27,14 +27,18 @@ from gloo_ranks import Case, Ran, losses_of, run_ranks
 from reported import foreseen
 from small_models import small_job
 from snugfit.errors import RecipeError
+from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
+from snugfit.prediction.device import policy_for
 from snugfit.prediction.pinned import host_state_bytes, pinned_bytes
+from snugfit.prediction.profile import Software
+from snugfit.rehearsal import rehearse as rehearsing
 from snugfit.rehearsal.device.policy import CpuPolicy
 from snugfit.rehearsal.record.allocations import Allocations
-from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.rehearse import record_step, rehearse
 from snugfit.rehearsal.sharded import collectives
 from snugfit.rehearsal.sharded.offloaded_shards import HostShards
-from snugfit.rehearsal.trace.trace import STAGE_BACK, STAGE_OUT, MarkKind, Trace
+from snugfit.rehearsal.trace.trace import STAGE_BACK, STAGE_OUT, MarkKind, Recording, Trace
 from snugfit.results.footprint import Kind
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
@@ -307,6 +311,44 @@ def trace_of(recipe: str) -> Trace:
 def trace_of_rank(job: Job, recipe: str, ranks: int) -> Trace:
     setup = on_gpus(Recipe.parse(recipe).setup(), ranks)
     return rehearse(job_of_rank(job, setup), setup, CpuPolicy())
+
+
+# ---- many micro-batches ----------------------------------------------------------------------------------
+
+
+WIDENED = few_of(
+    [
+        ("fsdp", 2), ("fsdp(reshard=all) + every_layer + bf16", 2), ("hsdp(2) + bf16", 4), ("zero1", 2),
+        ("fsdp(offload=cpu) + bf16", 2), ("ddp + bf16", 2), ("ddp(bucket_views=true)", 2),
+        ("ddp + tensor(2)", 4), ("fsdp + tensor(2) + bf16", 4), ("fsdp + context(2) + bf16", 4),
+    ],
+    [("fsdp", 2), ("ddp + bf16", 2), ("fsdp + context(2) + bf16", 4)],
+)  # fmt: skip
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("recipe", "ranks"), WIDENED)
+def test_micro_batches_that_repeat_are_written_again(
+    recipe: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law 5 for a rank, in every field: streams, what waits for which exchange, and frees that wait."""
+    job = small_job("llama", 2, batch_size=6 * ranks)
+    setup = on_gpus(Recipe.parse(f"{recipe} + micro_batches(6)").setup(), ranks)
+    policy = policy_for(find_gpu("h200"), Software())
+    asked = []
+
+    def recorded(step: Any, *more: Any) -> Recording:
+        asked.append(step.setup.micro_batches)
+        return record_step(step, *more)
+
+    monkeypatch.setattr(rehearsing, "record_step", recorded)
+    again = rehearse(job_of_rank(job, setup), setup, policy)
+    assert asked == [4], "the others are written"
+    monkeypatch.setattr(rehearsing, "short_run", lambda *given, **more: None)
+    whole = rehearse(job_of_rank(job, setup), setup, policy)
+    for field in fields(Trace):
+        assert getattr(again, field.name) == getattr(whole, field.name), field.name
+    assert any(kernel.after for kernel in whole.kernels)
 
 
 # ---- building --------------------------------------------------------------------------------------------

@@ -84,8 +84,9 @@ def rehearse(
         import_peft()
     if trainer_class is not None:
         _refuse_no_trainer(trainer_class, loop)
-    alone = loop == "plain" and ranks_of(setup) == 1
-    if alone and (short := short_run(job, setup, steps, steady=steady)) is not None:
+    in_stages = setup.parallel is not None and setup.parallel.stages > 1  # all micro-batches make its order
+    periodic = ranks_of(setup) == 1 or (setup.sharding is None and not in_stages)
+    if loop == "plain" and periodic and (short := short_run(job, setup, steps, steady=steady)) is not None:
         trace, marks, varies, _ = record_step(open_it(short.job, short.setup), policy, short.steps)
         relative = RelativeTrace.of(trace, marks)
         whole = repeat(relative, steps=steps, micro_batches=setup.micro_batches) if not varies else None

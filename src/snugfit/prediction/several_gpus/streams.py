@@ -62,7 +62,8 @@ class _Simulation:
         """Runs one step to the end of its last kernel."""
         self._waiting: defaultdict[int, deque[int]] = defaultdict(deque)  # launched, by stream
         self._running: dict[int, int] = {}  # kernel by stream
-        self._left: dict[int, float] = {}  # seconds that a kernel still takes by itself
+        self._running_exchanges = 0
+        self._left: dict[int, float] = {}  # seconds that a running kernel still takes by itself
         self._starts: list[float] = [math.nan] * len(self._kernels)
         self._ends: list[float] = [math.nan] * len(self._kernels)
         begins = [math.nan] * len(self._kernels)
@@ -75,8 +76,10 @@ class _Simulation:
             begins[number] = self.host_at
             self.host_at += self._launches[number]
             self._advance(self.host_at)
-            self._waiting[kernel.stream].append(number)
-            self._begin()
+            waiting = self._waiting[kernel.stream]
+            waiting.append(number)
+            if len(waiting) == 1 and kernel.stream not in self._running:
+                self._begin(kernel.stream, waiting)
         for _ in syncs:
             self._wait_for_default()
         while self._running:
@@ -91,16 +94,19 @@ class _Simulation:
             self._advance(self.now + self._next_end())
         self.host_at = max(self.host_at, self.now) + self._host.wait
 
+    def _share(self) -> bool:
+        """Whether an exchange and another kernel run at once."""
+        return 0 < self._running_exchanges < len(self._running)
+
     def _rate(self, number: int) -> float:
-        """Seconds of work that a running kernel does in a second."""
-        both = len({self._exchanges[other] for other in self._running.values()}) > 1
-        if not both:
-            return 1.0
+        """Seconds of work that a kernel does in a second while both run."""
         return 1 / (SLOWED_EXCHANGE if self._exchanges[number] else SLOWED_KERNEL)
 
     def _next_end(self) -> float:
         """Seconds until the next kernel ends."""
-        return min(self._left[number] / self._rate(number) for number in self._running.values())
+        if not self._share():
+            return min(self._left.values())
+        return min(left / self._rate(number) for number, left in self._left.items())
 
     def _advance(self, moment: float) -> None:
         """Lets the streams run until then."""
@@ -109,27 +115,28 @@ class _Simulation:
             for stream, number in [*self._running.items()]:
                 if self._left[number] <= 1e-12:  # seconds: what rounding leaves
                     self._ends[number] = self.now
-                    del self._running[stream]
-            self._begin()
+                    self._running_exchanges -= self._exchanges[number]
+                    del self._running[stream], self._left[number]
+            for stream, waiting in self._waiting.items():
+                if waiting and stream not in self._running:
+                    self._begin(stream, waiting)
         if self._running and moment > self.now:
             self._pass(moment - self.now)
         self.now = max(self.now, moment)
 
     def _pass(self, seconds: float) -> None:
-        rates = {number: self._rate(number) for number in self._running.values()}
-        for number, rate in rates.items():
-            self._left[number] -= seconds * rate
+        share = self._share()
+        for number in self._left:
+            self._left[number] -= seconds * self._rate(number) if share else seconds
         self.now += seconds
 
-    def _begin(self) -> None:
-        """Starts whatever may start now."""
-        for stream, waiting in self._waiting.items():
-            if not waiting or stream in self._running:
-                continue
-            number = waiting[0]
-            if any(math.isnan(self._ends[other]) for other in self._kernels[number].after):
-                continue
-            waiting.popleft()
-            self._running[stream] = number
-            self._left[number] = max(self._device[number], 1e-9)
-            self._starts[number] = self.now
+    def _begin(self, stream: int, waiting: deque[int]) -> None:
+        """Starts the first that waits in an idle stream, if it may start now."""
+        number = waiting[0]
+        if any(math.isnan(self._ends[other]) for other in self._kernels[number].after):
+            return
+        waiting.popleft()
+        self._running[stream] = number
+        self._running_exchanges += self._exchanges[number]
+        self._left[number] = max(self._device[number], 1e-9)
+        self._starts[number] = self.now

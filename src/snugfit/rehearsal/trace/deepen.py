@@ -85,7 +85,7 @@ class _Piles:
         """The blocks that are freed, by these moves that come one after the other. Which of them goes first
         does not matter, and follows from their names in a compiled program (`buf9`, `buf10`): where it is so
         `by_name`, they are in an order that does not."""
-        freed = [self._stacks[stack].pop(-1 - distance) for stack, distance in frees]
+        freed = [self._stacks[free[0]].pop(-1 - free[1]) for free in frees]
         if not by_name:
             return freed
         return sorted(freed, key=lambda number: (*_pile_of(self._allocs[number])[1:], number))

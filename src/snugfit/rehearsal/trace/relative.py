@@ -7,6 +7,9 @@ names the stack and the distance from its top. Backward passes free the youngest
 or the youngest, and so the same moves fit every layer, every micro-batch and every step. Phases, kernels,
 waits and ends of steps stand among the moves where they happened.
 
+Of one of several processes, what waits for a kernel of another stream names it by how many that stream has
+run since: the last is the last in every micro-batch.
+
 `RelativeTrace.of(trace, marks).trace()` is that trace again, in every field; law 5's tests hold it to that.
 """
 
@@ -19,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from snugfit.rehearsal.trace.trace import Block, Kernel, Mark, MarkKind, Trace
+from snugfit.rehearsal.trace.trace import DEFAULT_STREAM, Block, Kernel, Mark, MarkKind, Trace
 from snugfit.results.footprint import Kind
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -36,11 +39,20 @@ class Alloc(NamedTuple):
     module: str
     phase: str
     kind: str
+    stream: int = DEFAULT_STREAM
 
     @property
     def stack(self) -> Alloc:
         """The stack that the block is put on, named by what its blocks have in common."""
         return _stack_of(self)
+
+
+class Place(NamedTuple):
+    """A kernel of the last step, from the moment that names it."""
+
+    stream: int
+    since: int
+    """How many kernels this stream has run since."""
 
 
 class Free(NamedTuple):
@@ -49,6 +61,14 @@ class Free(NamedTuple):
     stack: Alloc
     stack_distance: int
     """How many blocks of its stack are younger."""
+    awaited: tuple[Place, ...] = ()
+    """Which kernels have to be done before the allocator hands it out again (`Trace.awaited`)."""
+
+
+class StreamWait(NamedTuple):
+    """The next kernel's stream waits for these kernels of other streams (`Kernel.after`)."""
+
+    after: tuple[Place, ...]
 
 
 class PhaseStart(NamedTuple):
@@ -58,7 +78,7 @@ class PhaseStart(NamedTuple):
     phase: str
 
 
-Move = Alloc | Free | PhaseStart | Kernel | MarkKind
+Move = Alloc | Free | PhaseStart | StreamWait | Kernel | MarkKind
 """What happens next: a `Kernel` runs, or one of the marks without further fields stands here."""
 
 
@@ -87,12 +107,15 @@ class RelativeTrace:
     """Which attention kernels were chosen."""
     doubts: tuple[str, ...] = ()
     """What the rehearsal had to assume."""
+    groups: int = 0
+    """As in the trace."""
 
     @classmethod
     def of(cls, trace: Trace, marks: Sequence[Mark] = ()) -> RelativeTrace:
         """This trace's moves. `marks` are all of its recording; without them, kernels, waits and ends of
         steps are left out."""
-        return cls(tuple(_moves(trace, marks or trace.marks)), trace.attention, trace.doubts)
+        moves = tuple(_moves(trace, marks or trace.marks))
+        return cls(moves, trace.attention, trace.doubts, trace.groups)
 
     def trace(self) -> Trace:
         """The trace that has these moves. Raises `LookupError` when a block is freed that is not there."""
@@ -100,27 +123,62 @@ class RelativeTrace:
 
 
 def _moves(trace: Trace, marks: Sequence[Mark]) -> Iterator[Move]:
-    live, kernels = LiveSet(), iter(trace.kernels)
+    live, kernels, order = LiveSet(), iter(trace.kernels), StreamKernels()
     start = 0
     for end, step, phase, kind in marks:
-        yield from _moves_between(trace, start, end, live)
+        yield from _moves_between(trace, start, end, live, order)
         start = end
         if kind is MarkKind.PHASE:
             yield PhaseStart(step, phase)
+        elif kind is MarkKind.KERNEL:
+            kernel = next(kernels)
+            if kernel.after:
+                yield StreamWait(order.places(kernel.after))
+                kernel = kernel._replace(after=())
+            order.add(kernel)
+            yield kernel
         else:
-            yield next(kernels) if kind is MarkKind.KERNEL else kind
-    yield from _moves_between(trace, start, len(trace.events), live)
+            yield kind
+    yield from _moves_between(trace, start, len(trace.events), live, order)
 
 
-def _moves_between(trace: Trace, start: int, end: int, live: LiveSet) -> Iterator[Move]:
+def _moves_between(trace: Trace, start: int, end: int, live: LiveSet, order: StreamKernels) -> Iterator[Move]:
+    streams, awaited = trace.streams, trace.awaited
     for event in trace.events[start:end]:
         if event > 0:
             block = trace.blocks[event - 1]
-            alloc: Alloc = tuple.__new__(Alloc, (*block[:4], block[5]))
+            stream = streams.get(event - 1, DEFAULT_STREAM) if streams else DEFAULT_STREAM
+            alloc: Alloc = tuple.__new__(Alloc, (*block[:4], block[5], stream))
             live.alloc(alloc)
             yield alloc
+        elif awaited and (kernels := awaited.get(-event - 1)):
+            yield live.free_of(-event - 1)._replace(awaited=order.places(kernels))
         else:
             yield live.free_of(-event - 1)
+
+
+class StreamKernels:
+    """The kernels of one step so far, by their streams."""
+
+    def __init__(self) -> None:
+        self._of: list[tuple[int, int]] = []  # of each kernel its stream, and its number there
+        self._streams: dict[int, list[int]] = defaultdict(list)
+
+    def add(self, kernel: Kernel) -> None:
+        """This one is launched."""
+        numbers = self._streams[kernel.stream]
+        self._of.append((kernel.stream, len(numbers)))
+        numbers.append(len(self._of) - 1)
+
+    def places(self, kernels: Iterable[int]) -> tuple[Place, ...]:
+        """Where these kernels are, by their numbers in the step."""
+        of = [self._of[number] for number in kernels]
+        return tuple(Place(stream, len(self._streams[stream]) - 1 - number) for stream, number in of)
+
+    def numbers(self, places: Iterable[Place]) -> tuple[int, ...]:
+        """The numbers in the step of the kernels at these places, ascending. Raises `LookupError` when there
+        is none such."""
+        return tuple(sorted(self._streams[stream][-1 - since] for stream, since in places))
 
 
 class LiveSet:
@@ -141,7 +199,7 @@ class LiveSet:
 
     def free(self, free: Free) -> int:
         """The block that this frees. Raises `LookupError` when there is none such."""
-        stack, distance = free
+        stack, distance, _ = free
         blocks = self.stacks[stack]
         if not 0 <= distance < len(blocks):
             raise LookupError(free)
@@ -172,15 +230,15 @@ def _absolute(relative: RelativeTrace) -> Trace:
     blocks: list[Block] = []
     events: list[int] = []
     marks: list[Mark] = []
-    kernels: list[Kernel] = []
-    waits: list[int] = []
+    last, streams = _SteadyStep(), dict[int, int]()
     stacks: dict[Alloc, list[int]] = defaultdict(list)
     by_move: dict[int, list[int]] = {}  # by a move's id: what repeats is the same move, and hashes slowly
     step, phase, released = -1, "", False
-    new, releases, wait = tuple.__new__, MarkKind.CONTEXT_RELEASED, MarkKind.WAIT
-    empties = MarkKind.CACHE_EMPTIED
+    new, releases, empties = tuple.__new__, MarkKind.CONTEXT_RELEASED, MarkKind.CACHE_EMPTIED
     for move in relative.moves:
         if type(move) is Alloc:
+            if move[5] != DEFAULT_STREAM:
+                streams[len(blocks)] = move[5]
             blocks.append(new(Block, (*move[:4], step, move[4])))
             number = len(blocks)
             events.append(number)
@@ -194,31 +252,57 @@ def _absolute(relative: RelativeTrace) -> Trace:
                 stack = by_move[id(move)] = stacks[move[0]]
             if not 0 <= move[1] < len(stack):
                 raise LookupError(move)
-            _append_free(stack.pop(-1 - move[1]), blocks, events)
-        elif type(move) is Kernel:
-            kernels.append(move)
+            number = stack.pop(-1 - move[1])
+            _append_free(number, blocks, events)
+            if move[2]:
+                last.awaited[number - 1] = last.order.numbers(move[2])
         elif type(move) is PhaseStart:
-            if move.step != step:  # only the last step's kernels and waits count
-                kernels.clear()
-                waits.clear()
+            if move.step != step:
+                last = _SteadyStep()
             step, phase = move
             marks.append(Mark(len(events), step, phase))
-        elif move is wait:
-            waits.append(len(kernels))
-        elif move is releases and not released:  # joined parts may each have been the first
-            released = True
-            marks.append(Mark(len(events), step, phase, releases))
-        elif move is empties:
-            marks.append(Mark(len(events), step, phase, empties))
+        elif move is empties or (move is releases and not released):  # joined parts may each be the first
+            released |= move is releases
+            marks.append(Mark(len(events), step, phase, move))
+        else:
+            last.follow(move, len(events))
     return Trace(
         tuple(blocks),
         tuple(events),
         tuple(marks),
-        tuple(kernels),
-        tuple(waits),
+        tuple(last.kernels),
+        tuple(last.waits),
         relative.attention,
         relative.doubts,
+        streams=streams,
+        awaited=last.awaited,
+        launched=tuple(last.launched) if last.awaited else (),
+        groups=relative.groups,
     )
+
+
+class _SteadyStep:
+    """What only the last step of a trace has: its kernels, and who waits for them."""
+
+    def __init__(self) -> None:
+        self.kernels: list[Kernel] = []
+        self.waits: list[int] = []
+        self.launched: list[int] = []
+        self.awaited: dict[int, tuple[int, ...]] = {}
+        self.order = StreamKernels()
+        self._after: tuple[int, ...] = ()
+
+    def follow(self, move: Move, events: int) -> None:
+        """This move comes after so many events."""
+        if type(move) is Kernel:
+            self.kernels.append(move._replace(after=self._after) if self._after else move)
+            self.launched.append(events)
+            self.order.add(move)
+            self._after = ()
+        elif type(move) is StreamWait:
+            self._after = self.order.numbers(move.after)
+        elif move is MarkKind.WAIT:
+            self.waits.append(len(self.kernels))
 
 
 def _append_free(number: int, blocks: list[Block], events: list[int]) -> None:

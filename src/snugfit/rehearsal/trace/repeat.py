@@ -1,10 +1,12 @@
-"""What repeats is recorded once and written again: steps after the second, micro-batches after the second.
+"""What repeats is recorded once and written again: steps after the second, micro-batches but the first ones
+and the last.
 
 A step that begins and ends with the same live blocks leaves the device as it found it, and the loop's next
 step makes the same requests. So two steps are recorded: states are made at the end of the first, and when the
 second ends with what it began with, a third is the second again. Likewise with micro-batches: the first
 makes the gradients, the last one's batch goes with it, and of those between them each is like the next, so
-three are recorded for any larger number.
+three are recorded for any larger number. One of several processes settles a micro-batch later, and all of
+its steps are recorded.
 
 That the live blocks are the same is checked on every relative trace (by size, operator, module and phase).
 Where they are not, or where it cannot be known that the code keeps no count of its own, nothing is repeated
@@ -30,7 +32,11 @@ RECORDED_STEPS = 2
 """Steps that are recorded when more are asked for."""
 
 RECORDED_MICRO_BATCHES = 3
-"""Micro-batches that are recorded when more are asked for."""
+"""Micro-batches that are recorded when more are asked for, of which the last but one is repeated."""
+
+RECORDED_BY_RANKS = 4
+"""The same of one of several processes: in the second some kernels still wait for exchanges that only the
+first begins with (DDP's buffers)."""
 
 
 class ShortRun(NamedTuple):
@@ -44,15 +50,19 @@ class ShortRun(NamedTuple):
 def short_run(job: Job, setup: Setup, steps: int, *, steady: bool = False) -> ShortRun | None:
     """The run that stands for one of many micro-batches, with micro-batches of the same size. None where
     there are few of them, unless the steps are known to be `steady`: a run that turns out not to be is
-    recorded once more, in full."""
-    many = setup.micro_batches > RECORDED_MICRO_BATCHES
+    recorded once more, in full. Of several processes that train together all steps are recorded: in the
+    first two DDP makes its buckets."""
+    recorded = RECORDED_MICRO_BATCHES if setup.parallel is None else RECORDED_BY_RANKS
+    many = setup.micro_batches > recorded
     if setup.compile is not None and setup.compile.records_graphs:
         return None  # each of the first steps is another
+    steady = steady and setup.parallel is None
     if job.model.module is not None or not (many or (steady and steps > RECORDED_STEPS)):
         return None
-    count = min(setup.micro_batches, RECORDED_MICRO_BATCHES)
+    count = min(setup.micro_batches, recorded)
     small = replace(job, batch_size=job.batch_size // setup.micro_batches * count)
-    return ShortRun(small, replace(setup, micro_batches=count), min(steps, RECORDED_STEPS))
+    recorded_steps = min(steps, RECORDED_STEPS) if setup.parallel is None else steps
+    return ShortRun(small, replace(setup, micro_batches=count), recorded_steps)
 
 
 class Piece(NamedTuple):
@@ -75,6 +85,7 @@ class PeriodicRun:
     """After the last step."""
     attention: tuple[str, ...]
     doubts: tuple[str, ...]
+    groups: int = 0
 
     def relative(self) -> RelativeTrace:
         """The moves of the whole run, one after the other."""
@@ -84,7 +95,7 @@ class PeriodicRun:
                 whole += [
                     move._replace(step=index) if type(move) is PhaseStart else move for move in moves
                 ] * times
-        return RelativeTrace((*whole, *self.rest), self.attention, self.doubts)
+        return RelativeTrace((*whole, *self.rest), self.attention, self.doubts, self.groups)
 
     def steady_step(self, most: int) -> Trace:
         """The kernels, waits and phases of the last step, no piece of it more often than `most` times."""
@@ -103,10 +114,10 @@ class PeriodicRun:
 
 
 def repeat(relative: RelativeTrace, *, steps: int, micro_batches: int) -> PeriodicRun | None:
-    """The run of `steps` steps of `micro_batches` micro-batches, from one of `RECORDED_STEPS` steps and at
-    most `RECORDED_MICRO_BATCHES`; None when that is no steady state."""
+    """The run of `steps` steps of `micro_batches` micro-batches, from a recorded one of as many steps or of
+    `RECORDED_STEPS` and of fewer micro-batches; None when that is no steady state."""
     build, recorded, rest = split_steps(relative.moves)
-    if len(recorded) != min(steps, RECORDED_STEPS):
+    if len(recorded) not in (steps, min(steps, RECORDED_STEPS)):
         return None
     widened: list[Sequence[Piece]] = []
     for moves in recorded:
@@ -114,9 +125,9 @@ def repeat(relative: RelativeTrace, *, steps: int, micro_batches: int) -> Period
         if wide is None:
             return None
         widened.append(wide)
-    if steps > RECORDED_STEPS and not _leaves_as_many(recorded[-1]):
+    if steps > len(recorded) and not _leaves_as_many(recorded[-1]):
         return None
-    return PeriodicRun(build, widened, steps, rest, relative.attention, relative.doubts)
+    return PeriodicRun(build, widened, steps, rest, relative.attention, relative.doubts, relative.groups)
 
 
 class SplitSteps(NamedTuple):
@@ -147,18 +158,18 @@ def micro_batch_starts(moves: Sequence[Move]) -> list[int]:
 
 
 def _widen(moves: Sequence[Move], micro_batches: int) -> Sequence[Piece] | None:
-    """A step's moves with its second micro-batch repeated, or left out where two are asked for; None when
-    that one is not steady."""
+    """A step's moves with its last micro-batch but one repeated, or left out where one fewer is asked for;
+    None when that one is not steady."""
     starts = micro_batch_starts(moves)
     if len(starts) == micro_batches:
         return [Piece(moves)]
-    if len(starts) != RECORDED_MICRO_BATCHES or micro_batches < RECORDED_MICRO_BATCHES - 1:
+    if len(starts) < RECORDED_MICRO_BATCHES or micro_batches < len(starts) - 1:
         return None
-    _, second, third = starts
-    if not _leaves_as_many(moves[second:third]):
+    before_last, last = starts[-2:]
+    if not _leaves_as_many(moves[before_last:last]):
         return None
-    further = micro_batches - RECORDED_MICRO_BATCHES + 1
-    return [Piece(moves[:second]), Piece(moves[second:third], further), Piece(moves[third:])]
+    further = micro_batches - len(starts) + 1
+    return [Piece(moves[:before_last]), Piece(moves[before_last:last], further), Piece(moves[last:])]
 
 
 def _leaves_as_many(moves: Sequence[Move]) -> bool:
