@@ -15,9 +15,10 @@ from torch.distributed import pipelining
 from aligned import Event, compare, peak
 from gloo_ranks import Case, Ran, run_ranks, trained
 from reported import foreseen
-from small_models import small_job
+from small_models import FAMILIES, small_job
 from snugfit.errors import RecipeError
-from snugfit.job.job import Job
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
 from snugfit.prediction.predict import predict, rehearse_again
 from snugfit.prediction.several_gpus.communication import (
     FIRST_GROUP,
@@ -25,6 +26,7 @@ from snugfit.prediction.several_gpus.communication import (
     PEERS,
     communication_bytes,
 )
+from snugfit.prediction.several_gpus.pipelined import RankForeseen, weights_on_host
 from snugfit.prediction.several_gpus.stages import (
     BACKWARD,
     FORWARD,
@@ -38,7 +40,7 @@ from snugfit.prediction.several_gpus.stages import (
 from snugfit.rehearsal.device.policy import CpuPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.sharded import stages
-from snugfit.rehearsal.trace.trace import RECEIVE, SEND, Trace
+from snugfit.rehearsal.trace.trace import ALL_REDUCE, RECEIVE, SEND, Trace
 from snugfit.results.footprint import Kind
 from snugfit.step.wishes.mesh.stages import layers_of
 from snugfit.techniques.recipe import Recipe
@@ -49,6 +51,9 @@ from tiers import few_of
 
 JOB = small_job("llama", 4, batch_size=16, clip=1.0)
 """Four layers, so that four stages have one each."""
+
+TIED = small_job("llama", 4, {"tie_word_embeddings": True}, batch_size=16, clip=1.0)
+"""The same, whose head is the embedding."""
 
 TWO = (
     "pipeline(2) + micro_batches(4)",
@@ -64,27 +69,33 @@ FOUR = (
     "pipeline(2) + fsdp + micro_batches(2) + bf16 + every_layer",
     "pipeline(2) + tensor(2) + micro_batches(4)",
 )
+TIED_TWO = (TWO[0], TWO[2])
+TIED_FOUR = (FOUR[0], FOUR[2], FOUR[3], FOUR[5])
 TWO = tuple(few_of(TWO, TWO[3:]))
 FOUR = tuple(few_of(FOUR, [FOUR[1], FOUR[4]]))
-EVERY = [*((2, recipe) for recipe in TWO), *((4, recipe) for recipe in FOUR)]
+EVERY: list[tuple[int, Job, str]] = [
+    *((2, JOB, recipe) for recipe in TWO), *((4, JOB, recipe) for recipe in FOUR),
+    *((2, TIED, recipe) for recipe in few_of(TIED_TWO, TIED_TWO[:1])),
+    *((4, TIED, recipe) for recipe in few_of(TIED_FOUR, TIED_FOUR[:1])),
+]  # fmt: skip
+NAMES = [f"{ranks}-{'tied-' * (job is TIED)}{recipe}" for ranks, job, recipe in EVERY]
 
 
 @functools.cache
-def real(ranks: int) -> dict[tuple[str, int], Ran]:
-    """What each of so many ranks did under every recipe; they are started once."""
-    recipes = TWO if ranks == 2 else FOUR
-    cases: list[Case] = [(JOB, recipe) for recipe in recipes]
+def real(ranks: int) -> dict[tuple[Job, str, int], Ran]:
+    """What each of so many ranks did in every case; they are started once."""
+    cases: list[Case] = [(job, recipe) for many, job, recipe in EVERY if many == ranks]
     return {
-        (recipe, rank): ran
+        (*case, rank): ran
         for rank, of_rank in enumerate(run_ranks(ranks, cases))
-        for recipe, ran in zip(recipes, of_rank, strict=True)
+        for case, ran in zip(cases, of_rank, strict=True)
     }
 
 
 @functools.cache
-def rehearsed(ranks: int, recipe: str, rank: int) -> Trace:
+def rehearsed(ranks: int, recipe: str, rank: int, job: Job = JOB) -> Trace:
     setup = on_gpus(Recipe.parse(recipe).setup(), ranks)
-    return rehearse(job_of_rank(JOB, setup), setup, CpuPolicy(), rank=rank)
+    return rehearse(job_of_rank(job, setup), setup, CpuPolicy(), rank=rank)
 
 
 def built(events: Sequence[Event]) -> list[Event]:
@@ -100,35 +111,35 @@ def built(events: Sequence[Event]) -> list[Event]:
     return [event for event in events if event.block not in dropped | joined]
 
 
-def hold(ranks: int, recipe: str, rank: int) -> None:
+def hold(ranks: int, recipe: str, rank: int, job: Job = JOB) -> None:
     """Law 1 for one of so many ranks."""
-    trace = built(without_own(foreseen(rehearsed(ranks, recipe, rank))))
-    account = unheard(built(without_own(real(ranks)[recipe, rank].account)), trace)
+    trace = built(without_own(foreseen(rehearsed(ranks, recipe, rank, job))))
+    account = unheard(built(without_own(real(ranks)[job, recipe, rank].account)), trace)
     comparison = compare(to_last_birth(account), to_last_birth(trace))
     assert comparison.similarity == 1.0, f"{recipe}, rank {rank} of {ranks}: {comparison}"
     assert peak(account) == peak(trace)
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("ranks", "recipe"), EVERY)
-def test_each_real_stage_allocates_what_its_trace_says(ranks: int, recipe: str) -> None:
+@pytest.mark.parametrize(("ranks", "job", "recipe"), EVERY, ids=NAMES)
+def test_each_real_stage_allocates_what_its_trace_says(ranks: int, job: Job, recipe: str) -> None:
     for rank in range(ranks):
-        hold(ranks, recipe, rank)
+        hold(ranks, recipe, rank, job)
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("ranks", "recipe"), EVERY)
-def test_stages_train_as_one_process_does(ranks: int, recipe: str) -> None:
+@pytest.mark.parametrize(("ranks", "job", "recipe"), EVERY, ids=NAMES)
+def test_stages_train_as_one_process_does(ranks: int, job: Job, recipe: str) -> None:
     """Law 3: losses of three steps, and each stage's weights after them."""
     setup = on_gpus(Recipe.parse(recipe).setup(), ranks)
     alone = [
         word for word in recipe.split(" + ") if not word.startswith(("pipeline", "tensor", "ddp", "fsdp"))
     ]
     exact = "fsdp" not in recipe or "bf16" not in recipe  # with shards bf16 is no autocast
-    losses, weights = trained(job_of_rank(JOB, setup), Recipe.parse(" + ".join(alone)).setup())
+    losses, weights = trained(job_of_rank(job, setup), Recipe.parse(" + ".join(alone)).setup())
     seen: set[str] = set()
     for rank in range(ranks):
-        ran = real(ranks)[recipe, rank]
+        ran = real(ranks)[job, recipe, rank]
         assert ran.losses == pytest.approx(losses, rel=1e-5 if exact else 2e-2)
         for name, weight in ran.weights.items() if exact else ():
             torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-5)
@@ -190,7 +201,6 @@ def test_what_does_not_go_together(recipe: str, why: str) -> None:
     [
         (small_job("bert"), "only decoders that train as causal-lm are cut into stages"),
         (small_job("t5"), "only decoders that train as causal-lm are cut into stages"),
-        (small_job("gpt2"), "the embedding that the head is tied to. Untie them in the config"),
     ],
 )
 def test_models_that_are_not_cut(job: Job, why: str) -> None:
@@ -198,10 +208,24 @@ def test_models_that_are_not_cut(job: Job, why: str) -> None:
         Recipe.parse("pipeline(2) + micro_batches(2)").check(job, installed=False)
 
 
-def test_a_model_of_another_build_is_refused_by_name() -> None:
-    untied = small_job("gpt2", 4, {"tie_word_embeddings": False}, batch_size=16)
-    with pytest.raises(RecipeError, match="GPT2LMHeadModel cannot be cut into stages: only decoders are"):
-        predict(untied, "pipeline(2) + micro_batches(4)", gpu="h200", gpus=2)
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (
+            FAMILIES["gpt2"][0] | {"model_type": "gpt2", "n_layer": 4},
+            "GPT2LMHeadModel .*: only decoders are that have",
+        ),
+        (
+            FAMILIES["llama"][0] | {"model_type": "granite", "num_hidden_layers": 4},
+            "GraniteForCausalLM .*: it changes the embedded tokens before its first",
+        ),
+    ],
+)
+def test_a_model_of_another_build_is_refused_by_name(config: dict[str, Any], why: str) -> None:
+    model = Model.from_config(config, name="other")
+    job = Job(model=model, task=Task.CAUSAL_LM, batch_size=16, sequence_length=16)
+    with pytest.raises(RecipeError, match=why):
+        predict(job, "pipeline(2) + micro_batches(4)", gpu="h200", gpus=2)
 
 
 def test_a_word_of_other_libraries_is_understood() -> None:
@@ -295,6 +319,21 @@ def test_a_step_is_as_long_as_its_stages_take() -> None:
     assert few.bubble > many.bubble > 0
     assert 0 < few.idle_seconds < few.step_seconds
     assert few.communication_seconds > 0
+
+
+def test_a_head_that_is_the_embedding_is_in_two_stages_and_on_the_host_once() -> None:
+    traces = [rehearsed(2, TWO[0], rank, TIED) for rank in (0, 1)]
+    embedding = 4 * 96 * 64
+    for trace in traces:
+        sums = [kernel for kernel in trace.kernels if kernel.operator == ALL_REDUCE]
+        assert [one.nbytes for one in sums if one.phase == "update"] == [embedding]
+    setup = on_gpus(Recipe.parse(TWO[0]).setup(), 2)
+    ranks = [RankForeseen(rank, trace, None, 0, 0, []) for rank, trace in enumerate(traces)]
+    whole = rehearse(TIED, Recipe.parse("plain").setup(), CpuPolicy())
+    weights = sum(block.nbytes for block in whole.blocks if block.kind == Kind.WEIGHTS)
+    rotary = 2 * 8 * 4  # bytes of buffers that every stage has
+    assert weights_on_host(TIED, setup, ranks) == weights + rotary
+    assert weights_on_host(JOB, setup, ranks) == weights + rotary + embedding
 
 
 def test_nccl_has_memory_for_each_neighbour() -> None:

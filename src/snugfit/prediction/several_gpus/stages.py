@@ -9,7 +9,7 @@ The seconds are those of a schedule: each stage runs its micro-batches in its or
 stage before has sent what it needs, a backward pass when the stage behind has. How long a stage takes for
 each follows from its own trace, as if it had all it waits for (`seconds.py`); the rest of a step, which is
 mostly the update, begins when all of its passes are done, and where gradients are clipped when those of all
-stages are. A GPU that waits is idle: the bubble.
+stages are; where the head is tied to the embedding, the first stage and the last one wait for each other. A GPU that waits is idle: the bubble.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class StageWork:
     """Of what comes before the first pass: the batch is copied."""
 
     after: float
-    """Of what comes after the last: clipping, the update."""
+    """Of what comes after the last: sums of what two stages have, clipping, the update."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,15 +150,23 @@ def order_of(stage: int, stages: int, micro_batches: int, schedule: str) -> Iter
 
 
 def simulate_stages(
-    work: Sequence[StageWork], micro_batches: int, schedule: str, *, transfer: float, clips: bool
+    work: Sequence[StageWork],
+    micro_batches: int,
+    schedule: str,
+    *,
+    transfer: float,
+    clips: bool,
+    tied: bool = False,
 ) -> PipelinedStep:
     """The steady step of stages that do this work; what one sends is there `transfer` seconds later. With
-    `clips` all wait for each other before they update."""
+    `clips` all wait for each other before they update, with `tied` the first and the last."""
     free = [0.0] * len(work)
     end = 0.0
     for _ in range(SIMULATED_STEPS):
         last = end
         free = _run_passes(work, micro_batches, schedule, transfer, free)
+        if tied:
+            free[0] = free[-1] = max(free[0], free[-1])
         if clips:
             free = [max(free)] * len(work)
         free = [moment + own.after for moment, own in zip(free, work, strict=True)]
@@ -207,10 +215,12 @@ def pipelined_step(
     *,
     micro_batches: int,
     workers: int = 0,
+    tied: bool = False,
     transfer_takes: float | None = None,
 ) -> PipelinedStep:
-    """The steady step of all stages, by the traces of those that were rehearsed; with `transfer_takes` as if
-    what a stage sends took so many seconds."""
+    """The steady step of all stages, by the traces of those that were rehearsed; `tied` where
+    the first stage and the last have one matrix; with `transfer_takes` as if what a stage sends took so many
+    seconds."""
     own = {
         stage: stage_work(trace, gpu, rates, micro_batches=micro_batches, workers=workers)
         for stage, trace in traces.items()
@@ -223,6 +233,7 @@ def pipelined_step(
         wish.schedule,
         transfer=transfer if transfer_takes is None else transfer_takes,
         clips=any(_clips(trace.kernels) for trace in traces.values()),
+        tied=tied,
     )
 
 

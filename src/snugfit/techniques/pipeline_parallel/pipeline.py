@@ -90,11 +90,6 @@ class Pipeline(Technique):
         if job.task != "causal-lm" or getattr(config, "is_encoder_decoder", False):
             yield f"only decoders that train as causal-lm are cut into stages, and the task is {job.task}."
             return
-        if getattr(config.get_text_config(), "tie_word_embeddings", False):
-            yield (
-                "the first stage and the last one would share one matrix, the embedding that the head is "
-                "tied to. Untie them in the config (tie_word_embeddings: false), or try 'fsdp'."
-            )
         if self.n > job.model.layers:
             yield f"{job.model.name} has {job.model.layers} layers. Take at most so many stages."
 

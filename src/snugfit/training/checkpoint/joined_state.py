@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from snugfit.training.checkpoint.optimizer_state import own_part
 from snugfit.training.checkpoint.packed_state import pack, unpack
 from snugfit.training.ranks import Ranks, from_first, talking
 
@@ -33,13 +34,15 @@ def states_of_all(own: Mapping[int, Any], state: TrainState) -> dict[int, Any]:
 
 def state_of_all_stages(own: Mapping[str, Any], names: Sequence[str], state: TrainState) -> dict[str, Any]:
     """In the first process the state of an optimizer of all weights, which stages have one after the other,
-    and their names; of this process's in the others. All processes call it."""
+    and their names; of this process's in the others. What several have is the first one's. All processes call
+    it."""
     names_before: set[str] = set()
     stages = []
     for of_stage, optimized in _gather((own, list(names)), state):
-        if not names_before.intersection(optimized):
-            names_before.update(optimized)
-            stages.append((of_stage, optimized))
+        new_names, part = own_part(of_stage, optimized, set(optimized) - names_before)
+        names_before.update(new_names)
+        if new_names:
+            stages.append((part, new_names))
     return _join_stages(stages) if stages else {"optimizer": dict(own), "optimized": list(names)}
 
 

@@ -6,6 +6,9 @@ find them out by trying; its buffers, one for each micro-batch and direction, st
 
     first stage    token ids in, hidden states out
     last stage     hidden states in, loss out: each micro-batch's, times its share of what counts
+
+Of a matrix that the first stage and the last both have, a head's that is tied to the embedding, the two add
+up the gradients after their passes; in the norm of all it counts once.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
 from snugfit.step.wishes.mesh.spread_tensors import scale, total_norm, whole
-from snugfit.step.wishes.mesh.stages import stage_of
+from snugfit.step.wishes.mesh.stages import is_tied, shared_weight, stage_of
 from snugfit.step.wishes.mesh.tensor import sum_parts_of_gradients
 from snugfit.step.wishes.parallel import device_of, mesh_of
 
@@ -50,6 +53,7 @@ class StagePasses:
         """The processes that have the other stages of the same copy of the model."""
         meeting = torch.zeros(1, device=next(model.parameters()).device)
         dist.all_reduce(meeting, group=self.group)  # NCCL wants all of a group before two of them exchange
+        self._ends = _group_of_ends(wish, self.group) if is_tied(model) else None
         self._made_for: tuple[int, ...] = ()
         self._schedule: Any = None
         self._stage: Any = None
@@ -84,19 +88,32 @@ class StagePasses:
         self._schedule.step(*ids, target=target, losses=losses, **more, **given)
         if self._wish.tensor > 1 and self._wish.weights == "alone":
             sum_parts_of_gradients(self.model)
+        self._sum_shared_gradient(observer)
         return losses
+
+    def _sum_shared_gradient(self, observer: Observer) -> None:
+        """Adds up the gradients of the matrix that the first stage and the last have."""
+        import torch.distributed as dist
+
+        shared = shared_weight(self.model)
+        if shared is None or shared.grad is None:
+            return
+        observer.phase("update")
+        gradient: Any = shared.grad
+        dist.all_reduce(getattr(gradient, "_local_tensor", gradient), group=self._ends)
 
     def clip(self, weights: Iterable[torch.nn.Parameter], largest: float) -> None:
         """Scales the gradients of all stages so that their norm together is at most this."""
         trained = [weight for weight in weights if weight.grad is not None]
-        own = total_norm(weight.grad for weight in trained if weight.grad is not None)
-        scale(trained, largest, self.norm_of_all(own))
+        scale(trained, largest, self.norm_of_all(trained))
 
-    def norm_of_all(self, norm: torch.Tensor) -> torch.Tensor:
-        """The L2 norm of the gradients of all stages, of that of this stage's."""
+    def norm_of_all(self, trained: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+        """The L2 norm of the gradients of all stages, of which this one has these weights'."""
         import torch.distributed as dist
 
-        square: torch.Tensor = whole(norm) ** 2
+        elsewhere = shared_weight(self.model) if self.is_last else None  # the first stage counts it
+        own = [weight.grad for weight in trained if weight is not elsewhere and weight.grad is not None]
+        square: torch.Tensor = whole(total_norm(own)) ** 2
         dist.all_reduce(square, group=self.group)
         return square.sqrt()
 
@@ -198,6 +215,19 @@ class StagesInTurn:
         return self._passes.forward(batch)
 
 
+def _group_of_ends(wish: ParallelWish, all_stages: Any) -> Any:
+    """The processes that have the first and the last stage of the same copy of the model: of two stages all.
+    All processes make the groups of all copies, in one order."""
+    import torch.distributed as dist
+
+    if wish.stages == 2:
+        return all_stages
+    width = wish.ranks // wish.stages
+    last = wish.ranks - width
+    groups = [dist.new_group([first, first + last]) for first in range(width)]
+    return groups[dist.get_rank() % width]
+
+
 def _times_share(loss: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     """A micro-batch's part of the loss of the whole batch."""
     return loss * share.item()
@@ -216,8 +246,13 @@ def _stage_class() -> type[PipelineStage]:
         def forward_one_chunk(self, *given: Any, **more: Any) -> Any:
             """A forward pass of one micro-batch."""
             self.observer.phase("forward")
-            with self.around():
-                out = super().forward_one_chunk(*given, **more)
+            try:
+                with self.around():
+                    out = super().forward_one_chunk(*given, **more)
+            except RuntimeError as error:  # torch wraps what a model raises
+                if isinstance(error.__cause__, RecipeError):
+                    raise error.__cause__ from None
+                raise
             expected = self.hidden
             if expected is not None and (out.shape, out.dtype) != (expected.shape, expected.dtype):
                 raise RecipeError(

@@ -6,6 +6,11 @@ a layer takes) and weights their names, by which checkpoints know them. The firs
 the others begin with what the stage before them has computed, which transformers calls `inputs_embeds`. The
 last one keeps the final norm and the head, and gives the loss.
 
+Where the head is tied to the embedding, the first stage and the last one each have the matrix, as Megatron's
+do (Shoeybi et al., arXiv 1909.08053): in the first under the head's name too, in the last under the
+embedding's, so that it has the names that it has in the whole model. Both add up its gradients
+(`pipeline.py`), and so their copies stay the same.
+
 Every process builds the whole model on the host, from the same seed, so that all stages together have the
 weights that one process would have; the device sees its own part alone.
 """
@@ -20,14 +25,16 @@ from snugfit.errors import RecipeError
 from snugfit.step.loss import loss_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from snugfit.techniques.setup import ParallelWish
 
-PARTS = ("embed_tokens", "layers", "norm")
-"""What a decoder of transformers calls the parts that are cut apart; Llama's names, which most have."""
+EMBEDDING, HEAD = "embed_tokens", "lm_head"
 
-HEAD = "lm_head"
+PARTS = (EMBEDDING, "layers", "norm")
+"""What a decoder of transformers calls the parts that are cut apart; Llama's names, which most have."""
 
 _ELSEWHERE = "of_another_stage"
 
@@ -38,11 +45,14 @@ def _elsewhere() -> Any:
     from torch import nn
 
     class Elsewhere(nn.Module):
-        """Hands on what it is given."""
+        """Hands on what it is given. A `weight` is one that the part would share with another, which this
+        stage has."""
 
-        def __init__(self) -> None:
+        def __init__(self, weight: Any = None) -> None:
             super().__init__()
             setattr(self, _ELSEWHERE, True)
+            if weight is not None:
+                self.weight = weight
 
         def forward(self, hidden_states: Any, *arguments: Any, **keywords: Any) -> Any:
             """What the stages before have computed."""
@@ -89,31 +99,59 @@ def keep_stage(wish: ParallelWish, model: Any) -> Any:
         else:
             decoder.layers[number] = _elsewhere()()
     is_first, is_last = stage == 0, stage == wish.stages - 1
+    embedding, head = decoder.embed_tokens.weight, getattr(model, HEAD).weight
+    tied = embedding if embedding is head else None
     if not is_first:
-        decoder.embed_tokens = _elsewhere()()
+        decoder.embed_tokens = _elsewhere()(tied if is_last else None)
     if not is_last:
         decoder.norm = _elsewhere()()
-        setattr(model, HEAD, _elsewhere()())
-    model.forward = _Stage(model, decoder, is_first=is_first, is_last=is_last)
+        setattr(model, HEAD, _elsewhere()(tied if is_first else None))
+    model.forward = _Stage(model, decoder, is_first=is_first, is_last=is_last, is_tied=tied is not None)
     return model
+
+
+def is_tied(model: Any) -> bool:
+    """Whether the first stage and the last one of this model have one matrix, the embedding and the head."""
+    return bool(model.forward.is_tied)
+
+
+def shared_weight(model: Any) -> torch.nn.Parameter | None:
+    """The matrix of this stage that another one has too; None where there is none, as in a whole model."""
+    copies = (getattr(module, "weight", None) for module in model.modules() if is_elsewhere(module))
+    return next((weight for weight in copies if weight is not None), None)
 
 
 class _Stage:
     """The forward pass of a stage, in the place of the model's. It is no module: a module would be one of the
     model's own parts."""
 
-    def __init__(self, model: Any, decoder: Any, *, is_first: bool, is_last: bool) -> None:
+    def __init__(self, model: Any, decoder: Any, *, is_first: bool, is_last: bool, is_tied: bool) -> None:
+        self.is_tied = is_tied
+        """Whether the whole model's head is its embedding."""
         self._decoder, self._is_first, self._is_last = decoder, is_first, is_last
-        self._whole = model.forward
+        self._whole, self._name = model.forward, type(model).__name__
+        self._given: Any = None
+        if not is_first:
+            decoder.layers[0].register_forward_pre_hook(self._check_given, with_kwargs=True)
 
     def __call__(self, given: torch.Tensor, **inputs: Any) -> torch.Tensor:
         """Of token ids or of what the stage before has computed: what the next one is given, or the loss."""
-        inputs["input_ids" if self._is_first else "inputs_embeds"] = given
+        inputs["input_ids" if self._is_first else "inputs_embeds"] = self._given = given
         if self._is_last:
             return loss_of(self._whole(**inputs))
         inputs.pop("labels", None)
         hidden: torch.Tensor = self._decoder(**inputs).last_hidden_state
         return hidden
+
+    def _check_given(self, layer: Any, positional: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Raises `RecipeError` for a model that does more to an embedding than to look it up: every stage
+        would do it again."""
+        given, self._given = self._given, None
+        if (positional[0] if positional else named.get("hidden_states")) is not given:
+            raise RecipeError(
+                f"{self._name} cannot be cut into stages: it changes the embedded tokens before its first "
+                "layer, and each stage would. Try 'fsdp'."
+            )
 
 
 def _decoder_of(model: Any) -> Any:
@@ -133,8 +171,8 @@ def _decoder_of(model: Any) -> Any:
             f"{', '.join(PARTS)} and {HEAD}, as Llama, Mistral and Qwen do. Try 'fsdp'."
         )
     more_parts = {name for name, child in decoder.named_children() if any(True for _ in child.parameters())}
-    if more_parts - {*PARTS} or decoder.embed_tokens.weight is getattr(model, HEAD).weight:
-        named = ", ".join(sorted(more_parts - {*PARTS})) or "an embedding that the head is tied to"
+    if more_parts - {*PARTS}:
+        named = ", ".join(sorted(more_parts - {*PARTS}))
         raise RecipeError(
             f"{type(model).__name__} cannot be cut into stages: several would need {named}. Try 'fsdp'."
         )
