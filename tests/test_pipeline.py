@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed import pipelining
 
-from aligned import Event, compare, peak
-from gloo_ranks import Case, Ran, run_ranks, trained
-from reported import foreseen
+import staged
 from small_models import FAMILIES, small_job
 from snugfit.errors import RecipeError
 from snugfit.job.job import Job, Task
@@ -30,8 +26,11 @@ from snugfit.prediction.several_gpus.pipelined import RankForeseen, weights_on_h
 from snugfit.prediction.several_gpus.stages import (
     BACKWARD,
     FORWARD,
+    INPUTS,
+    WEIGHTS,
+    Pass,
     StageWork,
-    order_of,
+    orders_of,
     rank_of,
     simulate_stages,
     stages_to_rehearse,
@@ -45,8 +44,7 @@ from snugfit.results.footprint import Kind
 from snugfit.step.wishes.mesh.stages import layers_of
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import ParallelWish
-from snugfit.techniques.several_gpus import job_of_rank, on_gpus
-from test_ranks import to_last_birth, unheard, without_own
+from snugfit.techniques.several_gpus import on_gpus
 from tiers import few_of
 
 JOB = small_job("llama", 4, batch_size=16, clip=1.0)
@@ -54,6 +52,10 @@ JOB = small_job("llama", 4, batch_size=16, clip=1.0)
 
 TIED = small_job("llama", 4, {"tie_word_embeddings": True}, batch_size=16, clip=1.0)
 """The same, whose head is the embedding."""
+
+DEEP = replace(JOB, model=small_job("llama", 8).model)
+DEEP_TIED = replace(TIED, model=small_job("llama", 8, {"tie_word_embeddings": True}).model)
+"""Eight, so that four ranks have two stages each."""
 
 TWO = (
     "pipeline(2) + micro_batches(4)",
@@ -71,53 +73,32 @@ FOUR = (
 )
 TIED_TWO = (TWO[0], TWO[2])
 TIED_FOUR = (FOUR[0], FOUR[2], FOUR[3], FOUR[5])
+INTERLEAVED = (
+    (2, JOB, "pipeline(2, schedule=interleaved) + micro_batches(4)"),
+    (2, TIED, "pipeline(2, schedule=interleaved) + micro_batches(2) + every_layer + bf16"),
+    (2, TIED, "pipeline(2, schedule=zero_bubble) + micro_batches(4)"),
+    (2, JOB, "pipeline(2, schedule=zero_bubble, chunks=1) + micro_batches(4) + bf16"),
+    (4, DEEP_TIED, "pipeline(4, schedule=interleaved) + micro_batches(8)"),
+    (4, JOB, "pipeline(2, schedule=interleaved) + tensor(2) + micro_batches(4)"),
+    (4, DEEP, "pipeline(4, schedule=zero_bubble) + micro_batches(4)"),
+)
 TWO = tuple(few_of(TWO, TWO[3:]))
 FOUR = tuple(few_of(FOUR, [FOUR[1], FOUR[4]]))
-EVERY: list[tuple[int, Job, str]] = [
+EVERY: staged.Cases = (
     *((2, JOB, recipe) for recipe in TWO), *((4, JOB, recipe) for recipe in FOUR),
     *((2, TIED, recipe) for recipe in few_of(TIED_TWO, TIED_TWO[:1])),
     *((4, TIED, recipe) for recipe in few_of(TIED_FOUR, TIED_FOUR[:1])),
-]  # fmt: skip
-NAMES = [f"{ranks}-{'tied-' * (job is TIED)}{recipe}" for ranks, job, recipe in EVERY]
-
-
-@functools.cache
-def real(ranks: int) -> dict[tuple[Job, str, int], Ran]:
-    """What each of so many ranks did in every case; they are started once."""
-    cases: list[Case] = [(job, recipe) for many, job, recipe in EVERY if many == ranks]
-    return {
-        (*case, rank): ran
-        for rank, of_rank in enumerate(run_ranks(ranks, cases))
-        for case, ran in zip(cases, of_rank, strict=True)
-    }
-
-
-@functools.cache
-def rehearsed(ranks: int, recipe: str, rank: int, job: Job = JOB) -> Trace:
-    setup = on_gpus(Recipe.parse(recipe).setup(), ranks)
-    return rehearse(job_of_rank(job, setup), setup, CpuPolicy(), rank=rank)
-
-
-def built(events: Sequence[Event]) -> list[Event]:
-    """Without what is dropped while the model is built: a CPU's process builds the whole model where it
-    trains, and a GPU's sees its stage alone. Nor with what DDP joins the weights in to compare them, of which
-    gloo's thread lets go."""
-    dropped = {event.block for event in events if event.nbytes < 0 and event.phase == "build"}
-    joined = {
-        event.block
-        for event in events
-        if event.phase == "build" and any("flatten_dense" in one for one in event.operators)
-    }
-    return [event for event in events if event.block not in dropped | joined]
+    *few_of(INTERLEAVED, [INTERLEAVED[3], *INTERLEAVED[5:]]),
+)  # fmt: skip
+NAMES = [f"{ranks}-{'tied-' * (job in (TIED, DEEP_TIED))}{recipe}" for ranks, job, recipe in EVERY]
 
 
 def hold(ranks: int, recipe: str, rank: int, job: Job = JOB) -> None:
-    """Law 1 for one of so many ranks."""
-    trace = built(without_own(foreseen(rehearsed(ranks, recipe, rank, job))))
-    account = unheard(built(without_own(real(ranks)[job, recipe, rank].account)), trace)
-    comparison = compare(to_last_birth(account), to_last_birth(trace))
-    assert comparison.similarity == 1.0, f"{recipe}, rank {rank} of {ranks}: {comparison}"
-    assert peak(account) == peak(trace)
+    staged.hold(EVERY, ranks, job, recipe, rank)
+
+
+def rehearsed(ranks: int, recipe: str, rank: int, job: Job = JOB) -> Trace:
+    return staged.rehearsed(ranks, recipe, rank, job)
 
 
 @pytest.mark.whole
@@ -131,20 +112,7 @@ def test_each_real_stage_allocates_what_its_trace_says(ranks: int, job: Job, rec
 @pytest.mark.parametrize(("ranks", "job", "recipe"), EVERY, ids=NAMES)
 def test_stages_train_as_one_process_does(ranks: int, job: Job, recipe: str) -> None:
     """Law 3: losses of three steps, and each stage's weights after them."""
-    setup = on_gpus(Recipe.parse(recipe).setup(), ranks)
-    alone = [
-        word for word in recipe.split(" + ") if not word.startswith(("pipeline", "tensor", "ddp", "fsdp"))
-    ]
-    exact = "fsdp" not in recipe or "bf16" not in recipe  # with shards bf16 is no autocast
-    losses, weights = trained(job_of_rank(job, setup), Recipe.parse(" + ".join(alone)).setup())
-    seen: set[str] = set()
-    for rank in range(ranks):
-        ran = real(ranks)[job, recipe, rank]
-        assert ran.losses == pytest.approx(losses, rel=1e-5 if exact else 2e-2)
-        for name, weight in ran.weights.items() if exact else ():
-            torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-5)
-        seen |= set(ran.weights)
-    assert seen == set(weights)
+    staged.hold_training(EVERY, ranks, job, recipe)
 
 
 @pytest.mark.whole
@@ -153,10 +121,10 @@ def test_what_is_sent_and_not_held_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         "snugfit.rehearsal.sharded.ranks.instead_of_others", lambda *, until_waited: plain(until_waited=True)
     )
-    rehearsed.cache_clear()
+    staged.rehearsed.cache_clear()
     with pytest.raises(AssertionError):
         hold(2, TWO[1], 0)
-    rehearsed.cache_clear()
+    staged.rehearsed.cache_clear()
 
 
 def test_stages_send_each_micro_batch_once_each_way() -> None:
@@ -185,6 +153,21 @@ def sent(trace: Trace) -> dict[tuple[str, int], int]:
         ("pipeline(4) + micro_batches(2)", "waits for others 60% of a step. Add micro_batches\\(8\\)"),
         ("pipeline(2, schedule=gpipe)", "with one micro-batch only one GPU works at a time"),
         ("pipeline(5) + micro_batches(8)", "llama has 4 layers. Take at most so many stages"),
+        (
+            "pipeline(2, schedule=interleaved, chunks=4) + micro_batches(4)",
+            "llama has 4 layers. Take at most so many stages, and these are 2 of 4 parts each",
+        ),
+        ("pipeline(2, schedule=interleaved) + micro_batches(5)", "in 2 rounds.* Take micro_batches\\(4\\)"),
+        ("pipeline(2, schedule=zero_bubble)", "2 stages need at least 2 micro-batches"),
+        ("pipeline(2, chunks=4) + micro_batches(2)", "schedule=1f1b has one part of the layers on each GPU"),
+        (
+            "pipeline(2, schedule=interleaved, chunks=1) + micro_batches(2)",
+            "one part of the layers on each GPU is schedule=1f1b",
+        ),
+        (
+            "pipeline(2, schedule=interleaved) + micro_batches(2) + segments",
+            "recomputes layers together that other GPUs' layers lie between. Try 'every_layer'",
+        ),
         ("pipeline(2) + micro_batches(2) + fp16", "is not simulated together with fp16. Try 'bf16'"),
         ("pipeline(2) + micro_batches(2) + lora(r=2)", "is not simulated together with lora"),
         ("pipeline(2) + micro_batches(2) + zero1", "is not simulated together with zero1. Try 'fsdp' or"),
@@ -266,48 +249,78 @@ def test_layers_are_cut_as_evenly_as_may_be() -> None:
     assert rank_of(3, replace(wish, ranks=20)) == 12
 
 
-EVEN = StageWork(forward=1.0, backward=2.0, before=0.0, after=0.0)
+def passes(*each: tuple[str, int, float]) -> StageWork:
+    return StageWork(passes={(kind, number): seconds for kind, number, seconds in each})
+
+
+EVEN = passes((FORWARD, 0, 1.0), (BACKWARD, 0, 2.0))
+
+
+def orders(ranks: int, micro_batches: int, schedule: str, chunks: int = 1) -> Sequence[Sequence[Pass]]:
+    wish = ParallelWish(weights="alone", ranks=ranks, stages=ranks, schedule=schedule, chunks=chunks)
+    return orders_of(wish, micro_batches)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
 def test_the_bubble_of_even_stages_is_the_known_one(schedule: str) -> None:
     """(n - 1) / (m + n - 1) of the step (Narayanan et al., arXiv 2104.04473, section 2.2.1)."""
-    step = simulate_stages([EVEN] * 4, 8, schedule, transfer=0.0, clips=True)
+    step = simulate_stages([EVEN] * 4, orders(4, 8, schedule), transfer=0.0, clips=True)
     assert step.step_seconds == pytest.approx(3.0 * (8 + 3))
     assert step.bubble == pytest.approx(3 / 11)
 
 
 def test_stages_wait_for_the_slowest_and_for_what_is_sent() -> None:
-    slow = replace(EVEN, forward=2.0, backward=4.0)
-    step = simulate_stages([EVEN, slow], 8, "1F1B", transfer=0.0, clips=True)
+    slow = passes((FORWARD, 0, 2.0), (BACKWARD, 0, 4.0))
+    step = simulate_stages([EVEN, slow], orders(2, 8, "1F1B"), transfer=0.0, clips=True)
     assert step.step_seconds == pytest.approx(8 * 6.0 + 3.0)
     assert step.idle == pytest.approx([27.0, 3.0])
-    far = simulate_stages([EVEN] * 2, 2, "GPipe", transfer=0.5, clips=True)
+    far = simulate_stages([EVEN] * 2, orders(2, 2, "GPipe"), transfer=0.5, clips=True)
     assert far.step_seconds == pytest.approx(3.0 * 3 + 2 * 0.5)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+def test_the_bubble_of_interleaved_stages_is_as_much_smaller_as_they_are_more() -> None:
+    """1 / chunks of what it is otherwise, beside the same work (Narayanan et al., section 2.2.2)."""
+    work = passes(*((kind, number, s / 2) for kind, s in ((FORWARD, 1), (BACKWARD, 2)) for number in (0, 1)))
+    step = simulate_stages([work] * 4, orders(4, 8, "Interleaved1F1B", 2), transfer=0.0, clips=True)
+    assert step.step_seconds == pytest.approx(3.0 * (8 + 3 / 2))
+    assert step.idle == pytest.approx([4.5] * 4)
+
+
+def test_gradients_of_weights_fill_the_bubble() -> None:
+    kinds = (FORWARD, INPUTS, WEIGHTS)
+    work = passes(*((kind, number, 0.5) for kind in kinds for number in (0, 1)))
+    step = simulate_stages([work] * 4, orders(4, 8, "InterleavedZeroBubble", 2), transfer=0.0, clips=True)
+    assert 24 <= step.step_seconds < 3.0 * (8 + 3 / 2)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved", "zero_bubble"])
 def test_torch_runs_the_passes_in_the_order_that_is_simulated(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    ran: list[tuple[str, int]] = []
+    ran: list[Pass] = []
 
     def logged(kind: str, plain: Any) -> Any:
         def run(self: Any, chunk: int, *given: Any, **more: Any) -> Any:
-            ran.append((kind, chunk))
+            split = kind == BACKWARD and not more.get("full_backward", True)
+            ran.append(Pass(INPUTS if split else kind, self.stage_index, chunk))
             return plain(self, chunk, *given, **more)
 
         return run
 
     stage = pipelining.PipelineStage
-    monkeypatch.setattr(stage, "forward_one_chunk", logged(FORWARD, stage.forward_one_chunk))
-    monkeypatch.setattr(stage, "backward_one_chunk", logged(BACKWARD, stage.backward_one_chunk))
+    methods = {
+        FORWARD: "forward_one_chunk", BACKWARD: "backward_one_chunk", WEIGHTS: "backward_weight_one_chunk",
+    }  # fmt: skip
+    for kind, method in methods.items():
+        monkeypatch.setattr(stage, method, logged(kind, getattr(stage, method)))
     setup = on_gpus(Recipe.parse(f"pipeline(4, schedule={name}) + micro_batches(8)").setup(), 4)
     assert setup.parallel is not None
     for rank in range(4):
         ran.clear()
-        rehearse(JOB, setup, CpuPolicy(), steps=2, rank=rank)
-        assert ran == 2 * list(order_of(rank, 4, 8, setup.parallel.schedule)), rank
+        trace = rehearse(DEEP, setup, CpuPolicy(), steps=2, rank=rank)
+        order = orders_of(setup.parallel, 8)[rank]
+        assert ran == 2 * list(order), rank
+        assert len(trace.passes) == 1 + len(order), "the loop says that it begins"
 
 
 def test_a_step_is_as_long_as_its_stages_take() -> None:

@@ -24,6 +24,7 @@ LAST = 12
 
 TWO = "pipeline(2) + micro_batches(2)"
 SHARED = "pipeline(2) + tensor(2) + micro_batches(2)"
+INTERLEAVED = "pipeline(2, schedule=interleaved) + micro_batches(2)"
 
 HOW: dict[str, Any] = {"job": "llama", "layers": 4}
 
@@ -47,11 +48,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 RECIPES = [
     (TWO, 2), ("pipeline(2) + ddp + micro_batches(2)", 4), ("pipeline(2) + fsdp + micro_batches(2)", 4),
-    ("pipeline(4, schedule=gpipe) + micro_batches(2)", 4), (SHARED, 4),
+    ("pipeline(4, schedule=gpipe) + micro_batches(2)", 4), (SHARED, 4), (INTERLEAVED, 2),
+    ("pipeline(2, schedule=zero_bubble) + micro_batches(4)", 2),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("recipe", "size"), slow_but(RECIPES, 2))
+@pytest.mark.parametrize(("recipe", "size"), slow_but(RECIPES, lambda case: case[1] == 2))
 def test_as_one_process(tmp_path: Path, forks: Forks, alone: Path, recipe: str, size: int) -> None:
     """Losses, norms, evaluations and weights of one process, with samples that are padded unevenly."""
     how = {**HOW, "eval_strategy": "steps", "eval_steps": 6, "lr_scheduler_type": "constant"}
@@ -69,7 +71,8 @@ def test_as_one_process(tmp_path: Path, forks: Forks, alone: Path, recipe: str, 
 
 
 @pytest.mark.parametrize(
-    ("recipe", "size"), slow_but([(TWO, 2), ("pipeline(2) + fsdp + micro_batches(2)", 4), (SHARED, 4)], 1)
+    ("recipe", "size"),
+    slow_but([(TWO, 2), ("pipeline(2) + fsdp + micro_batches(2)", 4), (SHARED, 4), (INTERLEAVED, 2)], 1),
 )
 def test_resumed_on_as_many_it_is_the_same_run(tmp_path: Path, forks: Forks, recipe: str, size: int) -> None:
     """Bit for bit."""
@@ -84,17 +87,20 @@ def test_resumed_on_as_many_it_is_the_same_run(tmp_path: Path, forks: Forks, rec
 
 OTHERS = [
     (TWO, "micro_batches(2)", 1), ("micro_batches(2)", TWO, 2), (TWO, "fsdp + micro_batches(2)", 2),
-    (TWO, "pipeline(4, schedule=gpipe) + micro_batches(2)", 4),
+    (TWO, "pipeline(4, schedule=gpipe) + micro_batches(2)", 4), (INTERLEAVED, "micro_batches(2)", 1),
+    (INTERLEAVED, TWO, 2), (TWO, INTERLEAVED, 2),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("before", "after", "size"), slow_but(OTHERS, 2))
+@pytest.mark.parametrize(
+    ("before", "after", "size"), slow_but(OTHERS, lambda case: case in (*OTHERS[:2], OTHERS[4]))
+)
 def test_resumed_on_others_it_has_the_same_numbers(
     tmp_path: Path, forks: Forks, alone: Path, before: str, after: str, size: int
 ) -> None:
     """Weights and optimizer states are read by whoever goes on."""
     how = {**HOW, "lr_scheduler_type": "constant"}
-    for recipe, count, steps in ((before, 2 if before == TWO else 1, 5), (after, size, LAST)):
+    for recipe, count, steps in ((before, 1 if before == "micro_batches(2)" else 2, 5), (after, size, LAST)):
         if count == 1:
             assert run_of(str(tmp_path / "run"), recipe=recipe, max_steps=steps, **how).exit_code == 0
         else:
@@ -115,6 +121,7 @@ def tied_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 TIED_RECIPES = [
     (TWO, 2), ("pipeline(4, schedule=gpipe) + micro_batches(2)", 4),
     ("pipeline(2) + fsdp + micro_batches(2)", 4), ("pipeline(2) + ddp + micro_batches(2)", 4), (SHARED, 4),
+    (INTERLEAVED, 2),
 ]  # fmt: skip
 
 

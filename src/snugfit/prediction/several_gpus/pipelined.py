@@ -21,7 +21,7 @@ from snugfit.rehearsal.trace.trace import RECEIVE, SEND
 from snugfit.results.footprint import Kind
 from snugfit.results.prediction import RankPredicted
 from snugfit.results.step_seconds import PIPELINE, StepSeconds
-from snugfit.step.wishes.mesh.stages import EMBEDDING, HEAD, layers_of
+from snugfit.step.wishes.mesh.stages import EMBEDDING, HEAD, layers_at
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -105,7 +105,7 @@ def differing(
         RankPredicted(
             rank=one.rank,
             stage=stages[one.rank],
-            layers=len(layers_of(stages[one.rank], wish.stages, job.model.layers)),
+            layers=len(layers_at(stages[one.rank], wish, job.model.layers)),
             requested_bytes=one.after.requested_peak,
             allocated_bytes=one.after.allocated_peak,
             reserved_bytes=one.after.reserved_peak,

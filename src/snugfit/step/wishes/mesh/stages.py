@@ -11,12 +11,16 @@ do (Shoeybi et al., arXiv 1909.08053): in the first under the head's name too, i
 embedding's, so that it has the names that it has in the whole model. Both add up its gradients
 (`pipeline.py`), and so their copies stay the same.
 
+A process may have several stages, between which others have theirs. Each is then a shallow copy of the model,
+with the very layers that the model keeps, of which it runs its own.
+
 Every process builds the whole model on the host, from the same seed, so that all stages together have the
 weights that one process would have; the device sees its own part alone.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -36,7 +40,7 @@ EMBEDDING, HEAD = "embed_tokens", "lm_head"
 PARTS = (EMBEDDING, "layers", "norm")
 """What a decoder of transformers calls the parts that are cut apart; Llama's names, which most have."""
 
-_ELSEWHERE = "of_another_stage"
+_ELSEWHERE, _TIED = "of_another_stage", "shares_its_embedding"
 
 
 @functools.cache
@@ -71,9 +75,20 @@ def is_stage(model: Any) -> bool:
     return any(map(is_elsewhere, model.modules()))
 
 
-def stage_of(wish: ParallelWish, rank: int) -> int:
-    """The stage of the process that has this number: stages are the first axis of the mesh."""
+def place_of(wish: ParallelWish, rank: int) -> int:
+    """Where the process that has this number stands among those of the same copy of the model, from 0: stages
+    are the first axis of the mesh."""
     return rank // (wish.ranks // wish.stages)
+
+
+def stages_at(place: int, wish: ParallelWish) -> range:
+    """The stages of the process at this place."""
+    return range(place, wish.all_stages, wish.stages)
+
+
+def layers_at(place: int, wish: ParallelWish, layers: int) -> list[int]:
+    """The layers of the process at this place, of so many."""
+    return [one for stage in stages_at(place, wish) for one in layers_of(stage, wish.all_stages, layers)]
 
 
 def layers_of(stage: int, stages: int, layers: int) -> range:
@@ -84,21 +99,21 @@ def layers_of(stage: int, stages: int, layers: int) -> range:
 
 
 def keep_stage(wish: ParallelWish, model: Any) -> Any:
-    """The whole model, of which only this process's stage is left.
+    """The whole model, of which only this process's stages are left.
 
     Raises `RecipeError` for a model that is not built so that it can be cut.
     """
     import torch.distributed as dist
 
-    stage = stage_of(wish, dist.get_rank())
+    place = place_of(wish, dist.get_rank())
     decoder = _decoder_of(model)
-    own = layers_of(stage, wish.stages, len(decoder.layers))
+    own = layers_at(place, wish, len(decoder.layers))
     for number in range(len(decoder.layers)):
         if number in own:
             decoder.layers[number].register_forward_hook(_one_tensor)
         else:
             decoder.layers[number] = _elsewhere()()
-    is_first, is_last = stage == 0, stage == wish.stages - 1
+    is_first, is_last = place == 0, place == wish.stages - 1
     embedding, head = decoder.embed_tokens.weight, getattr(model, HEAD).weight
     tied = embedding if embedding is head else None
     if not is_first:
@@ -106,13 +121,52 @@ def keep_stage(wish: ParallelWish, model: Any) -> Any:
     if not is_last:
         decoder.norm = _elsewhere()()
         setattr(model, HEAD, _elsewhere()(tied if is_first else None))
-    model.forward = _Stage(model, decoder, is_first=is_first, is_last=is_last, is_tied=tied is not None)
+    setattr(model, _TIED, tied is not None)
+    if wish.chunks == 1:
+        model.forward = _Stage(model, decoder, is_first=is_first, is_last=is_last)
     return model
+
+
+def stages_in(wish: ParallelWish, model: Any, runs: Any) -> dict[int, Any]:
+    """By its number, each stage that this process has of a model, of which `runs` is called: the model in
+    whatever it is wrapped."""
+    import torch.distributed as dist
+
+    numbers = stages_at(place_of(wish, dist.get_rank()), wish)
+    return {number: runs if wish.chunks == 1 else _part_of(wish, model, number) for number in numbers}
+
+
+def _part_of(wish: ParallelWish, model: Any, stage: int) -> Any:
+    """One of several stages of a model: the same modules in another one of its class."""
+    from torch import nn
+
+    whole = _decoder_of(model)
+    own = layers_of(stage, wish.all_stages, len(whole.layers))
+    is_first, is_last = stage == 0, stage == wish.all_stages - 1
+    part, decoder = _shallow_copy(model), _shallow_copy(whole)
+    setattr(part, model.base_model_prefix, decoder)
+    decoder.layers = nn.ModuleList(
+        layer if number in own else _elsewhere()() for number, layer in enumerate(whole.layers)
+    )
+    if not is_first:
+        decoder.embed_tokens = _elsewhere()()
+    if not is_last:
+        decoder.norm = _elsewhere()()
+        setattr(part, HEAD, _elsewhere()())
+    part.forward = _Stage(part, decoder, is_first=is_first, is_last=is_last)
+    return part
+
+
+def _shallow_copy(module: Any) -> Any:
+    """A module that has the same parts, of which each may be replaced."""
+    same = copy.copy(module)
+    same.__dict__["_modules"] = dict(module._modules)
+    return same
 
 
 def is_tied(model: Any) -> bool:
     """Whether the first stage and the last one of this model have one matrix, the embedding and the head."""
-    return bool(model.forward.is_tied)
+    return bool(getattr(model, _TIED))
 
 
 def shared_weight(model: Any) -> torch.nn.Parameter | None:
@@ -125,9 +179,7 @@ class _Stage:
     """The forward pass of a stage, in the place of the model's. It is no module: a module would be one of the
     model's own parts."""
 
-    def __init__(self, model: Any, decoder: Any, *, is_first: bool, is_last: bool, is_tied: bool) -> None:
-        self.is_tied = is_tied
-        """Whether the whole model's head is its embedding."""
+    def __init__(self, model: Any, decoder: Any, *, is_first: bool, is_last: bool) -> None:
         self._decoder, self._is_first, self._is_last = decoder, is_first, is_last
         self._whole, self._name = model.forward, type(model).__name__
         self._given: Any = None
