@@ -81,6 +81,11 @@ INTERLEAVED = (
     (4, DEEP_TIED, "pipeline(4, schedule=interleaved) + micro_batches(8)"),
     (4, JOB, "pipeline(2, schedule=interleaved) + tensor(2) + micro_batches(4)"),
     (4, DEEP, "pipeline(4, schedule=zero_bubble) + micro_batches(4)"),
+    (4, TIED, "pipeline(2, schedule=interleaved) + fsdp + micro_batches(2)"),
+    (4, JOB, "pipeline(2, schedule=interleaved) + fsdp + micro_batches(4) + bf16 + every_layer"),
+    (4, TIED, "pipeline(2, schedule=interleaved) + ddp + micro_batches(2)"),
+    (4, JOB, "pipeline(2, schedule=zero_bubble) + ddp + micro_batches(4)"),
+    (4, TIED, "pipeline(2, schedule=zero_bubble) + tensor(2) + micro_batches(2) + every_layer"),
 )
 TWO = tuple(few_of(TWO, TWO[3:]))
 FOUR = tuple(few_of(FOUR, [FOUR[1], FOUR[4]]))
@@ -88,7 +93,7 @@ EVERY: staged.Cases = (
     *((2, JOB, recipe) for recipe in TWO), *((4, JOB, recipe) for recipe in FOUR),
     *((2, TIED, recipe) for recipe in few_of(TIED_TWO, TIED_TWO[:1])),
     *((4, TIED, recipe) for recipe in few_of(TIED_FOUR, TIED_FOUR[:1])),
-    *few_of(INTERLEAVED, [INTERLEAVED[3], *INTERLEAVED[5:]]),
+    *few_of(INTERLEAVED, [INTERLEAVED[3], *INTERLEAVED[5:7], *INTERLEAVED[8:]]),
 )  # fmt: skip
 NAMES = [f"{ranks}-{'tied-' * (job in (TIED, DEEP_TIED))}{recipe}" for ranks, job, recipe in EVERY]
 
@@ -159,6 +164,14 @@ def sent(trace: Trace) -> dict[tuple[str, int], int]:
         ),
         ("pipeline(2, schedule=interleaved) + micro_batches(5)", "in 2 rounds.* Take micro_batches\\(4\\)"),
         ("pipeline(2, schedule=zero_bubble)", "2 stages need at least 2 micro-batches"),
+        (
+            "pipeline(2, schedule=zero_bubble) + fsdp + micro_batches(2)",
+            "where torch's FSDP2 does not see them .* does not go with fsdp here. Try schedule=interleaved",
+        ),
+        (
+            "pipeline(2, schedule=zero_bubble) + ddp + tensor(2) + micro_batches(2)",
+            "where torch's FSDP2 does not see them .* does not go with ddp here",
+        ),
         ("pipeline(2, chunks=4) + micro_batches(2)", "schedule=1f1b has one part of the layers on each GPU"),
         (
             "pipeline(2, schedule=interleaved, chunks=1) + micro_batches(2)",

@@ -50,6 +50,7 @@ RECIPES = [
     (TWO, 2), ("pipeline(2) + ddp + micro_batches(2)", 4), ("pipeline(2) + fsdp + micro_batches(2)", 4),
     ("pipeline(4, schedule=gpipe) + micro_batches(2)", 4), (SHARED, 4), (INTERLEAVED, 2),
     ("pipeline(2, schedule=zero_bubble) + micro_batches(4)", 2),
+    ("pipeline(2, schedule=interleaved) + fsdp + micro_batches(2)", 4),
 ]  # fmt: skip
 
 
@@ -72,7 +73,16 @@ def test_as_one_process(tmp_path: Path, forks: Forks, alone: Path, recipe: str, 
 
 @pytest.mark.parametrize(
     ("recipe", "size"),
-    slow_but([(TWO, 2), ("pipeline(2) + fsdp + micro_batches(2)", 4), (SHARED, 4), (INTERLEAVED, 2)], 1),
+    slow_but(
+        [
+            (TWO, 2),
+            ("pipeline(2) + fsdp + micro_batches(2)", 4),
+            (SHARED, 4),
+            (INTERLEAVED, 2),
+            ("pipeline(2, schedule=interleaved) + fsdp + micro_batches(2)", 4),
+        ],
+        1,
+    ),
 )
 def test_resumed_on_as_many_it_is_the_same_run(tmp_path: Path, forks: Forks, recipe: str, size: int) -> None:
     """Bit for bit."""
@@ -121,7 +131,7 @@ def tied_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 TIED_RECIPES = [
     (TWO, 2), ("pipeline(4, schedule=gpipe) + micro_batches(2)", 4),
     ("pipeline(2) + fsdp + micro_batches(2)", 4), ("pipeline(2) + ddp + micro_batches(2)", 4), (SHARED, 4),
-    (INTERLEAVED, 2),
+    (INTERLEAVED, 2), ("pipeline(2, schedule=interleaved) + fsdp + micro_batches(2)", 4),
 ]  # fmt: skip
 
 

@@ -81,10 +81,12 @@ class Pipeline(Technique):
             yield f"it is not simulated together with {recipe[Slot.SHARDING]}. Try 'fsdp' or 'ddp'."
         if wish.context * wish.experts > 1:
             yield "stages are not simulated together with sequences or experts that GPUs share."
-        if self._interleaves and wish.weights != "alone":
+        by_fsdp = wish.weights == "sharded" or (wish.copies and wish.tensor > 1)  # as `replicate` is
+        if self.schedule == "zero_bubble" and by_fsdp:
             yield (
-                f"schedule={self.schedule} is not simulated together with {recipe[Slot.SHARDING]}. Try "
-                "schedule=1f1b."
+                "schedule=zero_bubble computes gradients of weights where torch's FSDP2 does not see them "
+                f"(torch 2.13 trained other weights), so it does not go with {recipe[Slot.SHARDING]} here. Try "
+                "schedule=interleaved."
             )
         if wish.weights == "alone":
             yield from several_gpus.objections(job, recipe, wish)

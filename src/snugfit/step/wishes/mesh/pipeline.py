@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
 from snugfit.step.wishes.mesh.spread_tensors import scale, total_norm, whole
-from snugfit.step.wishes.mesh.stages import is_tied, shared_weight, stages_in
+from snugfit.step.wishes.mesh.stages import is_tied, parts_of, place_of, shared_weight
 from snugfit.step.wishes.mesh.tensor import sum_parts_of_gradients
 from snugfit.step.wishes.parallel import device_of, mesh_of
 
@@ -47,7 +47,8 @@ class StagePasses:
         self._wish, self._around = wish, around
         self.model = model
         """What this process has of the model."""
-        self._parts = stages_in(wish, model, runs)
+        place = place_of(wish, dist.get_rank())
+        self._parts = {place: runs} if wish.chunks == 1 else parts_of(wish, model)
         self.group = mesh_of(wish, device_of(model)).get_group("stage")
         """The processes that have the other stages of the same copy of the model."""
         meeting = torch.zeros(1, device=next(model.parameters()).device)

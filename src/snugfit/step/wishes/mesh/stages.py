@@ -24,6 +24,7 @@ import copy
 import functools
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from snugfit.errors import RecipeError
 from snugfit.step.loss import loss_of
@@ -127,13 +128,18 @@ def keep_stage(wish: ParallelWish, model: Any) -> Any:
     return model
 
 
-def stages_in(wish: ParallelWish, model: Any, runs: Any) -> dict[int, Any]:
-    """By its number, each stage that this process has of a model, of which `runs` is called: the model in
-    whatever it is wrapped."""
+def parts_of(wish: ParallelWish, model: Any) -> dict[int, Any]:
+    """By its number, each of several stages that this process has of a model; one may be wrapped, and then
+    stands here as that."""
     import torch.distributed as dist
 
-    numbers = stages_at(place_of(wish, dist.get_rank()), wish)
-    return {number: runs if wish.chunks == 1 else _part_of(wish, model, number) for number in numbers}
+    if model not in _PARTS_OF:
+        numbers = stages_at(place_of(wish, dist.get_rank()), wish)
+        _PARTS_OF[model] = {number: _part_of(wish, model, number) for number in numbers}
+    return _PARTS_OF[model]
+
+
+_PARTS_OF: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()
 
 
 def _part_of(wish: ParallelWish, model: Any, stage: int) -> Any:
@@ -148,11 +154,12 @@ def _part_of(wish: ParallelWish, model: Any, stage: int) -> Any:
     decoder.layers = nn.ModuleList(
         layer if number in own else _elsewhere()() for number, layer in enumerate(whole.layers)
     )
-    if not is_first:
+    if not is_first and not (is_last and is_tied(model)):  # whose embedding stands for the head's name
         decoder.embed_tokens = _elsewhere()()
     if not is_last:
         decoder.norm = _elsewhere()()
-        setattr(part, HEAD, _elsewhere()())
+        if not (is_first and is_tied(model)):
+            setattr(part, HEAD, _elsewhere()())
     part.forward = _Stage(part, decoder, is_first=is_first, is_last=is_last)
     return part
 
@@ -160,7 +167,9 @@ def _part_of(wish: ParallelWish, model: Any, stage: int) -> Any:
 def _shallow_copy(module: Any) -> Any:
     """A module that has the same parts, of which each may be replaced."""
     same = copy.copy(module)
-    same.__dict__["_modules"] = dict(module._modules)
+    for name, value in vars(module).items():
+        if isinstance(value, dict):  # of its parts, and of hooks
+            same.__dict__[name] = copy.copy(value)
     return same
 
 
