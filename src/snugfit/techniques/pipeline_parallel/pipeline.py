@@ -4,7 +4,11 @@ The first GPU embeds and runs the first layers, the last one runs the last layer
 Between them go activations, and back their gradients, one micro-batch after the other: while one GPU works on
 a micro-batch, the next works on the one before. What they wait for each other is the bubble, at best
 (n - 1) / (m + n - 1) of a step with n stages and m micro-batches. GPUs differ in what they hold: the first
-has the embedding and keeps the most micro-batches, the last has the logits.
+has the embedding and keeps the most micro-batches, the last has the logits. Where the head is tied to the
+embedding both have the matrix, and add up its gradients.
+
+A GPU may have several parts of the layers, with those of all others between them. Then a micro-batch reaches
+the last GPU sooner, and what the GPUs wait is divided by the number of parts; more is kept and sent.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ SCHEDULES = {
 HOW_MEASURED = (
     "Three pipelines were measured, on two H100s: requested bytes were exact, reserved bytes of one were "
     "2,004 MiB more than predicted (1f1b, 7.4 %), and steps took 0 to 41 % longer. None was measured whose "
-    "stages share matrices (tensor)."
+    "stages share matrices (tensor), whose head is tied to the embedding, or that is interleaved."
 )
 
 
@@ -39,7 +43,10 @@ class Pipeline(Technique):
     """Each of n GPUs, or groups of GPUs, holds a part of the layers and hands on what it computes."""
 
     fidelity: ClassVar = Fidelity.SAME
-    source: ClassVar = "Huang et al., GPipe, arXiv 1811.06965; Narayanan et al., arXiv 2104.04473 (1F1B)"
+    source: ClassVar = (
+        "Huang et al., GPipe, arXiv 1811.06965; Narayanan et al., arXiv 2104.04473 (1F1B, interleaved); "
+        "Qi et al., arXiv 2401.10241 (zero bubble)"
+    )
     elsewhere: ClassVar = ("pipeline_parallel", "pp")
     needs_several_gpus: ClassVar = True
     searched: ClassVar = False
@@ -85,8 +92,8 @@ class Pipeline(Technique):
         if self.schedule == "zero_bubble" and by_fsdp:
             yield (
                 "schedule=zero_bubble computes gradients of weights where torch's FSDP2 does not see them "
-                f"(torch 2.13 trained other weights), so it does not go with {recipe[Slot.SHARDING]} here. Try "
-                "schedule=interleaved."
+                f"(torch 2.13 trained other weights), so it does not go with {recipe[Slot.SHARDING]} here. "
+                "Try schedule=interleaved."
             )
         if wish.weights == "alone":
             yield from several_gpus.objections(job, recipe, wish)

@@ -199,7 +199,7 @@ class StagePasses:
             loss = torch.empty((), requires_grad=True)
             last = self._wish.all_stages - 1
             for number, part in self._parts.items():
-                stage = _stage_class()(
+                stage: Any = _stage_class()(
                     part,
                     number,
                     self._wish.all_stages,
