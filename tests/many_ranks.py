@@ -46,13 +46,16 @@ def run_of(
     recipe: str = "plain",
     samples: int = 41,
     dropout: bool = False,
+    facts: dict[str, Any] | None = None,
     **options: Any,
 ) -> Trained:
-    """Trains in this process, which may be one of several, on samples that are padded unevenly, or for Llama
-    of 128 tokens each: 41 of them leave one sample for the last batch of an epoch."""
+    """Trains in this process, which may be one of several, a model with these `facts` in its config, on
+    samples that are padded unevenly, or for Llama of 128 tokens each: 41 of them leave one sample for the
+    last batch of an epoch."""
     attention = {"attention_dropout": 0.1} if "attention_dropout" in NO_DROPOUT[job] else {}
-    facts = attention if dropout else NO_DROPOUT[job]
-    small = small_job(job, layers, facts, batch_size=8, clip=1.0)
+    small = small_job(
+        job, layers, {**(attention if dropout else NO_DROPOUT[job]), **(facts or {})}, batch_size=8, clip=1.0
+    )
     data = [row if job == "bert" else {"input_ids": row["input_ids"]} for row in rows(samples)]
     if job == "llama":
         small = replace(small, sequence_length=128)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed import pipelining
 
-from aligned import Event, compare, peak
-from gloo_ranks import Case, Ran, run_ranks, trained
-from reported import foreseen
-from small_models import small_job
+import staged
+from small_models import FAMILIES, small_job
 from snugfit.errors import RecipeError
-from snugfit.job.job import Job
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
 from snugfit.prediction.predict import predict, rehearse_again
 from snugfit.prediction.several_gpus.communication import (
     FIRST_GROUP,
@@ -25,11 +22,15 @@ from snugfit.prediction.several_gpus.communication import (
     PEERS,
     communication_bytes,
 )
+from snugfit.prediction.several_gpus.pipelined import RankForeseen, weights_on_host
 from snugfit.prediction.several_gpus.stages import (
     BACKWARD,
     FORWARD,
+    INPUTS,
+    WEIGHTS,
+    Pass,
     StageWork,
-    order_of,
+    orders_of,
     rank_of,
     simulate_stages,
     stages_to_rehearse,
@@ -38,17 +39,23 @@ from snugfit.prediction.several_gpus.stages import (
 from snugfit.rehearsal.device.policy import CpuPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.sharded import stages
-from snugfit.rehearsal.trace.trace import RECEIVE, SEND, Trace
+from snugfit.rehearsal.trace.trace import ALL_REDUCE, RECEIVE, SEND, Trace
 from snugfit.results.footprint import Kind
 from snugfit.step.wishes.mesh.stages import layers_of
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import ParallelWish
-from snugfit.techniques.several_gpus import job_of_rank, on_gpus
-from test_ranks import to_last_birth, unheard, without_own
+from snugfit.techniques.several_gpus import on_gpus
 from tiers import few_of
 
 JOB = small_job("llama", 4, batch_size=16, clip=1.0)
 """Four layers, so that four stages have one each."""
+
+TIED = small_job("llama", 4, {"tie_word_embeddings": True}, batch_size=16, clip=1.0)
+"""The same, whose head is the embedding."""
+
+DEEP = replace(JOB, model=small_job("llama", 8).model)
+DEEP_TIED = replace(TIED, model=small_job("llama", 8, {"tie_word_embeddings": True}).model)
+"""Eight, so that four ranks have two stages each."""
 
 TWO = (
     "pipeline(2) + micro_batches(4)",
@@ -64,76 +71,53 @@ FOUR = (
     "pipeline(2) + fsdp + micro_batches(2) + bf16 + every_layer",
     "pipeline(2) + tensor(2) + micro_batches(4)",
 )
+TIED_TWO = (TWO[0], TWO[2])
+TIED_FOUR = (FOUR[0], FOUR[2], FOUR[3], FOUR[5])
+INTERLEAVED = (
+    (2, JOB, "pipeline(2, schedule=interleaved) + micro_batches(4)"),
+    (2, TIED, "pipeline(2, schedule=interleaved) + micro_batches(2) + every_layer + bf16"),
+    (2, TIED, "pipeline(2, schedule=zero_bubble) + micro_batches(4)"),
+    (2, JOB, "pipeline(2, schedule=zero_bubble, chunks=1) + micro_batches(4) + bf16"),
+    (4, DEEP_TIED, "pipeline(4, schedule=interleaved) + micro_batches(8)"),
+    (4, JOB, "pipeline(2, schedule=interleaved) + tensor(2) + micro_batches(4)"),
+    (4, DEEP, "pipeline(4, schedule=zero_bubble) + micro_batches(4)"),
+    (4, TIED, "pipeline(2, schedule=interleaved) + fsdp + micro_batches(2)"),
+    (4, JOB, "pipeline(2, schedule=interleaved) + fsdp + micro_batches(4) + bf16 + every_layer"),
+    (4, TIED, "pipeline(2, schedule=interleaved) + ddp + micro_batches(2)"),
+    (4, JOB, "pipeline(2, schedule=zero_bubble) + ddp + micro_batches(4)"),
+    (4, TIED, "pipeline(2, schedule=zero_bubble) + tensor(2) + micro_batches(2) + every_layer"),
+)
 TWO = tuple(few_of(TWO, TWO[3:]))
 FOUR = tuple(few_of(FOUR, [FOUR[1], FOUR[4]]))
-EVERY = [*((2, recipe) for recipe in TWO), *((4, recipe) for recipe in FOUR)]
+EVERY: staged.Cases = (
+    *((2, JOB, recipe) for recipe in TWO), *((4, JOB, recipe) for recipe in FOUR),
+    *((2, TIED, recipe) for recipe in few_of(TIED_TWO, TIED_TWO[:1])),
+    *((4, TIED, recipe) for recipe in few_of(TIED_FOUR, TIED_FOUR[:1])),
+    *few_of(INTERLEAVED, [INTERLEAVED[3], *INTERLEAVED[5:7], *INTERLEAVED[8:]]),
+)  # fmt: skip
+NAMES = [f"{ranks}-{'tied-' * (job in (TIED, DEEP_TIED))}{recipe}" for ranks, job, recipe in EVERY]
 
 
-@functools.cache
-def real(ranks: int) -> dict[tuple[str, int], Ran]:
-    """What each of so many ranks did under every recipe; they are started once."""
-    recipes = TWO if ranks == 2 else FOUR
-    cases: list[Case] = [(JOB, recipe) for recipe in recipes]
-    return {
-        (recipe, rank): ran
-        for rank, of_rank in enumerate(run_ranks(ranks, cases))
-        for recipe, ran in zip(recipes, of_rank, strict=True)
-    }
+def hold(ranks: int, recipe: str, rank: int, job: Job = JOB) -> None:
+    staged.hold(EVERY, ranks, job, recipe, rank)
 
 
-@functools.cache
-def rehearsed(ranks: int, recipe: str, rank: int) -> Trace:
-    setup = on_gpus(Recipe.parse(recipe).setup(), ranks)
-    return rehearse(job_of_rank(JOB, setup), setup, CpuPolicy(), rank=rank)
-
-
-def built(events: Sequence[Event]) -> list[Event]:
-    """Without what is dropped while the model is built: a CPU's process builds the whole model where it
-    trains, and a GPU's sees its stage alone. Nor with what DDP joins the weights in to compare them, of which
-    gloo's thread lets go."""
-    dropped = {event.block for event in events if event.nbytes < 0 and event.phase == "build"}
-    joined = {
-        event.block
-        for event in events
-        if event.phase == "build" and any("flatten_dense" in one for one in event.operators)
-    }
-    return [event for event in events if event.block not in dropped | joined]
-
-
-def hold(ranks: int, recipe: str, rank: int) -> None:
-    """Law 1 for one of so many ranks."""
-    trace = built(without_own(foreseen(rehearsed(ranks, recipe, rank))))
-    account = unheard(built(without_own(real(ranks)[recipe, rank].account)), trace)
-    comparison = compare(to_last_birth(account), to_last_birth(trace))
-    assert comparison.similarity == 1.0, f"{recipe}, rank {rank} of {ranks}: {comparison}"
-    assert peak(account) == peak(trace)
+def rehearsed(ranks: int, recipe: str, rank: int, job: Job = JOB) -> Trace:
+    return staged.rehearsed(ranks, recipe, rank, job)
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("ranks", "recipe"), EVERY)
-def test_each_real_stage_allocates_what_its_trace_says(ranks: int, recipe: str) -> None:
+@pytest.mark.parametrize(("ranks", "job", "recipe"), EVERY, ids=NAMES)
+def test_each_real_stage_allocates_what_its_trace_says(ranks: int, job: Job, recipe: str) -> None:
     for rank in range(ranks):
-        hold(ranks, recipe, rank)
+        hold(ranks, recipe, rank, job)
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("ranks", "recipe"), EVERY)
-def test_stages_train_as_one_process_does(ranks: int, recipe: str) -> None:
+@pytest.mark.parametrize(("ranks", "job", "recipe"), EVERY, ids=NAMES)
+def test_stages_train_as_one_process_does(ranks: int, job: Job, recipe: str) -> None:
     """Law 3: losses of three steps, and each stage's weights after them."""
-    setup = on_gpus(Recipe.parse(recipe).setup(), ranks)
-    alone = [
-        word for word in recipe.split(" + ") if not word.startswith(("pipeline", "tensor", "ddp", "fsdp"))
-    ]
-    exact = "fsdp" not in recipe or "bf16" not in recipe  # with shards bf16 is no autocast
-    losses, weights = trained(job_of_rank(JOB, setup), Recipe.parse(" + ".join(alone)).setup())
-    seen: set[str] = set()
-    for rank in range(ranks):
-        ran = real(ranks)[recipe, rank]
-        assert ran.losses == pytest.approx(losses, rel=1e-5 if exact else 2e-2)
-        for name, weight in ran.weights.items() if exact else ():
-            torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-5)
-        seen |= set(ran.weights)
-    assert seen == set(weights)
+    staged.hold_training(EVERY, ranks, job, recipe)
 
 
 @pytest.mark.whole
@@ -142,10 +126,10 @@ def test_what_is_sent_and_not_held_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         "snugfit.rehearsal.sharded.ranks.instead_of_others", lambda *, until_waited: plain(until_waited=True)
     )
-    rehearsed.cache_clear()
+    staged.rehearsed.cache_clear()
     with pytest.raises(AssertionError):
         hold(2, TWO[1], 0)
-    rehearsed.cache_clear()
+    staged.rehearsed.cache_clear()
 
 
 def test_stages_send_each_micro_batch_once_each_way() -> None:
@@ -174,6 +158,29 @@ def sent(trace: Trace) -> dict[tuple[str, int], int]:
         ("pipeline(4) + micro_batches(2)", "waits for others 60% of a step. Add micro_batches\\(8\\)"),
         ("pipeline(2, schedule=gpipe)", "with one micro-batch only one GPU works at a time"),
         ("pipeline(5) + micro_batches(8)", "llama has 4 layers. Take at most so many stages"),
+        (
+            "pipeline(2, schedule=interleaved, chunks=4) + micro_batches(4)",
+            "llama has 4 layers. Take at most so many stages, and these are 2 of 4 parts each",
+        ),
+        ("pipeline(2, schedule=interleaved) + micro_batches(5)", "in 2 rounds.* Take micro_batches\\(4\\)"),
+        ("pipeline(2, schedule=zero_bubble)", "2 stages need at least 2 micro-batches"),
+        (
+            "pipeline(2, schedule=zero_bubble) + fsdp + micro_batches(2)",
+            "where torch's FSDP2 does not see them .* does not go with fsdp here. Try schedule=interleaved",
+        ),
+        (
+            "pipeline(2, schedule=zero_bubble) + ddp + tensor(2) + micro_batches(2)",
+            "where torch's FSDP2 does not see them .* does not go with ddp here",
+        ),
+        ("pipeline(2, chunks=4) + micro_batches(2)", "schedule=1f1b has one part of the layers on each GPU"),
+        (
+            "pipeline(2, schedule=interleaved, chunks=1) + micro_batches(2)",
+            "one part of the layers on each GPU is schedule=1f1b",
+        ),
+        (
+            "pipeline(2, schedule=interleaved) + micro_batches(2) + segments",
+            "recomputes layers together that other GPUs' layers lie between. Try 'every_layer'",
+        ),
         ("pipeline(2) + micro_batches(2) + fp16", "is not simulated together with fp16. Try 'bf16'"),
         ("pipeline(2) + micro_batches(2) + lora(r=2)", "is not simulated together with lora"),
         ("pipeline(2) + micro_batches(2) + zero1", "is not simulated together with zero1. Try 'fsdp' or"),
@@ -190,7 +197,6 @@ def test_what_does_not_go_together(recipe: str, why: str) -> None:
     [
         (small_job("bert"), "only decoders that train as causal-lm are cut into stages"),
         (small_job("t5"), "only decoders that train as causal-lm are cut into stages"),
-        (small_job("gpt2"), "the embedding that the head is tied to. Untie them in the config"),
     ],
 )
 def test_models_that_are_not_cut(job: Job, why: str) -> None:
@@ -198,10 +204,24 @@ def test_models_that_are_not_cut(job: Job, why: str) -> None:
         Recipe.parse("pipeline(2) + micro_batches(2)").check(job, installed=False)
 
 
-def test_a_model_of_another_build_is_refused_by_name() -> None:
-    untied = small_job("gpt2", 4, {"tie_word_embeddings": False}, batch_size=16)
-    with pytest.raises(RecipeError, match="GPT2LMHeadModel cannot be cut into stages: only decoders are"):
-        predict(untied, "pipeline(2) + micro_batches(4)", gpu="h200", gpus=2)
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (
+            FAMILIES["gpt2"][0] | {"model_type": "gpt2", "n_layer": 4},
+            "GPT2LMHeadModel .*: only decoders are that have",
+        ),
+        (
+            FAMILIES["llama"][0] | {"model_type": "granite", "num_hidden_layers": 4},
+            "GraniteForCausalLM .*: it changes the embedded tokens before its first",
+        ),
+    ],
+)
+def test_a_model_of_another_build_is_refused_by_name(config: dict[str, Any], why: str) -> None:
+    model = Model.from_config(config, name="other")
+    job = Job(model=model, task=Task.CAUSAL_LM, batch_size=16, sequence_length=16)
+    with pytest.raises(RecipeError, match=why):
+        predict(job, "pipeline(2) + micro_batches(4)", gpu="h200", gpus=2)
 
 
 def test_a_word_of_other_libraries_is_understood() -> None:
@@ -242,48 +262,78 @@ def test_layers_are_cut_as_evenly_as_may_be() -> None:
     assert rank_of(3, replace(wish, ranks=20)) == 12
 
 
-EVEN = StageWork(forward=1.0, backward=2.0, before=0.0, after=0.0)
+def passes(*each: tuple[str, int, float]) -> StageWork:
+    return StageWork(passes={(kind, number): seconds for kind, number, seconds in each})
+
+
+EVEN = passes((FORWARD, 0, 1.0), (BACKWARD, 0, 2.0))
+
+
+def orders(ranks: int, micro_batches: int, schedule: str, chunks: int = 1) -> Sequence[Sequence[Pass]]:
+    wish = ParallelWish(weights="alone", ranks=ranks, stages=ranks, schedule=schedule, chunks=chunks)
+    return orders_of(wish, micro_batches)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
 def test_the_bubble_of_even_stages_is_the_known_one(schedule: str) -> None:
     """(n - 1) / (m + n - 1) of the step (Narayanan et al., arXiv 2104.04473, section 2.2.1)."""
-    step = simulate_stages([EVEN] * 4, 8, schedule, transfer=0.0, clips=True)
+    step = simulate_stages([EVEN] * 4, orders(4, 8, schedule), transfer=0.0, clips=True)
     assert step.step_seconds == pytest.approx(3.0 * (8 + 3))
     assert step.bubble == pytest.approx(3 / 11)
 
 
 def test_stages_wait_for_the_slowest_and_for_what_is_sent() -> None:
-    slow = replace(EVEN, forward=2.0, backward=4.0)
-    step = simulate_stages([EVEN, slow], 8, "1F1B", transfer=0.0, clips=True)
+    slow = passes((FORWARD, 0, 2.0), (BACKWARD, 0, 4.0))
+    step = simulate_stages([EVEN, slow], orders(2, 8, "1F1B"), transfer=0.0, clips=True)
     assert step.step_seconds == pytest.approx(8 * 6.0 + 3.0)
     assert step.idle == pytest.approx([27.0, 3.0])
-    far = simulate_stages([EVEN] * 2, 2, "GPipe", transfer=0.5, clips=True)
+    far = simulate_stages([EVEN] * 2, orders(2, 2, "GPipe"), transfer=0.5, clips=True)
     assert far.step_seconds == pytest.approx(3.0 * 3 + 2 * 0.5)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+def test_the_bubble_of_interleaved_stages_is_as_much_smaller_as_they_are_more() -> None:
+    """1 / chunks of what it is otherwise, beside the same work (Narayanan et al., section 2.2.2)."""
+    work = passes(*((kind, number, s / 2) for kind, s in ((FORWARD, 1), (BACKWARD, 2)) for number in (0, 1)))
+    step = simulate_stages([work] * 4, orders(4, 8, "Interleaved1F1B", 2), transfer=0.0, clips=True)
+    assert step.step_seconds == pytest.approx(3.0 * (8 + 3 / 2))
+    assert step.idle == pytest.approx([4.5] * 4)
+
+
+def test_gradients_of_weights_fill_the_bubble() -> None:
+    kinds = (FORWARD, INPUTS, WEIGHTS)
+    work = passes(*((kind, number, 0.5) for kind in kinds for number in (0, 1)))
+    step = simulate_stages([work] * 4, orders(4, 8, "InterleavedZeroBubble", 2), transfer=0.0, clips=True)
+    assert 24 <= step.step_seconds < 3.0 * (8 + 3 / 2)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved", "zero_bubble"])
 def test_torch_runs_the_passes_in_the_order_that_is_simulated(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    ran: list[tuple[str, int]] = []
+    ran: list[Pass] = []
 
     def logged(kind: str, plain: Any) -> Any:
         def run(self: Any, chunk: int, *given: Any, **more: Any) -> Any:
-            ran.append((kind, chunk))
+            split = kind == BACKWARD and not more.get("full_backward", True)
+            ran.append(Pass(INPUTS if split else kind, self.stage_index, chunk))
             return plain(self, chunk, *given, **more)
 
         return run
 
     stage = pipelining.PipelineStage
-    monkeypatch.setattr(stage, "forward_one_chunk", logged(FORWARD, stage.forward_one_chunk))
-    monkeypatch.setattr(stage, "backward_one_chunk", logged(BACKWARD, stage.backward_one_chunk))
+    methods = {
+        FORWARD: "forward_one_chunk", BACKWARD: "backward_one_chunk", WEIGHTS: "backward_weight_one_chunk",
+    }  # fmt: skip
+    for kind, method in methods.items():
+        monkeypatch.setattr(stage, method, logged(kind, getattr(stage, method)))
     setup = on_gpus(Recipe.parse(f"pipeline(4, schedule={name}) + micro_batches(8)").setup(), 4)
     assert setup.parallel is not None
     for rank in range(4):
         ran.clear()
-        rehearse(JOB, setup, CpuPolicy(), steps=2, rank=rank)
-        assert ran == 2 * list(order_of(rank, 4, 8, setup.parallel.schedule)), rank
+        trace = rehearse(DEEP, setup, CpuPolicy(), steps=2, rank=rank)
+        order = orders_of(setup.parallel, 8)[rank]
+        assert ran == 2 * list(order), rank
+        assert len(trace.passes) == 1 + len(order), "the loop says that it begins"
 
 
 def test_a_step_is_as_long_as_its_stages_take() -> None:
@@ -295,6 +345,21 @@ def test_a_step_is_as_long_as_its_stages_take() -> None:
     assert few.bubble > many.bubble > 0
     assert 0 < few.idle_seconds < few.step_seconds
     assert few.communication_seconds > 0
+
+
+def test_a_head_that_is_the_embedding_is_in_two_stages_and_on_the_host_once() -> None:
+    traces = [rehearsed(2, TWO[0], rank, TIED) for rank in (0, 1)]
+    embedding = 4 * 96 * 64
+    for trace in traces:
+        sums = [kernel for kernel in trace.kernels if kernel.operator == ALL_REDUCE]
+        assert [one.nbytes for one in sums if one.phase == "update"] == [embedding]
+    setup = on_gpus(Recipe.parse(TWO[0]).setup(), 2)
+    ranks = [RankForeseen(rank, trace, None, 0, 0, []) for rank, trace in enumerate(traces)]
+    whole = rehearse(TIED, Recipe.parse("plain").setup(), CpuPolicy())
+    weights = sum(block.nbytes for block in whole.blocks if block.kind == Kind.WEIGHTS)
+    rotary = 2 * 8 * 4  # bytes of buffers that every stage has
+    assert weights_on_host(TIED, setup, ranks) == weights + rotary
+    assert weights_on_host(JOB, setup, ranks) == weights + rotary + embedding
 
 
 def test_nccl_has_memory_for_each_neighbour() -> None:

@@ -24,8 +24,12 @@ LAST = 12
 
 TWO = "pipeline(2) + micro_batches(2)"
 SHARED = "pipeline(2) + tensor(2) + micro_batches(2)"
+INTERLEAVED = "pipeline(2, schedule=interleaved) + micro_batches(2)"
 
 HOW: dict[str, Any] = {"job": "llama", "layers": 4}
+
+TIED: dict[str, Any] = {**HOW, "facts": {"tie_word_embeddings": True}, "lr_scheduler_type": "constant"}
+"""A model whose head is its embedding."""
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +48,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 RECIPES = [
     (TWO, 2), ("pipeline(2) + ddp + micro_batches(2)", 4), ("pipeline(2) + fsdp + micro_batches(2)", 4),
-    ("pipeline(4, schedule=gpipe) + micro_batches(2)", 4), (SHARED, 4),
+    ("pipeline(4, schedule=gpipe) + micro_batches(2)", 4), (SHARED, 4), (INTERLEAVED, 2),
+    ("pipeline(2, schedule=zero_bubble) + micro_batches(4)", 2),
+    ("pipeline(2, schedule=interleaved) + fsdp + micro_batches(2)", 4),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("recipe", "size"), slow_but(RECIPES, 2))
+@pytest.mark.parametrize(("recipe", "size"), slow_but(RECIPES, lambda case: case[1] == 2))
 def test_as_one_process(tmp_path: Path, forks: Forks, alone: Path, recipe: str, size: int) -> None:
     """Losses, norms, evaluations and weights of one process, with samples that are padded unevenly."""
     how = {**HOW, "eval_strategy": "steps", "eval_steps": 6, "lr_scheduler_type": "constant"}
@@ -66,7 +72,17 @@ def test_as_one_process(tmp_path: Path, forks: Forks, alone: Path, recipe: str, 
 
 
 @pytest.mark.parametrize(
-    ("recipe", "size"), slow_but([(TWO, 2), ("pipeline(2) + fsdp + micro_batches(2)", 4), (SHARED, 4)], 1)
+    ("recipe", "size"),
+    slow_but(
+        [
+            (TWO, 2),
+            ("pipeline(2) + fsdp + micro_batches(2)", 4),
+            (SHARED, 4),
+            (INTERLEAVED, 2),
+            ("pipeline(2, schedule=interleaved) + fsdp + micro_batches(2)", 4),
+        ],
+        1,
+    ),
 )
 def test_resumed_on_as_many_it_is_the_same_run(tmp_path: Path, forks: Forks, recipe: str, size: int) -> None:
     """Bit for bit."""
@@ -81,17 +97,20 @@ def test_resumed_on_as_many_it_is_the_same_run(tmp_path: Path, forks: Forks, rec
 
 OTHERS = [
     (TWO, "micro_batches(2)", 1), ("micro_batches(2)", TWO, 2), (TWO, "fsdp + micro_batches(2)", 2),
-    (TWO, "pipeline(4, schedule=gpipe) + micro_batches(2)", 4),
+    (TWO, "pipeline(4, schedule=gpipe) + micro_batches(2)", 4), (INTERLEAVED, "micro_batches(2)", 1),
+    (INTERLEAVED, TWO, 2), (TWO, INTERLEAVED, 2),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("before", "after", "size"), slow_but(OTHERS, 2))
+@pytest.mark.parametrize(
+    ("before", "after", "size"), slow_but(OTHERS, lambda case: case in (*OTHERS[:2], OTHERS[4]))
+)
 def test_resumed_on_others_it_has_the_same_numbers(
     tmp_path: Path, forks: Forks, alone: Path, before: str, after: str, size: int
 ) -> None:
     """Weights and optimizer states are read by whoever goes on."""
     how = {**HOW, "lr_scheduler_type": "constant"}
-    for recipe, count, steps in ((before, 2 if before == TWO else 1, 5), (after, size, LAST)):
+    for recipe, count, steps in ((before, 1 if before == "micro_batches(2)" else 2, 5), (after, size, LAST)):
         if count == 1:
             assert run_of(str(tmp_path / "run"), recipe=recipe, max_steps=steps, **how).exit_code == 0
         else:
@@ -99,6 +118,59 @@ def test_resumed_on_others_it_has_the_same_numbers(
             assert trained(forks, tmp_path / "run", count, **asked) == [0] * count
     same_losses(*([row[0] for row in losses(at).values()] for at in (tmp_path / "run", alone)))
     same_parameters(weights_in(tmp_path / "run", LAST), weights_in(alone, LAST))
+
+
+@pytest.fixture(scope="module")
+def tied_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process on a model whose head is its embedding."""
+    folder = tmp_path_factory.mktemp("tied_alone") / "run"
+    run_of(str(folder), **TIED)
+    return folder
+
+
+TIED_RECIPES = [
+    (TWO, 2), ("pipeline(4, schedule=gpipe) + micro_batches(2)", 4),
+    ("pipeline(2) + fsdp + micro_batches(2)", 4), ("pipeline(2) + ddp + micro_batches(2)", 4), (SHARED, 4),
+    (INTERLEAVED, 2), ("pipeline(2, schedule=interleaved) + fsdp + micro_batches(2)", 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "size"), slow_but(TIED_RECIPES, 1))
+def test_a_head_that_is_the_embedding_trains_as_in_one_process(
+    tmp_path: Path, forks: Forks, tied_alone: Path, recipe: str, size: int
+) -> None:
+    """Losses, norms and weights; and a run that is resumed is the same one, bit for bit. The last checkpoint
+    has the matrix once, as that of one process."""
+    how = {**TIED, "recipe": recipe}
+    assert trained(forks, tmp_path / "half", size, max_steps=5, **how) == [0] * size
+    for name in ("half", "whole"):
+        assert trained(forks, tmp_path / name, size, **how) == [0] * size
+    assert losses(tmp_path / "half") == losses(tmp_path / "whole")
+    ours, theirs = (weights_in(at, LAST) for at in (tmp_path / "whole", tied_alone))
+    assert equal(weights_in(tmp_path / "half", LAST), ours)
+    assert set(ours) == set(theirs)
+    assert "lm_head.weight" not in ours
+    for column in range(3):
+        rows = (losses(at).values() for at in (tmp_path / "whole", tied_alone))
+        same_losses(*([row[column] for row in one] for one in rows))
+    same_parameters(ours, theirs)
+
+
+TIED_OTHERS = [(TWO, 2, "micro_batches(2)", 1), ("micro_batches(2)", 1, TWO, 2)]
+
+
+@pytest.mark.parametrize(("before", "size_before", "after", "size"), slow_but(TIED_OTHERS, 0))
+def test_a_head_that_is_the_embedding_is_resumed_on_others(
+    tmp_path: Path, forks: Forks, tied_alone: Path, before: str, size_before: int, after: str, size: int
+) -> None:
+    for recipe, count, steps in ((before, size_before, 5), (after, size, LAST)):
+        asked = {**TIED, "recipe": recipe, "max_steps": steps}
+        if count == 1:
+            assert run_of(str(tmp_path / "run"), **asked).exit_code == 0
+        else:
+            assert trained(forks, tmp_path / "run", count, **asked) == [0] * count
+    same_losses(*([row[0] for row in losses(at).values()] for at in (tmp_path / "run", tied_alone)))
+    same_parameters(weights_in(tmp_path / "run", LAST), weights_in(tied_alone, LAST))
 
 
 def test_optimizers_whose_states_are_not_kept_are_refused(tmp_path: Path, forks: Forks) -> None:

@@ -202,6 +202,10 @@ class Job:
         """The same config, one object for all who ask and change nothing of it: a rehearsal asks often."""
         return _config_to_read(self.model, self.task, self.labels)
 
+    def ties_embeddings(self) -> bool:
+        """Whether the model's head is its embedding, one matrix for both."""
+        return bool(getattr(self.config_to_read().get_text_config(), "tie_word_embeddings", False))
+
     def model_class(self) -> Any:
         """The class of its model, whatever adapters stand around one from Python."""
         module: Any = self.model.module

@@ -279,6 +279,9 @@ class ParallelWish:
     schedule: str = ""
     """Where there are stages: in which order each runs its micro-batches, by torch's name."""
 
+    chunks: int = 1
+    """How many stages each of these ranks has: with n ranks the first has the stages 0, n, 2n, ..."""
+
     experts: int = 1
     """Over how many ranks the experts of each layer are spread: those that share its matrices, or 1."""
 
@@ -287,6 +290,11 @@ class ParallelWish:
         """Whether ranks hold all of the weights and average their gradients: those of the data axis, or,
         where there is none, those that share each sequence."""
         return self.weights == "copied" or (self.weights == "alone" and self.context > 1)
+
+    @property
+    def all_stages(self) -> int:
+        """Into how many stages the layers are cut."""
+        return self.stages * self.chunks
 
     @property
     def ranks_of_one_part(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,7 +21,7 @@ from snugfit.rehearsal.trace.trace import RECEIVE, SEND
 from snugfit.results.footprint import Kind
 from snugfit.results.prediction import RankPredicted
 from snugfit.results.step_seconds import PIPELINE, StepSeconds
-from snugfit.step.wishes.mesh.stages import layers_of
+from snugfit.step.wishes.mesh.stages import EMBEDDING, HEAD, layers_at
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -82,11 +83,11 @@ def pipelined_steps(
         rates = rates or rates_for(gpu)
     except GpuError:
         return None
-    how = {"micro_batches": setup.micro_batches, "workers": setup.loader.workers}
-    by_stage = {stages[one.rank]: one.trace for one in ranks}
-    real = pipelined_step(by_stage, wish, job.model.layers, gpu, rates, **how)
-    at_once = pipelined_step(by_stage, wish, job.model.layers, gpu, rates, **how, transfer_takes=0.0)
-    return PipelinedSteps(real, at_once)
+    steps = functools.partial(
+        pipelined_step, {stages[one.rank]: one.trace for one in ranks}, wish, job.model.layers, gpu, rates,
+        micro_batches=setup.micro_batches, workers=setup.loader.workers, tied=job.ties_embeddings(),
+    )  # fmt: skip
+    return PipelinedSteps(steps(), steps(transfer_takes=0.0))
 
 
 def differing(
@@ -104,7 +105,7 @@ def differing(
         RankPredicted(
             rank=one.rank,
             stage=stages[one.rank],
-            layers=len(layers_of(stages[one.rank], wish.stages, job.model.layers)),
+            layers=len(layers_at(stages[one.rank], wish, job.model.layers)),
             requested_bytes=one.after.requested_peak,
             allocated_bytes=one.after.allocated_peak,
             reserved_bytes=one.after.reserved_peak,
@@ -143,10 +144,14 @@ def among_stages(
 
 
 def weights_on_host(job: Job, setup: Setup, ranks: Sequence[RankForeseen]) -> int:
-    """Bytes of the weights that a process builds on the host, where it does: of all stages."""
-    own = [sum(block.nbytes for block in one.trace.blocks if block.kind == Kind.WEIGHTS) for one in ranks]
+    """Bytes of the weights that a process builds on the host, where it does: of all stages, and a matrix that
+    two of them have once."""
+    weights = [[block for block in one.trace.blocks if block.kind == Kind.WEIGHTS] for one in ranks]
+    own = [sum(block.nbytes for block in blocks) for blocks in weights]
     wish = setup.parallel
     if wish is None or wish.stages == 1:
         return own[0]
     by_stage = dict(zip(stages_to_rehearse(wish, job.model.layers), own, strict=True))
-    return sum(by_stage[stand_in(stage, wish, job.model.layers)] for stage in range(wish.stages))
+    copies = [block.nbytes for block in weights[-1] if block.module.endswith((EMBEDDING, HEAD))]
+    twice = sum(copies) if job.ties_embeddings() else 0
+    return sum(by_stage[stand_in(stage, wish, job.model.layers)] for stage in range(wish.stages)) - twice

@@ -9,22 +9,29 @@ The seconds are those of a schedule: each stage runs its micro-batches in its or
 stage before has sent what it needs, a backward pass when the stage behind has. How long a stage takes for
 each follows from its own trace, as if it had all it waits for (`seconds.py`); the rest of a step, which is
 mostly the update, begins when all of its passes are done, and where gradients are clipped when those of all
-stages are. A GPU that waits is idle: the bubble.
+stages are; where the head is tied to the embedding, the first stage and the last one wait for each other. A
+GPU that waits is idle: the bubble.
+
+A GPU has a place among those of one copy of the model, and one stage, or several (`interleaved`): with n GPUs
+the first has the stages 0, n, 2n, ... In which order it runs their passes says torch's own schedule.
 """
 
 from __future__ import annotations
 
+import bisect
+import functools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.seconds import launch_seconds, sync_points, with_worker_batches
 from snugfit.prediction.several_gpus.communication import Interconnect, interconnect_of
 from snugfit.prediction.several_gpus.streams import SIMULATED_STEPS, simulate_streams
 from snugfit.rehearsal.trace.trace import ALONE, RECEIVE, SEND
-from snugfit.step.wishes.mesh.stages import layers_of
+from snugfit.step.wishes.mesh.stages import layers_of, stages_at
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -32,56 +39,68 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel, Trace
     from snugfit.techniques.setup import ParallelWish
 
-GPIPE = "GPipe"
-"""The schedule that runs all forward passes first, by torch's name."""
+ONE_FORWARD_ONE_BACKWARD, GPIPE = "1F1B", "GPipe"
+"""The schedules of one stage on each GPU, by torch's names."""
 
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD, BACKWARD, INPUTS, WEIGHTS = "forward", "backward", "inputs' gradients", "weights' gradients"
+
+KINDS = {
+    "FORWARD": FORWARD, "FULL_BACKWARD": BACKWARD, "BACKWARD_INPUT": INPUTS, "BACKWARD_WEIGHT": WEIGHTS,
+}  # fmt: skip
+"""What torch calls kinds of passes; a backward pass is one, or two."""
 
 _PASSES = frozenset({FORWARD, BACKWARD})
 
 
+class Pass(NamedTuple):
+    """What a GPU does for one micro-batch at a time."""
+
+    kind: str
+    """One of `KINDS`."""
+
+    stage: int
+    """Which of all stages."""
+
+    micro_batch: int
+
+
 def stages_to_rehearse(wish: ParallelWish, layers: int) -> tuple[int, ...]:
-    """The stages that stand for all, in order; of a model that is not cut the only one."""
-    lengths = [len(layers_of(stage, wish.stages, layers)) for stage in range(wish.stages)]
-    kinds = {stage: (stage == 0, stage == wish.stages - 1, length) for stage, length in enumerate(lengths)}
-    firsts: dict[tuple[bool, bool, int], int] = {}
-    for stage, kind in kinds.items():
-        firsts.setdefault(kind, stage)
+    """The places that stand for all, in order; of a model that is not cut the only one."""
+    firsts: dict[tuple[Any, ...], int] = {}
+    for place in range(wish.stages):
+        firsts.setdefault(_kind(place, wish, layers), place)
     return tuple(sorted(firsts.values()))
 
 
-def stand_in(stage: int, wish: ParallelWish, layers: int) -> int:
-    """The stage that was rehearsed for this one."""
-    length = len(layers_of(stage, wish.stages, layers))
-    alike = [
-        other
-        for other in stages_to_rehearse(wish, layers)
-        if len(layers_of(other, wish.stages, layers)) == length
-        and (other == 0, other == wish.stages - 1) == (stage == 0, stage == wish.stages - 1)
-    ]
-    return alike[0]
+def stand_in(place: int, wish: ParallelWish, layers: int) -> int:
+    """The place that was rehearsed for this one."""
+    kind = _kind(place, wish, layers)
+    return next(one for one in stages_to_rehearse(wish, layers) if _kind(one, wish, layers) == kind)
 
 
-def rank_of(stage: int, wish: ParallelWish) -> int:
-    """The first rank of a stage: stages are the first axis of the mesh."""
-    return stage * (wish.ranks // wish.stages) if wish.ranks else 0
+def _kind(place: int, wish: ParallelWish, layers: int) -> tuple[Any, ...]:
+    """What tells places apart: the ends of the model, and how many layers each stage has."""
+    lengths = [len(layers_of(stage, wish.all_stages, layers)) for stage in stages_at(place, wish)]
+    return place == 0, place == wish.stages - 1, *lengths
+
+
+def rank_of(place: int, wish: ParallelWish) -> int:
+    """The first rank of a place: stages are the first axis of the mesh."""
+    return place * (wish.ranks // wish.stages) if wish.ranks else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageWork:
-    """Seconds of one stage's own work in a step."""
+    """Seconds of a GPU's own work in a step."""
 
-    forward: float
-    """Of each micro-batch's forward pass."""
+    passes: Mapping[tuple[str, int], float]
+    """Of each micro-batch's pass of a kind through one of its stages, which are counted from 0."""
 
-    backward: float
-    """Of each micro-batch's backward pass."""
-
-    before: float
+    before: float = 0.0
     """Of what comes before the first pass: the batch is copied."""
 
-    after: float
-    """Of what comes after the last: clipping, the update."""
+    after: float = 0.0
+    """Of what comes after the last: sums of what two stages have, clipping, the update."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +111,7 @@ class PipelinedStep:
     """Between the ends of two steady steps."""
 
     idle: Sequence[float]
-    """Of each stage: seconds of the step in which it waits for others."""
+    """Of each GPU of one copy of the model: seconds of the step in which it waits for others."""
 
     @property
     def bubble(self) -> float:
@@ -109,28 +128,39 @@ def without_other_stages(trace: Trace) -> Trace:
     return replace(trace, kernels=tuple(kernels))
 
 
-def stage_work(trace: Trace, gpu: Gpu, rates: Rates, *, micro_batches: int, workers: int = 0) -> StageWork:
-    """The seconds of a stage's own work, of a trace that waits for no other. Between two kernels' ends lies
-    what the later one takes, and what the GPU waits for its own host."""
+def stage_work(trace: Trace, order: Sequence[Pass], gpu: Gpu, rates: Rates, *, workers: int = 0) -> StageWork:
+    """The seconds of a GPU's own work, of a trace that waits for no other, in which it runs its passes in
+    this order. Between two kernels' ends lies what the later one takes, and what the GPU waits for its own
+    host."""
     clock = KernelClock(rates, interconnect_of(gpu))
     kernels = with_worker_batches(workers, without_other_stages(trace).kernels)
     device = [clock.seconds(kernel) for kernel in kernels]
     launches = [launch_seconds(kernel, rates.host) for kernel in kernels]
     syncs = sync_points(kernels, trace.waits)
     _, moments = simulate_streams(kernels, device, launches, syncs, rates.host)
-    seconds: defaultdict[str, float] = defaultdict(float)
-    before, reached = True, moments[0][1] if moments else 0.0
-    for kernel, (_, _, end) in zip(kernels, moments, strict=True):
-        before = before and kernel.phase not in _PASSES
-        part = kernel.phase if kernel.phase in _PASSES else "before" if before else "after"
-        seconds[part] += max(0.0, end - reached)
+    numbers = {stage: number for number, stage in enumerate(sorted({one.stage for one in order}))}
+    kinds = [(one.kind, numbers[one.stage]) for one in order]
+    seconds: defaultdict[tuple[str, int], float] = defaultdict(float)
+    before = after = 0.0
+    reached = moments[0][1] if moments else 0.0
+    for kernel, at, (_, _, end) in zip(kernels, _pass_of_each(trace), moments, strict=True):
+        took = max(0.0, end - reached)
+        if kernel.phase in _PASSES and kinds:
+            seconds[kinds[max(0, at)]] += took
+        elif at < 0:
+            before += took
+        else:
+            after += took
         reached = max(reached, end)
-    return StageWork(
-        forward=seconds[FORWARD] / micro_batches,
-        backward=seconds[BACKWARD] / micro_batches,
-        before=seconds["before"],
-        after=seconds["after"],
-    )
+    each = {kind: seconds[kind] / kinds.count(kind) for kind in kinds}
+    return StageWork(passes=each, before=before, after=after)
+
+
+def _pass_of_each(trace: Trace) -> list[int]:
+    """Of each kernel, how many passes began before its own; -1 for what comes before the first. The loop says
+    that it is at its forward passes before torch begins the first of them."""
+    begins = trace.passes[1:]
+    return [bisect.bisect_right(begins, number) - 1 for number in range(len(trace.kernels))]
 
 
 def transfer_seconds(trace: Trace, link: Interconnect) -> float:
@@ -138,63 +168,99 @@ def transfer_seconds(trace: Trace, link: Interconnect) -> float:
     return max((link.seconds(kernel) for kernel in trace.kernels if kernel.operator == SEND), default=0.0)
 
 
-def order_of(stage: int, stages: int, micro_batches: int, schedule: str) -> Iterator[tuple[str, int]]:
-    """The passes of a stage, in order, each with the number of its micro-batch (torch's
-    `ScheduleGPipe`, `Schedule1F1B`)."""
-    first = micro_batches if schedule == GPIPE else min(micro_batches, stages - stage)
-    yield from ((FORWARD, number) for number in range(first))
+def orders_of(wish: ParallelWish, micro_batches: int) -> Sequence[Sequence[Pass]]:
+    """The passes of each GPU of one copy of the model, in order."""
+    if wish.schedule not in (ONE_FORWARD_ONE_BACKWARD, GPIPE):
+        return _orders_of_torch(wish.schedule, wish.stages, wish.chunks, micro_batches)
+    return [[*_order_of(stage, wish, micro_batches)] for stage in range(wish.stages)]
+
+
+def _order_of(stage: int, wish: ParallelWish, micro_batches: int) -> Iterator[Pass]:
+    """The passes of a stage, in order (torch's `ScheduleGPipe`, `Schedule1F1B`)."""
+    waiting = min(micro_batches, wish.stages - stage)
+    first = micro_batches if wish.schedule == GPIPE else waiting
+    yield from (Pass(FORWARD, stage, number) for number in range(first))
     for number in range(micro_batches):
-        yield BACKWARD, number
+        yield Pass(BACKWARD, stage, number)
         if first + number < micro_batches:
-            yield FORWARD, first + number
+            yield Pass(FORWARD, stage, first + number)
+
+
+@functools.lru_cache(maxsize=16)
+def _orders_of_torch(schedule: str, ranks: int, chunks: int, micro_batches: int) -> list[list[Pass]]:
+    """The passes of each rank, as torch's own class of this name puts them in order. It asks stages for no
+    more than their numbers."""
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    asked = {"num_stages": ranks * chunks, "group_size": ranks, "group_rank": 0, "submod": None}
+    stages: Any = [SimpleNamespace(stage_index=ranks * number, **asked) for number in range(chunks)]
+    made: Any = get_schedule_class(schedule)(stages, micro_batches, scale_grads=False)
+    return [
+        [
+            Pass(KINDS[action.computation_type.name], action.stage_index, action.microbatch_index)
+            for action in made.pipeline_order[rank]
+            if action is not None
+        ]
+        for rank in range(ranks)
+    ]
 
 
 def simulate_stages(
-    work: Sequence[StageWork], micro_batches: int, schedule: str, *, transfer: float, clips: bool
+    work: Sequence[StageWork],
+    orders: Sequence[Sequence[Pass]],
+    *,
+    transfer: float,
+    clips: bool,
+    tied: bool = False,
 ) -> PipelinedStep:
-    """The steady step of stages that do this work; what one sends is there `transfer` seconds later. With
-    `clips` all wait for each other before they update."""
+    """The steady step of GPUs that do this work in these orders; what one sends is there `transfer` seconds
+    later. With `clips` all wait for each other before they update, with `tied` the first and the last."""
     free = [0.0] * len(work)
     end = 0.0
     for _ in range(SIMULATED_STEPS):
         last = end
-        free = _run_passes(work, micro_batches, schedule, transfer, free)
+        free = _run_passes(work, orders, transfer, free)
+        if tied:
+            free[0] = free[-1] = max(free[0], free[-1])
         if clips:
             free = [max(free)] * len(work)
         free = [moment + own.after for moment, own in zip(free, work, strict=True)]
         end = max(free)
     length = end - last
-    busy = [own.before + own.after + micro_batches * (own.forward + own.backward) for own in work]
+    busy = [
+        own.before + own.after + sum(own.passes[one.kind, one.stage // len(work)] for one in order)
+        for own, order in zip(work, orders, strict=True)
+    ]
     return PipelinedStep(step_seconds=length, idle=[max(0.0, length - own) for own in busy])
 
 
 def _run_passes(
-    work: Sequence[StageWork], micro_batches: int, schedule: str, transfer: float, free: Sequence[float]
+    work: Sequence[StageWork], orders: Sequence[Sequence[Pass]], transfer: float, free: Sequence[float]
 ) -> list[float]:
-    """When each stage has run its passes, of stages that are free from these moments on."""
+    """When each GPU has run its passes, of GPUs that are free from these moments on."""
+    ranks = len(work)
+    last = max(one.stage for order in orders for one in order)
     now = [moment + own.before for moment, own in zip(free, work, strict=True)]
-    orders = [list(order_of(stage, len(work), micro_batches, schedule)) for stage in range(len(work))]
-    done: dict[tuple[str, int, int], float] = {}
-    nexts = [0] * len(work)
-    waiting = list(range(len(work)))
+    done: dict[tuple[bool, int, int], float] = {}  # forward passes, and what is sent of backward passes
+    nexts = [0] * ranks
+    waiting = list(range(ranks))
     while waiting:
-        stage = waiting.pop()
-        own = work[stage]
-        while nexts[stage] < len(orders[stage]):
-            kind, number = orders[stage][nexts[stage]]
-            source = stage - 1 if kind == FORWARD else stage + 1
+        rank = waiting.pop()
+        for one in orders[rank][nexts[rank] :]:
+            forward = one.kind == FORWARD
+            source = one.stage - 1 if forward else one.stage + 1
             given = 0.0
-            if 0 <= source < len(work):
-                if (kind, source, number) not in done:
+            if 0 <= source <= last and one.kind != WEIGHTS:
+                if (forward, source, one.micro_batch) not in done:
                     break
-                given = done[kind, source, number] + transfer
-            takes = own.forward if kind == FORWARD else own.backward
-            now[stage] = max(now[stage], given) + takes
-            done[kind, stage, number] = now[stage]
-            nexts[stage] += 1
-            other = stage + 1 if kind == FORWARD else stage - 1
-            if 0 <= other < len(work) and other not in waiting:
-                waiting.append(other)
+                given = done[forward, source, one.micro_batch] + transfer * (source % ranks != rank)
+            now[rank] = max(now[rank], given) + work[rank].passes[one.kind, one.stage // ranks]
+            nexts[rank] += 1
+            if one.kind != WEIGHTS:
+                done[forward, one.stage, one.micro_batch] = now[rank]
+                other = (one.stage + (1 if forward else -1)) % ranks
+                if other not in waiting and other != rank:
+                    waiting.append(other)
     return now
 
 
@@ -207,22 +273,25 @@ def pipelined_step(
     *,
     micro_batches: int,
     workers: int = 0,
+    tied: bool = False,
     transfer_takes: float | None = None,
 ) -> PipelinedStep:
-    """The steady step of all stages, by the traces of those that were rehearsed; with `transfer_takes` as if
-    what a stage sends took so many seconds."""
+    """The steady step of all stages, by the traces of those that were rehearsed; `tied` where
+    the first stage and the last have one matrix; with `transfer_takes` as if what a stage sends took so many
+    seconds."""
+    orders = orders_of(wish, micro_batches)
     own = {
-        stage: stage_work(trace, gpu, rates, micro_batches=micro_batches, workers=workers)
-        for stage, trace in traces.items()
+        place: stage_work(trace, orders[place], gpu, rates, workers=workers)
+        for place, trace in traces.items()
     }
     link = interconnect_of(gpu)
     transfer = max((transfer_seconds(trace, link) for trace in traces.values()), default=0.0)
     return simulate_stages(
-        [own[stand_in(stage, wish, layers)] for stage in range(wish.stages)],
-        micro_batches,
-        wish.schedule,
+        [own[stand_in(place, wish, layers)] for place in range(wish.stages)],
+        orders,
         transfer=transfer if transfer_takes is None else transfer_takes,
         clips=any(_clips(trace.kernels) for trace in traces.values()),
+        tied=tied,
     )
 
 

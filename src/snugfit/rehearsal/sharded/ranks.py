@@ -76,6 +76,7 @@ class RankRecorder(Recorder):
         products skip those of others' experts: an even part of them is taken to be left."""
         self.averages_over: Any = None
         """The process group over which DDP averages."""
+        self._passes: list[int] = []  # of the last step: before which kernel each begins
         self._of_group: dict[str, int] = {}  # NCCL's own stream of a process group
         self._unawaited: Moment = frozenset()  # exchanges that nobody has waited for
         self._further_groups: set[str] = set()  # than that of all ranks
@@ -121,6 +122,8 @@ class RankRecorder(Recorder):
         elif self._phase == "backward":
             self.order.wait(DEFAULT_STREAM, self.take_unawaited())
             self._carried.clear()
+        if name in ("forward", "backward") and self._step == self.steps - 1:
+            self._passes.append(len(self.kernels))
         super().phase(name)
 
     def step_ends(self, index: int) -> None:
@@ -177,7 +180,11 @@ class RankRecorder(Recorder):
         awaited = dict(self.memory.awaited)
         launched = [mark.event for mark in recording.marks if awaited and mark.kind is MarkKind.KERNEL]
         trace = replace(
-            recording.trace, groups=len(self._further_groups), awaited=awaited, launched=tuple(launched)
+            recording.trace,
+            groups=len(self._further_groups),
+            awaited=awaited,
+            launched=tuple(launched),
+            passes=tuple(self._passes),
         )
         return recording._replace(trace=trace)
 

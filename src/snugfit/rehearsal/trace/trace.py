@@ -277,6 +277,9 @@ class Trace:
     """How many events come before each kernel, where blocks wait for some."""
     groups: int = 0
     """Process groups besides that of all ranks in which the run has exchanged something."""
+    passes: tuple[int, ...] = ()
+    """Where passes of the last step begin, forward or backward: before which of its kernels; of a rank of
+    several alone."""
 
     @property
     def phases(self) -> tuple[Mark, ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,6 +23,7 @@ from snugfit.step.wishes.handler import Context, Handler, ScriptContext
 from snugfit.step.wishes.mesh import by_accelerate
 from snugfit.step.wishes.mesh.ring_attention import cut_batch
 from snugfit.step.wishes.mesh.script import parallel_fields
+from snugfit.step.wishes.mesh.stages import parts_of
 from snugfit.step.wishes.mesh.tensor import in_tensor_parts, sum_parts_of_gradients
 from snugfit.techniques.technique import Slot
 
@@ -72,7 +74,9 @@ class ParallelHandler(Handler):
         mesh = mesh_of(value, device)
         if value.tensor > 1:
             in_tensor_parts(model, mesh["tensor"], experts=value.experts > 1)
-        if value.weights == "sharded":
+        if value.chunks > 1:
+            _distribute_parts(value, model, mesh)
+        elif value.weights == "sharded":
             over = mesh_of(_with_contexts(value), device) if value.context > 1 else mesh
             in_fsdp(value, model, data_mesh(over))
             give_back_whole_weights(device)
@@ -130,13 +134,26 @@ class ParallelHandler(Handler):
         if value is not None and value.weights != "alone":
             from torch.distributed.fsdp import FSDPModule
 
-            for module in model.modules():
+            parts = parts_of(value, model).values() if value.chunks > 1 else [model]
+            for module in itertools.chain.from_iterable(part.modules() for part in parts):
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
     def script(self, value: ParallelWish | None, context: ScriptContext) -> dict[str, Any]:
         """What spreads the model in a script."""
         return {} if value is None else parallel_fields(value, context)
+
+
+def _distribute_parts(wish: ParallelWish, model: Any, mesh: DeviceMesh) -> None:
+    """Each of several stages of the model by itself, as torch's pipelining wants them."""
+    parts = parts_of(wish, model)
+    for number, part in parts.items():
+        if wish.weights == "sharded":
+            in_fsdp(wish, part, data_mesh(mesh))
+        elif wish.copies and wish.tensor > 1:
+            in_replicas(part, data_mesh(mesh))
+        elif wish.copies:
+            parts[number] = in_ddp(wish, part, data_mesh(mesh).get_group())
 
 
 def _release_first_buckets(model: Any) -> None:

@@ -4,7 +4,11 @@ The first GPU embeds and runs the first layers, the last one runs the last layer
 Between them go activations, and back their gradients, one micro-batch after the other: while one GPU works on
 a micro-batch, the next works on the one before. What they wait for each other is the bubble, at best
 (n - 1) / (m + n - 1) of a step with n stages and m micro-batches. GPUs differ in what they hold: the first
-has the embedding and keeps the most micro-batches, the last has the logits.
+has the embedding and keeps the most micro-batches, the last has the logits. Where the head is tied to the
+embedding both have the matrix, and add up its gradients.
+
+A GPU may have several parts of the layers, with those of all others between them. Then a micro-batch reaches
+the last GPU sooner, and what the GPUs wait is divided by the number of parts; more is kept and sent.
 """
 
 from __future__ import annotations
@@ -21,13 +25,16 @@ from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueByS
 if TYPE_CHECKING:
     from snugfit.job.job import Job
 
-SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
+SCHEDULES = {
+    "1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B",
+    "zero_bubble": "InterleavedZeroBubble",
+}  # fmt: skip
 """What torch calls them (`torch.distributed.pipelining.schedules.get_schedule_class`)."""
 
 HOW_MEASURED = (
     "Three pipelines were measured, on two H100s: requested bytes were exact, reserved bytes of one were "
     "2,004 MiB more than predicted (1f1b, 7.4 %), and steps took 0 to 41 % longer. None was measured whose "
-    "stages share matrices (tensor)."
+    "stages share matrices (tensor), whose head is tied to the embedding, or that is interleaved."
 )
 
 
@@ -36,7 +43,10 @@ class Pipeline(Technique):
     """Each of n GPUs, or groups of GPUs, holds a part of the layers and hands on what it computes."""
 
     fidelity: ClassVar = Fidelity.SAME
-    source: ClassVar = "Huang et al., GPipe, arXiv 1811.06965; Narayanan et al., arXiv 2104.04473 (1F1B)"
+    source: ClassVar = (
+        "Huang et al., GPipe, arXiv 1811.06965; Narayanan et al., arXiv 2104.04473 (1F1B, interleaved); "
+        "Qi et al., arXiv 2401.10241 (zero bubble)"
+    )
     elsewhere: ClassVar = ("pipeline_parallel", "pp")
     needs_several_gpus: ClassVar = True
     searched: ClassVar = False
@@ -44,14 +54,28 @@ class Pipeline(Technique):
     n: int = between(2, 512)
     """Stages: parts that the stack of layers is cut into, as even as may be. The longer ones come first."""
 
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = "1f1b"
     """In which order a GPU runs its micro-batches: `gpipe` all forward and then all backward, `1f1b` a
-    backward pass as soon as there is one, so that at most n micro-batches wait for theirs."""
+    backward pass as soon as there is one, so that at most n micro-batches wait for theirs. `interleaved` is
+    1f1b with several parts of the layers on each GPU, which wait less for each other and keep and send more;
+    `zero_bubble` has them compute gradients of weights apart, while they would wait."""
+
+    chunks: int = between(1, 64, default=2)
+    """Under `interleaved` and `zero_bubble`: how many parts of the layers, far from each other, a GPU has."""
 
     def install(self, setup: Setup) -> Setup:
         """Cuts the layers into stages."""
         wish = setup.parallel or ParallelWish(weights="alone")
-        return replace(setup, parallel=replace(wish, stages=self.n, schedule=SCHEDULES[self.schedule]))
+        placed = replace(wish, stages=self.n, schedule=SCHEDULES[self.schedule], chunks=self._chunks)
+        return replace(setup, parallel=placed)
+
+    @property
+    def _chunks(self) -> int:
+        return self.chunks if self._interleaves else 1
+
+    @property
+    def _interleaves(self) -> bool:
+        return self.schedule in ("interleaved", "zero_bubble")
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """What cannot be cut into stages, and what is not simulated on several GPUs."""
@@ -64,6 +88,13 @@ class Pipeline(Technique):
             yield f"it is not simulated together with {recipe[Slot.SHARDING]}. Try 'fsdp' or 'ddp'."
         if wish.context * wish.experts > 1:
             yield "stages are not simulated together with sequences or experts that GPUs share."
+        by_fsdp = wish.weights == "sharded" or (wish.copies and wish.tensor > 1)  # as `replicate` is
+        if self.schedule == "zero_bubble" and by_fsdp:
+            yield (
+                "schedule=zero_bubble computes gradients of weights where torch's FSDP2 does not see them "
+                f"(torch 2.13 trained other weights), so it does not go with {recipe[Slot.SHARDING]} here. "
+                "Try schedule=interleaved."
+            )
         if wish.weights == "alone":
             yield from several_gpus.objections(job, recipe, wish)
         yield from self._about_model(job)
@@ -90,20 +121,19 @@ class Pipeline(Technique):
         if job.task != "causal-lm" or getattr(config, "is_encoder_decoder", False):
             yield f"only decoders that train as causal-lm are cut into stages, and the task is {job.task}."
             return
-        if getattr(config.get_text_config(), "tie_word_embeddings", False):
+        if self.n * self._chunks > job.model.layers:
+            of_each = f" of {self._chunks} parts each" if self._chunks > 1 else ""
             yield (
-                "the first stage and the last one would share one matrix, the embedding that the head is "
-                "tied to. Untie them in the config (tie_word_embeddings: false), or try 'fsdp'."
+                f"{job.model.name} has {job.model.layers} layers. Take at most so many stages, and these are "
+                f"{self.n}{of_each}."
             )
-        if self.n > job.model.layers:
-            yield f"{job.model.name} has {job.model.layers} layers. Take at most so many stages."
 
     def _about_recipe(self, recipe: TechniqueBySlot) -> Iterator[str]:
         setup = Setup()
         for slot in (Slot.ATTENTION, Slot.PRECISION, Slot.BATCHING, Slot.CHECKPOINTING):
             setup = recipe[slot].install(setup)
         pieces = setup.micro_batches
-        if pieces < self.n and self.schedule == "1f1b":
+        if pieces < self.n and self.schedule != "gpipe":
             waits = (self.n - 1) / (pieces + self.n - 1)  # Narayanan et al., section 2.2.1
             yield (
                 f"{self.n} stages need at least {self.n} micro-batches, and there are {pieces}: with fewer "
@@ -111,7 +141,27 @@ class Pipeline(Technique):
             )
         if pieces == 1 and self.schedule == "gpipe":
             yield (f"with one micro-batch only one GPU works at a time. Add micro_batches({2 * self.n}).")
+        yield from self._about_chunks(setup, recipe)
         if setup.scale_gradients:
             yield f"it is not simulated together with {recipe[Slot.PRECISION]}. Try 'bf16'."
         if setup.attention == PADDING_FREE:
             yield f"it is not simulated together with {recipe[Slot.ATTENTION]}. Leave one of them out."
+
+    def _about_chunks(self, setup: Setup, recipe: TechniqueBySlot) -> Iterator[str]:
+        pieces, rounds = setup.micro_batches, max(1, setup.micro_batches // self.n)
+        if not self._interleaves:
+            if self.chunks != Pipeline(n=self.n).chunks:
+                yield f"schedule={self.schedule} has one part of the layers on each GPU, not {self.chunks}."
+            return
+        if self._chunks == 1 and self.schedule == "interleaved":
+            yield "one part of the layers on each GPU is schedule=1f1b. Take chunks=2, or that."
+        if pieces % rounds:  # ScheduleInterleaved1F1B: "a multiple of the number of rounds"
+            yield (
+                f"schedule={self.schedule} runs {pieces} micro-batches in {rounds} rounds, which must be "
+                f"alike. Take micro_batches({pieces // self.n * self.n})."
+            )
+        if setup.checkpoint is not None and setup.checkpoint.layers_per_span != 1 and self._chunks > 1:
+            yield (
+                f"{recipe[Slot.CHECKPOINTING]} recomputes layers together that other GPUs' layers lie "
+                "between. Try 'every_layer'."
+            )

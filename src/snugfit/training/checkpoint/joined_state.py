@@ -4,9 +4,12 @@ written by parts.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from snugfit.training.checkpoint.optimizer_state import own_part
 from snugfit.training.checkpoint.packed_state import pack, unpack
 from snugfit.training.ranks import Ranks, from_first, talking
 
@@ -33,18 +36,20 @@ def states_of_all(own: Mapping[int, Any], state: TrainState) -> dict[int, Any]:
 
 def state_of_all_stages(own: Mapping[str, Any], names: Sequence[str], state: TrainState) -> dict[str, Any]:
     """In the first process the state of an optimizer of all weights, which stages have one after the other,
-    and their names; of this process's in the others. All processes call it."""
+    and their names; of this process's in the others. What several have is the first one's. All processes call
+    it."""
     names_before: set[str] = set()
     stages = []
     for of_stage, optimized in _gather((own, list(names)), state):
-        if not names_before.intersection(optimized):
-            names_before.update(optimized)
-            stages.append((of_stage, optimized))
+        new_names, part = own_part(of_stage, optimized, set(optimized) - names_before)
+        names_before.update(new_names)
+        if new_names:
+            stages.append((part, new_names))
     return _join_stages(stages) if stages else {"optimizer": dict(own), "optimized": list(names)}
 
 
 def _join_stages(stages: Sequence[tuple[Mapping[str, Any], Sequence[str]]]) -> dict[str, Any]:
-    """One optimizer's state of those of several stages, group by group."""
+    """One optimizer's state of those of several stages, group by group, in the order of the layers."""
     first = stages[0][0]
     groups: list[dict[str, Any]] = []
     states: dict[int, Any] = {}
@@ -52,14 +57,28 @@ def _join_stages(stages: Sequence[tuple[Mapping[str, Any], Sequence[str]]]) -> d
     begins = [0] * len(stages)  # of the group among the stage's weights
     for number, settings in enumerate(first["groups"]):
         counts = [state["groups"][number]["params"] for state, _ in stages]
+        joined = []
         for stage, (state, names) in enumerate(stages):
-            for index in range(begins[stage], begins[stage] + counts[stage]):
-                if index in state["states"]:
-                    states[len(optimized)] = state["states"][index]
-                optimized.append(names[index])
+            own = range(begins[stage], begins[stage] + counts[stage])
+            layers = _layers_of([names[index] for index in own])
+            joined += [(layers[at], names[index], state["states"].get(index)) for at, index in enumerate(own)]
             begins[stage] += counts[stage]
+        for _, name, values in sorted(joined, key=lambda one: one[0]):
+            if values is not None:
+                states[len(optimized)] = values
+            optimized.append(name)
         groups.append({**settings, "params": sum(counts)})
     return {"optimizer": {**first, "groups": groups, "states": states}, "optimized": optimized}
+
+
+def _layers_of(names: Sequence[str]) -> list[float]:
+    """The layer of each weight of a stage, by their names in order; of what comes before or after its layers
+    a number below or above all."""
+    layers: list[float] = []
+    for name in names:
+        found = re.search(r"\.layers\.(\d+)\.", name)
+        layers.append(float(found[1]) if found else -math.inf if not layers or layers[-1] < 0 else math.inf)
+    return layers
 
 
 def tensors_of_all_stages(own: Mapping[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ wrong has changed them already.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError, UsageError
@@ -75,7 +75,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
 
 
 def own_part(
-    saved: Mapping[str, Any], optimized: Sequence[str], names: Sequence[str]
+    saved: Mapping[str, Any], optimized: Sequence[str], names: Iterable[str]
 ) -> tuple[list[str], dict[str, Any]]:
     """Of an optimizer's state of all these weights what an optimizer of some, by `names`, has, and which of
     them are there."""

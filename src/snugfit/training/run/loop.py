@@ -248,8 +248,9 @@ class TrainingStep(PlainStep):
             return None
         if state.scaler is not None:
             state.scaler.unscale_(state.optimizer)
-        norm = total_norm(weight.grad for weight in trained if weight.grad is not None)
-        return whole(norm) if self.passes is None else self.passes.norm_of_all(norm)
+        if self.passes is not None:
+            return self.passes.norm_of_all(trained)
+        return whole(total_norm(weight.grad for weight in trained if weight.grad is not None))
 
     def _raise_if_non_finite(self, state: TrainState, trained: list[torch.nn.Parameter], loss: float) -> None:
         """Raises `NonFinite`; waits for the gradients."""

@@ -6,6 +6,9 @@ find them out by trying; its buffers, one for each micro-batch and direction, st
 
     first stage    token ids in, hidden states out
     last stage     hidden states in, loss out: each micro-batch's, times its share of what counts
+
+Of a matrix that the first stage and the last both have, a head's that is tied to the embedding, the two add
+up the gradients after their passes; in the norm of all it counts once.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
 from snugfit.step.wishes.mesh.spread_tensors import scale, total_norm, whole
-from snugfit.step.wishes.mesh.stages import stage_of
+from snugfit.step.wishes.mesh.stages import is_tied, parts_of, place_of, shared_weight
 from snugfit.step.wishes.mesh.tensor import sum_parts_of_gradients
 from snugfit.step.wishes.parallel import device_of, mesh_of
 
@@ -33,7 +36,7 @@ EACH = ("attention_mask", "position_ids")
 
 
 class StagePasses:
-    """The forward and backward passes of this process's stage."""
+    """The forward and backward passes of this process's stages."""
 
     def __init__(
         self, wish: ParallelWish, runs: Any, model: Any, around: Callable[[], AbstractContextManager[Any]]
@@ -41,62 +44,82 @@ class StagePasses:
         import torch
         import torch.distributed as dist
 
-        self._wish, self._runs, self._around = wish, runs, around
+        self._wish, self._around = wish, around
         self.model = model
-        """This stage of the model."""
-        self.stage = stage_of(wish, dist.get_rank())
-        """The number of this stage, from 0."""
+        """What this process has of the model."""
+        place = place_of(wish, dist.get_rank())
+        self._parts = {place: runs} if wish.chunks == 1 else parts_of(wish, model)
         self.group = mesh_of(wish, device_of(model)).get_group("stage")
         """The processes that have the other stages of the same copy of the model."""
         meeting = torch.zeros(1, device=next(model.parameters()).device)
         dist.all_reduce(meeting, group=self.group)  # NCCL wants all of a group before two of them exchange
+        self._ends = _group_of_ends(wish, self.group) if is_tied(model) else None
         self._made_for: tuple[int, ...] = ()
         self._schedule: Any = None
-        self._stage: Any = None
+        self._stages: list[Any] = []
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process has the stage that takes token ids."""
+        return 0 in self._parts
 
     @property
     def is_last(self) -> bool:
-        """Whether this stage computes the loss."""
-        return self.stage == self._wish.stages - 1
+        """Whether this process has the stage that computes the loss."""
+        return self._wish.all_stages - 1 in self._parts
 
     def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """What this stage needs of a batch."""
-        named = (*EACH, *(["input_ids"] if self.stage == 0 else []), *(["labels"] if self.is_last else []))
+        """What this process's stages need of a batch."""
+        named = (*EACH, *(["input_ids"] if self.is_first else []), *(["labels"] if self.is_last else []))
         return {name: value for name, value in batch.items() if name in named}
 
     def run(
         self, inputs: Mapping[str, Any], shape: tuple[int, int], shares: Sequence[float], observer: Observer
     ) -> list[torch.Tensor]:
         """Leaves a step's gradients in the parameters, and gives each micro-batch's part of the loss where
-        this stage computes it. `inputs` are on the device, of a batch of this `shape` (B, S), which is cut
+        this process computes it. `inputs` are on the device, of a batch of this `shape` (B, S), which is cut
         into as many micro-batches as there are `shares`."""
         import torch
 
         if self._made_for != (*shape, len(shares)):
             self._make(shape, len(shares))
             self._made_for = (*shape, len(shares))
-        self._stage.observer = observer
+        for stage in self._stages:
+            stage.observer = observer
         losses: list[torch.Tensor] = []
         given = dict(inputs)
-        ids = [given.pop("input_ids")] if self.stage == 0 else []
+        ids = [given.pop("input_ids")] if self.is_first else []
         target = torch.tensor(shares, dtype=torch.float64, device="cpu") if self.is_last else None
         more: dict[str, Any] = {"return_outputs": False} if self._may_drop_outputs else {}
         self._schedule.step(*ids, target=target, losses=losses, **more, **given)
         if self._wish.tensor > 1 and self._wish.weights == "alone":
             sum_parts_of_gradients(self.model)
+        self._sum_shared_gradient(observer)
         return losses
+
+    def _sum_shared_gradient(self, observer: Observer) -> None:
+        """Adds up the gradients of the matrix that the first stage and the last have."""
+        import torch.distributed as dist
+
+        shared = shared_weight(self.model)
+        if shared is None or shared.grad is None:
+            return
+        observer.phase("update")
+        gradient: Any = shared.grad
+        dist.all_reduce(getattr(gradient, "_local_tensor", gradient), group=self._ends)
 
     def clip(self, weights: Iterable[torch.nn.Parameter], largest: float) -> None:
         """Scales the gradients of all stages so that their norm together is at most this."""
         trained = [weight for weight in weights if weight.grad is not None]
-        own = total_norm(weight.grad for weight in trained if weight.grad is not None)
-        scale(trained, largest, self.norm_of_all(own))
+        scale(trained, largest, self.norm_of_all(trained))
 
-    def norm_of_all(self, norm: torch.Tensor) -> torch.Tensor:
-        """The L2 norm of the gradients of all stages, of that of this stage's."""
+    def norm_of_all(self, trained: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+        """The L2 norm of the gradients of all stages, of which this one has these weights'."""
         import torch.distributed as dist
 
-        square: torch.Tensor = whole(norm) ** 2
+        elsewhere = shared_weight(self.model) if self.is_last else None  # the first stage counts it
+        own = [weight.grad for weight in trained if weight is not elsewhere and weight.grad is not None]
+        square: torch.Tensor = whole(total_norm(own)) ** 2
         dist.all_reduce(square, group=self.group)
         return square.sqrt()
 
@@ -105,24 +128,39 @@ class StagePasses:
         return StagesInTurn(self)
 
     def forward(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        """The loss of a batch (B, S) on the device, where this stage computes it; 0 in the others. All stages
+        """The loss of a batch (B, S) on the device, where this process computes it; 0 in the others. All
         call it."""
         import torch
         import torch.distributed as dist
 
         ids = batch["input_ids"]
         inputs = self.inputs(batch)
-        given = inputs.pop("input_ids", None)
-        ranks = dist.get_process_group_ranks(self.group)
-        if given is None:
-            shape = (*ids.shape, self.model.config.hidden_size)
-            given = torch.empty(shape, dtype=self._dtype, device=ids.device)
-            dist.recv(given, ranks[self.stage - 1], group=self.group)
-        out: torch.Tensor = self._runs(given, **inputs)
-        if self.is_last:
-            return out
-        dist.send(out, ranks[self.stage + 1], group=self.group)
-        return torch.zeros((), device=ids.device)
+        inputs.pop("input_ids", None)
+        loss = torch.zeros((), device=ids.device)
+        for number, part in self._parts.items():
+            given = ids if number == 0 else self._received(ids, number)
+            out: torch.Tensor = part(given, **inputs)
+            if number == self._wish.all_stages - 1:
+                loss = out
+            else:
+                dist.send(out, self._rank_of(number + 1), group=self.group)
+        return loss
+
+    def _received(self, ids: torch.Tensor, stage: int) -> torch.Tensor:
+        """What the stage before this one has computed of these token ids."""
+        import torch
+        import torch.distributed as dist
+
+        shape = (*ids.shape, self.model.config.hidden_size)
+        given = torch.empty(shape, dtype=self._dtype, device=ids.device)
+        dist.recv(given, self._rank_of(stage - 1), group=self.group)
+        return given
+
+    def _rank_of(self, stage: int) -> int:
+        """The process of this copy of the model that has a stage."""
+        import torch.distributed as dist
+
+        return dist.get_process_group_ranks(self.group)[stage % self._wish.stages]
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -149,28 +187,32 @@ class StagePasses:
     def _make(self, shape: tuple[int, int], micro_batches: int) -> None:
         """The schedule for batches of this shape (B, S)."""
         import torch
-        from torch.distributed.pipelining.schedules import get_schedule_class
+        from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
         from torch.utils._python_dispatch import _disable_current_modes
 
         weight = next(self.model.parameters())
         piece = (shape[0] // micro_batches, shape[1])
-        self._schedule = self._stage = None  # and the buffers of the shape before
+        self._schedule, self._stages = None, []  # and the buffers of the shape before
         with _disable_current_modes(), torch.device("meta"):  # a rehearsal would count them
             ids = torch.empty(piece, dtype=torch.long)
             hidden = torch.empty(*piece, self.model.config.hidden_size, dtype=self._dtype, requires_grad=True)
             loss = torch.empty((), requires_grad=True)
-            self._stage = _stage_class()(
-                self._runs,
-                self.stage,
-                self._wish.stages,
-                weight.device,
-                input_args=(ids if self.stage == 0 else hidden,),
-                output_args=(loss if self.is_last else hidden,),
-                group=self.group,
-            )
-        self._stage.around, self._stage.hidden = self._around, None if self.is_last else hidden
+            last = self._wish.all_stages - 1
+            for number, part in self._parts.items():
+                stage: Any = _stage_class()(
+                    part,
+                    number,
+                    self._wish.all_stages,
+                    weight.device,
+                    input_args=(ids if number == 0 else hidden,),
+                    output_args=(loss if number == last else hidden,),
+                    group=self.group,
+                )
+                stage.around, stage.hidden = self._around, None if number == last else hidden
+                self._stages.append(stage)
         kind: Any = get_schedule_class(self._wish.schedule)
-        self._schedule = kind(self._stage, micro_batches, loss_fn=_times_share, scale_grads=False)
+        stages = self._stages if issubclass(kind, PipelineScheduleMulti) else self._stages[0]
+        self._schedule = kind(stages, micro_batches, loss_fn=_times_share, scale_grads=False)
         self._may_drop_outputs = "return_outputs" in inspect.signature(self._schedule.step).parameters
 
 
@@ -194,8 +236,21 @@ class StagesInTurn:
         self.train(False)
 
     def __call__(self, **batch: Any) -> torch.Tensor:
-        """The loss of a batch on the device, in the last stage; 0 in the others."""
+        """The loss of a batch on the device, where the last stage is; 0 in the others."""
         return self._passes.forward(batch)
+
+
+def _group_of_ends(wish: ParallelWish, all_stages: Any) -> Any:
+    """The processes that have the first and the last stage of the same copy of the model: of two stages all.
+    All processes make the groups of all copies, in one order."""
+    import torch.distributed as dist
+
+    if wish.stages == 2:
+        return all_stages
+    width = wish.ranks // wish.stages
+    last = wish.ranks - width
+    groups = [dist.new_group([first, first + last]) for first in range(width)]
+    return groups[dist.get_rank() % width]
 
 
 def _times_share(loss: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
@@ -216,8 +271,13 @@ def _stage_class() -> type[PipelineStage]:
         def forward_one_chunk(self, *given: Any, **more: Any) -> Any:
             """A forward pass of one micro-batch."""
             self.observer.phase("forward")
-            with self.around():
-                out = super().forward_one_chunk(*given, **more)
+            try:
+                with self.around():
+                    out = super().forward_one_chunk(*given, **more)
+            except RuntimeError as error:  # torch wraps what a model raises
+                if isinstance(error.__cause__, RecipeError):
+                    raise error.__cause__ from None
+                raise
             expected = self.hidden
             if expected is not None and (out.shape, out.dtype) != (expected.shape, expected.dtype):
                 raise RecipeError(
@@ -227,8 +287,14 @@ def _stage_class() -> type[PipelineStage]:
             return out
 
         def backward_one_chunk(self, *given: Any, **more: Any) -> Any:
-            """A backward pass of one micro-batch."""
+            """A backward pass of one micro-batch, or the part of it that gives the gradient of what the stage
+            was given."""
             self.observer.phase("backward")
             return super().backward_one_chunk(*given, **more)
+
+        def backward_weight_one_chunk(self, *given: Any, **more: Any) -> Any:
+            """The part that gives the gradients of weights."""
+            self.observer.phase("backward")
+            return super().backward_weight_one_chunk(*given, **more)
 
     return ObservedStage

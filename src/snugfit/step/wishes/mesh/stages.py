@@ -6,30 +6,42 @@ a layer takes) and weights their names, by which checkpoints know them. The firs
 the others begin with what the stage before them has computed, which transformers calls `inputs_embeds`. The
 last one keeps the final norm and the head, and gives the loss.
 
+Where the head is tied to the embedding, the first stage and the last one each have the matrix, as Megatron's
+do (Shoeybi et al., arXiv 1909.08053): in the first under the head's name too, in the last under the
+embedding's, so that it has the names that it has in the whole model. Both add up its gradients
+(`pipeline.py`), and so their copies stay the same.
+
+A process may have several stages, between which others have theirs. Each is then a shallow copy of the model,
+with the very layers that the model keeps, of which it runs its own.
+
 Every process builds the whole model on the host, from the same seed, so that all stages together have the
 weights that one process would have; the device sees its own part alone.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from snugfit.errors import RecipeError
 from snugfit.step.loss import loss_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from snugfit.techniques.setup import ParallelWish
 
-PARTS = ("embed_tokens", "layers", "norm")
+EMBEDDING, HEAD = "embed_tokens", "lm_head"
+
+PARTS = (EMBEDDING, "layers", "norm")
 """What a decoder of transformers calls the parts that are cut apart; Llama's names, which most have."""
 
-HEAD = "lm_head"
-
-_ELSEWHERE = "of_another_stage"
+_ELSEWHERE, _TIED = "of_another_stage", "shares_its_embedding"
 
 
 @functools.cache
@@ -38,11 +50,14 @@ def _elsewhere() -> Any:
     from torch import nn
 
     class Elsewhere(nn.Module):
-        """Hands on what it is given."""
+        """Hands on what it is given. A `weight` is one that the part would share with another, which this
+        stage has."""
 
-        def __init__(self) -> None:
+        def __init__(self, weight: Any = None) -> None:
             super().__init__()
             setattr(self, _ELSEWHERE, True)
+            if weight is not None:
+                self.weight = weight
 
         def forward(self, hidden_states: Any, *arguments: Any, **keywords: Any) -> Any:
             """What the stages before have computed."""
@@ -61,9 +76,20 @@ def is_stage(model: Any) -> bool:
     return any(map(is_elsewhere, model.modules()))
 
 
-def stage_of(wish: ParallelWish, rank: int) -> int:
-    """The stage of the process that has this number: stages are the first axis of the mesh."""
+def place_of(wish: ParallelWish, rank: int) -> int:
+    """Where the process that has this number stands among those of the same copy of the model, from 0: stages
+    are the first axis of the mesh."""
     return rank // (wish.ranks // wish.stages)
+
+
+def stages_at(place: int, wish: ParallelWish) -> range:
+    """The stages of the process at this place."""
+    return range(place, wish.all_stages, wish.stages)
+
+
+def layers_at(place: int, wish: ParallelWish, layers: int) -> list[int]:
+    """The layers of the process at this place, of so many."""
+    return [one for stage in stages_at(place, wish) for one in layers_of(stage, wish.all_stages, layers)]
 
 
 def layers_of(stage: int, stages: int, layers: int) -> range:
@@ -74,28 +100,88 @@ def layers_of(stage: int, stages: int, layers: int) -> range:
 
 
 def keep_stage(wish: ParallelWish, model: Any) -> Any:
-    """The whole model, of which only this process's stage is left.
+    """The whole model, of which only this process's stages are left.
 
     Raises `RecipeError` for a model that is not built so that it can be cut.
     """
     import torch.distributed as dist
 
-    stage = stage_of(wish, dist.get_rank())
+    place = place_of(wish, dist.get_rank())
     decoder = _decoder_of(model)
-    own = layers_of(stage, wish.stages, len(decoder.layers))
+    own = layers_at(place, wish, len(decoder.layers))
     for number in range(len(decoder.layers)):
         if number in own:
             decoder.layers[number].register_forward_hook(_one_tensor)
         else:
             decoder.layers[number] = _elsewhere()()
-    is_first, is_last = stage == 0, stage == wish.stages - 1
+    is_first, is_last = place == 0, place == wish.stages - 1
+    embedding, head = decoder.embed_tokens.weight, getattr(model, HEAD).weight
+    tied = embedding if embedding is head else None
     if not is_first:
+        decoder.embed_tokens = _elsewhere()(tied if is_last else None)
+    if not is_last:
+        decoder.norm = _elsewhere()()
+        setattr(model, HEAD, _elsewhere()(tied if is_first else None))
+    setattr(model, _TIED, tied is not None)
+    if wish.chunks == 1:
+        model.forward = _Stage(model, decoder, is_first=is_first, is_last=is_last)
+    return model
+
+
+def parts_of(wish: ParallelWish, model: Any) -> dict[int, Any]:
+    """By its number, each of several stages that this process has of a model; one may be wrapped, and then
+    stands here as that."""
+    import torch.distributed as dist
+
+    if model not in _PARTS_OF:
+        numbers = stages_at(place_of(wish, dist.get_rank()), wish)
+        _PARTS_OF[model] = {number: _part_of(wish, model, number) for number in numbers}
+    return _PARTS_OF[model]
+
+
+_PARTS_OF: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()
+
+
+def _part_of(wish: ParallelWish, model: Any, stage: int) -> Any:
+    """One of several stages of a model: the same modules in another one of its class."""
+    from torch import nn
+
+    whole = _decoder_of(model)
+    own = layers_of(stage, wish.all_stages, len(whole.layers))
+    is_first, is_last = stage == 0, stage == wish.all_stages - 1
+    part, decoder = _shallow_copy(model), _shallow_copy(whole)
+    setattr(part, model.base_model_prefix, decoder)
+    decoder.layers = nn.ModuleList(
+        layer if number in own else _elsewhere()() for number, layer in enumerate(whole.layers)
+    )
+    if not is_first and not (is_last and is_tied(model)):  # whose embedding stands for the head's name
         decoder.embed_tokens = _elsewhere()()
     if not is_last:
         decoder.norm = _elsewhere()()
-        setattr(model, HEAD, _elsewhere()())
-    model.forward = _Stage(model, decoder, is_first=is_first, is_last=is_last)
-    return model
+        if not (is_first and is_tied(model)):
+            setattr(part, HEAD, _elsewhere()())
+    part.forward = _Stage(part, decoder, is_first=is_first, is_last=is_last)
+    return part
+
+
+def _shallow_copy(module: Any) -> Any:
+    """A module that has the same parts, of which each may be replaced."""
+    same = copy.copy(module)
+    for name, value in vars(module).items():
+        if isinstance(value, dict):  # of its parts, and of hooks
+            same.__dict__[name] = copy.copy(value)
+    return same
+
+
+def is_tied(model: Any) -> bool:
+    """Whether the first stage and the last one of this model have one matrix, the embedding and the head."""
+    return bool(getattr(model, _TIED))
+
+
+def shared_weight(model: Any) -> torch.nn.Parameter | None:
+    """The matrix of this stage that another one has too; None where there is none, as in a whole model."""
+    copies = (getattr(module, "weight", None) for module in model.modules() if is_elsewhere(module))
+    return next((weight for weight in copies if weight is not None), None)
 
 
 class _Stage:
@@ -104,16 +190,29 @@ class _Stage:
 
     def __init__(self, model: Any, decoder: Any, *, is_first: bool, is_last: bool) -> None:
         self._decoder, self._is_first, self._is_last = decoder, is_first, is_last
-        self._whole = model.forward
+        self._whole, self._name = model.forward, type(model).__name__
+        self._given: Any = None
+        if not is_first:
+            decoder.layers[0].register_forward_pre_hook(self._check_given, with_kwargs=True)
 
     def __call__(self, given: torch.Tensor, **inputs: Any) -> torch.Tensor:
         """Of token ids or of what the stage before has computed: what the next one is given, or the loss."""
-        inputs["input_ids" if self._is_first else "inputs_embeds"] = given
+        inputs["input_ids" if self._is_first else "inputs_embeds"] = self._given = given
         if self._is_last:
             return loss_of(self._whole(**inputs))
         inputs.pop("labels", None)
         hidden: torch.Tensor = self._decoder(**inputs).last_hidden_state
         return hidden
+
+    def _check_given(self, layer: Any, positional: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Raises `RecipeError` for a model that does more to an embedding than to look it up: every stage
+        would do it again."""
+        given, self._given = self._given, None
+        if (positional[0] if positional else named.get("hidden_states")) is not given:
+            raise RecipeError(
+                f"{self._name} cannot be cut into stages: it changes the embedded tokens before its first "
+                "layer, and each stage would. Try 'fsdp'."
+            )
 
 
 def _decoder_of(model: Any) -> Any:
@@ -133,8 +232,8 @@ def _decoder_of(model: Any) -> Any:
             f"{', '.join(PARTS)} and {HEAD}, as Llama, Mistral and Qwen do. Try 'fsdp'."
         )
     more_parts = {name for name, child in decoder.named_children() if any(True for _ in child.parameters())}
-    if more_parts - {*PARTS} or decoder.embed_tokens.weight is getattr(model, HEAD).weight:
-        named = ", ".join(sorted(more_parts - {*PARTS})) or "an embedding that the head is tied to"
+    if more_parts - {*PARTS}:
+        named = ", ".join(sorted(more_parts - {*PARTS}))
         raise RecipeError(
             f"{type(model).__name__} cannot be cut into stages: several would need {named}. Try 'fsdp'."
         )

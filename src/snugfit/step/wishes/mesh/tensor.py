@@ -125,10 +125,10 @@ def _style(word: str) -> ParallelStyle | None:
 
 
 def _tied(model: torch.nn.Module) -> list[tuple[Any, Any]]:
-    """Modules whose weight is another one's, with that one."""
+    """Modules whose weight is another one's, with that one, which stands here."""
     first: dict[int, Any] = {}
     tied = []
-    for module in model.modules():
+    for module in sorted(model.modules(), key=is_elsewhere):
         weight = module._parameters.get("weight")
         if weight is not None and (source := first.setdefault(id(weight), module)) is not module:
             tied.append((module, source))

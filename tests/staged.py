@@ -1,0 +1,80 @@
+"""Real stages beside rehearsed ones: what processes allocate (law 1), and what they train (law 3)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from aligned import Event, compare, peak
+from gloo_ranks import Case, Ran, run_ranks, trained
+from reported import foreseen
+from snugfit.job.job import Job
+from snugfit.rehearsal.device.policy import CpuPolicy
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.trace.trace import Trace
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+from test_ranks import to_last_birth, unheard, without_own
+
+Cases = tuple[tuple[int, Job, str], ...]
+"""How many ranks, the job of all together, and the recipe."""
+
+
+@functools.cache
+def real(ranks: int, every: Cases) -> dict[tuple[Job, str, int], Ran]:
+    """What each of so many ranks did in every case of so many; they are started once."""
+    cases: list[Case] = [(job, recipe) for many, job, recipe in every if many == ranks]
+    return {
+        (*case, rank): ran
+        for rank, of_rank in enumerate(run_ranks(ranks, cases))
+        for case, ran in zip(cases, of_rank, strict=True)
+    }
+
+
+@functools.cache
+def rehearsed(ranks: int, recipe: str, rank: int, job: Job) -> Trace:
+    setup = on_gpus(Recipe.parse(recipe).setup(), ranks)
+    return rehearse(job_of_rank(job, setup), setup, CpuPolicy(), rank=rank)
+
+
+def built(events: Sequence[Event]) -> list[Event]:
+    """Without what is dropped while the model is built: a CPU's process builds the whole model where it
+    trains, and a GPU's sees its stage alone. Nor with what DDP joins the weights in to compare them, of which
+    gloo's thread lets go."""
+    dropped = {event.block for event in events if event.nbytes < 0 and event.phase == "build"}
+    joined = {
+        event.block
+        for event in events
+        if event.phase == "build" and any("flatten_dense" in one for one in event.operators)
+    }
+    return [event for event in events if event.block not in dropped | joined]
+
+
+def hold(every: Cases, ranks: int, job: Job, recipe: str, rank: int) -> None:
+    """Law 1 for one of so many ranks."""
+    trace = built(without_own(foreseen(rehearsed(ranks, recipe, rank, job))))
+    account = unheard(built(without_own(real(ranks, every)[job, recipe, rank].account)), trace)
+    comparison = compare(to_last_birth(account), to_last_birth(trace))
+    assert comparison.similarity == 1.0, f"{recipe}, rank {rank} of {ranks}: {comparison}"
+    assert peak(account) == peak(trace)
+
+
+def hold_training(every: Cases, ranks: int, job: Job, recipe: str) -> None:
+    """Law 3: losses of three steps, and each stage's weights after them."""
+    setup = on_gpus(Recipe.parse(recipe).setup(), ranks)
+    alone = [
+        word for word in recipe.split(" + ") if not word.startswith(("pipeline", "tensor", "ddp", "fsdp"))
+    ]
+    exact = "fsdp" not in recipe or "bf16" not in recipe  # with shards bf16 is no autocast
+    losses, weights = trained(job_of_rank(job, setup), Recipe.parse(" + ".join(alone)).setup())
+    seen: set[str] = set()
+    for rank in range(ranks):
+        ran = real(ranks, every)[job, recipe, rank]
+        assert ran.losses == pytest.approx(losses, rel=1e-5 if exact else 2e-2)
+        for name, weight in ran.weights.items() if exact else ():
+            torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-5)
+        seen |= set(ran.weights)
+    assert seen == set(weights)
