@@ -159,6 +159,7 @@ class Session:
         self._open(self._recipe, checkpoint)
 
     def _close(self) -> None:
+        self._active.close()
         del self._active
         release_unused_memory(self._run.device)
 

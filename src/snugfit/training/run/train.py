@@ -25,6 +25,7 @@ from typing import Any
 
 from snugfit.errors import UsageError
 from snugfit.step.applier import run_context
+from snugfit.step.wishes.engine.loop import engine_context
 from snugfit.training.checkpoint.manager import CheckpointManager, named_step, open_shared_store
 from snugfit.training.checkpoint.manifest import Checkpoint
 from snugfit.training.checkpoint.weights import no_progress_bars
@@ -81,6 +82,7 @@ def train(
     with (
         open_shared_store(run.folder, run.ranks, begin_anew=BEGIN_ANEW) as store,
         run_context(run.setup(run.recipe)),
+        engine_context(run.setup(run.recipe), run.device),
         no_progress_bars(),
     ):
         limit = run.options.save_total_limit
@@ -123,9 +125,11 @@ def _start(
 
 
 def _refuse_engine(run: Run) -> None:
-    """Raises `UsageError` for a recipe whose steps are DeepSpeed's."""
-    if run.recipe.setup().sharding is not None:
+    """Raises `UsageError` for a recipe whose states go to a disk."""
+    wish = run.recipe.setup().sharding
+    if wish is not None and "nvme" in (wish.states, wish.weights):
         raise UsageError(
-            f"snugfit train has no steps of DeepSpeed's, which {run.recipe} asks for. Train with the "
-            "Trainer or accelerate (snugfit export writes the script), or leave it out."
+            f"snugfit train keeps no checkpoints of states on a disk, which {run.recipe} asks for. Take "
+            "offload=cpu or offload=none; or train with the Trainer or accelerate (snugfit export writes the "
+            "script)."
         )
