@@ -162,6 +162,18 @@ def no_number() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def spike() -> Iterator[None]:
+    """The loss of the twelfth forward pass is fifty times what it is."""
+    plain, passes = plain_loop._loss, iter(range(1000))
+
+    def loss(model: Any, batch: Any) -> Any:
+        return plain(model, batch) * (50.0 if next(passes) == 11 else 1.0)
+
+    plain_loop._loss = loss
+    yield
+
+
+@contextlib.contextmanager
 def dies_writing() -> Iterator[None]:
     """The process is killed in the middle of its part of the third checkpoint."""
     plain = ShardedSnapshot._write_parts
@@ -179,7 +191,7 @@ def dies_writing() -> Iterator[None]:
 
 FAULTS = {
     "no_number": no_number, "exhausted": exhausted, "slow": slow, "short": short_of_memory, "mixing": mixing,
-    "dies_writing": dies_writing,
+    "dies_writing": dies_writing, "spike": spike,
 }  # fmt: skip
 """What may befall a process, by the names of which its `fault` has some."""
 

@@ -22,6 +22,7 @@ from clean_forks import Forks
 from many_ranks import fault_told, run_of, start, trained, weights_in
 from small_runs import events, losses
 from snugfit.errors import UsageError
+from snugfit.techniques import deepspeed_zero
 from snugfit.training.checkpoint.manifest import verify
 from snugfit.training.checkpoint.store import Store
 from test_sharding import compiles, with_deepspeed
@@ -324,6 +325,41 @@ def test_a_straggler_is_named(tmp_path: Path, forks: Forks) -> None:
     assert "rank 1 is slower than the others" in warning["text"]
 
 
+@pytest.mark.parametrize("recipe", slow_but([ZERO2, ZERO3], 0))
+def test_gradients_of_a_step_that_is_left_out_are_dropped(tmp_path: Path, forks: Forks, recipe: str) -> None:
+    """Those of a loss that jumps, which are numbers: the steps after it are those of a run without an
+    engine."""
+    how: dict[str, Any] = {
+        "layers": 1, "on_loss_spike": "skip", "loss_spike_rtol": 1.0, "max_steps": 14, "fault": {"0": "spike"},
+    }  # fmt: skip
+    for name, asked in (("run", recipe), ("ddp", "ddp")):
+        ran(forks, tmp_path / name, 2, recipe=asked, **how)
+        (warning,) = events(tmp_path / name, "warning")
+        assert warning["text"].startswith("Step 12: The loss is")
+    same_losses(*([row[0] for row in losses(tmp_path / name).values()] for name in ("run", "ddp")))
+    same_parameters(*(weights_in(tmp_path / name, 14) for name in ("run", "ddp")))
+
+
+@pytest.mark.parametrize(("recipe", "size"), slow_but([(ZERO3, 2), (ZERO2, 2)], 0))
+def test_it_goes_on_in_finer_pieces_when_memory_runs_out(
+    tmp_path: Path, forks: Forks, recipe: str, size: int
+) -> None:
+    how: dict[str, Any] = {"layers": 1, "lr_scheduler_type": "constant", "save_steps": 2, "recipe": recipe}
+    ran(forks, tmp_path / "whole", size, **how)
+    assert 4 in trained(forks, tmp_path / "run", size, fault={"1": "short"}, **how)
+    ran(forks, tmp_path / "run", size, fault={"1": "short"}, **how)
+    (replanned,) = events(tmp_path / "run", "replanned")
+    assert "micro_batches(2)" in replanned["recipe"]
+    same_losses(*([row[0] for row in losses(tmp_path / name).values()] for name in ("run", "whole")))
+    same_parameters(*(weights_in(tmp_path / name, LAST) for name in ("run", "whole")))
+
+
 def test_states_on_a_disk_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"states on a disk.*zero3\(offload=nvme\).*offload=cpu"):
+    with pytest.raises(UsageError, match=r"states on a disk.*offload=nvme.*offload=cpu"):
         run_of(str(tmp_path / "run"), recipe="bf16 + zero3(offload=nvme)")
+
+
+def test_an_older_deepspeed_is_refused_by_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepspeed_zero, "version_of", lambda package: "0.18.2")
+    with pytest.raises(UsageError, match=r"deepspeed>=0\.19\.8 for zero2, but 0\.18\.2 is installed"):
+        run_of(str(tmp_path / "run"), recipe=ZERO2)

@@ -75,7 +75,6 @@ def train(
     named = None if resume_from is None else Path(resume_from)
     if named is not None:
         named_step(named, run.folder)
-    _refuse_engine(run)
     ranks = run.ranks
     reports = Reports(run, restart=restart, warn=lambda text: journal.tell("warning", text=text))
     journal = Journal(run.folder.absolute(), watch, reports) if ranks.is_first else Journal(None)
@@ -122,14 +121,3 @@ def _start(
         if named is not None:
             checkpoints.go_back_to(checkpoint)
     return checkpoint
-
-
-def _refuse_engine(run: Run) -> None:
-    """Raises `UsageError` for a recipe whose states go to a disk."""
-    wish = run.recipe.setup().sharding
-    if wish is not None and "nvme" in (wish.states, wish.weights):
-        raise UsageError(
-            f"snugfit train keeps no checkpoints of states on a disk, which {run.recipe} asks for. Take "
-            "offload=cpu or offload=none; or train with the Trainer or accelerate (snugfit export writes the "
-            "script)."
-        )
