@@ -145,8 +145,21 @@ class EngineOptimizer(torch.optim.Optimizer):
                     state[name] = torch.zeros_like(flat.detach())
             count = torch.tensor(steps, device=flat.device if self._is_fused else "cpu")
             state["step"] = count if is_torchs else int(steps)
+        if not is_torchs:
+            self._count_on_host(int(steps))
         if hasattr(self.engine.optimizer, "_lazy_init_hp_params_optimizer_state"):  # the second stage's
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _count_on_host(self, steps: int) -> None:
+        """Has DeepSpeed's Adam for the host count from 1: its compiled part keeps the powers of both betas by
+        multiplying, in fp32, and begins another number of updates with `pow`, which rounds otherwise. Each
+        is a call that updates one number by nothing."""
+        number = [torch.zeros(1) for _ in range(4)]  # a weight, its gradient and moments
+        group = self._inner.param_groups[0]
+        for step in range(1, steps + 1):
+            self._inner.ds_opt_adam.adam_update(
+                self._inner.opt_id, step, 0.0, *group["betas"], group["eps"], 0.0, True, *number
+            )
 
     def put_state(self, weight: Any, name: str, value: torch.Tensor) -> None:
         """A state of a whole weight into the partitions, where there is room for it (`begin_states`)."""
