@@ -144,7 +144,9 @@ def test_with_states_on_the_host(
     """The losses and weights of one process, and resumed bit for bit."""
     ran(forks, tmp_path / "run", 2, recipe=recipe)
     both = (tmp_path / "run", alone("bert"))
-    same_losses(*([row[0] for row in losses(at).values()] for at in both), ROUNDS if "bf16" in recipe else SAME)
+    same_losses(
+        *([row[0] for row in losses(at).values()] for at in both), ROUNDS if "bf16" in recipe else SAME
+    )
     if "bf16" not in recipe:
         same_parameters(*(weights_in(at, LAST) for at in both))
     how: dict[str, Any] = {"recipe": recipe, "dropout": True, "layers": 1, "lr_scheduler_type": "constant"}
@@ -172,8 +174,9 @@ def test_states_go_to_the_host_and_back(
 
 
 AGAIN = [
-    (f"{ZERO3} + micro_batches(2)", 2, "bert"), (f"bf16 + {ZERO2}", 2, "bert"), (f"bf16 + {ZERO3}", 2, "gpt2"),
-    (ZERO2, 1, "bert"), (f"bf16 + {ZERO3}", 1, "bert"), (f"{ZERO2} + micro_batches(2)", 4, "gpt2"),
+    (f"{ZERO3} + micro_batches(2)", 2, "bert"), (f"bf16 + {ZERO2}", 2, "bert"),
+    (f"bf16 + {ZERO3}", 2, "gpt2"), (ZERO2, 1, "bert"),
+    (f"bf16 + {ZERO3}", 1, "bert"), (f"{ZERO2} + micro_batches(2)", 4, "gpt2"),
 ]  # fmt: skip
 
 
@@ -201,7 +204,13 @@ OTHERS = [
 
 @pytest.mark.parametrize(("before", "were", "after", "size"), slow_but(OTHERS, 3))
 def test_resumed_on_others_it_has_the_same_numbers(
-    tmp_path: Path, forks: Forks, half_of: Callable[[str, int], Path], before: str, were: int, after: str, size: int
+    tmp_path: Path,
+    forks: Forks,
+    half_of: Callable[[str, int], Path],
+    before: str,
+    were: int,
+    after: str,
+    size: int,
 ) -> None:
     """Weights and optimizer states are read by whoever goes on, with an engine or without: without dropout
     the run ends as it would have."""
@@ -237,7 +246,8 @@ def test_each_process_writes_some_of_the_weights_whole(tmp_path: Path, forks: Fo
         name: tuple(value.shape) for name, value in whole.items()
     }
     sizes = [
-        sum(whole[name].numel() for name, file in weights.items() if file == one) for one in set(weights.values())
+        sum(whole[name].numel() for name, file in weights.items() if file == one)
+        for one in set(weights.values())
     ]
     assert max(sizes) < 1.1 * min(sizes)
     beside = load_file(folder / "state.safetensors").values()
@@ -363,7 +373,8 @@ def test_gradients_of_a_step_that_is_left_out_are_dropped(tmp_path: Path, forks:
     """Those of a loss that jumps, which are numbers: the steps after it are those of a run without an
     engine."""
     how: dict[str, Any] = {
-        "layers": 1, "on_loss_spike": "skip", "loss_spike_rtol": 1.0, "max_steps": 14, "fault": {"0": "spike"},
+        "layers": 1, "on_loss_spike": "skip", "loss_spike_rtol": 1.0, "max_steps": 14,
+        "fault": {"0": "spike"},
     }  # fmt: skip
     for name, asked in (("run", recipe), ("ddp", "ddp")):
         ran(forks, tmp_path / name, 2, recipe=asked, **how)
@@ -392,7 +403,9 @@ def test_states_on_a_disk_are_refused_by_name(tmp_path: Path) -> None:
         run_of(str(tmp_path / "run"), recipe="bf16 + zero3(offload=nvme)")
 
 
-def test_an_older_deepspeed_is_refused_by_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_deepspeed_is_refused_by_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(deepspeed_zero, "version_of", lambda package: "0.18.2")
     with pytest.raises(UsageError, match=r"deepspeed>=0\.19\.8 for zero2, but 0\.18\.2 is installed"):
         run_of(str(tmp_path / "run"), recipe=ZERO2)

@@ -42,8 +42,8 @@ def run_predictor(device: torch.device, gpus: int = 1) -> PredictRun:
 
 
 def predict_apart(job: Job, recipe: Recipe, gpu: str, gpus: int) -> Prediction:
-    """What is predicted of a job on so many of these GPUs, worked out in another process where a process group
-    is here. Raises `SnugfitError` where nothing can be, as for a job that cannot be sent there."""
+    """What is predicted of a job on so many of these GPUs, worked out in another process where a process
+    group is here. Raises `SnugfitError` where nothing can be, as for a job that cannot be sent there."""
     from snugfit.job.gpu import find_gpu
     from snugfit.planning.several_gpus.judge import Judge
     from snugfit.prediction.predict import predict

@@ -24,8 +24,8 @@ ADAMW = "torch.optim:AdamW"
 NEEDS = ("deepspeed>=0.18",)
 
 TRAINED = "deepspeed>=0.19.8"
-"""What trains: checkpoints are taken out of its partitions and put back, and before an update it looks whether
-gradients are numbers, in both stages."""
+"""What trains: checkpoints are taken out of its partitions and put back, and before an update it looks
+whether gradients are numbers, in both stages."""
 
 UNCERTAIN = (
     "DeepSpeed's own code was simulated. Four steps of zero2 and two of zero3 were measured, on H200s whose "

@@ -1,9 +1,9 @@
 """What a checkpoint has of a run whose steps are DeepSpeed's: weights in fp32 and their states, by name.
 
 The engine's partitions are flat and cut anywhere, so they say nothing to whoever has another number of
-processes or no engine. In a checkpoint each weight is whole, with its states, as under `zero1`: all processes
-gather one after the other, and the one whose it is copies it to the host and writes it. Processes have weights
-of about as many bytes.
+processes or no engine. In a checkpoint each weight is whole, with its states, as under `zero1`: all
+processes gather one after the other, and the one whose it is copies it to the host and writes it. Processes
+have weights of about as many bytes (`step/wishes/engine/owners.py`).
 
 Read, the weights are the model's before there is an engine, on the host. The states go into the partitions
 some at a time, each process reading all and keeping its part.
@@ -15,6 +15,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from snugfit.step.wishes.engine.owners import owners
+
 if TYPE_CHECKING:
     import torch
 
@@ -25,28 +27,15 @@ READ_BYTES = 1 << 30
 a model for which somebody needs an engine."""
 
 
-def _owners(state: TrainState) -> dict[str, int]:
-    """Which process writes each weight, by its name: the largest first, each to whoever has the least."""
-    from snugfit.step.wishes.engine.optimizer import shape_of
-
-    sizes = {name: math.prod(shape_of(weight)) for name, weight in state.model.named_parameters()}
-    given = [0] * state.ranks.size
-    owners: dict[str, int] = {}
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        owners[name] = given.index(min(given))
-        given[owners[name]] += sizes[name]
-    return owners
-
-
 def gathered_parts(state: TrainState) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
     """What this process writes, one after the other: each by the weight's name and that of its state, which
     is empty for the weight itself. All processes go through it to its end."""
     from snugfit.step.wishes.engine.optimizer import whole_states, whole_weight
 
     optimizer: Any = state.optimizer
-    owners = _owners(state)
+    chosen = owners(state.model, state.ranks.size)
     for name, weight in state.model.named_parameters():
-        is_own = owners[name] == state.ranks.rank
+        is_own = chosen[name] == state.ranks.rank
         whole = whole_weight(weight)
         if is_own:
             yield (name, ""), whole
@@ -54,19 +43,6 @@ def gathered_parts(state: TrainState) -> Iterator[tuple[tuple[str, str], torch.T
         for key, value in whole_states(optimizer, weight):
             if is_own:
                 yield (name, key), value
-
-
-def part_bytes(state: TrainState) -> list[int]:
-    """Bytes of what this process writes, once there are states: each weight that trains has two, in fp32."""
-    from snugfit.step.wishes.engine.optimizer import shape_of
-
-    owners = _owners(state)
-    sizes = []
-    for name, weight in state.model.named_parameters():
-        if owners[name] == state.ranks.rank:
-            elements = math.prod(shape_of(weight))
-            sizes += [4 * elements] * 3 if weight.requires_grad else [weight.element_size() * elements]
-    return sizes
 
 
 def step_counts(state: TrainState) -> dict[int, dict[str, torch.Tensor]]:
@@ -94,7 +70,9 @@ def whole_model(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def put_parts(
-    state: TrainState, known: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Mapping[str, torch.Tensor]]
+    state: TrainState,
+    known: Mapping[str, Any],
+    read: Callable[[Mapping[str, Any]], Mapping[str, torch.Tensor]],
 ) -> None:
     """Puts states that were written by parts into the engine's partitions. `known` is told of each by the
     weight's name, a slash and its own, and `read` gives some of them, whole. The counts of updates were put

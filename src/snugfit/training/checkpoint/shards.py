@@ -8,7 +8,8 @@
 
 Where layers are cut into stages, each process writes its own weights and their states, whole or its part of
 them; where all have the model and the optimizer's states alone are spread, the weights that it updates and
-their states, whole; under DeepSpeed's engine some of the weights, whole (`engine_parts.py`). The optimizer's groups and single numbers are put together from all (`state.json`).
+their states, whole; under DeepSpeed's engine some of the weights, whole (`engine_parts.py`). The optimizer's
+groups and single numbers are put together from all (`state.json`).
 
 Since each part says where it belongs, another number of processes reads what it needs of them, and so does
 one alone: torch's resharding. The other way round a whole checkpoint is read by all, and each keeps its part.
@@ -359,9 +360,7 @@ def load_states_of_engine(state: TrainState, folder: Path) -> None:
     def read(some: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         import torch
 
-        rooms = {
-            name: torch.empty(part.size, dtype=part.properties.dtype) for name, part in some.items()
-        }
+        rooms = {name: torch.empty(part.size, dtype=part.properties.dtype) for name, part in some.items()}
         _load_into({_OPTIMIZER + name: room for name, room in rooms.items()}, folder, ALONE)
         return rooms
 

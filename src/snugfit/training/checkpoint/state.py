@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
 from snugfit.step.wishes.engine.config import is_of_engine
+from snugfit.step.wishes.engine.owners import part_bytes
 from snugfit.step.wishes.mesh.sharded_optimizer import local_optimizer, updated_elsewhere
 from snugfit.step.wishes.mesh.stages import is_stage
-from snugfit.training.checkpoint.engine_parts import part_bytes
 from snugfit.training.checkpoint.model_state import beginning_of
 from snugfit.training.checkpoint.module_attributes import frozen_parameters, set_frozen
 from snugfit.training.checkpoint.optimizer_state import (
@@ -233,7 +233,7 @@ def tensor_bytes(state: TrainState) -> list[int]:
     with two moments, at most, of its own size; what another process updates is its to write. Raises
     `SnugfitError` for a model that cannot be kept."""
     if is_of_engine(state.optimizer):
-        return part_bytes(state)
+        return part_bytes(state.model, state.ranks.rank, state.ranks.size)
     tensors = map(_local, weights_of(state.model, state.optimizer).tensors())
     elsewhere = {weight.data_ptr() for weight in updated_elsewhere(state.optimizer)}
     held = {value.data_ptr(): value for value in tensors}

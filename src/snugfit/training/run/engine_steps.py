@@ -1,9 +1,9 @@
-"""Optimizer steps that DeepSpeed's engine takes, in the order and with the checks of snugfit's own (`loop.py`).
+"""Optimizer steps that DeepSpeed's engine takes, in the order and with the checks of `loop.py`.
 
 The engine owns the backward pass and the update: gradients go into its partitions as they come, averaged over
-the processes; its step takes their norm, leaves everything as it is when that is no number, clips and updates.
-So what is checked before an update is the loss, and of the gradients the engine tells afterwards, when it has
-updated nothing. It waits for them itself.
+the processes; its step takes their norm, leaves everything as it is when that is no number, clips and
+updates. So what is checked before an update is the loss, and of the gradients the engine tells afterwards,
+when it has updated nothing. It waits for them itself.
 """
 
 from __future__ import annotations

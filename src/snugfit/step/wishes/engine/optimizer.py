@@ -211,11 +211,6 @@ def _own_part(weight: Any, value: torch.Tensor) -> torch.Tensor:
     return functional.pad(part, (0, size - part.numel()))
 
 
-def shape_of(weight: Any) -> tuple[int, ...]:
-    """Of all of a weight, wherever the engine keeps it."""
-    return tuple(getattr(weight, "ds_shape", weight.shape))
-
-
 def whole_weight(weight: Any) -> torch.Tensor:
     """A weight as it is trained, in fp32, gathered from the partitions; one that does not train as it is. All
     processes call it."""
