@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from snugfit.errors import SnugfitError
 from snugfit.frontends import own
 from snugfit.frontends.own import train
 from snugfit.step import plain_loop
+from snugfit.training.checkpoint.shards import ShardedSnapshot
 from snugfit.training.run.loop import TrainingStep
 from snugfit.training.run.trained import Trained
 
@@ -162,8 +164,37 @@ def no_number() -> Iterator[None]:
     yield
 
 
+@contextlib.contextmanager
+def spike() -> Iterator[None]:
+    """The loss of the eleventh forward pass is fifty times what it is."""
+    plain, passes = plain_loop._loss, iter(range(1000))
+
+    def loss(model: Any, batch: Any) -> Any:
+        return plain(model, batch) * (50.0 if next(passes) == 10 else 1.0)
+
+    plain_loop._loss = loss
+    yield
+
+
+@contextlib.contextmanager
+def dies_writing() -> Iterator[None]:
+    """The process is killed in the middle of its part of the third checkpoint."""
+    plain = ShardedSnapshot._write_parts
+
+    def write(self: ShardedSnapshot, folder: Path) -> None:
+        if self.step == 3:
+            (folder / "shards").mkdir(exist_ok=True)
+            (folder / "shards" / f"__{self.ranks.rank}_0.distcp").write_bytes(bytes(1000))
+            os.kill(os.getpid(), signal.SIGKILL)
+        plain(self, folder)
+
+    ShardedSnapshot._write_parts = write  # type: ignore[method-assign]
+    yield
+
+
 FAULTS = {
     "no_number": no_number, "exhausted": exhausted, "slow": slow, "short": short_of_memory, "mixing": mixing,
+    "dies_writing": dies_writing, "spike": spike,
 }  # fmt: skip
 """What may befall a process, by the names of which its `fault` has some."""
 

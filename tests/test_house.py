@@ -54,6 +54,7 @@ HEAVY_THEMSELVES = {
     "step/wishes/galore.py",
     "step/wishes/four_bit_adamw.py",
     "step/wishes/stochastic_adamw.py",
+    "step/wishes/engine/optimizer.py",
     "rehearsal/sharded/accelerator.py",
     "rehearsal/sharded/collectives.py",
     "rehearsal/sharded/engine.py",

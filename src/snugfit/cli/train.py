@@ -20,6 +20,7 @@ from snugfit.errors import NothingFits, UsageError
 from snugfit.frontends.launch import COMMAND_LINE, launch
 from snugfit.frontends.one_of_several import is_started_again
 from snugfit.measurement.target import gpu_here
+from snugfit.techniques.deepspeed_zero import refuse_training
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.training.ranks import Ranks, world
 
@@ -165,7 +166,9 @@ def _launch(request: Request, processes: int) -> int:
     would refuse."""
     from snugfit.frontends.own import refuse_more_than_here
 
-    job_of_rank(request.job, on_gpus(request.recipe.setup(), processes))
+    setup = on_gpus(request.recipe.setup(), processes)
+    job_of_rank(request.job, setup)
+    refuse_training(setup)
     refuse_more_than_here(processes, request.training.get("device"))
     return launch(processes, COMMAND_LINE.get())
 

@@ -72,11 +72,11 @@ def _plan_smaller(
 ) -> Recipe | None:
     import torch
 
+    from snugfit.frontends.predicted import predict_apart
     from snugfit.planning.search.search import plan
-    from snugfit.prediction.predict import predict
 
     gpu = torch.cuda.get_device_name(device)
-    needed = predict(job, recipe, gpu=gpu).needed_bytes
+    needed = predict_apart(job, recipe, gpu, 1).needed_bytes
     fidelity = max((technique.fidelity for technique in recipe), key=list(Fidelity).index)
     smaller = plan(
         job,

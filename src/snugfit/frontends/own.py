@@ -27,6 +27,7 @@ from snugfit.job.weights import find_weights, own_folder
 from snugfit.report.text.files import writable_folder
 from snugfit.step.applier import refuse_unsupported
 from snugfit.step.build import is_in_stages
+from snugfit.techniques.deepspeed_zero import refuse_training
 from snugfit.techniques.recipe import Recipe, without_auto
 from snugfit.techniques.several_gpus import KNOW_SHARDS, job_of_rank, on_gpus
 from snugfit.techniques.technique import Slot
@@ -182,6 +183,7 @@ def _recipe_for(
             "only predicted and measured. Train with 'adamw', 'adamw_fused' or 'sgd'."
         )
     recipe.check(job_of_rank(job, setup), capability_of(target))
+    refuse_training(setup)
     refuse_unsupported("plain", setup)
     for warning in cut_warning(job, recipe):
         watch(warning)

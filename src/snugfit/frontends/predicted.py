@@ -3,9 +3,9 @@
 It is made once for each recipe that a run goes on under, before anything is built, and costs some seconds. On
 the CPU, where only bytes of the host could be predicted, nothing is.
 
-The rehearsal of one of several ranks makes torch's default process group a pretended one. In a process that
-trains with others it is the real one, so there another process rehearses, while this one builds and trains:
-the others would wait for it.
+The rehearsal of one of several ranks makes torch's default process group a pretended one, and so does that of
+DeepSpeed's engine. In a process that trains with others, or with an engine, it is the real one, so there
+another process rehearses, while this one builds and trains: others would wait for it.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ def run_predictor(device: torch.device, gpus: int = 1) -> PredictRun:
 
 
 def predict_apart(job: Job, recipe: Recipe, gpu: str, gpus: int) -> Prediction:
-    """What is predicted of a job on so many of these GPUs, worked out in another process where there are
-    several. Raises `SnugfitError` where nothing can be, as for a job that cannot be sent there."""
+    """What is predicted of a job on so many of these GPUs, worked out in another process where a process
+    group is here. Raises `SnugfitError` where nothing can be, as for a job that cannot be sent there."""
     from snugfit.job.gpu import find_gpu
     from snugfit.planning.several_gpus.judge import Judge
     from snugfit.prediction.predict import predict
     from snugfit.prediction.worker_pool import Question, is_picklable, worker_pool
 
-    if gpus == 1:
+    if gpus == 1 and recipe.setup().sharding is None:
         return predict(job, recipe, gpu=gpu)
     make = functools.partial(Judge, job, find_gpu(gpu))
     if not is_picklable(make):

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from snugfit.errors import UsageError
 from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setup import Setup, ShardingWish
 from snugfit.techniques.technique import Slot, TechniqueBySlot
+from snugfit.versions import version_of
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -20,6 +22,10 @@ ADAMW = "torch.optim:AdamW"
 """The optimizer that accelerate exchanges for DeepSpeed's on the host."""
 
 NEEDS = ("deepspeed>=0.18",)
+
+TRAINED = "deepspeed>=0.19.8"
+"""What trains: checkpoints are taken out of its partitions and put back, and before an update it looks
+whether gradients are numbers, in both stages."""
 
 UNCERTAIN = (
     "DeepSpeed's own code was simulated. Four steps of zero2 and two of zero3 were measured, on H200s whose "
@@ -100,6 +106,27 @@ def with_engine(setup: Setup, wish: ShardingWish) -> Setup:
     """The Setup in which DeepSpeed runs the steps. What autocast would compute in, it makes the weights'
     dtype, with weights in fp32 beside them that are updated."""
     return replace(setup, sharding=replace(wish, dtype=setup.autocast or "float32"), autocast=None)
+
+
+def refuse_training(setup: Setup) -> None:
+    """Raises `UsageError` where an engine is wished for that trains in no loop of snugfit's."""
+    from packaging.requirements import Requirement
+
+    wish = setup.sharding
+    if wish is None:
+        return
+    if "nvme" in (wish.states, wish.weights):
+        raise UsageError(
+            "Checkpoints of states on a disk (offload=nvme) are not kept, so snugfit train refuses it. Take "
+            "offload=cpu or offload=none, or train with the Trainer or accelerate: snugfit export writes the "
+            "script."
+        )
+    installed = version_of("deepspeed")
+    if installed and not Requirement(TRAINED).specifier.contains(installed, prereleases=True):
+        raise UsageError(
+            f"snugfit train needs {TRAINED} for zero{wish.stage}, but {installed} is installed. Try: pip "
+            f'install "{TRAINED}".'
+        )
 
 
 def objections(job: Job, recipe: TechniqueBySlot, *, on_host: bool) -> Iterator[str]:

@@ -4,6 +4,7 @@ On one GPU there is nobody to share them with, so it only helps with `offload=cp
 keeps the weights in what they compute in, and a bucket of gradients. Gradients go to the host while the
 backward pass runs; there the CPU updates fp32 weights, and the new ones come back. Each of several GPUs
 keeps and updates its part, on the GPU with `offload=none`, and all weights in what they compute in.
+snugfit's own loop trains with it, on one GPU as on several (`step/wishes/engine/optimizer.py`).
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ pass, module by module, so the GPU holds those of a few modules and their activa
 largest model on a GPU, and the slowest. accelerate and the Trainer have the model built so too
 (`deepspeed.zero.Init`); the plain loop moves it to the GPU whole, and its weights go to the host from there.
 Each of several GPUs keeps a part of everything, there or with `offload=none` itself, and gathers weights.
+snugfit's own loop trains with it, but for `offload=nvme` (`step/wishes/engine/optimizer.py`).
 """
 
 from __future__ import annotations

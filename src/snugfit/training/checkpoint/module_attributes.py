@@ -23,9 +23,10 @@ Numbers = Mapping[tuple[str, str], Any]
 _SWITCHES = frozenset({"training", "gradient_checkpointing"})
 """Attributes that loops set, and that are no memory."""
 
-_MARKS = ("_is_", "_hf_")
-"""How the names of marks begin that accelerate and transformers leave on a model. `_is_accelerate_prepared`,
-put back in another process, would keep accelerate from wrapping the model in autocast."""
+_MARKS = ("_is_", "_hf_", "ds_", "applied_pre_backward_")
+"""How the names of marks begin that accelerate, transformers and DeepSpeed leave on a model.
+`_is_accelerate_prepared`, put back in another process, would keep accelerate from wrapping the model in
+autocast."""
 
 
 def _is_memory(name: str) -> bool:

@@ -8,7 +8,8 @@
 
 Where layers are cut into stages, each process writes its own weights and their states, whole or its part of
 them; where all have the model and the optimizer's states alone are spread, the weights that it updates and
-their states, whole. The optimizer's groups and single numbers are put together from all (`state.json`).
+their states, whole; under DeepSpeed's engine some of the weights, whole (`engine_parts.py`). The optimizer's
+groups and single numbers are put together from all (`state.json`).
 
 Since each part says where it belongs, another number of processes reads what it needs of them, and so does
 one alone: torch's resharding. The other way round a whole checkpoint is read by all, and each keeps its part.
@@ -28,12 +29,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
+from snugfit.step.wishes.engine.config import is_of_engine
 from snugfit.step.wishes.mesh.sharded_optimizer import (
     local_optimizer,
     spreads_states,
     updated_elsewhere,
 )
 from snugfit.step.wishes.mesh.stages import is_stage
+from snugfit.training.checkpoint.engine_parts import (
+    gathered_parts,
+    put_parts,
+    step_counts,
+    whole_model,
+)
 from snugfit.training.checkpoint.joined_state import (
     state_of_all_stages,
     states_of_all,
@@ -49,7 +57,7 @@ from snugfit.training.checkpoint.optimizer_state import parameters_of
 from snugfit.training.checkpoint.packed_state import pack
 from snugfit.training.checkpoint.state import STATE, TENSORS, TrainState, state_of
 from snugfit.training.checkpoint.weights import WEIGHTS, ModelWeights, read_weights
-from snugfit.training.ranks import Ranks, from_first
+from snugfit.training.ranks import ALONE, Ranks, from_first
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +84,8 @@ def holds_parts(model: torch.nn.Module) -> bool:
 def is_sharded(state: TrainState) -> bool:
     """Whether this process holds parts of the model's weights, some of its layers, or some of the optimizer's
     states."""
-    return is_stage(state.model) or holds_parts(state.model) or spreads_states(state.optimizer)
+    spread = spreads_states(state.optimizer) or is_of_engine(state.optimizer)
+    return spread or is_stage(state.model) or holds_parts(state.model)
 
 
 def has_shards(folder: Path) -> bool:
@@ -159,14 +168,17 @@ class ShardedSnapshot:
 
     def _tell(self, folder: Path | None) -> None:
         self._is_told = True
-        from_first(None if folder is None else str(folder), self.ranks.writing)
+        if self.ranks.are_many:
+            from_first(None if folder is None else str(folder), self.ranks.writing)
 
     def _write_parts(self, folder: Path) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        writer = FileSystemWriter(folder / SHARDS)
-        save(dict(self.parts), storage_writer=writer, process_group=self.ranks.writing)
+        how = {"process_group": self.ranks.writing, "no_dist": not self.ranks.are_many}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is meant
+            save(dict(self.parts), storage_writer=FileSystemWriter(folder / SHARDS), **how)
 
 
 def shards_of(
@@ -178,7 +190,7 @@ def shards_of(
     shared = _shared_by_all(state)
     staging.begin()
     copied = ShardedSnapshot(
-        parts={name: _on_host(part, staging) for name, part in _parts(state).items()},
+        parts=_parts_on_host(state, staging),
         state=shared.with_copies(staging.copy),
         weights=None,
         tree=tree,
@@ -192,6 +204,16 @@ def shards_of(
         import torch
 
         torch.cuda.synchronize(state.device)
+    return copied
+
+
+def _parts_on_host(state: TrainState, staging: Staging) -> dict[str, torch.Tensor]:
+    """What this process writes, copied. What an engine has is gathered for it, and dropped."""
+    if not is_of_engine(state.optimizer):
+        return {name: _on_host(part, staging) for name, part in _parts(state).items()}
+    copied = {}
+    for (name, key), part in gathered_parts(state):
+        copied[f"{_OPTIMIZER}{name}/{key}" if key else _MODEL + name] = staging.copy_passing(part)
     return copied
 
 
@@ -213,7 +235,7 @@ def _shared_by_all(state: TrainState) -> ModelState:
     """Of the model, what is no part and nobody's own."""
     model = state.model
     shared = model_state_of(model, set(model.state_dict()))
-    is_owned = is_stage(model) or spreads_states(state.optimizer)
+    is_owned = is_stage(model) or spreads_states(state.optimizer) or is_of_engine(state.optimizer)
     owned = {name for name, _ in model.named_parameters()} if is_owned else set()
     rest = {n: value for n, value in shared.tensors.items() if not is_part(value) and n not in owned}
     return replace(shared, tensors=rest)
@@ -224,7 +246,9 @@ def _tree_of_all(state: TrainState, random: Sequence[Any]) -> Any:
     of the optimizer. All processes call it."""
     tree = state_of(state, random)
     rest = _without(_is_of_owner, tree["optimizer"])
-    if is_stage(state.model):
+    if is_of_engine(state.optimizer):
+        tree["optimizer"] = {**rest, "states": step_counts(state)}
+    elif is_stage(state.model):
         tree |= state_of_all_stages(rest, tree["optimized"], state)
     elif spreads_states(state.optimizer):
         tree["optimizer"] = {**rest, "states": states_of_all(rest["states"], state)}
@@ -233,13 +257,18 @@ def _tree_of_all(state: TrainState, random: Sequence[Any]) -> Any:
 
 def _whole_model(state: TrainState, shared: ModelState) -> ModelWeights | None:
     """In the first process the whole model, whose weights are copied to the host. All processes call it."""
-    if spreads_states(state.optimizer):
+    import torch
+
+    if is_of_engine(state.optimizer):
+        whole = whole_model(state)
+    elif spreads_states(state.optimizer):
         whole = whole_weights(state.model) if state.ranks.is_first else {}
     else:
         whole = tensors_of_all_stages(whole_weights(state.model), state.ranks)
     if not state.ranks.is_first:
         return None
-    return ModelWeights(model=state.model, files={WEIGHTS: whole}, configs={}, state=shared)
+    dtype = torch.float32 if is_of_engine(state.optimizer) else None
+    return ModelWeights(model=state.model, files={WEIGHTS: whole}, configs={}, state=shared, dtype=dtype)
 
 
 def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -312,6 +341,30 @@ def load_moment_shards(state: TrainState, folder: Path) -> None:
     """Puts optimizer states alone that were written by parts into an optimizer whose weights are there
     already. Raises `SnugfitError` when they are another model's. All processes call it."""
     _load_into(_room_for_moments(state, _known_shards(state.model, folder)), folder, state.ranks)
+
+
+def load_states_of_engine(state: TrainState, folder: Path) -> None:
+    """Puts the optimizer states of any checkpoint into the partitions of DeepSpeed's engine, whose weights
+    are there already: those that were written by parts, or those that `restore` has read whole. All processes
+    call it."""
+    optimizer: Any = state.optimizer
+    if not has_shards(folder):
+        optimizer.take_states()
+        return
+    known = {
+        name.removeprefix(_OPTIMIZER): part
+        for name, part in _known_shards(state.model, folder).items()
+        if name.startswith(_OPTIMIZER)
+    }
+
+    def read(some: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        import torch
+
+        rooms = {name: torch.empty(part.size, dtype=part.properties.dtype) for name, part in some.items()}
+        _load_into({_OPTIMIZER + name: room for name, room in rooms.items()}, folder, ALONE)
+        return rooms
+
+    put_parts(state, known, read)
 
 
 def _known_shards(model: torch.nn.Module, folder: Path) -> Mapping[str, Any]:

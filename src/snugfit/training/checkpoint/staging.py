@@ -57,10 +57,11 @@ class Staging:
         key = (tensor.device.type, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
         copied = self._copies.get(key) if tensor.numel() else None
         if copied is None:
-            copied = self._copies[key] = self._new_copy(tensor)
+            copied = self._copies[key] = self.copy_passing(tensor)
         return copied
 
-    def _new_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+    def copy_passing(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same for a tensor that is dropped before all are copied, whose memory another one may get."""
         import torch
 
         if not self._locks or tensor.device.type != "cuda" or not tensor.numel():

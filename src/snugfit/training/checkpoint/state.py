@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
+from snugfit.step.wishes.engine.config import is_of_engine
+from snugfit.step.wishes.engine.owners import part_bytes
 from snugfit.step.wishes.mesh.sharded_optimizer import local_optimizer, updated_elsewhere
 from snugfit.step.wishes.mesh.stages import is_stage
 from snugfit.training.checkpoint.model_state import beginning_of
@@ -230,6 +232,8 @@ def tensor_bytes(state: TrainState) -> list[int]:
     """Bytes of each tensor of a snapshot once the optimizer has its states: each weight that trains comes
     with two moments, at most, of its own size; what another process updates is its to write. Raises
     `SnugfitError` for a model that cannot be kept."""
+    if is_of_engine(state.optimizer):
+        return part_bytes(state.model, state.ranks.rank, state.ranks.size)
     tensors = map(_local, weights_of(state.model, state.optimizer).tensors())
     elsewhere = {weight.data_ptr() for weight in updated_elsewhere(state.optimizer)}
     held = {value.data_ptr(): value for value in tensors}
@@ -294,9 +298,12 @@ def restore(state: TrainState, folder: Path) -> int:
 
     Raises `SnugfitError` when it is another model's or another optimizer's.
     """
+    import torch
+
     with as_written(folder):
         tree, tensors = _read(folder)
-        saved = unpack(tree, tensors, state.device, parameters_of(state.optimizer))
+        device = torch.device("cpu") if is_of_engine(state.optimizer) else state.device
+        saved = unpack(tree, tensors, device, parameters_of(state.optimizer))
         names = _optimized_names(state)
         optimized = saved.get("optimized", names)
         random = [saved["random"], *saved.get(RANDOM_OF_OTHERS, ())]

@@ -12,6 +12,7 @@ Anything that is missing or left over when weights are put back is an error.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,6 +52,9 @@ class ModelWeights:
 
     state: ModelState
     """Everything that the next step depends on; what `files` hold too is the same tensor."""
+
+    dtype: torch.dtype | None = None
+    """Of the weights, where the live model computes with them in another."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All tensors; one that is held in several places comes several times."""
@@ -98,14 +102,22 @@ class ModelWeights:
         in_files = [
             value
             for name, value in weights.items()
-            if name in names or (is_renamed and value.dtype == model.dtype)
+            if name in names or (is_renamed and value.dtype == (self.dtype or model.dtype))
         ]
+        if self.dtype is not None:
+            _name_dtype(folder / "config.json", self.dtype)
         self.state.write(folder, {id(value): None for value in in_files})
 
     def _write_module(self, folder: Path) -> None:
         weights = self.files[WEIGHTS]
         _save(weights, folder / WEIGHTS)
         self.state.write(folder, {id(value): None for value in weights.values()})
+
+
+def _name_dtype(config: Path, dtype: torch.dtype) -> None:
+    """Has a model's config say this dtype, in which transformers then loads it."""
+    facts = json.loads(config.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
+    config.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def weights_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> ModelWeights:

@@ -15,6 +15,7 @@ from snugfit.training.checkpoint.shards import is_sharded, shards_of
 from snugfit.training.checkpoint.state import RunProgress, TrainState, check_packable, snapshot
 from snugfit.training.recovery import Exhausted
 from snugfit.training.rng import all_rng_states, preserve_rng, rng_states, set_rng_states
+from snugfit.training.run.engine_steps import EngineTrainingStep
 from snugfit.training.run.loader import collate_for, feed
 from snugfit.training.run.loop import StepRejected, StepResult, TrainingStep
 from snugfit.training.run.opening import open_run
@@ -61,7 +62,8 @@ class ActiveRun:
         self.order = run.order(self.setup.micro_batches)
         self.steps = run.steps(self.order)
         """Optimizer steps of the whole run."""
-        self.step = TrainingStep(run.job, self.setup, run.device, exchange)
+        kind = TrainingStep if self.setup.sharding is None else EngineTrainingStep
+        self.step = kind(run.job, self.setup, run.device, exchange)
         self.step.rejects = lambda loss: spikes.reject(loss, self.progress)
         self._rng_at_step_start: tuple[torch.Tensor, ...] = ()
         self.state: TrainState = open_run(
@@ -75,6 +77,12 @@ class ActiveRun:
         checkpoints.saved_step = checkpoint.step if checkpoint else None
         if run.options.save_strategy != "no" and (run.ranks.is_first or self._is_sharded):
             checkpoints.prepare(self.state)
+
+    def close(self) -> None:
+        """No step follows; what an engine has hooked into the model is taken out of it."""
+        if self.setup.sharding is not None:
+            engine: Any = self.state.runs
+            engine.destroy()
 
     @property
     def progress(self) -> RunProgress:

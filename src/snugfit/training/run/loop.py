@@ -180,6 +180,18 @@ class TrainingStep(PlainStep):
         if (rejection := self.rejects(loss)) is not None:
             optimizer.zero_grad(set_to_none=True)
             raise rejection
+        updated = self._check_and_update(state, loss, meanwhile)
+        if updated:
+            state.scheduler.step()
+        optimizer.zero_grad(set_to_none=True)
+        after_update(self.setup, built.runs, self._taken)
+        self._taken += 1
+        self.phases.phase("load")
+        return StepResult(loss=loss, updated=updated)
+
+    def _check_and_update(self, state: TrainState, loss: float, meanwhile: Callable[[], None]) -> bool:
+        """After a step's passes, whose loss is a number: whether there was an update. Raises `NonFinite`."""
+        scaler = state.scaler
         trained = [weight for weight in state.parameters if weight.grad is not None]
         norm = self._norm_of(trained, state)
         self._check.record_norm(norm)
@@ -191,14 +203,7 @@ class TrainingStep(PlainStep):
         elif self.sync_before_update:
             self.read_norm(state)
         self._unchecked = not self.sync_before_update and norm is None and scaler is None
-        updated = self._update(state, trained, norm)
-        if updated:
-            state.scheduler.step()
-        optimizer.zero_grad(set_to_none=True)
-        after_update(self.setup, built.runs, self._taken)
-        self._taken += 1
-        self.phases.phase("load")
-        return StepResult(loss=loss, updated=updated)
+        return self._update(state, trained, norm)
 
     def _weights_of(self, pieces: Sequence[Mapping[str, Any]]) -> Sequence[float | None]:
         """Over the items of all processes. Labels of a micro-batch that has nothing that counts are set, for

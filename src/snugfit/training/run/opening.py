@@ -14,13 +14,20 @@ from snugfit.errors import OutOfMemory, SnugfitError, UsageError
 from snugfit.job.weights import LoadedWeights
 from snugfit.step.applier import distribute_model, is_adapted, make_scaler, set_process
 from snugfit.step.build import build_model, build_optimizer, could_be_spread_from_the_host
-from snugfit.techniques.several_gpus import on_gpus
+from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.training.checkpoint.model_state import (
     beginning_of,
     load_model_state,
     names_kept_beside,
 )
-from snugfit.training.checkpoint.shards import has_shards, is_sharded, keep_parts, load_shards
+from snugfit.training.checkpoint.shards import (
+    has_shards,
+    is_sharded,
+    keep_parts,
+    load_shards,
+    load_states_of_engine,
+    load_weight_shards,
+)
 from snugfit.training.checkpoint.state import TrainState, restore
 from snugfit.training.checkpoint.weights import load_weights
 from snugfit.training.rng import seed_all
@@ -51,6 +58,10 @@ def open_run(
     model = _model(run, setup, checkpoint, tell)
     runs = distribute_model(setup, model)
     optimizer = build_optimizer(run.job, setup, model, weight_decay=run.options.weight_decay)
+    if setup.sharding is not None:
+        from snugfit.step.wishes.engine.optimizer import start_engine
+
+        runs, optimizer = start_engine(job_of_rank(run.job, setup), setup, model, optimizer)
     state = TrainState(
         model=model,
         runs=runs,
@@ -66,7 +77,9 @@ def open_run(
         streams = restore(state, checkpoint.folder)
         if is_sharded(state):
             keep_parts(optimizer)
-        if has_shards(checkpoint.folder):
+        if setup.sharding is not None:
+            load_states_of_engine(state, checkpoint.folder)
+        elif has_shards(checkpoint.folder):
             load_shards(state, checkpoint.folder)
             load_model_state(model, checkpoint.folder)
         if streams < run.ranks.size:
@@ -101,10 +114,15 @@ def _set_rates(scheduler: Any) -> None:
 def _model(
     run: Run, setup: Setup, checkpoint: Checkpoint | None, tell: Callable[[str], None]
 ) -> torch.nn.Module:
-    """A transformers model is built from its weights; whatever else is built first and then filled."""
+    """A transformers model is built from its weights; whatever else is built first and then filled. One that
+    DeepSpeed's engine will cut up has all its weights before that, on the host."""
+    stays = setup.sharding is not None
     if checkpoint is not None and has_shards(checkpoint.folder):  # which are read when it stands
-        model = build_model(run.job, setup, run.device)
+        model = build_model(run.job, setup, run.device, stays=stays)
         beginning_of(model)
+        if stays:
+            load_weight_shards(model, checkpoint.folder, run.ranks)
+            load_model_state(model, checkpoint.folder)
         return model
     whole = checkpoint is not None and not is_adapted(setup) and run.job.model.module is None
     weights = checkpoint.folder if checkpoint is not None and whole else run.weights
@@ -117,7 +135,7 @@ def _model(
             for line in loaded.lines(weights):
                 tell(line)
 
-    model = build_model(run.job, setup, run.device, weights=weights, on_loaded=on_loaded)
+    model = build_model(run.job, setup, run.device, stays=stays, weights=weights, on_loaded=on_loaded)
     beginning_of(model)
     if checkpoint is not None:
         (load_model_state if whole else load_weights)(model, checkpoint.folder)

@@ -244,7 +244,7 @@ def _on_these_gpus(before: Mapping[str, Any], run: Run) -> tuple[Mapping[str, An
     except (KeyError, SnugfitError):
         return before, []
     shared = _shared_as(recipe, run.recipe)
-    if shared == recipe or recipe.setup().sharding is not None or run.recipe.setup().sharding is not None:
+    if shared == recipe:
         return before, []
     changed = [
         f"{slot} was {recipe[slot]} and is {shared[slot]}" for slot in Slot if recipe[slot] != shared[slot]

@@ -169,6 +169,7 @@ class Session:
         self._open(self._recipe, checkpoint)
 
     def _close(self) -> None:
+        self._active.close()
         del self._active
         release_unused_memory(self._run.device)
 
@@ -386,6 +387,7 @@ class Session:
         self._reports.end(self._active.state.model)
         model, root = self._active.state.model, self._checkpoints.store.root
         best_step = progress.best_step
+        self._active.close()
         if options.load_best_model_at_end and best_step is not None and best_step != progress.step:
             folder, step = root / f"checkpoint-{best_step}", best_step
             best = self._run.ranks.first_answers(lambda: verify(folder, step))

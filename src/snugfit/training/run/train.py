@@ -25,6 +25,7 @@ from typing import Any
 
 from snugfit.errors import UsageError
 from snugfit.step.applier import run_context
+from snugfit.step.wishes.engine.loop import engine_context
 from snugfit.training.checkpoint.manager import CheckpointManager, named_step, open_shared_store
 from snugfit.training.checkpoint.manifest import Checkpoint
 from snugfit.training.checkpoint.weights import no_progress_bars
@@ -74,13 +75,13 @@ def train(
     named = None if resume_from is None else Path(resume_from)
     if named is not None:
         named_step(named, run.folder)
-    _refuse_engine(run)
     ranks = run.ranks
     reports = Reports(run, restart=restart, warn=lambda text: journal.tell("warning", text=text))
     journal = Journal(run.folder.absolute(), watch, reports) if ranks.is_first else Journal(None)
     with (
         open_shared_store(run.folder, run.ranks, begin_anew=BEGIN_ANEW) as store,
         run_context(run.setup(run.recipe)),
+        engine_context(run.setup(run.recipe), run.device),
         no_progress_bars(),
     ):
         limit = run.options.save_total_limit
@@ -120,12 +121,3 @@ def _start(
         if named is not None:
             checkpoints.go_back_to(checkpoint)
     return checkpoint
-
-
-def _refuse_engine(run: Run) -> None:
-    """Raises `UsageError` for a recipe whose steps are DeepSpeed's."""
-    if run.recipe.setup().sharding is not None:
-        raise UsageError(
-            f"snugfit train has no steps of DeepSpeed's, which {run.recipe} asks for. Train with the "
-            "Trainer or accelerate (snugfit export writes the script), or leave it out."
-        )

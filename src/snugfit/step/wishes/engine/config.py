@@ -29,6 +29,12 @@ BUILT_WITHIN = 570 * MIB
 build it: one run on an H100 (results/h100-2026-11-25/techniques/bert-zero3-trainer.json)."""
 
 
+def is_of_engine(optimizer: Any) -> bool:
+    """Whether it stands for the optimizer of an engine (`optimizer.py`, which to import takes time: who has
+    one has imported it)."""
+    return type(optimizer).__module__ == "snugfit.step.wishes.engine.optimizer"
+
+
 def group_bytes(setup: Setup, loop: str = "plain") -> int:
     """NVML bytes of the process group of one process in this loop; 0 where there is none, and on several
     GPUs, whose groups are counted by what they exchange."""

@@ -67,23 +67,7 @@ class EngineStep(PlainStep):
         return answers
 
     def _engine(self, model: torch.nn.Module) -> Any:
-        import deepspeed
-
-        wish = self.setup.sharding
-        assert wish is not None
-        optimizer: Any = build_optimizer(self.job, self.setup, model)
-        if wish.states != "none":  # `accelerate.utils.deepspeed.map_pytorch_optim_to_deepspeed`
-            from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-            numbers = {name: optimizer.defaults[name] for name in ("lr", "weight_decay")}
-            optimizer = DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=True, **numbers)
-        config = engine_config(
-            self.setup,
-            batch_size=self.job.batch_size,
-            clip=self.job.clip,
-            width=width_of(model.config),
-        )
-        return deepspeed.initialize(model=model, optimizer=optimizer, config_params=config)[0]
+        return make_engine(self.job, self.setup, model, build_optimizer(self.job, self.setup, model))
 
     def _passes(self, engine: Any, pieces: list[dict[str, Any]], observer: Observer) -> torch.Tensor | None:
         items = [self.items_of(piece) for piece in pieces] if len(pieces) > 1 else [1]
@@ -103,6 +87,27 @@ class EngineStep(PlainStep):
             engine.backward(loss, scale_wrt_gas=False)
             del loss
         return total
+
+
+def make_engine(job: Job, setup: Setup, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """DeepSpeed's engine around this model and optimizer, for the job of one process. Its optimizer becomes
+    DeepSpeed's CPU Adam where states are on the host."""
+    import deepspeed
+
+    wish = setup.sharding
+    assert wish is not None
+    if wish.states != "none":  # `accelerate.utils.deepspeed.map_pytorch_optim_to_deepspeed`
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        numbers = {name: optimizer.defaults[name] for name in ("lr", "weight_decay")}
+        optimizer = DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=True, **numbers)
+    config = engine_config(setup, batch_size=job.batch_size, clip=job.clip, width=width_of(model.config))
+    return deepspeed.initialize(model=model, optimizer=optimizer, config_params=config)[0]
+
+
+def engine_context(setup: Setup, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """What a run runs in whose steps are an engine's: `in_process_group`; nothing for any other."""
+    return contextlib.nullcontext() if setup.sharding is None else in_process_group(device)
 
 
 def built_for_engine(job: Job, setup: Setup, device: torch.device) -> torch.nn.Module:

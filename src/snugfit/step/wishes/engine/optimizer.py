@@ -1,0 +1,234 @@
+"""DeepSpeed's engine as a loop of snugfit's sees it: an optimizer over the model's own weights.
+
+The engine flattens weights, gradients and states into partitions of its own, and its optimizer knows these
+alone. Schedules, checkpoints and whoever asks which weights train know the model's weights by their names. So
+this optimizer has the groups that were asked for; its `step` tells the engine's of their learning rates and
+has the engine clip and update.
+
+A weight in fp32 and its states, whole and by the weight's name, come from the partitions and go into them by
+DeepSpeed's own functions (`deepspeed.utils.tensor_fragment`). The engine makes its fp32 weights of those in
+bf16 that it computes with; here they become what the model had before it was cast, as in a run without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+from torch.nn import functional
+
+from snugfit.step.wishes.engine.loop import make_engine
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+    from snugfit.techniques.setup import Setup
+
+_TOLD = ("lr", "weight_decay", "betas", "eps")
+"""What a step tells the engine's groups, where they have it."""
+
+_FLAT = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
+"""What the second and the third stage call this process's parts of the fp32 weights."""
+
+_NORMS: tuple[tuple[str, Any], ...] = (
+    ("scaled_global_norm", lambda mark: mark),
+    ("_get_norm_groups", lambda mark: [mark]),
+)
+"""What the second and the third stage ask for the gradients' norm, and what each gives where it is none."""
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """Stands for the optimizer of an engine. Its `state` is empty, but while a checkpoint is put back: what
+    is put there goes into the engine by `take_states`."""
+
+    def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any], engine: Any) -> None:
+        super().__init__(groups, defaults)
+        self.engine = engine
+        self._has_gradients = False
+
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        """The backward pass of a micro-batch, which may be the last of its step."""
+        self.engine.set_gradient_accumulation_boundary(is_boundary=is_last)
+        self.engine.backward(loss, scale_wrt_gas=False)
+        self._has_gradients = is_last
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Has the engine clip and update, and drop the gradients. Where these are no numbers nothing is
+        updated (`overflowed`)."""
+        for own, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update({name: own[name] for name in _TOLD if name in own})
+        self._has_gradients = False
+        self.engine.step()
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether the last step's gradients were no numbers, so that nothing was updated."""
+        return bool(self.engine.optimizer.overflow)
+
+    def norm(self) -> float:
+        """Global L2 norm of the last step's gradients, before clipping; waits for it."""
+        return float(self.engine.get_global_grad_norm())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the step's gradients, those in the partitions too. The engine drops these by itself alone
+        when it updates or finds that they are no numbers; so it is told that they are none."""
+        optimizer = self.engine.optimizer
+        if not self._has_gradients:
+            optimizer.zero_grad(set_to_none=set_to_none)
+            return
+        self._has_gradients = False
+        name, answer = next((name, answer) for name, answer in _NORMS if hasattr(optimizer, name))
+        mark = torch.tensor(-1.0, device=self.engine.device)  # as DeepSpeed marks a norm that is none
+        with patch.object(optimizer, name, lambda: answer(mark)):
+            optimizer.step()
+        assert optimizer.overflow, "DeepSpeed would have updated weights"
+
+    # ---- weights and states, whole -----------------------------------------------------------------------
+
+    @property
+    def _inner(self) -> Any:
+        """The optimizer of the partitions."""
+        return self.engine.optimizer.optimizer
+
+    def _flat_weights(self) -> list[torch.Tensor]:
+        flat = next(name for name in _FLAT if hasattr(self.engine.optimizer, name))
+        return list(getattr(self.engine.optimizer, flat))
+
+    def _own_states(self) -> list[dict[str, Any]]:
+        """Of each partition, once there was an update."""
+        states = self._inner.state
+        return [states[flat] for flat in self._flat_weights() if states.get(flat)]
+
+    def state_names(self) -> list[str]:
+        """What the optimizer calls the states of a weight that are as large as it; none before the first
+        update."""
+        states = self._own_states()
+        return [name for name, value in states[0].items() if is_of_weights(value)] if states else []
+
+    def step_count(self) -> torch.Tensor | None:
+        """How many updates there were, as torch's AdamW keeps it, where that would keep it; None before the
+        first."""
+        states = self._own_states()
+        if not states:
+            return None
+        count = states[0]["step"]
+        if isinstance(count, torch.Tensor):
+            return count.detach().clone()
+        return torch.tensor(float(count), device=self.engine.device if self._is_fused else "cpu")
+
+    @property
+    def _is_fused(self) -> bool:
+        return bool(self.param_groups[0].get("fused"))
+
+    def take_states(self) -> None:
+        """Puts the states of whole weights that were put into `state` into the partitions. Afterwards it is
+        empty."""
+        given = {weight: dict(values) for weight, values in self.state.items()}
+        self.state.clear()
+        if not given:
+            return
+        names = {name for values in given.values() for name, value in values.items() if is_of_weights(value)}
+        self.begin_states(names, max(float(values.get("step", 0)) for values in given.values()))
+        for weight, values in given.items():
+            for name in names & values.keys():
+                self.put_state(weight, name, values[name])
+
+    def begin_states(self, names: Collection[str], steps: float) -> None:
+        """Makes the states of these names, of zeros, where there are none yet, and sets how many updates
+        there were."""
+        is_torchs = isinstance(self._inner, torch.optim.AdamW)
+        for flat in self._flat_weights():
+            state = self._inner.state[flat]
+            for name in names:
+                if name not in state:
+                    state[name] = torch.zeros_like(flat.detach())
+            count = torch.tensor(steps, device=flat.device if self._is_fused else "cpu")
+            state["step"] = count if is_torchs else int(steps)
+        if not is_torchs:
+            self._count_on_host(int(steps))
+        if hasattr(self.engine.optimizer, "_lazy_init_hp_params_optimizer_state"):  # the second stage's
+            self.engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _count_on_host(self, steps: int) -> None:
+        """Has DeepSpeed's Adam for the host count from 1: its compiled part keeps the powers of both betas by
+        multiplying, in fp32, and begins another number of updates with `pow`, which rounds otherwise. Each
+        is a call that updates one number by nothing."""
+        number = [torch.zeros(1) for _ in range(4)]  # a weight, its gradient and moments
+        group = self._inner.param_groups[0]
+        for step in range(1, steps + 1):
+            self._inner.ds_opt_adam.adam_update(
+                self._inner.opt_id, step, 0.0, *group["betas"], group["eps"], 0.0, True, *number
+            )
+
+    def put_state(self, weight: Any, name: str, value: torch.Tensor) -> None:
+        """A state of a whole weight into the partitions, where there is room for it (`begin_states`)."""
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+        if hasattr(weight, "ds_id"):
+            safe_set_local_optimizer_state(weight, _own_part(weight, value), name)
+        else:
+            safe_set_full_optimizer_state(weight, value, name)
+
+
+def is_of_weights(value: Any) -> bool:
+    """Whether a state is as large as its weight; single numbers are not."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def start_engine(
+    job: Job, setup: Setup, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[Any, EngineOptimizer]:
+    """DeepSpeed's engine around a model that is on the host, in fp32, and its optimizer, for the job of one
+    process; and what stands for that optimizer."""
+    groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+    before = [(weight, weight.detach()) for weight in model.parameters() if weight.requires_grad]
+    engine = make_engine(job, setup, model, optimizer)
+    wish = setup.sharding
+    assert wish is not None
+    if wish.dtype != "float32":
+        for weight, value in before:
+            _put_weight(weight, value)
+    return engine, EngineOptimizer(groups, dict(optimizer.defaults), engine)
+
+
+def _put_weight(weight: Any, value: torch.Tensor) -> None:
+    """Into the fp32 weight of the partitions."""
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+    if hasattr(weight, "ds_id"):
+        safe_set_local_fp32_param(weight, _own_part(weight, value))
+    else:
+        safe_set_full_fp32_param(weight, value)
+
+
+def _own_part(weight: Any, value: torch.Tensor) -> torch.Tensor:
+    """What this process has of a whole tensor, under the third stage: an equal part, the last one padded."""
+    import torch.distributed as dist
+
+    size, rank = weight.ds_tensor.numel(), dist.get_rank(group=weight.ds_process_group)
+    part = value.reshape(-1)[rank * size : (rank + 1) * size]
+    return functional.pad(part, (0, size - part.numel()))
+
+
+def whole_weight(weight: Any) -> torch.Tensor:
+    """A weight as it is trained, in fp32, gathered from the partitions; one that does not train as it is. All
+    processes call it."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    if weight.requires_grad:
+        gathered: torch.Tensor = safe_get_full_fp32_param(weight)
+        return gathered
+    if not hasattr(weight, "ds_id"):
+        return weight.detach()  # type: ignore[no-any-return]
+    with deepspeed.zero.GatheredParameters([weight]):
+        return weight.detach().clone()  # type: ignore[no-any-return]
+
+
+def whole_states(optimizer: EngineOptimizer, weight: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The states of a weight by their names, gathered one after the other. All processes call it."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    for name in optimizer.state_names() if weight.requires_grad else ():
+        yield name, safe_get_full_optimizer_state(weight, name)
