@@ -2,21 +2,23 @@
 
 Ways are asked about in the order of the seconds that they take at least, as far as that is known
 (`evidence.py`), and no more of them than may still be faster than the best that fits. Of each way the fewest
-micro-batches are looked for with which it fits: fewer take less time and more memory. While nothing is known
-to fit, what holds least is asked first: where it misses clearly, all that holds more does.
+micro-batches are looked for with which it fits: fewer take less time and more memory. Where layers are cut
+into stages that is not so, because with fewer micro-batches GPUs wait longer for each other: there each cut
+of the batch is a way of its own. While nothing is known to fit, what holds least is asked first: where it
+misses clearly, all that holds more does.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from snugfit.job.job import Job
 from snugfit.planning.keep import Kept
 from snugfit.planning.several_gpus.asking import Asking
-from snugfit.planning.several_gpus.candidates import Shared, cuts, ways
+from snugfit.planning.several_gpus.candidates import Shared, cuts
 from snugfit.planning.several_gpus.evidence import CutStep, Evidence
 from snugfit.planning.several_gpus.judge import Judged
 from snugfit.techniques.recipe import Recipe
@@ -45,6 +47,8 @@ class Outcome(NamedTuple):
     """Of each way that was looked at what fits, the fastest first."""
     miss: Screened | None
     """Where nothing fits: what takes least of what was simulated."""
+    does_any_fit: bool = False
+    """Whether anything is known to fit, in whatever time."""
 
 
 @dataclass
@@ -61,23 +65,28 @@ class _WayToShare:
 
 
 class FastestOnGpus:
-    """The search on one number of GPUs. What cannot be simulated goes to `refused`, by the technique that
-    recomputes, which is left out from then on."""
+    """The search among these ways on one number of GPUs. What cannot be simulated goes to `refused`, by the
+    technique that recomputes and the mesh, which is left out from then on. `leanest_first` is whether what holds least
+    is asked first while none of these ways is known to fit."""
 
     def __init__(
         self,
         job: Job,
         gpus: int,
-        base: Recipe,
+        every: Iterable[Shared],
         fixed: Kept,
         evidence: Evidence,
         refused: MutableMapping[str, str],
+        *,
+        leanest_first: bool = True,
     ) -> None:
         self._gpus, self._evidence, self._refused = gpus, evidence, refused
+        self._leanest_first = leanest_first
         self._ways = [
             way
-            for shared in ways(job, base, gpus, fixed)
-            if str(shared.recomputing) not in refused and (way := _way(job, shared, fixed)).sizes
+            for shared in every
+            if not {str(shared.recomputing), _refusable(shared)} & {*refused}
+            for way in _ways_to_cut(job, shared, fixed)
         ]
 
     def run(self, limit: float = math.inf) -> Asking[Outcome]:
@@ -89,15 +98,16 @@ class FastestOnGpus:
                 self._hear(way, at, answer)
         fitting = sorted(self._fitting(), key=lambda one: one.judged.step_seconds)
         if fitting or limit < math.inf:
-            return Outcome([one for one in fitting if one.judged.step_seconds < limit], None)
+            fits = any(self._smallest_that_fits(way) is not None for way in self._ways)
+            return Outcome([one for one in fitting if one.judged.step_seconds < limit], None, fits)
         miss = yield from self._nearest_miss()
         return Outcome([], miss)
 
     def _hear(self, way: _WayToShare, at: int, judged: Judged) -> None:
         if judged.why_not:
-            recomputing = way.shared.recomputing
-            self._refused[str(recomputing)] = judged.why_not
-            self._ways = [one for one in self._ways if one.shared.recomputing != recomputing]
+            what = _refusable(way.shared)
+            self._refused[what] = judged.why_not
+            self._ways = [one for one in self._ways if _refusable(one.shared) != what]
             return
         self._evidence.hear(way.shared, way.sizes[at], judged)
 
@@ -115,28 +125,38 @@ class FastestOnGpus:
         """Ways, and the place of the cut that is to be simulated; none once the fastest is known."""
         best = min([limit, *(one.judged.step_seconds for one in self._fitting())])
         by_least: dict[float, list[tuple[_WayToShare, int]]] = {}
-        is_anything_known = best < limit
+        is_anything_known = best < limit or not self._leanest_first
+        is_anything_known = is_anything_known or any(
+            self._smallest_that_fits(way) is not None for way in self._ways
+        )
         for way in self._ways:
-            first = self._first(way)
-            if first is None or self._is_behind(way):
+            if is_anything_known and self._waits_for_smaller_groups(way, best):
                 continue
-            least = self._evidence.least_seconds(way.shared, way.sizes[first])
-            is_anything_known = is_anything_known or self._smallest_that_fits(way) is not None
-            if least < best and (at := self._next(way, first)) is not None:
+            if (next_one := self._open(way, best)) is not None:
+                least, at = next_one
                 by_least.setdefault(least, []).append((way, at))
         asked = [one for least in sorted(by_least) for one in by_least[least]]
         if not is_anything_known:
             asked.sort(key=lambda one: -self._held_more(one[0]))
-        paceless: set[Recipe] = set()
+        paceless: set[str] = set()
         some: list[tuple[_WayToShare, int]] = []
         for way, at in asked:
             if not self._evidence.has_pace(way.shared):
-                like = self._evidence.on_one_gpu(way.shared)
-                if like in paceless:
+                if way.shared.of_each in paceless:
                     continue
-                paceless.add(like)
+                paceless.add(way.shared.of_each)
             some.append((way, at))
         return some[:AT_ONCE]
+
+    def _open(self, way: _WayToShare, best: float) -> tuple[float, int] | None:
+        """The least seconds of a way that may take less than `best`, and the place of its cut that is
+        simulated next; None where it need not be asked about."""
+        first = self._first(way)
+        if first is None or self._is_behind(way):
+            return None
+        least = self._evidence.least_seconds(way.shared, way.sizes[first])
+        at = self._next(way, first) if least < best else None
+        return None if at is None else (least, at)
 
     def _first(self, way: _WayToShare) -> int | None:
         """The place of the fewest micro-batches that may fit."""
@@ -170,7 +190,9 @@ class FastestOnGpus:
         in the same way, and recomputes less or gathers less often, and whose batch need not be cut."""
         for other in self._ways:
             if other is way:
-                return False
+                break
+            if way.shared.stages > 1 and way.sizes != other.sizes:
+                continue
             if way.shared.is_slower_than(other.shared):
                 whole = self._evidence.fits(other.shared, other.sizes[0])
                 if whole or (
@@ -179,9 +201,29 @@ class FastestOnGpus:
                     return True
         return False
 
+    def _waits_for_smaller_groups(self, way: _WayToShare, best: float) -> bool:
+        """Whether groups of half as many GPUs, which share the work alike, are to be looked at before, or are
+        known to be no faster than groups that are smaller still."""
+        if way.shared.parts == 1:
+            return False
+        for other in self._ways:
+            is_half = way.shared.parts == 2 * other.shared.parts
+            if not is_half or not self._evidence.is_wider(way.shared, other.shared):
+                continue
+            if self._open(other, best) is not None or self._waits_for_smaller_groups(other, best):
+                return True
+            seconds = self._evidence.fastest_known(other.shared, self._gpus)
+            smaller = [
+                self._evidence.fastest_known(one, self._gpus)
+                for one in self._evidence.in_half_groups(other.shared)
+            ]
+            if seconds is not None and any(one is not None and one <= seconds for one in smaller):
+                return True
+        return False
+
     def _held_more(self, way: _WayToShare) -> int:
         """How many others hold no less than this one."""
-        return sum(way.shared.holds_no_more_than(other.shared) for other in self._ways)
+        return sum(self._evidence.holds_no_more(way.shared, other.shared) for other in self._ways)
 
     def _nearest_miss(self) -> Asking[Screened | None]:
         def misses() -> list[Screened]:
@@ -200,9 +242,21 @@ class FastestOnGpus:
         return min(misses(), key=lambda one: one.judged.needed_bytes, default=None)
 
 
-def _way(job: Job, shared: Shared, fixed: Kept) -> _WayToShare:
+def _refusable(shared: Shared) -> str:
+    """What is left out where one way cannot be simulated."""
+    return " + ".join(filter(None, (str(shared.recomputing), shared.mesh)))
+
+
+def _ways_to_cut(job: Job, shared: Shared, fixed: Kept) -> Iterator[_WayToShare]:
+    """One way with all cuts of the batch, from the whole on, or with stages one way for each cut."""
     pieces = cuts(job, shared, fixed)
-    return _WayToShare(shared, pieces, [size_of(job, shared, one) for one in pieces])
+    sizes = [size_of(job, shared, one) for one in pieces]
+    if shared.stages == 1 and pieces:
+        yield _WayToShare(shared, pieces, sizes)
+    elif shared.stages > 1:
+        yield from (
+            _WayToShare(shared, [one], [size]) for one, size in zip(pieces, sizes, strict=True)
+        )
 
 
 def size_of(job: Job, shared: Shared, pieces: Technique) -> CutStep:

@@ -21,8 +21,9 @@ from snugfit.planning.plan import Exclusion
 from snugfit.planning.request import fidelity_of, refuse_bad_request
 from snugfit.planning.several_gpus.asking import Asked, answer_to, choose_base
 from snugfit.planning.several_gpus.evidence import Evidence
-from snugfit.planning.several_gpus.fastest import FastestOnGpus, Outcome, Screened
+from snugfit.planning.several_gpus.fastest import Outcome, Screened
 from snugfit.planning.several_gpus.judge import InFull, Judge, Judged
+from snugfit.planning.several_gpus.meshes import FastestMesh
 from snugfit.planning.several_gpus.plan import OnGpus, SeveralGpusPlan
 from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.profile import installed_versions
@@ -157,8 +158,8 @@ class _Search:
         return {count: outcomes[count] for count in counts}
 
     def _fastest(self, count: int, base: Recipe) -> Outcome:
-        search = FastestOnGpus(self._job, count, base, self._fixed, self._evidence, self._refused)
-        return answer_to(search.run(), self._judge)
+        search = FastestMesh(self._job, base, self._fixed, self._evidence, self._refused)
+        return answer_to(search.run(count), self._judge)
 
     def _best_of(self, count: int, base: Recipe, outcomes: dict[int, Outcome]) -> OnGpus:
         """The fastest that fits when it is simulated in full, or the nearest miss. What does not fit then is
