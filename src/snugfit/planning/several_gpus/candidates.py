@@ -40,9 +40,15 @@ class Shared:
         return str(self.recipe)
 
     @functools.cached_property
+    def setup(self) -> Setup:
+        """What it asks of a training loop, on so many GPUs."""
+        return on_gpus(self.recipe.setup(), self.gpus)
+
+    @functools.cached_property
     def wish(self) -> ParallelWish | None:
-        """What it asks of several processes; None on one GPU."""
-        return self.recipe.setup().parallel
+        """What it asks of several processes, however many they are; None on one GPU."""
+        wish = self.setup.parallel
+        return wish and replace(wish, ranks=0)
 
     @functools.cached_property
     def of_each(self) -> str:
@@ -101,10 +107,10 @@ class Shared:
         """Whether it takes no more memory than the other wherever the batch is cut alike: where nothing else
         differs than that this computes again what the other keeps, or holds a part of the weights where the
         other holds all of them, if only for a while, or has more GPUs work on the same samples."""
-        own, rival = (one.recipe.setup() for one in (self, other))
+        own, rival = self.setup.checkpoint, other.setup.checkpoint
         return (
-            _spreads_no_less(own.parallel, rival.parallel)
-            and (own.checkpoint == rival.checkpoint or rival.checkpoint is None)
+            (own == rival or rival is None)
+            and _spreads_no_less(self.wish, other.wish)
             and self._differs_only_in(other, Slot.CHECKPOINTING)
         )
 
@@ -226,11 +232,14 @@ def cuts(job: Job, shared: Shared, fixed: Kept) -> list[Technique]:
     pieces = _pieces(job, shared, fixed)
     if Slot.BATCHING in known:
         return pieces
+    ends = [pieces[0], pieces[-1]]
+    if all(is_valid(job, shared.cut(one), shared.gpus) for one in ends):
+        return pieces  # with what lies between these: few micro-batches are refused, or many
     return [one for one in pieces if is_valid(job, shared.cut(one), shared.gpus)]
 
 
 def _pieces(job: Job, shared: Shared, fixed: Kept) -> list[Technique]:
-    part = job_of_rank(job, on_gpus(shared.recipe.setup(), shared.gpus))
+    part = job_of_rank(job, shared.setup)
     pieces = of_slot(part, Slot.BATCHING, fixed)
     return sorted(pieces, key=lambda one: one.install(Setup()).micro_batches)
 
@@ -238,11 +247,10 @@ def _pieces(job: Job, shared: Shared, fixed: Kept) -> list[Technique]:
 def is_valid(job: Job, recipe: Recipe, gpus: int) -> bool:
     """Whether this recipe trains the job on so many GPUs."""
     try:
-        setup = on_gpus(recipe.setup(), gpus)
-        recipe.check(job_of_rank(job, setup))
+        part = job_of_rank(job, on_gpus(recipe.setup(), gpus))
     except SnugfitError:
         return False
-    return True
+    return not any(True for technique in recipe for _ in technique.objections(part, recipe))
 
 
 def _is_alone(technique: Technique, job: Job) -> bool:

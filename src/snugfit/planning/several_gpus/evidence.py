@@ -51,6 +51,17 @@ class CutStep(NamedTuple):
     """Micro-batches of a step on one GPU."""
 
 
+class _Related(NamedTuple):
+    """Other ways of sharing of which something was simulated, beside one."""
+
+    leaner: list[Shared]
+    """They hold no more than it."""
+    fuller: list[Shared]
+    """They hold no less."""
+    narrower: list[Shared]
+    """In them smaller groups work on the same samples."""
+
+
 def bubble(shared: Shared, size: CutStep) -> float:
     """How many times as long a step takes at least as its stages work: 1 where there is one."""
     return (size.pieces + shared.stages - 1) / size.pieces
@@ -64,6 +75,8 @@ class Evidence:
         self._judged: dict[str, dict[CutStep, Judged]] = defaultdict(dict)
         self._shared: dict[str, Shared] = {}
         self._paces: dict[str, tuple[int, float]] = {}
+        self._all_related: dict[str, _Related] = {}
+        self._seen: dict[str, int] = defaultdict(int)
         self._relations: dict[tuple[str, str, str], bool] = {}
 
     def hear(self, shared: Shared, size: CutStep, judged: Judged) -> None:
@@ -92,18 +105,15 @@ class Evidence:
                     return True
             elif _takes_no_less(shared, size, known):
                 return False
-        for key, other in self._shared.items():
-            if key == shared.key:
-                continue
-            if self.holds_no_more(other, shared) and self._missed_clearly(other, size):
-                return False
-            if self.is_wider(shared, other) and self._missed_clearly(
-                other, size, times=shared.parts / other.parts
-            ):
-                return False
-            if self.holds_no_more(shared, other) and any(
-                self.does_fit(judged) and _takes_no_less(other, known, size)
-                for known, judged in self._judged[key].items()
+        related = self._related(shared)
+        if any(self._missed_clearly(other, size) for other in related.leaner):
+            return False
+        if any(self._missed_clearly(one, size, times=shared.parts / one.parts) for one in related.narrower):
+            return False
+        for other in related.fuller:
+            known_sizes = self._judged[other.key].items()
+            if any(
+                self.does_fit(judged) and _takes_no_less(other, known, size) for known, judged in known_sizes
             ):
                 return True
         fewest, further = self._by_samples(shared)
@@ -121,8 +131,7 @@ class Evidence:
         """Whether such a step misses clearly in another way of sharing, which may hold more."""
         like = shared.of_each
         return any(
-            other.of_each == like and self._missed_clearly(other, size)
-            for other in self._shared.values()
+            other.of_each == like and self._missed_clearly(other, size) for other in self._shared.values()
         )
 
     def _by_samples(self, shared: Shared) -> tuple[int, float]:
@@ -177,15 +186,13 @@ class Evidence:
     def _as_in_smaller_groups(self, shared: Shared, size: CutStep) -> float:
         """Seconds that such a step takes at least, by those of smaller groups on as many GPUs."""
         least = 0.0
-        for key, other in self._shared.items():
-            if not self.is_wider(shared, other):
-                continue
+        for other in self._related(shared).narrower:
             times = shared.parts / other.parts
             assert shared.wish is not None
             assert other.wish is not None
             if times == shared.wish.context / other.wish.context:
                 times = 1.0  # weights are spread over all GPUs, and exchanged as before
-            for known, judged in self._judged[key].items():
+            for known, judged in self._judged[other.key].items():
                 most = 1 if shared.stages > other.stages else size.pieces
                 if known.gpus == size.gpus and known.pieces <= most:
                     least = max(least, judged.step_seconds / times)
@@ -207,9 +214,24 @@ class Evidence:
 
     def in_half_groups(self, shared: Shared) -> Iterator[Shared]:
         """What was simulated that shares the work alike, in groups of half as many GPUs."""
-        for other in self._shared.values():
-            if shared.parts == 2 * other.parts and self.is_wider(shared, other):
+        for other in self._related(shared).narrower:
+            if shared.parts == 2 * other.parts:
                 yield other
+
+    def _related(self, shared: Shared) -> _Related:
+        """What of all that was simulated is related to this way of sharing."""
+        related = self._all_related.setdefault(shared.key, _Related([], [], []))
+        for other in itertools.islice(self._shared.values(), self._seen[shared.key], None):
+            if other.key == shared.key:
+                continue
+            if self.holds_no_more(other, shared):
+                related.leaner.append(other)
+            if self.holds_no_more(shared, other):
+                related.fuller.append(other)
+            if self.is_wider(shared, other):
+                related.narrower.append(other)
+        self._seen[shared.key] = len(self._shared)
+        return related
 
     def holds_no_more(self, one: Shared, other: Shared) -> bool:
         """`Shared.holds_no_more_than`, remembered."""

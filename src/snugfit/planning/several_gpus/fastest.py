@@ -23,7 +23,7 @@ from snugfit.planning.several_gpus.evidence import CutStep, Evidence
 from snugfit.planning.several_gpus.judge import Judged
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
-from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+from snugfit.techniques.several_gpus import job_of_rank
 from snugfit.techniques.technique import Technique
 
 AT_ONCE = 2
@@ -254,13 +254,11 @@ def _ways_to_cut(job: Job, shared: Shared, fixed: Kept) -> Iterator[_WayToShare]
     if shared.stages == 1 and pieces:
         yield _WayToShare(shared, pieces, sizes)
     elif shared.stages > 1:
-        yield from (
-            _WayToShare(shared, [one], [size]) for one, size in zip(pieces, sizes, strict=True)
-        )
+        yield from (_WayToShare(shared, [one], [size]) for one, size in zip(pieces, sizes, strict=True))
 
 
 def size_of(job: Job, shared: Shared, pieces: Technique) -> CutStep:
     """How the step of a job is cut that is shared so."""
-    part = job_of_rank(job, on_gpus(shared.recipe.setup(), shared.gpus))
+    part = job_of_rank(job, shared.setup)
     count = pieces.install(Setup()).micro_batches
     return CutStep(shared.gpus, part.batch_size // count, count)
