@@ -6,7 +6,7 @@ what they take: one search then asks alone, and those of many kinds of GPU ask t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TypeVar
 
 from snugfit.errors import UsageError
@@ -17,6 +17,7 @@ from snugfit.planning.several_gpus.judge import Judged
 from snugfit.planning.several_gpus.sharings import MOST_AXES
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.several_gpus import MOST_GPUS
 from snugfit.techniques.technique import Fidelity, Slot
 
 MARGIN = 1.03
@@ -42,10 +43,29 @@ def answer_to(asking: Asking[_Result], judge: Callable[[Asked], list[Judged]]) -
         return result
 
 
-def choose_base(job: Job, gpus: int, fixed: Kept, fidelity: Fidelity) -> Asking[Recipe]:
-    """The recipe whose slots that are decided once take the least time, on so many GPUs. Raises `UsageError`
-    where no technique shares the job among them."""
-    shared = next(_some_way(job, gpus, fixed), None)
+def counts_of(gpus: int | Sequence[int], job: Job, fixed: Kept) -> list[int]:
+    """The numbers of GPUs that can share the job's batch evenly, each a part of it or groups of them, in
+    order. Raises `UsageError` where none can."""
+    asked = sorted({gpus} if isinstance(gpus, int) else set(gpus))
+    wrong = [count for count in asked if type(count) is not int or not 1 <= count <= MOST_GPUS]
+    if wrong or not asked:
+        raise UsageError(f"gpus is {gpus!r}; it must be whole numbers from 1 to {MOST_GPUS:,}.")
+    even = [count for count in asked if job.batch_size % count == 0 or any(_all_ways(job, count, fixed))]
+    if not even:
+        raise UsageError(
+            f"A global batch of {job.batch_size} cannot be shared evenly by {asked[0]} GPUs"
+            f"{' or any other number that was named' if len(asked) > 1 else ''}. Name a divisor of it."
+        )
+    return even
+
+
+def choose_base(job: Job, counts: Sequence[int], fixed: Kept, fidelity: Fidelity) -> Asking[Recipe]:
+    """The recipe whose slots that are decided once take the least time, on the most of these numbers of GPUs
+    of which each can have a part of the batch. Raises `UsageError` where no technique shares the job among
+    them."""
+    divisors = [count for count in counts if job.batch_size % count == 0]
+    gpus = max(divisors or counts)
+    shared = next(_all_ways(job, gpus, fixed), None)
     if shared is None:
         raise UsageError(f"No technique shares this job among {gpus} GPUs.")
     base = shared.cut(cuts(job, shared, fixed)[-1]) if shared.stages > 1 else shared.recipe
@@ -63,7 +83,7 @@ def choose_base(job: Job, gpus: int, fixed: Kept, fidelity: Fidelity) -> Asking[
     return base
 
 
-def _some_way(job: Job, gpus: int, fixed: Kept) -> Iterator[Shared]:
+def _all_ways(job: Job, gpus: int, fixed: Kept) -> Iterator[Shared]:
     """Ways to share the job among so many GPUs, by as few axes as may be."""
     base = Recipe(tuple(techniques[0] for techniques in fixed.slots.values()))
     for axes in range(MOST_AXES + 1):

@@ -16,7 +16,7 @@ from snugfit.planning.keep import Kept
 from snugfit.planning.several_gpus.sharings import Sharing, of_slot, sharings, stopgaps
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import ParallelWish, Setup
+from snugfit.techniques.setup import CheckpointWish, ParallelWish, Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.techniques.technique import Fidelity, Slot, Technique
 
@@ -109,7 +109,7 @@ class Shared:
         other holds all of them, if only for a while, or has more GPUs work on the same samples."""
         own, rival = self.setup.checkpoint, other.setup.checkpoint
         return (
-            (own == rival or rival is None)
+            _keeps_no_more(own, rival)
             and _spreads_no_less(self.wish, other.wish)
             and self._differs_only_in(other, Slot.CHECKPOINTING)
         )
@@ -140,6 +140,13 @@ class Shared:
     def cut(self, pieces: Technique) -> Recipe:
         """The recipe whose global batch is cut so."""
         return self.recipe.with_(pieces)
+
+
+def _keeps_no_more(own: CheckpointWish | None, rival: CheckpointWish | None) -> bool:
+    """Whether no less is computed again: all of a layer where the other keeps some of it."""
+    if own is None or rival is None:
+        return rival is None
+    return own == rival or (not own.keep and own == replace(rival, keep=own.keep))
 
 
 def _spreads_no_less(own: ParallelWish | None, rival: ParallelWish | None) -> bool:

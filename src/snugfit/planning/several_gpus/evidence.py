@@ -15,10 +15,10 @@ Where groups of n GPUs work on the same samples:
 
 - They take no less of each GPU's bytes than an n-th of what one that has the samples to itself takes, and no
   more than smaller groups do.
-- They share the arithmetic, which takes no less GPU seconds so; exchanges become n times shorter at most, and
-  where GPUs share sequences alone none becomes shorter.
-- Of s stages with m micro-batches each waits at least (s - 1) / (m + s - 1) of a step (Narayanan et al., arXiv
-  2104.04473, section 2.2.1), so fewer micro-batches are not faster by themselves.
+- They share the arithmetic, which takes no less GPU seconds so; exchanges become n times shorter at most,
+  and where GPUs share sequences alone none becomes shorter.
+- Of s stages with m micro-batches each waits at least (s - 1) / (m + s - 1) of a step (Narayanan et al.,
+  arXiv 2104.04473, section 2.2.1), so fewer micro-batches are not faster by themselves.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ from snugfit.planning.several_gpus.judge import Judged
 CLEARLY = 1.05
 """Of the bytes that may be used (chosen): what misses by so much would miss too if it shared the work in a
 way that holds more."""
+
+WITH_SUMS = 1.5
+"""How many times as much several micro-batches take at most as one of their size, whose gradients are there in
+the update too: half as much as weights, gradients and states together, where the optimizer has no states."""
 
 PACE = 0.97
 """Of the seconds that a sample takes in a very large micro-batch (chosen): those that any sample takes."""
@@ -106,7 +110,7 @@ class Evidence:
             elif _takes_no_less(shared, size, known):
                 return False
         related = self._related(shared)
-        if any(self._missed_clearly(other, size) for other in related.leaner):
+        if any(self._missed_clearly(other, size) for other in (shared, *related.leaner)):
             return False
         if any(self._missed_clearly(one, size, times=shared.parts / one.parts) for one in related.narrower):
             return False
@@ -161,8 +165,11 @@ class Evidence:
         """Whether a way of sharing takes clearly more than so many times what may be used, where the step is
         cut as `size` or smaller. Of `times` as many GPUs in a group, there are so many fewer groups."""
         size = size._replace(gpus=math.ceil(size.gpus / times))
+        summed = size._replace(pieces=max(size.pieces, 2))
+        bound = CLEARLY * times * self._bound
         return any(
-            judged.needed_bytes > CLEARLY * times * self._bound and _takes_no_less(other, size, known)
+            (judged.needed_bytes > bound and _takes_no_less(other, size, known))
+            or (judged.needed_bytes > WITH_SUMS * bound and _takes_no_less(other, summed, known))
             for known, judged in self._judged[other.key].items()
         )
 

@@ -64,10 +64,14 @@ class _WayToShare:
         return self.shared.cut(self.pieces[at])
 
 
+_Question = tuple[_WayToShare, int]
+"""A way, and the place of the cut that is to be simulated."""
+
+
 class FastestOnGpus:
     """The search among these ways on one number of GPUs. What cannot be simulated goes to `refused`, by the
-    technique that recomputes and the mesh, which is left out from then on. `leanest_first` is whether what holds least
-    is asked first while none of these ways is known to fit."""
+    technique that recomputes and the mesh, which is left out from then on. `leanest_first` is whether what
+    holds least is asked first while none of these ways is known to fit."""
 
     def __init__(
         self,
@@ -85,7 +89,7 @@ class FastestOnGpus:
         self._ways = [
             way
             for shared in every
-            if not {str(shared.recomputing), _refusable(shared)} & {*refused}
+            if not {str(shared.recomputing), refusable(shared)} & {*refused}
             for way in _ways_to_cut(job, shared, fixed)
         ]
 
@@ -105,9 +109,9 @@ class FastestOnGpus:
 
     def _hear(self, way: _WayToShare, at: int, judged: Judged) -> None:
         if judged.why_not:
-            what = _refusable(way.shared)
+            what = refusable(way.shared)
             self._refused[what] = judged.why_not
-            self._ways = [one for one in self._ways if _refusable(one.shared) != what]
+            self._ways = [one for one in self._ways if refusable(one.shared) != what]
             return
         self._evidence.hear(way.shared, way.sizes[at], judged)
 
@@ -121,10 +125,10 @@ class FastestOnGpus:
 
     # ---- what is asked -------------------------------------------------------------------------------------
 
-    def _questions(self, limit: float) -> list[tuple[_WayToShare, int]]:
+    def _questions(self, limit: float) -> list[_Question]:
         """Ways, and the place of the cut that is to be simulated; none once the fastest is known."""
         best = min([limit, *(one.judged.step_seconds for one in self._fitting())])
-        by_least: dict[float, list[tuple[_WayToShare, int]]] = {}
+        by_least: dict[float, list[_Question]] = {}
         is_anything_known = best < limit or not self._leanest_first
         is_anything_known = is_anything_known or any(
             self._smallest_that_fits(way) is not None for way in self._ways
@@ -137,9 +141,9 @@ class FastestOnGpus:
                 by_least.setdefault(least, []).append((way, at))
         asked = [one for least in sorted(by_least) for one in by_least[least]]
         if not is_anything_known:
-            asked.sort(key=lambda one: -self._held_more(one[0]))
+            asked = self._leanest(asked)
         paceless: set[str] = set()
-        some: list[tuple[_WayToShare, int]] = []
+        some: list[_Question] = []
         for way, at in asked:
             if not self._evidence.has_pace(way.shared):
                 if way.shared.of_each in paceless:
@@ -221,6 +225,28 @@ class FastestOnGpus:
                 return True
         return False
 
+    def _leanest(self, asked: list[_Question]) -> list[_Question]:
+        """What is asked while nothing is known to fit: these questions, about what holds least first; of
+        meshes about the smallest micro-batches of all of which it is not known that another holds no more."""
+        if any(way.shared.parts == 1 for way in self._ways):
+            return sorted(asked, key=lambda one: -self._held_more(one[0]))
+        left = [way for way in self._ways if self._evidence.fits(way.shared, way.sizes[-1]) is None]
+        leanest = [
+            (way, len(way.sizes) - 1)
+            for at, way in enumerate(left)
+            if not any(
+                self._is_leaner(other, way) and not (index > at and self._is_leaner(way, other))
+                for index, other in enumerate(left)
+                if index != at
+            )
+        ]
+        return leanest or asked
+
+    def _is_leaner(self, one: _WayToShare, other: _WayToShare) -> bool:
+        """Whether one holds no more than the other, both with their smallest micro-batches."""
+        alike = one.shared.key == other.shared.key or self._evidence.holds_no_more(one.shared, other.shared)
+        return alike and one.sizes[-1].samples <= other.sizes[-1].samples
+
     def _held_more(self, way: _WayToShare) -> int:
         """How many others hold no less than this one."""
         return sum(self._evidence.holds_no_more(way.shared, other.shared) for other in self._ways)
@@ -242,7 +268,7 @@ class FastestOnGpus:
         return min(misses(), key=lambda one: one.judged.needed_bytes, default=None)
 
 
-def _refusable(shared: Shared) -> str:
+def refusable(shared: Shared) -> str:
     """What is left out where one way cannot be simulated."""
     return " + ".join(filter(None, (str(shared.recomputing), shared.mesh)))
 

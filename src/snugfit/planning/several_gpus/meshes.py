@@ -1,7 +1,7 @@
 """The fastest on one number of GPUs, where groups of them may work on the same samples too.
 
-What shares the batch alone is looked at first. Meshes are, in which groups of GPUs share matrices or sequences
-or stand in stages, where they may gain something that can be told:
+What shares the batch alone is looked at first. Meshes, in which groups of GPUs share matrices or sequences or
+stand in stages, are looked at where they may gain something that can be told:
 
 - Nothing else fits, or so many GPUs cannot share the batch evenly.
 - They may take less than `GAIN` of the seconds of what shares the batch alone: it recomputes layers, or
