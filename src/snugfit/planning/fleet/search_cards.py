@@ -32,10 +32,11 @@ from snugfit.planning.request import fidelity_of, refuse_bad_request
 from snugfit.planning.several_gpus.asking import Asked, Asking, choose_base, counts_of
 from snugfit.planning.several_gpus.candidates import Shared, cuts, ways
 from snugfit.planning.several_gpus.evidence import CutStep, Evidence
-from snugfit.planning.several_gpus.fastest import Screened, refusable, size_of
+from snugfit.planning.several_gpus.fastest import Outcome, refusable, size_of
 from snugfit.planning.several_gpus.judge import Judge, Judged
 from snugfit.planning.several_gpus.meshes import GAIN, FastestMesh
 from snugfit.planning.several_gpus.plan import OnGpus
+from snugfit.planning.several_gpus.reasons import doubts_about_mesh, why_mesh
 from snugfit.planning.several_gpus.search import Tell
 from snugfit.planning.several_gpus.sharings import MOST_AXES
 from snugfit.prediction.device import policy_for
@@ -194,11 +195,8 @@ class _Fastest:
     recipe: Recipe
     judged: Judged
     shared: Shared
-
-    @classmethod
-    def of(cls, gpus: int, one: Screened) -> _Fastest:
-        """On so many GPUs, of what was found there."""
-        return cls(gpus, one.recipe, one.judged, one.shared)
+    why: str = ""
+    """Of a mesh (`why_mesh`)."""
 
 
 class _KindSearch:
@@ -231,7 +229,7 @@ class _KindSearch:
             limit, is_mesh = least / count, bool(answers and answers[-1].shared.mesh)
             outcome = yield from search.run(count, limit, limit if is_mesh else GAIN * limit)
             if outcome.fitting:
-                answers.append(_Fastest.of(count, outcome.fitting[0]))
+                answers.append(self._found(count, outcome))
                 least, dearer = count * answers[-1].judged.step_seconds, []
             elif answers:
                 dearer.append(count)
@@ -239,9 +237,15 @@ class _KindSearch:
                 break
         self._conclude(answers, dearer, fits=bool(answers))
 
+    def _found(self, count: int, outcome: Outcome) -> _Fastest:
+        one = outcome.fitting[0]
+        why = why_mesh(self._job, one.shared, one.judged.step_seconds, outcome.alone_seconds)
+        return _Fastest(count, one.recipe, one.judged, one.shared, why)
+
     def _conclude(self, fastest: Sequence[_Fastest], dearer: Sequence[int], *, fits: bool) -> None:
         for one in fastest:
-            self.doubts.update(dict.fromkeys(one.judged.doubts))
+            about_mesh = doubts_about_mesh(self._job, one.shared, self.gpu)
+            self.doubts.update(dict.fromkeys((*one.judged.doubts, *about_mesh)))
         why = "" if fastest else next(iter(self.refused.values()), "No recipe trains this job on it.")
         self.answer = CardsOfKind(
             gpu=self.gpu,
@@ -262,6 +266,7 @@ class _KindSearch:
             step_seconds=seconds,
             samples_per_second=self._job.batch_size / seconds if seconds else 0.0,
             fits=fits,
+            why=one.why,
         )
 
     def _first_that_fits(self, base: Recipe) -> Asking[int | _Fastest]:

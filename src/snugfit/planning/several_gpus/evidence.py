@@ -38,8 +38,8 @@ CLEARLY = 1.05
 way that holds more."""
 
 WITH_SUMS = 1.5
-"""How many times as much several micro-batches take at most as one of their size, whose gradients are there in
-the update too: half as much as weights, gradients and states together, where the optimizer has no states."""
+"""How many times as much several micro-batches take at most as one of their size: gradients beside all
+activations, which in the update take no more than half of all that is left, where there are no states."""
 
 PACE = 0.97
 """Of the seconds that a sample takes in a very large micro-batch (chosen): those that any sample takes."""
@@ -103,22 +103,23 @@ class Evidence:
         """Whether this fits; None where that is not known."""
         if (exactly := self.judgment(shared, size)) is not None:
             return self.does_fit(exactly)
-        for known, judged in self._judged[shared.key].items():
-            if self.does_fit(judged):
-                if _takes_no_less(shared, known, size):
-                    return True
-            elif _takes_no_less(shared, size, known):
-                return False
+        own = self._judged[shared.key].items()
+        if any(self.does_fit(judged) and _takes_no_less(shared, known, size) for known, judged in own):
+            return True
+        if any(not self.does_fit(judged) and _takes_no_less(shared, size, known) for known, judged in own):
+            return False
+        return self._fits_by_others(shared, size)
+
+    def _fits_by_others(self, shared: Shared, size: CutStep) -> bool | None:
+        """The same, by what was simulated of other ways of sharing."""
         related = self._related(shared)
         if any(self._missed_clearly(other, size) for other in (shared, *related.leaner)):
             return False
         if any(self._missed_clearly(one, size, times=shared.parts / one.parts) for one in related.narrower):
             return False
         for other in related.fuller:
-            known_sizes = self._judged[other.key].items()
-            if any(
-                self.does_fit(judged) and _takes_no_less(other, known, size) for known, judged in known_sizes
-            ):
+            sizes = self._judged[other.key].items()
+            if any(self.does_fit(judged) and _takes_no_less(other, known, size) for known, judged in sizes):
                 return True
         fewest, further = self._by_samples(shared)
         return False if further * (size.samples - fewest) > CLEARLY * self._bound else None

@@ -49,6 +49,8 @@ class Outcome(NamedTuple):
     """Where nothing fits: what takes least of what was simulated."""
     does_any_fit: bool = False
     """Whether anything is known to fit, in whatever time."""
+    alone_seconds: float | None = None
+    """Of a step of what shares the batch alone, at least; None where that does not fit."""
 
 
 @dataclass

@@ -47,14 +47,16 @@ class FastestMesh:
         if known:
             mesh_limit = min(mesh_limit, GAIN * known[0].judged.step_seconds)
         mesh_limit = min(limit, mesh_limit)
-        fits = outcome.does_any_fit
+        fits, miss = outcome.does_any_fit, outcome.miss
+        alone = known[0].judged.step_seconds if known else limit if fits else None
         for axes in range(1, MOST_AXES + 1 if gpus > 1 else 1):
             meshes = yield from self._among(gpus, axes, mesh_limit)
             fits = fits or meshes.does_any_fit
-            outcome = Outcome([*meshes.fitting, *known], _smaller(outcome.miss, meshes.miss), fits)
+            miss = _smaller(miss, meshes.miss)
+            known = [*meshes.fitting, *known]
             if fits:
                 break
-        return outcome
+        return Outcome(known, None if known else miss, fits, alone)
 
     def _among(self, gpus: int, axes: int, limit: float) -> Asking[Outcome]:
         every = ways(self._job, self._base, gpus, self._fixed, axes)

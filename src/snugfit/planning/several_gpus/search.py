@@ -25,6 +25,7 @@ from snugfit.planning.several_gpus.fastest import Outcome, Screened
 from snugfit.planning.several_gpus.judge import InFull, Judge, Judged
 from snugfit.planning.several_gpus.meshes import FastestMesh
 from snugfit.planning.several_gpus.plan import OnGpus, SeveralGpusPlan
+from snugfit.planning.several_gpus.reasons import why_mesh
 from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.profile import installed_versions
 from snugfit.prediction.rates import rates_for
@@ -155,7 +156,8 @@ class _Search:
                 outcomes[count].fitting.pop(0)
                 continue
             if answer.fits or one.recipe in answers:
-                return answer
+                why = why_mesh(self._job, one.shared, answer.step_seconds, outcomes[count].alone_seconds)
+                return replace(answer, why=why)
             answers[one.recipe] = answer
             self._evidence.hear(one.shared, one.size, one.judged._replace(needed_bytes=answer.needed_bytes))
             outcomes[count] = self._fastest(count, base)
