@@ -23,6 +23,9 @@ from snugfit.techniques.technique import Fidelity, Slot, Technique
 KEPT = "none"
 """The value of `ParallelWish.reshard` with which nothing that was gathered is dropped."""
 
+AXES = ("tensor", "context", "stages")
+"""The numbers of `ParallelWish` that say how many GPUs work on the same samples."""
+
 DECIDED_ONCE = (Slot.PRECISION, Slot.MATMUL, Slot.OPTIMIZER)
 """Slots that are filled by what takes the least time, whatever the number of GPUs."""
 
@@ -114,18 +117,25 @@ class Shared:
             and self._differs_only_in(other, Slot.CHECKPOINTING)
         )
 
+    def has_groups_of(self, other: Shared) -> bool:
+        """Whether each of its groups of GPUs is one of the other's groups, or several, which share the same;
+        how the batch is shared may differ, and nothing else."""
+        if self.by_itself != other.by_itself:
+            return False
+        own, rival = self.wish or ParallelWish(), other.wish or ParallelWish()
+        return not any(getattr(own, axis) % getattr(rival, axis) for axis in AXES)
+
     def is_wider_than(self, other: Shared) -> bool:
         """Whether larger groups of GPUs work on the same samples, which else share the work as the other's
         do."""
         own, rival = self.wish, other.wish
         if own is None or rival is None or own.weights != rival.weights or self.parts <= other.parts:
             return False
-        axes = ("tensor", "context", "stages")
-        if any(getattr(own, axis) % getattr(rival, axis) for axis in axes):
+        if any(getattr(own, axis) % getattr(rival, axis) for axis in AXES):
             return False
         alike = replace(
             own,
-            **{axis: getattr(rival, axis) for axis in axes},
+            **{axis: getattr(rival, axis) for axis in AXES},
             schedule=rival.schedule,
             shards=rival.shards,
             bucket_views=rival.bucket_views,

@@ -55,6 +55,15 @@ class CutStep(NamedTuple):
     """Micro-batches of a step on one GPU."""
 
 
+class _Pace(NamedTuple):
+    """How long a sample takes each GPU at least, which does not depend on who else has which weights."""
+
+    shared: Shared
+    samples: int
+    """Of the micro-batch that this is known of, and so of smaller ones."""
+    seconds: float
+
+
 class _Related(NamedTuple):
     """Other ways of sharing of which something was simulated, beside one."""
 
@@ -78,7 +87,7 @@ class Evidence:
         self._bound = bound
         self._judged: dict[str, dict[CutStep, Judged]] = defaultdict(dict)
         self._shared: dict[str, Shared] = {}
-        self._paces: dict[str, tuple[int, float]] = {}
+        self._paces: dict[str, _Pace] = {}
         self._all_related: dict[str, _Related] = {}
         self._seen: dict[str, int] = defaultdict(int)
         self._relations: dict[tuple[str, str, str], bool] = {}
@@ -87,9 +96,11 @@ class Evidence:
         """Remembers what was simulated."""
         self._shared.setdefault(shared.key, shared)
         self._judged[shared.key][size] = judged
-        samples, _ = self._paces.get(key := shared.of_each, (0, 0.0))
-        if size.pieces == 1 and size.samples > samples:
-            self._paces[key] = size.samples, PACE * judged.model_seconds / size.samples
+        known = self._paces.get(shared.of_each)
+        is_whole = size.pieces == 1 or shared.stages > 1
+        if is_whole and (known is None or size.samples > known.samples):
+            pace = PACE * judged.model_seconds / (size.samples * size.pieces)
+            self._paces[shared.of_each] = _Pace(shared, size.samples, pace)
 
     def judgment(self, shared: Shared, size: CutStep) -> Judged | None:
         """What was simulated of just this."""
@@ -179,12 +190,11 @@ class Evidence:
         if (exactly := self.judgment(shared, size)) is not None:
             return exactly.step_seconds
         waits = bubble(shared, size)
-        own = self._paces.get(shared.of_each, (0, 0.0)) if shared.stages == 1 else (0, 0.0)
-        alone = self._paces.get(shared.by_itself, (0, 0.0))
         least = 0.0
-        for (largest, pace), parts in ((own, 1), (alone, shared.parts)):
-            if size.samples <= largest * parts:
-                least = max(least, size.samples * size.pieces * pace * waits / parts)
+        for pace in self._paces.values():
+            times = shared.parts / pace.shared.parts
+            if size.samples <= pace.samples * times and shared.has_groups_of(pace.shared):
+                least = max(least, size.samples * size.pieces * pace.seconds * waits / times)
         for known, judged in self._judged[shared.key].items():
             if known.samples >= size.samples and known.gpus <= size.gpus:
                 working = judged.step_seconds / bubble(shared, known)
@@ -217,8 +227,12 @@ class Evidence:
         return min(fit, default=None)
 
     def has_pace(self, shared: Shared) -> bool:
-        """Whether it is known how long a sample takes at least."""
-        return shared.of_each in self._paces or shared.by_itself in self._paces
+        """Whether it is known how long a sample takes at least, in such groups or in smaller ones that share
+        the same."""
+        if shared.of_each in self._paces:
+            return True
+        known = (pace.shared for pace in self._paces.values() if pace.shared.parts > 1 or shared.parts == 1)
+        return any(shared.has_groups_of(one) for one in known)
 
     def in_half_groups(self, shared: Shared) -> Iterator[Shared]:
         """What was simulated that shares the work alike, in groups of half as many GPUs."""

@@ -144,15 +144,33 @@ class FastestOnGpus:
         asked = [one for least in sorted(by_least) for one in by_least[least]]
         if not is_anything_known:
             asked = self._leanest(asked)
-        paceless: set[str] = set()
+            return self._one_of_each(asked)[:AT_ONCE]
+        return self._one_of_each(list(map(self._telling, asked)))[:AT_ONCE]
+
+    def _one_of_each(self, asked: list[_Question]) -> list[_Question]:
+        """These questions, but of those about ways of which it is not known how long a sample takes one for
+        all that have each GPU do the same."""
+        paceless: dict[str, _Question] = {}
         some: list[_Question] = []
-        for way, at in asked:
-            if not self._evidence.has_pace(way.shared):
-                if way.shared.of_each in paceless:
-                    continue
-                paceless.add(way.shared.of_each)
-            some.append((way, at))
-        return some[:AT_ONCE]
+        for question in asked:
+            shared = question[0].shared
+            if self._evidence.has_pace(shared):
+                some.append(question)
+            elif shared.of_each not in paceless:
+                paceless[shared.of_each] = question
+                some.append(question)
+            elif shared.stages > 1 and _samples_of(question) > _samples_of(paceless[shared.of_each]):
+                some[some.index(paceless[shared.of_each])] = question
+                paceless[shared.of_each] = question
+        return some
+
+    def _telling(self, question: _Question) -> _Question:
+        """Of a mesh of which it is not known how long a sample takes, the question about the whole batch,
+        even if that does not fit: smaller micro-batches take no less."""
+        way, _ = question
+        if way.shared.parts == 1 or way.sizes[0].pieces > 1 or self._evidence.has_pace(way.shared):
+            return question
+        return way, 0
 
     def _open(self, way: _WayToShare, best: float) -> tuple[float, int] | None:
         """The least seconds of a way that may take less than `best`, and the place of its cut that is
@@ -268,6 +286,11 @@ class FastestOnGpus:
             (judged,) = yield [(self._gpus, leanest.recipe(at))]
             self._hear(leanest, at, judged)
         return min(misses(), key=lambda one: one.judged.needed_bytes, default=None)
+
+
+def _samples_of(question: _Question) -> int:
+    way, at = question
+    return way.sizes[at].samples
 
 
 def refusable(shared: Shared) -> str:

@@ -124,8 +124,8 @@ class Judge:
         prediction = self._with_pieces(gpus, recipe, most) if few else self.predict(gpus, recipe)
         needed = prediction.needed_bytes
         if few and stages > 1:
-            fewer = self._with_pieces(gpus, recipe, most - 1).footprint.allocated_bytes
-            further = max(0, prediction.footprint.allocated_bytes - fewer)
+            fewer = self._with_pieces(gpus, recipe, most - 1).footprint.allocated_bytes or 0
+            further = max(0, (prediction.footprint.allocated_bytes or 0) - fewer)
             needed += (setup.micro_batches - most) * further
         timing = prediction.timing
         return InFull(

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from snugfit.planning.cost.shallow import linear_extrapolate
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.device import context_of
+from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import rates_for
+from snugfit.prediction.seconds import MODELS_OWN
 from snugfit.prediction.several_gpus.communication import (
     communication_bytes,
     doubts_about_exchanges,
@@ -34,6 +36,7 @@ from snugfit.prediction.several_gpus.stages import (
 )
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.depth import periodic_checkpoint
+from snugfit.rehearsal.trace.trace import COLLECTIVES
 from snugfit.step.wishes.mesh.stages import layers_of
 
 if TYPE_CHECKING:
@@ -140,6 +143,7 @@ class StagesQuestion:
             rates = rates_for(gpu, self._wish.ranks)
             count, workers = setup.micro_batches, setup.loader.workers
             work = stage_work(trace, gpu, rates, micro_batches=count, workers=workers)
+            clock = KernelClock(rates, interconnect_of(gpu, rates))
             sent = transfer_seconds(trace, interconnect_of(gpu, rates))
             self._transfer[kind] = max(self._transfer[kind], sent)
             self.doubts[kind].update(dict.fromkeys(doubts_about_exchanges(trace, gpu, rates)))
@@ -150,7 +154,11 @@ class StagesQuestion:
                     forward=work.forward * count,
                     backward=work.backward * count,
                     after=work.after,
-                    model_seconds=(work.forward + work.backward) * count,
+                    model_seconds=sum(
+                        clock.seconds(kernel)
+                        for kernel in trace.kernels
+                        if kernel.phase in MODELS_OWN and kernel.operator not in COLLECTIVES
+                    ),
                 )
             )
         return figures
