@@ -255,8 +255,8 @@ def test_a_sample_for_each_of_two_gpus_is_planned_on_four() -> None:
 def test_reasons_name_the_mesh_in_plain_words() -> None:
     shared = by_name(16, 1)["fsdp + tensor(4)"]
     assert why_mesh(JOB, shared, 2.0, 3.0) == (
-        "groups of 4 GPUs compute each layer together, because sharing the batch alone takes at least 1.5 times "
-        "as long."
+        "groups of 4 GPUs compute each layer together, because sharing the batch alone takes at least 1.5 "
+        "times as long."
     )
     stages = by_name(16, 2)["fsdp + tensor(2) + pipeline(2)"]
     assert why_mesh(JOB, stages, 2.0, None) == (
