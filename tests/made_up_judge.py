@@ -11,16 +11,23 @@ from snugfit.planning.keep import Kept
 from snugfit.planning.several_gpus.asking import MARGIN
 from snugfit.planning.several_gpus.candidates import cuts, ways
 from snugfit.planning.several_gpus.judge import InFull, Judged
+from snugfit.planning.several_gpus.meshes import GAIN
+from snugfit.planning.several_gpus.sharings import MOST_AXES
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import ParallelWish
 from snugfit.techniques.several_gpus import on_gpus
 from snugfit.units import GIB
 
 
 class MadeUpJudge:
-    """States that are shared or not, activations of a piece, and exchanges whose share grows with the
-    GPUs."""
+    """States that are shared or not, activations of a piece, and exchanges whose share grows with the GPUs;
+    groups that share layers exchange something for each sample, and stages wait for each other."""
 
     states, sample, exchange = 160 * GIB, 6 * GIB, 0.02
+    tensor, context, stage = 0.05, 0.05, 0.0
+    """By how much of a sample's seconds exchanges within a group are longer for each of its GPUs."""
+    whole = 0.0
+    """Share of the activations that GPUs that share matrices all hold."""
     more_in_full = 1.0
     """How many times as much the whole model takes as few layers say."""
     asked: ClassVar[list[tuple[int, str, tuple[str, ...]]]] = []
@@ -43,29 +50,43 @@ class MadeUpJudge:
     @classmethod
     def of(cls, job: Job, gpu: Gpu, gpus: int, recipe: Recipe) -> Judged:
         setup = on_gpus(recipe.setup(), gpus)
-        wish = setup.parallel
+        wish = setup.parallel or ParallelWish(weights="alone", ranks=1)
+        pieces, groups = setup.micro_batches, wish.data_ranks
         recomputes = setup.checkpoint is not None
-        shared = wish is not None and wish.weights == "sharded"
-        gathers = shared and wish is not None and wish.reshard != "none"
-        spread = (wish.shards or gpus) if shared and wish else 1
-        states = cls.states / spread + (cls.states / 8 if shared and not gathers else 0)
-        part = job.batch_size / gpus
-        activations = cls.sample * part / setup.micro_batches * (0.1 if recomputes else 1)
+        shared = wish.weights == "sharded"
+        gathers = shared and wish.reshard != "none"
+        cut = wish.tensor * wish.stages
+        spread = (wish.shards or groups) * wish.context if shared else 1
+        states = (cls.states / spread + (cls.states / 8 if shared and not gathers else 0)) / cut
+        part = job.batch_size / groups
+        held = cls.sample * part / pieces / wish.context * (0.1 if recomputes else 1)
+        held *= cls.whole + (1 - cls.whole) / wish.tensor
+        if wish.schedule == "GPipe":
+            held *= pieces / wish.stages
         speed = (gpu.memory_bytes or 0) / (100 * GIB)
-        model = part * (1.3 if recomputes else 1.0) / speed
-        exchanges = cls.exchange * gpus * (2 if gathers else 1) if gpus > 1 else 0.0
-        seconds = model + 0.05 * setup.micro_batches + exchanges
-        return Judged(int(states + activations), seconds, model_seconds=model)
+        model = part / wish.ranks_of_one_part * (1.3 if recomputes else 1.0) / speed
+        within = cls.tensor * (wish.tensor - 1) + cls.context * (wish.context - 1)
+        work = model * (1 + within + cls.stage * (wish.stages - 1)) + 0.05 * pieces
+        exchanges = cls.exchange * gpus / cut * (2 if gathers else 1) if groups * wish.context > 1 else 0.0
+        seconds = work * (pieces + wish.stages - 1) / pieces + exchanges
+        return Judged(int(states + held), seconds, model_seconds=model)
 
 
 def best_of_all(
     job: Job, gpu: Gpu, count: int, bound: int, base: Recipe, more: float = MARGIN
 ) -> Judged | None:
-    """The fastest of all recipes that fit so many GPUs, of each of which so many bytes may be used."""
-    every = [
-        MadeUpJudge.of(job, gpu, count, shared.cut(pieces))
-        for shared in ways(job, base, count, Kept())
-        for pieces in cuts(job, shared, Kept())
-    ]
-    fit = [one for one in every if one.needed_bytes * more <= bound]
-    return min(fit, key=lambda one: one.step_seconds, default=None)
+    """The fastest of all recipes that fit so many GPUs, of each of which so many bytes may be used. A mesh is
+    one that is faster by far, or the only one that fits."""
+    best: Judged | None = None
+    for axes in range(MOST_AXES + 1):
+        every = [
+            MadeUpJudge.of(job, gpu, count, shared.cut(pieces))
+            for shared in ways(job, base, count, Kept(), axes)
+            for pieces in cuts(job, shared, Kept())
+        ]
+        fit = [one for one in every if one.needed_bytes * more <= bound]
+        if axes < MOST_AXES or best is None:
+            mesh = min(fit, key=lambda one: one.step_seconds, default=None)
+            if best is None or (mesh is not None and mesh.step_seconds < GAIN * best.step_seconds):
+                best = mesh
+    return best

@@ -21,6 +21,8 @@ from snugfit.job.job import Job
 from snugfit.planning.plan import KeptSlot
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import ONLY_TRAINING, Recipe, techniques_of
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.several_gpus import axes_of
 from snugfit.techniques.technique import Slot, Technique
 
 Keep = Recipe | str | Mapping[Slot, Technique] | None
@@ -81,7 +83,7 @@ class Kept:
             technique = self.slots[slot][0]
             if technique.needs_several_gpus and not self.several_gpus:
                 raise UsageError(f"keep: {technique} needs several GPUs. Add --gpus N (snugfit plan).")
-            if not technique.is_searched():
+            if not technique.is_searched() and not (self.several_gpus and _is_axis(technique)):
                 raise UsageError(
                     f"keep: plans do not search with {technique}, since each of its recipes is simulated in "
                     f"full, which takes up to minutes. Predict one that has it: 'bf16 + {technique}'."
@@ -98,6 +100,12 @@ class Kept:
                 has = f"{capability[0]}.{capability[1]}"
                 return f"{technique} needs compute capability {least[0]}.{least[1]}, but this GPU has {has}."
         return ""
+
+
+def _is_axis(technique: Technique) -> bool:
+    """Whether it makes groups of GPUs that work on the same samples, which plans for several GPUs judge."""
+    wish = technique.install(Setup()).parallel
+    return wish is not None and bool(axes_of(wish))
 
 
 def kept_of(job: Job, keep: Keep = None, free: Free = (), start: Recipe | None = None) -> Kept:

@@ -29,13 +29,16 @@ from snugfit.planning.fleet.cards import CardPlans, CardsOfKind
 from snugfit.planning.keep import Free, Keep, Kept, kept_of
 from snugfit.planning.plan import Exclusion
 from snugfit.planning.request import fidelity_of, refuse_bad_request
-from snugfit.planning.several_gpus.asking import Asked, Asking, choose_base
+from snugfit.planning.several_gpus.asking import Asked, Asking, choose_base, counts_of
 from snugfit.planning.several_gpus.candidates import Shared, cuts, ways
-from snugfit.planning.several_gpus.evidence import Evidence
-from snugfit.planning.several_gpus.fastest import FastestOnGpus, size_of
+from snugfit.planning.several_gpus.evidence import CutStep, Evidence
+from snugfit.planning.several_gpus.fastest import Outcome, refusable, size_of
 from snugfit.planning.several_gpus.judge import Judge, Judged
+from snugfit.planning.several_gpus.meshes import GAIN, FastestMesh
 from snugfit.planning.several_gpus.plan import OnGpus
-from snugfit.planning.several_gpus.search import Tell, counts_of
+from snugfit.planning.several_gpus.reasons import doubts_about_mesh, why_mesh
+from snugfit.planning.several_gpus.search import Tell
+from snugfit.planning.several_gpus.sharings import MOST_AXES
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.profile import Software, installed_versions
@@ -68,9 +71,9 @@ def plan_cards(
     """
     refuse_bad_request(job, workers=workers)
     kinds = list({gpu.key: gpu for gpu in map(find_gpu, all_gpus() if gpus is None else gpus)}.values())
-    even, uneven = _shared_evenly(counts, job)
     fixed = replace(kept_of(job, keep, free, None), several_gpus=True)
     fixed.refuse()
+    even, uneven = _shared_evenly(counts, job, fixed)
     known, answers = _with_figures(kinds, fixed)
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
     asked = partial(_KindSearch, job, even, fixed, fidelity_of(fidelity))
@@ -95,10 +98,10 @@ def plan_cards(
     )
 
 
-def _shared_evenly(counts: int | Sequence[int], job: Job) -> tuple[list[int], list[int]]:
+def _shared_evenly(counts: int | Sequence[int], job: Job, fixed: Kept) -> tuple[list[int], list[int]]:
     """The numbers of GPUs that share the job's batch evenly, and those that do not. Raises `UsageError` where
     several were named and only a single GPU is left."""
-    even = counts_of(counts, job)
+    even = counts_of(counts, job, fixed)
     named = sorted({counts} if isinstance(counts, int) else set(counts))
     uneven = [count for count in named if count not in even]
     if even == [1] and uneven:
@@ -191,6 +194,9 @@ class _Fastest:
     gpus: int
     recipe: Recipe
     judged: Judged
+    shared: Shared
+    why: str = ""
+    """Of a mesh (`why_mesh`)."""
 
 
 class _KindSearch:
@@ -210,28 +216,36 @@ class _KindSearch:
 
     def run(self) -> Asking[None]:
         """Asks until there is an `answer`."""
-        base = yield from choose_base(self._job, self._counts[-1], self._fixed, self._fidelity)
+        base = yield from choose_base(self._job, self._counts, self._fixed, self._fidelity)
         first = yield from self._first_that_fits(base)
         if isinstance(first, _Fastest):
             self._conclude([first], (), fits=False)
             return
         answers: list[_Fastest] = []
         dearer: list[int] = []
+        search = FastestMesh(self._job, base, self._fixed, self._evidence, self.refused)
         least = math.inf
         for count in self._counts[first:]:
-            fastest = yield from self._fastest(count, base, least / count)
-            if fastest is not None:
-                answers.append(fastest)
-                least, dearer = count * fastest.judged.step_seconds, []
+            limit, is_mesh = least / count, bool(answers and answers[-1].shared.mesh)
+            outcome = yield from search.run(count, limit, limit if is_mesh else GAIN * limit)
+            if outcome.fitting:
+                answers.append(self._found(count, outcome))
+                least, dearer = count * answers[-1].judged.step_seconds, []
             elif answers:
                 dearer.append(count)
             if len(dearer) == PATIENCE:
                 break
         self._conclude(answers, dearer, fits=bool(answers))
 
+    def _found(self, count: int, outcome: Outcome) -> _Fastest:
+        one = outcome.fitting[0]
+        why = why_mesh(self._job, one.shared, one.judged.step_seconds, outcome.alone_seconds)
+        return _Fastest(count, one.recipe, one.judged, one.shared, why)
+
     def _conclude(self, fastest: Sequence[_Fastest], dearer: Sequence[int], *, fits: bool) -> None:
         for one in fastest:
-            self.doubts.update(dict.fromkeys(one.judged.doubts))
+            about_mesh = doubts_about_mesh(self._job, one.shared, self.gpu)
+            self.doubts.update(dict.fromkeys((*one.judged.doubts, *about_mesh)))
         why = "" if fastest else next(iter(self.refused.values()), "No recipe trains this job on it.")
         self.answer = CardsOfKind(
             gpu=self.gpu,
@@ -252,6 +266,7 @@ class _KindSearch:
             step_seconds=seconds,
             samples_per_second=self._job.batch_size / seconds if seconds else 0.0,
             fits=fits,
+            why=one.why,
         )
 
     def _first_that_fits(self, base: Recipe) -> Asking[int | _Fastest]:
@@ -279,39 +294,62 @@ class _KindSearch:
         return self._evidence.does_fit(one.judged)
 
     def _smallest(self, count: int, base: Recipe) -> Asking[_Fastest | None]:
-        """What takes least memory on so many GPUs: what recomputes most, and the smallest pieces. None where
-        nothing can be simulated."""
+        """What takes least memory on so many GPUs, with as few axes of a mesh as may be: where none fits, of
+        all. None where nothing can be simulated."""
+        known: list[_Fastest] = []
+        for axes in range(MOST_AXES + 1 if count > 1 else 1):
+            smallest = yield from self._smallest_mesh(count, base, axes)
+            known += [smallest] if smallest is not None else []
+            if smallest is not None and self._fits(smallest):
+                break
+        return min(known, key=lambda one: one.judged.needed_bytes, default=None)
+
+    def _smallest_mesh(self, count: int, base: Recipe, axes: int) -> Asking[_Fastest | None]:
+        """The same with so many axes: what recomputes most, and the smallest pieces."""
         by_recomputing: dict[str, list[Shared]] = {}
-        for shared in self._ways(count, base):
+        for shared in self._ways(count, base, axes):
             by_recomputing.setdefault(str(shared.recomputing), []).append(shared)
         for every in reversed(by_recomputing.values()):
             every_cut = [(shared, cuts(self._job, shared, self._fixed)) for shared in _leanest(every)]
-            asked = [(shared, known[-1]) for shared, known in every_cut if known]
-            recipes = [shared.cut(pieces) for shared, pieces in asked]
-            if not recipes:
-                continue
-            judged = yield [(count, recipe) for recipe in recipes]
-            if refusals := [one.why_not for one in judged if one.why_not]:
-                self.refused[str(every[0].recomputing)] = refusals[0]
-                continue
-            at = min((one.needed_bytes, at) for at, one in enumerate(judged))[1]
-            for (shared, smallest), one in zip(asked, judged, strict=True):
-                self._evidence.hear(shared, size_of(self._job, shared, smallest), one)
-            return _Fastest(count, recipes[at], judged[at])
+            asked = [
+                _WithSmallestPieces(shared, shared.cut(known[-1]), size_of(self._job, shared, known[-1]))
+                for shared, known in every_cut
+                if known
+            ]
+            if axes:
+                asked = [one for one in asked if self._evidence.fits(one.shared, one.size) is not False]
+            smallest = yield from self._smallest_of(count, asked)
+            if smallest is not None:
+                return smallest
         return None
 
-    def _ways(self, count: int, base: Recipe) -> list[Shared]:
-        """Ways to share the work, apart from those that recompute as one does that cannot be simulated."""
-        every = ways(self._job, base, count, self._fixed)
-        return [shared for shared in every if str(shared.recomputing) not in self.refused]
-
-    def _fastest(self, count: int, base: Recipe, limit: float) -> Asking[_Fastest | None]:
-        """The fastest recipe that fits so many GPUs; None where none takes less than `limit` seconds."""
-        search = FastestOnGpus(self._job, count, base, self._fixed, self._evidence, self.refused)
-        outcome = yield from search.run(limit)
-        if not outcome.fitting:
+    def _smallest_of(self, count: int, asked: Sequence[_WithSmallestPieces]) -> Asking[_Fastest | None]:
+        if not asked:
             return None
-        return _Fastest(count, outcome.fitting[0].recipe, outcome.fitting[0].judged)
+        judged = yield [(count, one.recipe) for one in asked]
+        known: list[_Fastest] = []
+        for way, one in zip(asked, judged, strict=True):
+            if one.why_not:
+                self.refused[refusable(way.shared)] = one.why_not
+            else:
+                self._evidence.hear(way.shared, way.size, one)
+                known.append(_Fastest(count, way.recipe, one, way.shared))
+        return min(known, key=lambda one: one.judged.needed_bytes, default=None)
+
+    def _ways(self, count: int, base: Recipe, axes: int) -> list[Shared]:
+        """Ways to share the work, apart from those that recompute as one does that cannot be simulated."""
+        every = ways(self._job, base, count, self._fixed, axes)
+        return [
+            shared for shared in every if not {str(shared.recomputing), refusable(shared)} & {*self.refused}
+        ]
+
+
+class _WithSmallestPieces(NamedTuple):
+    """A way to share the work, with the smallest micro-batches."""
+
+    shared: Shared
+    recipe: Recipe
+    size: CutStep
 
 
 def _leanest(every: Sequence[Shared]) -> list[Shared]:

@@ -6,22 +6,25 @@ what takes the least time (`search.py`).
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from snugfit.errors import SnugfitError
 from snugfit.job.job import Job
 from snugfit.planning.keep import Kept
-from snugfit.prediction.several_gpus.communication import GPUS_PER_HOST
+from snugfit.planning.several_gpus.sharings import Sharing, of_slot, sharings, stopgaps
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import ParallelWish, Setup
+from snugfit.techniques.setup import CheckpointWish, ParallelWish, Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.techniques.technique import Fidelity, Slot, Technique
 
 KEPT = "none"
 """The value of `ParallelWish.reshard` with which nothing that was gathered is dropped."""
+
+AXES = ("tensor", "context", "stages")
+"""The numbers of `ParallelWish` that say how many GPUs work on the same samples."""
 
 DECIDED_ONCE = (Slot.PRECISION, Slot.MATMUL, Slot.OPTIMIZER)
 """Slots that are filled by what takes the least time, whatever the number of GPUs."""
@@ -34,15 +37,60 @@ class Shared:
     gpus: int
     recipe: Recipe
 
+    @functools.cached_property
+    def key(self) -> str:
+        """The recipe's text, the same on any number of GPUs."""
+        return str(self.recipe)
+
+    @functools.cached_property
+    def setup(self) -> Setup:
+        """What it asks of a training loop, on so many GPUs."""
+        return on_gpus(self.recipe.setup(), self.gpus)
+
+    @functools.cached_property
+    def wish(self) -> ParallelWish | None:
+        """What it asks of several processes, however many they are; None on one GPU."""
+        wish = self.setup.parallel
+        return wish and replace(wish, ranks=0)
+
+    @functools.cached_property
+    def of_each(self) -> str:
+        """What each GPU does for itself, however the batch is shared: the recipe without what shares it."""
+        return str(self.recipe.with_(roster.plain(Slot.SHARDING)))
+
+    @functools.cached_property
+    def by_itself(self) -> str:
+        """What a GPU does that has its samples to itself: the recipe without what several GPUs share."""
+        recipe = self.recipe
+        for slot in roster.slots_of_several_gpus():
+            recipe = recipe.with_(roster.plain(slot))
+        return str(recipe)
+
+    @property
+    def parts(self) -> int:
+        """How many GPUs work on the same part of the batch."""
+        return self.wish.ranks_of_one_part if self.wish else 1
+
+    @property
+    def stages(self) -> int:
+        """Into how many stages the layers are cut."""
+        return self.wish.stages if self.wish else 1
+
     @property
     def recomputing(self) -> Technique:
         """The technique that says which layers are computed again."""
         return self.recipe[Slot.CHECKPOINTING]
 
+    @functools.cached_property
+    def mesh(self) -> str:
+        """The techniques by which groups of GPUs work on the same samples; empty where each has its own."""
+        slots = [slot for slot in roster.slots_of_several_gpus() if slot is not Slot.SHARDING]
+        return " + ".join(str(self.recipe[slot]) for slot in slots if not self.recipe[slot].plain)
+
     @property
     def spreads_over_all(self) -> bool:
         """Whether each GPU holds less where there are more of them."""
-        wish = self.recipe.setup().parallel
+        wish = self.wish
         if wish is None:
             return False
         return wish.states == "sharded" or (wish.weights == "sharded" and not wish.shards)
@@ -51,7 +99,7 @@ class Shared:
         """Whether no step of it is shorter than the other's, which takes more memory: where both share the
         work in one way, and this recomputes, or gathers weights, where the other keeps them."""
         slots = roster.slots_of_several_gpus()
-        own, rival = (one.recipe.setup().parallel for one in (self, other))
+        own, rival = self.wish, other.wish
         if all(self.recipe[slot] == other.recipe[slot] for slot in slots):
             return True
         if own is None or rival is None or self.recomputing != other.recomputing:
@@ -61,24 +109,70 @@ class Shared:
     def holds_no_more_than(self, other: Shared) -> bool:
         """Whether it takes no more memory than the other wherever the batch is cut alike: where nothing else
         differs than that this computes again what the other keeps, or holds a part of the weights where the
-        other holds all of them, if only for a while."""
-        own, rival = (one.recipe.setup() for one in (self, other))
-        slots = {*roster.slots_of_several_gpus(), Slot.CHECKPOINTING}
+        other holds all of them, if only for a while, or has more GPUs work on the same samples."""
+        own, rival = self.setup.checkpoint, other.setup.checkpoint
         return (
-            _spreads_no_less(own.parallel, rival.parallel)
-            and (own.checkpoint == rival.checkpoint or rival.checkpoint is None)
-            and all(self.recipe[slot] == other.recipe[slot] for slot in Slot if slot not in slots)
+            _keeps_no_more(own, rival)
+            and _spreads_no_less(self.wish, other.wish)
+            and self._differs_only_in(other, Slot.CHECKPOINTING)
         )
+
+    def has_groups_of(self, other: Shared) -> bool:
+        """Whether each of its groups of GPUs is one of the other's groups, or several, which share the same;
+        how the batch is shared may differ, and nothing else."""
+        if self.by_itself != other.by_itself:
+            return False
+        own, rival = self.wish or ParallelWish(), other.wish or ParallelWish()
+        return not any(getattr(own, axis) % getattr(rival, axis) for axis in AXES)
+
+    def is_wider_than(self, other: Shared) -> bool:
+        """Whether larger groups of GPUs work on the same samples, which else share the work as the other's
+        do."""
+        own, rival = self.wish, other.wish
+        if own is None or rival is None or own.weights != rival.weights or self.parts <= other.parts:
+            return False
+        if any(getattr(own, axis) % getattr(rival, axis) for axis in AXES):
+            return False
+        alike = replace(
+            own,
+            **{axis: getattr(rival, axis) for axis in AXES},
+            schedule=rival.schedule,
+            shards=rival.shards,
+            bucket_views=rival.bucket_views,
+        )
+        return alike == rival and bool(own.shards) is bool(rival.shards) and self._differs_only_in(other)
+
+    def _differs_only_in(self, other: Shared, *more: Slot) -> bool:
+        """Whether nothing else differs than techniques of several GPUs, and those of these slots."""
+        slots = {*roster.slots_of_several_gpus(), *more}
+        return all(self.recipe[slot] == other.recipe[slot] for slot in Slot if slot not in slots)
 
     def cut(self, pieces: Technique) -> Recipe:
         """The recipe whose global batch is cut so."""
         return self.recipe.with_(pieces)
 
 
+def _keeps_no_more(own: CheckpointWish | None, rival: CheckpointWish | None) -> bool:
+    """Whether no less is computed again: all of a layer where the other keeps some of it."""
+    if own is None or rival is None:
+        return rival is None
+    return own == rival or (not own.keep and own == replace(rival, keep=own.keep))
+
+
 def _spreads_no_less(own: ParallelWish | None, rival: ParallelWish | None) -> bool:
-    """Whether a GPU holds no more of what is trained than in another way of sharing."""
+    """Whether a GPU holds no more of what is trained, and of the same samples, than in another way of
+    sharing."""
     if own is None or rival is None or own == rival:
         return own == rival
+    if own.tensor % rival.tensor or own.context % rival.context or own.stages % rival.stages:
+        return False
+    if own.stages > rival.stages == 1 and own.weights == "sharded":
+        return False  # while its micro-batches run a stage keeps all that it has gathered
+    own = replace(
+        own, tensor=rival.tensor, context=rival.context, stages=rival.stages, schedule=rival.schedule
+    )
+    if own == rival:
+        return True
     if own.weights != "sharded" or own.shards or own.reshard == KEPT or own.on_host < rival.on_host:
         return False
     alike = replace(
@@ -94,38 +188,41 @@ def _spreads_no_less(own: ParallelWish | None, rival: ParallelWish | None) -> bo
     return alike == own
 
 
-def ways(job: Job, base: Recipe, gpus: int, fixed: Kept) -> Iterator[Shared]:
-    """Every way to share the work of this job among so many GPUs, with what it recomputes; from what keeps
-    most to what recomputes most."""
+def ways(job: Job, base: Recipe, gpus: int, fixed: Kept, axes: int = 0) -> Iterator[Shared]:
+    """Every way to share the work of this job among so many GPUs, with so many axes beside that of the batch,
+    and with what it recomputes; from what keeps most to what recomputes most."""
+    shared_by = list(sharings(job, gpus, fixed, axes))
+    usual = list(of_slot(job, Slot.SHARDING, fixed))
+    rest = [one for one in stopgaps(usual) if one not in usual]
     for recomputing in recomputings(job, fixed):
-        for sharing in sharings(job, gpus, fixed):
+        taken: set[tuple[type[Technique] | Technique, ...]] = set()
+        for sharing in shared_by:
+            if any(one in rest for one in sharing) and _kinds(sharing) in taken:
+                continue
             recipe = base.with_(recomputing)
             for technique in sharing:
                 recipe = recipe.with_(technique)
-            if is_valid(job, recipe, gpus):
-                yield Shared(gpus, recipe)
+            shared = Shared(gpus, recipe)
+            if _is_possible(job, shared, fixed):
+                taken.add(_kinds(sharing))
+                yield shared
 
 
-def sharings(job: Job, gpus: int, fixed: Kept) -> Iterator[tuple[Technique, ...]]:
-    """Techniques of several GPUs, one of each of their slots, or of one where there is one. Groups that
-    copies of the weights are spread over are those of whole hosts, where there are several."""
-    slots = roster.slots_of_several_gpus()
-    slot_is_open = Slot.SHARDING not in fixed.slots
-    for sharing in itertools.product(*([*_of_slot(job, slot, fixed)] for slot in slots)):
-        setup = Setup()
-        for technique in sharing:
-            setup = technique.install(setup)
-        wish = setup.parallel
-        if (wish is None) is not (gpus == 1) or setup.sharding is not None:
-            continue
-        if wish and wish.shards and slot_is_open and not GPUS_PER_HOST <= wish.shards < gpus:
-            continue
-        yield sharing
+def _kinds(sharing: Sharing) -> tuple[type[Technique] | Technique, ...]:
+    """What shares the batch, whatever its settings, and the mesh."""
+    return tuple(type(one) if one.slot is Slot.SHARDING else one for one in sharing)
+
+
+def _is_possible(job: Job, shared: Shared, fixed: Kept) -> bool:
+    """Whether it trains the job; where layers are cut into stages, with as many micro-batches as may be."""
+    if shared.stages == 1:
+        return is_valid(job, shared.recipe, shared.gpus)
+    return any(is_valid(job, shared.cut(one), shared.gpus) for one in _pieces(job, shared, fixed)[-1:])
 
 
 def recomputings(job: Job, fixed: Kept) -> list[Technique]:
     """What keeps everything, then each technique that has one setting only, the one that keeps more first."""
-    settings = [one for one in _of_slot(job, Slot.CHECKPOINTING, fixed) if one.plain or _is_alone(one, job)]
+    settings = [one for one in of_slot(job, Slot.CHECKPOINTING, fixed) if one.plain or _is_alone(one, job)]
 
     def sort_key(one: Technique) -> tuple[bool, bool]:
         wish = one.install(Setup()).checkpoint
@@ -140,41 +237,37 @@ def fillings(job: Job, slot: Slot, fixed: Kept, fidelity: Fidelity) -> list[Tech
     plain = roster.plain(slot)
     return [
         one
-        for one in _of_slot(job, slot, fixed)
+        for one in of_slot(job, slot, fixed)
         if slot in fixed.slots
         or (degrees.index(one.fidelity) <= degrees.index(fidelity) and one.family == plain.family)
     ]
 
 
 def cuts(job: Job, shared: Shared, fixed: Kept) -> list[Technique]:
-    """Every way to cut a GPU's part of the batch, from the whole to single samples."""
-    part = job_of_rank(job, on_gpus(shared.recipe.setup(), shared.gpus))
+    """Every way to cut a group's part of the batch, from the whole to single samples."""
     known: Mapping[Slot, tuple[Technique, ...]] = fixed.slots
+    pieces = _pieces(job, shared, fixed)
     if Slot.BATCHING in known:
-        return list(known[Slot.BATCHING])
-    pieces = [
-        one for one in _of_slot(part, Slot.BATCHING, fixed) if is_valid(job, shared.cut(one), shared.gpus)
-    ]
+        return pieces
+    ends = [pieces[0], pieces[-1]]
+    if all(is_valid(job, shared.cut(one), shared.gpus) for one in ends):
+        return pieces  # with what lies between these: few micro-batches are refused, or many
+    return [one for one in pieces if is_valid(job, shared.cut(one), shared.gpus)]
+
+
+def _pieces(job: Job, shared: Shared, fixed: Kept) -> list[Technique]:
+    part = job_of_rank(job, shared.setup)
+    pieces = of_slot(part, Slot.BATCHING, fixed)
     return sorted(pieces, key=lambda one: one.install(Setup()).micro_batches)
 
 
 def is_valid(job: Job, recipe: Recipe, gpus: int) -> bool:
     """Whether this recipe trains the job on so many GPUs."""
     try:
-        setup = on_gpus(recipe.setup(), gpus)
-        recipe.check(job_of_rank(job, setup))
+        part = job_of_rank(job, on_gpus(recipe.setup(), gpus))
     except SnugfitError:
         return False
-    return True
-
-
-def _of_slot(job: Job, slot: Slot, fixed: Kept) -> Iterator[Technique]:
-    if slot in fixed.slots:
-        yield from fixed.slots[slot]
-        return
-    for kind in roster.techniques():
-        if kind.slot is slot and not kind.missing_package() and not kind.planning_objection(job):
-            yield from kind.settings(job)
+    return not any(True for technique in recipe for _ in technique.objections(part, recipe))
 
 
 def _is_alone(technique: Technique, job: Job) -> bool:

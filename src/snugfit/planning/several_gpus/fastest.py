@@ -2,26 +2,28 @@
 
 Ways are asked about in the order of the seconds that they take at least, as far as that is known
 (`evidence.py`), and no more of them than may still be faster than the best that fits. Of each way the fewest
-micro-batches are looked for with which it fits: fewer take less time and more memory. While nothing is known
-to fit, what holds least is asked first: where it misses clearly, all that holds more does.
+micro-batches are looked for with which it fits: fewer take less time and more memory. Where layers are cut
+into stages that is not so, because with fewer micro-batches GPUs wait longer for each other: there each cut
+of the batch is a way of its own. While nothing is known to fit, what holds least is asked first: where it
+misses clearly, all that holds more does.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from snugfit.job.job import Job
 from snugfit.planning.keep import Kept
 from snugfit.planning.several_gpus.asking import Asking
-from snugfit.planning.several_gpus.candidates import Shared, cuts, ways
+from snugfit.planning.several_gpus.candidates import Shared, cuts
 from snugfit.planning.several_gpus.evidence import CutStep, Evidence
 from snugfit.planning.several_gpus.judge import Judged
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
-from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+from snugfit.techniques.several_gpus import job_of_rank
 from snugfit.techniques.technique import Technique
 
 AT_ONCE = 2
@@ -45,6 +47,10 @@ class Outcome(NamedTuple):
     """Of each way that was looked at what fits, the fastest first."""
     miss: Screened | None
     """Where nothing fits: what takes least of what was simulated."""
+    does_any_fit: bool = False
+    """Whether anything is known to fit, in whatever time."""
+    alone_seconds: float | None = None
+    """Of a step of what shares the batch alone, at least; None where that does not fit."""
 
 
 @dataclass
@@ -60,24 +66,33 @@ class _WayToShare:
         return self.shared.cut(self.pieces[at])
 
 
+_Question = tuple[_WayToShare, int]
+"""A way, and the place of the cut that is to be simulated."""
+
+
 class FastestOnGpus:
-    """The search on one number of GPUs. What cannot be simulated goes to `refused`, by the technique that
-    recomputes, which is left out from then on."""
+    """The search among these ways on one number of GPUs. What cannot be simulated goes to `refused`, by the
+    technique that recomputes and the mesh, which is left out from then on. `leanest_first` is whether what
+    holds least is asked first while none of these ways is known to fit."""
 
     def __init__(
         self,
         job: Job,
         gpus: int,
-        base: Recipe,
+        every: Iterable[Shared],
         fixed: Kept,
         evidence: Evidence,
         refused: MutableMapping[str, str],
+        *,
+        leanest_first: bool = True,
     ) -> None:
         self._gpus, self._evidence, self._refused = gpus, evidence, refused
+        self._leanest_first = leanest_first
         self._ways = [
             way
-            for shared in ways(job, base, gpus, fixed)
-            if str(shared.recomputing) not in refused and (way := _way(job, shared, fixed)).sizes
+            for shared in every
+            if not {str(shared.recomputing), refusable(shared)} & {*refused}
+            for way in _ways_to_cut(job, shared, fixed)
         ]
 
     def run(self, limit: float = math.inf) -> Asking[Outcome]:
@@ -89,15 +104,16 @@ class FastestOnGpus:
                 self._hear(way, at, answer)
         fitting = sorted(self._fitting(), key=lambda one: one.judged.step_seconds)
         if fitting or limit < math.inf:
-            return Outcome([one for one in fitting if one.judged.step_seconds < limit], None)
+            fits = any(self._smallest_that_fits(way) is not None for way in self._ways)
+            return Outcome([one for one in fitting if one.judged.step_seconds < limit], None, fits)
         miss = yield from self._nearest_miss()
         return Outcome([], miss)
 
     def _hear(self, way: _WayToShare, at: int, judged: Judged) -> None:
         if judged.why_not:
-            recomputing = way.shared.recomputing
-            self._refused[str(recomputing)] = judged.why_not
-            self._ways = [one for one in self._ways if one.shared.recomputing != recomputing]
+            what = refusable(way.shared)
+            self._refused[what] = judged.why_not
+            self._ways = [one for one in self._ways if refusable(one.shared) != what]
             return
         self._evidence.hear(way.shared, way.sizes[at], judged)
 
@@ -111,32 +127,60 @@ class FastestOnGpus:
 
     # ---- what is asked -------------------------------------------------------------------------------------
 
-    def _questions(self, limit: float) -> list[tuple[_WayToShare, int]]:
+    def _questions(self, limit: float) -> list[_Question]:
         """Ways, and the place of the cut that is to be simulated; none once the fastest is known."""
         best = min([limit, *(one.judged.step_seconds for one in self._fitting())])
-        by_least: dict[float, list[tuple[_WayToShare, int]]] = {}
-        is_anything_known = best < limit
+        by_least: dict[float, list[_Question]] = {}
+        is_anything_known = best < limit or not self._leanest_first
+        is_anything_known = is_anything_known or any(
+            self._smallest_that_fits(way) is not None for way in self._ways
+        )
         for way in self._ways:
-            first = self._first(way)
-            if first is None or self._is_behind(way):
+            if is_anything_known and self._waits_for_smaller_groups(way, best):
                 continue
-            least = self._evidence.least_seconds(way.shared, way.sizes[first])
-            is_anything_known = is_anything_known or self._smallest_that_fits(way) is not None
-            if least < best and (at := self._next(way, first)) is not None:
+            if (next_one := self._open(way, best)) is not None:
+                least, at = next_one
                 by_least.setdefault(least, []).append((way, at))
         asked = [one for least in sorted(by_least) for one in by_least[least]]
         if not is_anything_known:
-            asked.sort(key=lambda one: -self._held_more(one[0]))
-        paceless: set[Recipe] = set()
-        some: list[tuple[_WayToShare, int]] = []
-        for way, at in asked:
-            if not self._evidence.has_pace(way.shared):
-                like = self._evidence.on_one_gpu(way.shared)
-                if like in paceless:
-                    continue
-                paceless.add(like)
-            some.append((way, at))
-        return some[:AT_ONCE]
+            asked = self._leanest(asked)
+            return self._one_of_each(asked)[:AT_ONCE]
+        return self._one_of_each(list(map(self._telling, asked)))[:AT_ONCE]
+
+    def _one_of_each(self, asked: list[_Question]) -> list[_Question]:
+        """These questions, but of those about ways of which it is not known how long a sample takes one for
+        all that have each GPU do the same."""
+        paceless: dict[str, _Question] = {}
+        some: list[_Question] = []
+        for question in asked:
+            shared = question[0].shared
+            if self._evidence.has_pace(shared):
+                some.append(question)
+            elif shared.of_each not in paceless:
+                paceless[shared.of_each] = question
+                some.append(question)
+            elif shared.stages > 1 and _samples_of(question) > _samples_of(paceless[shared.of_each]):
+                some[some.index(paceless[shared.of_each])] = question
+                paceless[shared.of_each] = question
+        return some
+
+    def _telling(self, question: _Question) -> _Question:
+        """Of a mesh of which it is not known how long a sample takes, the question about the whole batch,
+        even if that does not fit: smaller micro-batches take no less."""
+        way, _ = question
+        if way.shared.parts == 1 or way.sizes[0].pieces > 1 or self._evidence.has_pace(way.shared):
+            return question
+        return way, 0
+
+    def _open(self, way: _WayToShare, best: float) -> tuple[float, int] | None:
+        """The least seconds of a way that may take less than `best`, and the place of its cut that is
+        simulated next; None where it need not be asked about."""
+        first = self._first(way)
+        if first is None or self._is_behind(way):
+            return None
+        least = self._evidence.least_seconds(way.shared, way.sizes[first])
+        at = self._next(way, first) if least < best else None
+        return None if at is None else (least, at)
 
     def _first(self, way: _WayToShare) -> int | None:
         """The place of the fewest micro-batches that may fit."""
@@ -170,7 +214,9 @@ class FastestOnGpus:
         in the same way, and recomputes less or gathers less often, and whose batch need not be cut."""
         for other in self._ways:
             if other is way:
-                return False
+                break
+            if way.shared.stages > 1 and way.sizes != other.sizes:
+                continue
             if way.shared.is_slower_than(other.shared):
                 whole = self._evidence.fits(other.shared, other.sizes[0])
                 if whole or (
@@ -179,9 +225,51 @@ class FastestOnGpus:
                     return True
         return False
 
+    def _waits_for_smaller_groups(self, way: _WayToShare, best: float) -> bool:
+        """Whether groups of half as many GPUs, which share the work alike, are to be looked at before, or are
+        known to be no faster than groups that are smaller still."""
+        if way.shared.parts == 1:
+            return False
+        for other in self._ways:
+            is_half = way.shared.parts == 2 * other.shared.parts
+            if not is_half or not self._evidence.is_wider(way.shared, other.shared):
+                continue
+            if self._open(other, best) is not None or self._waits_for_smaller_groups(other, best):
+                return True
+            seconds = self._evidence.fastest_known(other.shared, self._gpus)
+            smaller = [
+                self._evidence.fastest_known(one, self._gpus)
+                for one in self._evidence.in_half_groups(other.shared)
+            ]
+            if seconds is not None and any(one is not None and one <= seconds for one in smaller):
+                return True
+        return False
+
+    def _leanest(self, asked: list[_Question]) -> list[_Question]:
+        """What is asked while nothing is known to fit: these questions, about what holds least first; of
+        meshes about the smallest micro-batches of all of which it is not known that another holds no more."""
+        if any(way.shared.parts == 1 for way in self._ways):
+            return sorted(asked, key=lambda one: -self._held_more(one[0]))
+        left = [way for way in self._ways if self._evidence.fits(way.shared, way.sizes[-1]) is None]
+        leanest = [
+            (way, len(way.sizes) - 1)
+            for at, way in enumerate(left)
+            if not any(
+                self._is_leaner(other, way) and not (index > at and self._is_leaner(way, other))
+                for index, other in enumerate(left)
+                if index != at
+            )
+        ]
+        return leanest or asked
+
+    def _is_leaner(self, one: _WayToShare, other: _WayToShare) -> bool:
+        """Whether one holds no more than the other, both with their smallest micro-batches."""
+        alike = one.shared.key == other.shared.key or self._evidence.holds_no_more(one.shared, other.shared)
+        return alike and one.sizes[-1].samples <= other.sizes[-1].samples
+
     def _held_more(self, way: _WayToShare) -> int:
         """How many others hold no less than this one."""
-        return sum(way.shared.holds_no_more_than(other.shared) for other in self._ways)
+        return sum(self._evidence.holds_no_more(way.shared, other.shared) for other in self._ways)
 
     def _nearest_miss(self) -> Asking[Screened | None]:
         def misses() -> list[Screened]:
@@ -200,13 +288,28 @@ class FastestOnGpus:
         return min(misses(), key=lambda one: one.judged.needed_bytes, default=None)
 
 
-def _way(job: Job, shared: Shared, fixed: Kept) -> _WayToShare:
+def _samples_of(question: _Question) -> int:
+    way, at = question
+    return way.sizes[at].samples
+
+
+def refusable(shared: Shared) -> str:
+    """What is left out where one way cannot be simulated."""
+    return " + ".join(filter(None, (str(shared.recomputing), shared.mesh)))
+
+
+def _ways_to_cut(job: Job, shared: Shared, fixed: Kept) -> Iterator[_WayToShare]:
+    """One way with all cuts of the batch, from the whole on, or with stages one way for each cut."""
     pieces = cuts(job, shared, fixed)
-    return _WayToShare(shared, pieces, [size_of(job, shared, one) for one in pieces])
+    sizes = [size_of(job, shared, one) for one in pieces]
+    if shared.stages == 1 and pieces:
+        yield _WayToShare(shared, pieces, sizes)
+    elif shared.stages > 1:
+        yield from (_WayToShare(shared, [one], [size]) for one, size in zip(pieces, sizes, strict=True))
 
 
 def size_of(job: Job, shared: Shared, pieces: Technique) -> CutStep:
     """How the step of a job is cut that is shared so."""
-    part = job_of_rank(job, on_gpus(shared.recipe.setup(), shared.gpus))
+    part = job_of_rank(job, shared.setup)
     count = pieces.install(Setup()).micro_batches
     return CutStep(shared.gpus, part.batch_size // count, count)

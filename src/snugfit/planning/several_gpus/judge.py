@@ -19,6 +19,7 @@ from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.planning.cost.shallow import linear_extrapolate
 from snugfit.planning.several_gpus.further_pieces import with_a_further_piece
+from snugfit.planning.several_gpus.stages import FURTHER, StagesQuestion
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.device import context_of, policy_for
 from snugfit.prediction.predict import predict
@@ -43,7 +44,8 @@ FEW_PIECES = 3
 """Micro-batches that stand for more: a first, a last, and one between."""
 
 WHOLE_PIECES = 2
-"""Micro-batches of what is simulated with all layers: the second takes as many bytes as any further one."""
+"""Micro-batches of what is simulated with all layers: the second takes as many bytes as any further one,
+unless layers are cut into stages."""
 
 STEPS = 2
 """Steps that are simulated: what is made for good is there at the end of the first."""
@@ -93,8 +95,12 @@ class Judge:
         """The same on so many GPUs of each of these kinds, by their places in the order of the Judge."""
         setup = on_gpus(recipe.setup(), gpus)
         part = job_of_rank(self._job, setup)
-        one = _OneQuestion(tuple(self._kinds[kind] for kind in kinds), self._software)
+        asked = tuple(self._kinds[kind] for kind in kinds)
+        one = _OneQuestion(asked, self._software)
         try:
+            if setup.parallel is not None and setup.parallel.stages > 1:
+                question = StagesQuestion(asked, self._software, one.policy, part, setup)
+                return question.judge(self._depth(part, setup))
             figures = self._by_layers(part, setup, one)
         except SnugfitError as refused:
             return [Judged(0, 0.0, str(refused))] * len(kinds)
@@ -108,25 +114,34 @@ class Judge:
         return predict(self._job, recipe, gpu=self._gpu, gpus=gpus)
 
     def in_full(self, gpus: int, recipe: Recipe) -> InFull:
-        """The bytes of a recipe with all layers, and with at most `WHOLE_PIECES` micro-batches where no GPU
-        hands them on to another. Raises `SnugfitError` as `predict` does."""
+        """The bytes of a recipe with all layers, and with at most `WHOLE_PIECES` micro-batches; where layers
+        are cut into stages, with a few more of them than there are stages, and what each further one adds.
+        Raises `SnugfitError` as `predict` does."""
         setup = on_gpus(recipe.setup(), gpus)
-        few = setup.micro_batches > WHOLE_PIECES and (setup.parallel is None or setup.parallel.stages == 1)
-        job = self._job
-        if few:
-            job = replace(job, batch_size=job.batch_size // setup.micro_batches * WHOLE_PIECES)
-            settings = type(recipe[Slot.BATCHING]).settings(job_of_rank(job, setup))
-            recipe = recipe.with_(
-                next(one for one in settings if one.install(Setup()).micro_batches == WHOLE_PIECES)
-            )
-        prediction = predict(job, recipe, gpu=self._gpu, gpus=gpus)
+        stages = setup.parallel.stages if setup.parallel else 1
+        most = WHOLE_PIECES if stages == 1 else stages + FURTHER + 1
+        few = setup.micro_batches > most
+        prediction = self._with_pieces(gpus, recipe, most) if few else self.predict(gpus, recipe)
+        needed = prediction.needed_bytes
+        if few and stages > 1:
+            fewer = self._with_pieces(gpus, recipe, most - 1).footprint.allocated_bytes or 0
+            further = max(0, (prediction.footprint.allocated_bytes or 0) - fewer)
+            needed += (setup.micro_batches - most) * further
         timing = prediction.timing
         return InFull(
-            needed_bytes=prediction.needed_bytes,
+            needed_bytes=needed,
             bound=timing.bound if timing else "",
             doubts=prediction.doubts,
             timing=None if few else timing,
         )
+
+    def _with_pieces(self, gpus: int, recipe: Recipe, pieces: int) -> Prediction:
+        """The whole prediction with so many micro-batches of the same size, and so of a smaller batch."""
+        setup = on_gpus(recipe.setup(), gpus)
+        job = replace(self._job, batch_size=self._job.batch_size // setup.micro_batches * pieces)
+        settings = type(recipe[Slot.BATCHING]).settings(job_of_rank(job, setup))
+        cut = next(one for one in settings if one.install(Setup()).micro_batches == pieces)
+        return predict(job, recipe.with_(cut), gpu=self._gpu, gpus=gpus)
 
     def _by_layers(self, part: Job, setup: Setup, one: _OneQuestion) -> list[_FewPieces]:
         depth = self._depth(part, setup)
@@ -192,12 +207,12 @@ class _OneQuestion:
     def __init__(self, kinds: Sequence[Gpu], software: Software) -> None:
         self._kinds, self._software = kinds, software
         policies = [policy_for(gpu, software) for gpu in kinds]
-        self._policy = max(policies, key=lambda policy: policy.scratch_size)
+        self.policy = max(policies, key=lambda policy: policy.scratch_size)
         self.doubts: list[dict[str, None]] = [{} for _ in kinds]
 
     def simulate(self, part: Job, setup: Setup) -> list[_FewPieces]:
         """What a step takes on each kind, from one rehearsal."""
-        trace = rehearse(part, setup, self._policy, steps=STEPS)
+        trace = rehearse(part, setup, self.policy, steps=STEPS)
         after = replay(trace, expandable=setup.expandable_segments)
         gpus = setup.parallel.ranks if setup.parallel else 1
         group = communication_bytes(trace, gpus)

@@ -43,6 +43,9 @@ class OnGpus:
     fits: bool = True
     """Whether it fits; else it is the nearest miss."""
 
+    why: str = ""
+    """Where groups of GPUs work on the same samples: what they share, and why; empty elsewhere."""
+
     @property
     def gpu_seconds(self) -> float:
         """Seconds of a step times GPUs: what a step costs, at whatever price."""

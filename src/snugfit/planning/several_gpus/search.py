@@ -13,23 +13,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from snugfit.errors import GpuError, SnugfitError, UsageError
+from snugfit.errors import GpuError, SnugfitError
 from snugfit.job.gpu import Gpu, find_gpu
 from snugfit.job.job import Job
 from snugfit.planning.keep import Free, Keep, Kept, kept_of
 from snugfit.planning.plan import Exclusion
 from snugfit.planning.request import fidelity_of, refuse_bad_request
-from snugfit.planning.several_gpus.asking import Asked, answer_to, choose_base
+from snugfit.planning.several_gpus.asking import Asked, answer_to, choose_base, counts_of
 from snugfit.planning.several_gpus.evidence import Evidence
-from snugfit.planning.several_gpus.fastest import FastestOnGpus, Outcome, Screened
+from snugfit.planning.several_gpus.fastest import Outcome, Screened
 from snugfit.planning.several_gpus.judge import InFull, Judge, Judged
+from snugfit.planning.several_gpus.meshes import FastestMesh
 from snugfit.planning.several_gpus.plan import OnGpus, SeveralGpusPlan
+from snugfit.planning.several_gpus.reasons import why_mesh
 from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.profile import installed_versions
 from snugfit.prediction.rates import rates_for
 from snugfit.prediction.worker_pool import Question, WorkerPool, worker_pool
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.several_gpus import MOST_GPUS
 from snugfit.techniques.technique import Fidelity
 
 FULL = 3
@@ -60,9 +61,9 @@ def plan_several_gpus(
     refuse_bad_request(job, memory_bytes=memory_bytes, workers=workers)
     gpu = find_gpu(gpu)
     rates_for(gpu)  # which refuses a GPU of which no seconds are known
-    counts = counts_of(gpus, job)
     fixed = replace(kept_of(job, keep, free, None), several_gpus=True)
     fixed.refuse(gpu.compute_capability)
+    counts = counts_of(gpus, job, fixed)
     if memory_bytes is None and gpu.memory_bytes is None:
         raise GpuError(f"The memory of {gpu.name} is not known. Add memory_bytes (--memory).")
     memory = memory_bytes if memory_bytes is not None else gpu.memory_bytes or 0
@@ -72,22 +73,6 @@ def plan_several_gpus(
         search = _Search(job, gpu, memory - spare, fixed, fidelity_of(fidelity), pool, tell)
         answer = search.answer(counts)
     return replace(answer, memory_bytes=memory, headroom_bytes=spare)
-
-
-def counts_of(gpus: int | Sequence[int], job: Job) -> list[int]:
-    """The numbers of GPUs that can share the job's batch evenly, in order. Raises `UsageError` where none
-    can."""
-    asked = sorted({gpus} if isinstance(gpus, int) else set(gpus))
-    wrong = [count for count in asked if type(count) is not int or not 1 <= count <= MOST_GPUS]
-    if wrong or not asked:
-        raise UsageError(f"gpus is {gpus!r}; it must be whole numbers from 1 to {MOST_GPUS:,}.")
-    even = [count for count in asked if job.batch_size % count == 0]
-    if not even:
-        raise UsageError(
-            f"A global batch of {job.batch_size} cannot be shared evenly by {asked[0]} GPUs"
-            f"{' or any other number that was named' if len(asked) > 1 else ''}. Name a divisor of it."
-        )
-    return even
 
 
 class _Search:
@@ -107,7 +92,7 @@ class _Search:
 
     def answer(self, counts: list[int]) -> SeveralGpusPlan:
         """The plan for these numbers of GPUs."""
-        base = self._base(counts[-1])
+        base = self._base(counts)
         outcomes = self._screen(counts, base)
         firsts = [(count, one.fitting[0] if one.fitting else one.miss) for count, one in outcomes.items()]
         self._in_full([(count, one) for count, one in firsts if one is not None])
@@ -142,10 +127,10 @@ class _Search:
             self._known[questions[answer.number]] = answer.value
         return [self._known[question] for question in questions]
 
-    def _base(self, gpus: int) -> Recipe:
-        """The recipe whose slots that are decided once take the least time, on so many GPUs."""
+    def _base(self, counts: Sequence[int]) -> Recipe:
+        """The recipe whose slots that are decided once take the least time."""
         self._tell("comparing precisions and optimizers")
-        return answer_to(choose_base(self._job, gpus, self._fixed, self._fidelity), self._judge)
+        return answer_to(choose_base(self._job, counts, self._fixed, self._fidelity), self._judge)
 
     def _screen(self, counts: Sequence[int], base: Recipe) -> dict[int, Outcome]:
         """What fits each number of GPUs, or nearly does."""
@@ -157,8 +142,8 @@ class _Search:
         return {count: outcomes[count] for count in counts}
 
     def _fastest(self, count: int, base: Recipe) -> Outcome:
-        search = FastestOnGpus(self._job, count, base, self._fixed, self._evidence, self._refused)
-        return answer_to(search.run(), self._judge)
+        search = FastestMesh(self._job, base, self._fixed, self._evidence, self._refused)
+        return answer_to(search.run(count), self._judge)
 
     def _best_of(self, count: int, base: Recipe, outcomes: dict[int, Outcome]) -> OnGpus:
         """The fastest that fits when it is simulated in full, or the nearest miss. What does not fit then is
@@ -171,7 +156,8 @@ class _Search:
                 outcomes[count].fitting.pop(0)
                 continue
             if answer.fits or one.recipe in answers:
-                return answer
+                why = why_mesh(self._job, one.shared, answer.step_seconds, outcomes[count].alone_seconds)
+                return replace(answer, why=why)
             answers[one.recipe] = answer
             self._evidence.hear(one.shared, one.size, one.judged._replace(needed_bytes=answer.needed_bytes))
             outcomes[count] = self._fastest(count, base)

@@ -29,6 +29,12 @@ def render(plans: CardPlans, prices: Prices | None = None) -> Page:
         (Sentence(line, "good" if plans.fitting else "bad") for line in _headline(plans, prices)),
         _about_the_run(plans, prices),
         [_table(plans, prices)] if any(kind.answers for kind in plans.answers) else [],
+        (
+            f"{one.gpus:,} x {kind.key}: {one.why}"
+            for kind in plans.answers
+            for one in kind.answers
+            if one.why
+        ),
         _what_more_bring(plans),
         _unknown(plans),
         [

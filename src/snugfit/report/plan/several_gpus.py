@@ -18,6 +18,7 @@ def render(plan: SeveralGpusPlan) -> Page:
         (Sentence(line, "good" if plan.fitting else "bad") for line in _headline(plan)),
         _kept_slots(plan),
         [_table("The fastest recipe on each number of GPUs", plan, plan.answers)],
+        (f"{one.gpus:,} GPUs: {one.why}" for one in plan.answers if one.why),
         [_table("What else fits them", plan, plan.alternatives)] if plan.alternatives else [],
         [
             f"{plan.screened:,} recipes were simulated on models of few layers, and those of these tables in "

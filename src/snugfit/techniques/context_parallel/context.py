@@ -39,6 +39,12 @@ DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "
 """What configs call the dropout of attention."""
 
 
+HOW_MEASURED = (
+    "Two steps with it were measured, on two H100s: bytes were exact, and they took 14 % longer than "
+    "predicted and 3 % less. Groups of more than two GPUs were not measured."
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ContextParallel(Technique):
     """Cuts each sequence over n GPUs, among which keys and values go around."""
@@ -97,6 +103,10 @@ class ContextParallel(Technique):
             f"Try --sequence-length {near}."
         )
 
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """How far it was measured."""
+        yield HOW_MEASURED
+
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
         """Groups that fit into one host, and whose pieces attention takes in any dtype."""
@@ -105,8 +115,10 @@ class ContextParallel(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """It is too new."""
-        return "plans look at it only where it is kept. It was measured in two steps, on two H100s"
+        """Sequences that no group within a host can share."""
+        if any(cls.settings(job)):
+            return ""
+        return next(_of_model(job), "sequences cannot be cut into equal pieces without padding").rstrip(".")
 
 
 def _of_model(job: Job) -> Iterator[str]:

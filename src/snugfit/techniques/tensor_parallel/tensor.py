@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 
 HOW_MEASURED = (
-    "plans look at it only where it is kept. Its bytes were measured on two H100s in four steps; what "
-    "DTensor takes the host is fitted to the same four"
+    "Four steps with it were measured, on two H100s: requested bytes were exact. What DTensor takes the host "
+    "is fitted to the same four, so seconds with it were forecast nowhere; groups of more than two GPUs were "
+    "not measured."
 )
 
 
@@ -56,12 +57,20 @@ class Tensor(Technique):
         spread = recipe[Slot.EXPERT_PARALLEL].install(Setup()).parallel
         yield from tensor_plans.objections(job, self.n, experts=spread is not None)
 
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """How far it was measured."""
+        yield HOW_MEASURED
+
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Groups that fit into one host."""
-        yield from (cls(n=n) for n in (2, 4, 8))
+        """Groups that fit into one host, of which the model's sizes make as many parts."""
+        for n in (2, 4, 8):
+            if any(not any(tensor_plans.objections(job, n, experts=spread)) for spread in (False, True)):
+                yield cls(n=n)
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Its seconds are not known well enough to choose it."""
-        return HOW_MEASURED
+        """A model that no group within a host can share."""
+        if any(cls.settings(job)):
+            return ""
+        return next(tensor_plans.objections(job, 2)).rstrip(".")

@@ -1,0 +1,49 @@
+"""Why a plan has groups of GPUs work on the same samples, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from snugfit.techniques import roster
+
+if TYPE_CHECKING:
+    from snugfit.job.gpu import Gpu
+    from snugfit.job.job import Job
+    from snugfit.planning.several_gpus.candidates import Shared
+    from snugfit.techniques.setup import ParallelWish
+
+
+def why_mesh(job: Job, shared: Shared, step_seconds: float, alone_seconds: float | None) -> str:
+    """What its groups of GPUs share and why, where there are such; `alone_seconds` is what a step takes at
+    least of what shares the batch alone, None where that does not fit."""
+    wish = shared.wish
+    if wish is None or shared.parts == 1:
+        return ""
+    what = " and ".join(_shares(wish))
+    if job.batch_size % shared.gpus:
+        why = f"a batch of {job.batch_size:,} cannot be shared evenly by {shared.gpus:,} GPUs"
+    elif alone_seconds is None:
+        why = "nothing fits in which GPUs share the batch alone"
+    else:
+        why = f"sharing the batch alone takes at least {alone_seconds / step_seconds:.1f} times as long"
+    return f"{what}, because {why}."
+
+
+def _shares(wish: ParallelWish) -> Iterator[str]:
+    if wish.tensor > 1:
+        yield f"groups of {wish.tensor} GPUs compute each layer together"
+    if wish.context > 1:
+        yield f"groups of {wish.context} GPUs take each sequence together"
+    if wish.stages > 1:
+        yield f"the layers stand in {wish.stages} stages, one after the other"
+
+
+def doubts_about_mesh(job: Job, shared: Shared, gpu: Gpu) -> Iterator[str]:
+    """How far steps with its techniques for groups of GPUs were measured."""
+    if shared.parts == 1:
+        return
+    for slot in roster.slots_of_several_gpus():
+        technique = shared.recipe[slot]
+        for warning in technique.warnings(job, gpu.compute_capability):
+            yield f"{technique}: {warning}"

@@ -1,0 +1,111 @@
+"""By which techniques so many GPUs may share a job: its batch, and groups of them each part of that.
+
+What shares the batch alone is always looked at. Along the other axes of a mesh groups of GPUs work on the
+same samples: they share matrices, sequences, or stand in stages. How many GPUs make such a group is what the
+techniques propose, which is a host's at most.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, fields
+
+from snugfit.job.job import Job
+from snugfit.planning.keep import Kept
+from snugfit.prediction.several_gpus.communication import GPUS_PER_HOST
+from snugfit.techniques import roster
+from snugfit.techniques.setup import ParallelWish, Setup
+from snugfit.techniques.several_gpus import axes_of
+from snugfit.techniques.technique import Slot, Technique
+
+MOST_AXES = 2
+"""Axes of a mesh beside that of the batch, at most: of those that there are, no three go together."""
+
+Sharing = tuple[Technique, ...]
+"""One technique for each slot of several GPUs."""
+
+
+def sharings(job: Job, gpus: int, fixed: Kept, axes: int = 0) -> Iterator[Sharing]:
+    """Techniques of several GPUs, one of each of their slots, that so many can share the job's batch by;
+    with so many axes beside that of the batch, those that are kept not counted. Groups that copies of the
+    weights are spread over are those of whole hosts, where there are several."""
+    along = axis_settings(job)
+    free = [slot for slot, settings in along.items() if settings and slot not in fixed.slots]
+    for chosen in itertools.combinations(free, axes):
+        choices = [
+            along[slot] if slot in chosen else _choices(job, slot, fixed, along, mesh=bool(axes))
+            for slot in roster.slots_of_several_gpus()
+        ]
+        for sharing in itertools.product(*choices):
+            if _shares_evenly(job, gpus, fixed, sharing):
+                yield sharing
+
+
+def axis_settings(job: Job) -> dict[Slot, list[Technique]]:
+    """By slot, what makes groups of GPUs that work on the same samples. (A technique's reasons not to be
+    chosen are about plans that do not know its axis.)"""
+    slots: dict[Slot, list[Technique]] = {}
+    for kind in roster.techniques():
+        if not kind.needs_several_gpus or kind.missing_package():
+            continue
+        for one in kind.settings(job):
+            wish = one.install(Setup()).parallel
+            if wish is not None and axes_of(wish):
+                slots.setdefault(kind.slot, []).append(one)
+    return slots
+
+
+def of_slot(job: Job, slot: Slot, fixed: Kept) -> Iterator[Technique]:
+    """What may stand in a slot: what is kept there, or all settings that plans may choose."""
+    if slot in fixed.slots:
+        yield from fixed.slots[slot]
+        return
+    for kind in roster.techniques():
+        if kind.slot is slot and not kind.missing_package() and not kind.planning_objection(job):
+            yield from kind.settings(job)
+
+
+def wish_of(sharing: Sharing) -> ParallelWish | None:
+    """What these techniques ask of several processes."""
+    setup = Setup()
+    for technique in sharing:
+        setup = technique.install(setup)
+    return setup.parallel
+
+
+def _choices(
+    job: Job, slot: Slot, fixed: Kept, along: dict[Slot, list[Technique]], *, mesh: bool
+) -> Sequence[Technique]:
+    if slot in along and slot not in fixed.slots:
+        return [roster.plain(slot)]
+    usual = list(of_slot(job, slot, fixed))
+    is_mesh = mesh or any(one in fixed.slots for one in along)
+    if slot in fixed.slots or not is_mesh:
+        return usual
+    return [*usual, *(one for one in stopgaps(usual) if one not in usual)]
+
+
+def stopgaps(usual: Sequence[Technique]) -> list[Technique]:
+    """The same kinds of techniques with no settings, for meshes that do not take those that plans choose."""
+    kinds = dict.fromkeys(map(type, usual))
+    return [kind() for kind in kinds if all(one.default is not MISSING for one in fields(kind))]
+
+
+def _shares_evenly(job: Job, gpus: int, fixed: Kept, sharing: Sharing) -> bool:
+    """Whether so many GPUs make whole groups, which share the batch evenly."""
+    setup = Setup()
+    for technique in sharing:
+        setup = technique.install(setup)
+    wish = setup.parallel
+    if (wish is None) is not (gpus == 1) or setup.sharding is not None:
+        return False
+    if wish is None:
+        return True
+    groups, left = divmod(gpus, wish.ranks_of_one_part)
+    if left or (wish.weights == "alone") is not (groups == 1) or job.batch_size % groups:
+        return False
+    spread = wish.shards * wish.tensor * wish.context
+    return bool(
+        not wish.shards or Slot.SHARDING in fixed.slots or GPUS_PER_HOST == spread < gpus // wish.stages
+    )

@@ -1,0 +1,227 @@
+"""What a step takes whose layers are cut into stages, from stages of few layers and few micro-batches.
+
+Stages differ: the first, those between and the last are simulated, each with few layers, and of these follow
+those of a deep model, whose bytes and seconds grow evenly with layers. From a few more micro-batches than
+there are stages on each further one is like the one before: it takes as long, and adds the buffers in which
+it is handed on. How long all stages together take follows from the order of the schedule, for any number of
+micro-batches (`prediction/several_gpus/stages.py`). A step needs what its largest stage needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from snugfit.planning.cost.shallow import linear_extrapolate
+from snugfit.prediction.allocator import replay
+from snugfit.prediction.device import context_of
+from snugfit.prediction.kernel_seconds import KernelClock
+from snugfit.prediction.rates import rates_for
+from snugfit.prediction.seconds import MODELS_OWN
+from snugfit.prediction.several_gpus.communication import (
+    communication_bytes,
+    doubts_about_exchanges,
+    interconnect_of,
+)
+from snugfit.prediction.several_gpus.stages import (
+    StageWork,
+    rank_of,
+    simulate_stages,
+    stage_work,
+    stages_to_rehearse,
+    transfer_seconds,
+)
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.trace.depth import periodic_checkpoint
+from snugfit.rehearsal.trace.trace import COLLECTIVES
+from snugfit.step.wishes.mesh.stages import layers_of
+
+if TYPE_CHECKING:
+    from snugfit.job.gpu import Gpu
+    from snugfit.job.job import Job
+    from snugfit.planning.several_gpus.judge import Judged
+    from snugfit.prediction.profile import Software
+    from snugfit.rehearsal.device.policy import Policy
+    from snugfit.rehearsal.trace.depth import Depth
+    from snugfit.rehearsal.trace.trace import Trace
+    from snugfit.techniques.setup import ParallelWish, Setup
+
+FEWEST = 4
+"""Layers of the shallower stages (chosen), as of other models of few layers."""
+
+FURTHER = 1
+"""Micro-batches of the fewest that are simulated, beyond one for each stage: with as many as stages the first
+stage keeps all that it ever keeps at once, and with one more it frees one before the next (1F1B)."""
+
+STEPS = 2
+"""Steps that are simulated: what is made for good is there at the end of the first."""
+
+
+class _Figures(NamedTuple):
+    """Of one stage on one kind of GPU; all but the first grow evenly with layers and micro-batches."""
+
+    unused_bytes: float
+    """What the allocator keeps and nothing uses, and what lies outside it."""
+    allocated_bytes: float
+    forward: float
+    """Seconds of the forward passes of all micro-batches."""
+    backward: float
+    after: float
+    """Seconds of what comes after the last pass."""
+    model_seconds: float
+    """Of the kernels of forward and backward passes, added up, without exchanges."""
+
+
+_Place = tuple[bool, bool]
+"""Whether a stage is the first, and whether it is the last."""
+
+_OfStages = dict[_Place, _Figures]
+
+
+class StagesQuestion:
+    """Kinds of GPU that are asked at once about a step in stages; `few` micro-batches stand for more."""
+
+    def __init__(
+        self, kinds: Sequence[Gpu], software: Software, policy: Policy, part: Job, setup: Setup
+    ) -> None:
+        assert setup.parallel is not None
+        self._kinds, self._software, self._policy = kinds, software, policy
+        self._part, self._setup, self._wish = part, setup, setup.parallel
+        self._transfer, self._clips = [0.0] * len(kinds), False
+        self.doubts: list[dict[str, None]] = [{} for _ in kinds]
+
+    def judge(self, depth: Depth | None) -> list[Judged]:
+        """What the step takes on each kind. `part` is the job of one data rank."""
+        pieces = self._setup.micro_batches
+        few = min(pieces, self._wish.stages + FURTHER)
+        points = self._depths(depth)
+        by_depth = [self._simulate(depth, layers, few) for layers in points]
+        longer = self._simulate(depth, points[0], few + 1) if pieces > few else by_depth[0]
+        return [
+            self._together(kind, points, [one[kind] for one in by_depth], longer[kind], few)
+            for kind in range(len(self._kinds))
+        ]
+
+    def _depths(self, depth: Depth | None) -> tuple[int, ...]:
+        """Layers of each stage of the models that are simulated: of two, or where there are no two that are
+        less work than the whole, 0 for the whole model."""
+        if depth is None:
+            return (0,)
+        _, repeats = periodic_checkpoint(self._setup.checkpoint, depth.layers)
+        period = math.lcm(depth.period, repeats)
+        least = math.ceil(FEWEST / period) * period
+        more = least + max(period, 2 // period * period)
+        return (least, more) if self._wish.stages * (least + more) < depth.layers else (0,)
+
+    def _simulate(self, depth: Depth | None, layers: int, pieces: int) -> list[_OfStages]:
+        """The stages of a model with so many layers in each, on each kind, with so many micro-batches."""
+        part, setup = self._part, replace(self._setup, micro_batches=pieces)
+        part = replace(part, batch_size=part.batch_size // self._setup.micro_batches * pieces)
+        if depth is not None and layers:
+            checkpoint, _ = periodic_checkpoint(setup.checkpoint, depth.layers)
+            part, setup = (
+                depth.shallower(part, layers * self._wish.stages),
+                replace(setup, checkpoint=checkpoint),
+            )
+        known: list[_OfStages] = [{} for _ in self._kinds]
+        for stage in stages_to_rehearse(self._wish, part.model.layers):
+            trace = rehearse(part, setup, self._policy, steps=STEPS, rank=rank_of(stage, self._wish))
+            for kind, figures in enumerate(self._figures(trace, setup)):
+                known[kind].setdefault(_place(stage, self._wish), figures)
+        return known
+
+    def _figures(self, trace: Trace, setup: Setup) -> list[_Figures]:
+        after = replay(trace, expandable=setup.expandable_segments)
+        group = communication_bytes(trace, self._wish.ranks)
+        self._clips = self._clips or any(kernel.phase == "clip" for kernel in trace.kernels)
+        figures: list[_Figures] = []
+        for kind, gpu in enumerate(self._kinds):
+            context, _ = context_of(gpu, self._software, trace, group=group)
+            rates = rates_for(gpu, self._wish.ranks)
+            count, workers = setup.micro_batches, setup.loader.workers
+            work = stage_work(trace, gpu, rates, micro_batches=count, workers=workers)
+            clock = KernelClock(rates, interconnect_of(gpu, rates))
+            sent = transfer_seconds(trace, interconnect_of(gpu, rates))
+            self._transfer[kind] = max(self._transfer[kind], sent)
+            self.doubts[kind].update(dict.fromkeys(doubts_about_exchanges(trace, gpu, rates)))
+            figures.append(
+                _Figures(
+                    unused_bytes=context + after.reserved_peak - after.allocated_peak,
+                    allocated_bytes=after.allocated_peak,
+                    forward=work.forward * count,
+                    backward=work.backward * count,
+                    after=work.after,
+                    model_seconds=sum(
+                        clock.seconds(kernel)
+                        for kernel in trace.kernels
+                        if kernel.phase in MODELS_OWN and kernel.operator not in COLLECTIVES
+                    ),
+                )
+            )
+        return figures
+
+    # ---- of all stages -------------------------------------------------------------------------------------
+
+    def _together(
+        self, kind: int, points: Sequence[int], by_depth: Sequence[_OfStages], longer: _OfStages, few: int
+    ) -> Judged:
+        """The whole step, of figures at few layers and few micro-batches, and at one micro-batch more."""
+        from snugfit.planning.several_gpus.judge import Judged
+
+        wish, pieces = self._wish, self._setup.micro_batches
+        stages = [self._deep(stage, points, by_depth, longer, few) for stage in range(wish.stages)]
+        work = [
+            StageWork(
+                forward=one.forward / pieces, backward=one.backward / pieces, before=0.0, after=one.after
+            )
+            for one in stages
+        ]
+        together = partial(simulate_stages, work, pieces, wish.schedule, clips=self._clips)
+        real, at_once = together(transfer=self._transfer[kind]), together(transfer=0.0)
+        return Judged(
+            needed_bytes=int(max(one.unused_bytes + one.allocated_bytes for one in stages)),
+            step_seconds=real.step_seconds,
+            doubts=tuple(self.doubts[kind]),
+            model_seconds=max(one.model_seconds for one in stages),
+            exposed_seconds=max(0.0, real.step_seconds - at_once.step_seconds),
+        )
+
+    def _deep(
+        self, stage: int, points: Sequence[int], by_depth: Sequence[_OfStages], longer: _OfStages, few: int
+    ) -> _Figures:
+        """One stage of the deep model, with all micro-batches."""
+        place, pieces = _place(stage, self._wish), self._setup.micro_batches
+        layers = len(layers_of(stage, self._wish.stages, self._part.model.layers))
+        shallow = [one.get(place) or next(iter(one.values())) for one in by_depth]
+        deep = [linear_extrapolate(points, values, layers) for values in zip(*shallow, strict=True)]
+        known = _Figures(max(one.unused_bytes for one in shallow), *deep[1:])
+        if pieces == few:
+            return known
+        more = longer.get(place) or next(iter(longer.values()))
+        further = [late - early for early, late in zip(shallow[0], more, strict=True)]
+        seconds = [
+            _of_pieces(values, layers / (points[0] or layers), few, pieces)
+            for values in zip(shallow[0], further, known, strict=True)
+        ]
+        return known._replace(
+            allocated_bytes=known.allocated_bytes + (pieces - few) * further[1],
+            forward=seconds[2],
+            backward=seconds[3],
+            model_seconds=seconds[5],
+        )
+
+
+def _of_pieces(values: tuple[float, float, float], deeper: float, few: int, pieces: int) -> float:
+    """Seconds with so many micro-batches, of those of the shallow stage with few, what one more adds there,
+    and those of the deep stage with few: what does not grow with micro-batches (weights that are gathered
+    once for all of them) grows with layers."""
+    shallow, further, deep = values
+    once = max(0.0, shallow - few * further) * deeper
+    return once + (deep - once) / few * pieces
+
+
+def _place(stage: int, wish: ParallelWish) -> _Place:
+    return stage == 0, stage == wish.stages - 1
