@@ -12,8 +12,8 @@ mostly the update, begins when all of its passes are done, and where gradients a
 stages are; where the head is tied to the embedding, the first stage and the last one wait for each other. A
 GPU that waits is idle: the bubble.
 
-A GPU has a place among those of one copy of the model, and one stage, or several (`interleaved`): with n GPUs
-the first has the stages 0, n, 2n, ... In which order it runs their passes says torch's own schedule.
+A GPU has a position among those of one copy of the model, and one stage, or several (`interleaved`): with n
+GPUs the first has the stages 0, n, 2n, ... In which order it runs their passes says torch's own schedule.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Pass(NamedTuple):
     """What a GPU does for one micro-batch at a time."""
 
     kind: str
-    """One of `KINDS`."""
+    """Which of `KINDS` it is."""
 
     stage: int
     """Which of all stages."""
@@ -65,28 +65,28 @@ class Pass(NamedTuple):
 
 
 def stages_to_rehearse(wish: ParallelWish, layers: int) -> tuple[int, ...]:
-    """The places that stand for all, in order; of a model that is not cut the only one."""
+    """The positions that stand for all, in order; of a model that is not cut the only one."""
     firsts: dict[tuple[Any, ...], int] = {}
-    for place in range(wish.stages):
-        firsts.setdefault(_kind(place, wish, layers), place)
+    for position in range(wish.stages):
+        firsts.setdefault(_kind(position, wish, layers), position)
     return tuple(sorted(firsts.values()))
 
 
-def stand_in(place: int, wish: ParallelWish, layers: int) -> int:
-    """The place that was rehearsed for this one."""
-    kind = _kind(place, wish, layers)
+def stand_in(position: int, wish: ParallelWish, layers: int) -> int:
+    """The position that was rehearsed for this one."""
+    kind = _kind(position, wish, layers)
     return next(one for one in stages_to_rehearse(wish, layers) if _kind(one, wish, layers) == kind)
 
 
-def _kind(place: int, wish: ParallelWish, layers: int) -> tuple[Any, ...]:
-    """What tells places apart: the ends of the model, and how many layers each stage has."""
-    lengths = [len(layers_of(stage, wish.all_stages, layers)) for stage in stages_at(place, wish)]
-    return place == 0, place == wish.stages - 1, *lengths
+def _kind(position: int, wish: ParallelWish, layers: int) -> tuple[Any, ...]:
+    """What tells positions apart: the ends of the model, and how many layers each stage has."""
+    lengths = [len(layers_of(stage, wish.all_stages, layers)) for stage in stages_at(position, wish)]
+    return position == 0, position == wish.stages - 1, *lengths
 
 
-def rank_of(place: int, wish: ParallelWish) -> int:
-    """The first rank of a place: stages are the first axis of the mesh."""
-    return place * (wish.ranks // wish.stages) if wish.ranks else 0
+def rank_of(position: int, wish: ParallelWish) -> int:
+    """The first rank of a position: stages are the first axis of the mesh."""
+    return position * (wish.ranks // wish.stages) if wish.ranks else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +152,8 @@ def stage_work(trace: Trace, order: Sequence[Pass], gpu: Gpu, rates: Rates, *, w
         else:
             after += took
         reached = max(reached, end)
-    each = {kind: seconds[kind] / kinds.count(kind) for kind in kinds}
-    return StageWork(passes=each, before=before, after=after)
+    of_each_pass = {kind: seconds[kind] / kinds.count(kind) for kind in kinds}
+    return StageWork(passes=of_each_pass, before=before, after=after)
 
 
 def _pass_of_each(trace: Trace) -> list[int]:
@@ -194,11 +194,11 @@ def _orders_of_torch(schedule: str, ranks: int, chunks: int, micro_batches: int)
 
     asked = {"num_stages": ranks * chunks, "group_size": ranks, "group_rank": 0, "submod": None}
     stages: Any = [SimpleNamespace(stage_index=ranks * number, **asked) for number in range(chunks)]
-    made: Any = get_schedule_class(schedule)(stages, micro_batches, scale_grads=False)
+    of_torch: Any = get_schedule_class(schedule)(stages, micro_batches, scale_grads=False)
     return [
         [
             Pass(KINDS[action.computation_type.name], action.stage_index, action.microbatch_index)
-            for action in made.pipeline_order[rank]
+            for action in of_torch.pipeline_order[rank]
             if action is not None
         ]
         for rank in range(ranks)
@@ -281,13 +281,13 @@ def pipelined_step(
     seconds."""
     orders = orders_of(wish, micro_batches)
     own = {
-        place: stage_work(trace, orders[place], gpu, rates, workers=workers)
-        for place, trace in traces.items()
+        position: stage_work(trace, orders[position], gpu, rates, workers=workers)
+        for position, trace in traces.items()
     }
     link = interconnect_of(gpu)
     transfer = max((transfer_seconds(trace, link) for trace in traces.values()), default=0.0)
     return simulate_stages(
-        [own[stand_in(place, wish, layers)] for place in range(wish.stages)],
+        [own[stand_in(position, wish, layers)] for position in range(wish.stages)],
         orders,
         transfer=transfer if transfer_takes is None else transfer_takes,
         clips=any(_clips(trace.kernels) for trace in traces.values()),

@@ -76,8 +76,9 @@ def _layers_of(names: Sequence[str]) -> list[float]:
     a number below or above all."""
     layers: list[float] = []
     for name in names:
-        found = re.search(r"\.layers\.(\d+)\.", name)
-        layers.append(float(found[1]) if found else -math.inf if not layers or layers[-1] < 0 else math.inf)
+        number = re.search(r"\.layers\.(\d+)\.", name)
+        outside = -math.inf if not layers or layers[-1] < 0 else math.inf
+        layers.append(float(number[1]) if number else outside)
     return layers
 
 

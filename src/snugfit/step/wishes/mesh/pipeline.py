@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
 from snugfit.step.wishes.mesh.spread_tensors import scale, total_norm, whole
-from snugfit.step.wishes.mesh.stages import is_tied, parts_of, place_of, shared_weight
+from snugfit.step.wishes.mesh.stages import is_tied, parts_of, position_of, shared_weight
 from snugfit.step.wishes.mesh.tensor import sum_parts_of_gradients
 from snugfit.step.wishes.parallel import device_of, mesh_of
 
@@ -47,8 +47,8 @@ class StagePasses:
         self._wish, self._around = wish, around
         self.model = model
         """What this process has of the model."""
-        place = place_of(wish, dist.get_rank())
-        self._parts = {place: runs} if wish.chunks == 1 else parts_of(wish, model)
+        position = position_of(wish, dist.get_rank())
+        self._parts = {position: runs} if wish.chunks == 1 else parts_of(wish, model)
         self.group = mesh_of(wish, device_of(model)).get_group("stage")
         """The processes that have the other stages of the same copy of the model."""
         meeting = torch.zeros(1, device=next(model.parameters()).device)
@@ -138,7 +138,7 @@ class StagePasses:
         inputs.pop("input_ids", None)
         loss = torch.zeros((), device=ids.device)
         for number, part in self._parts.items():
-            given = ids if number == 0 else self._received(ids, number)
+            given = ids if number == 0 else self._receive(ids, number)
             out: torch.Tensor = part(given, **inputs)
             if number == self._wish.all_stages - 1:
                 loss = out
@@ -146,7 +146,7 @@ class StagePasses:
                 dist.send(out, self._rank_of(number + 1), group=self.group)
         return loss
 
-    def _received(self, ids: torch.Tensor, stage: int) -> torch.Tensor:
+    def _receive(self, ids: torch.Tensor, stage: int) -> torch.Tensor:
         """What the stage before this one has computed of these token ids."""
         import torch
         import torch.distributed as dist

@@ -76,20 +76,20 @@ def is_stage(model: Any) -> bool:
     return any(map(is_elsewhere, model.modules()))
 
 
-def place_of(wish: ParallelWish, rank: int) -> int:
+def position_of(wish: ParallelWish, rank: int) -> int:
     """Where the process that has this number stands among those of the same copy of the model, from 0: stages
     are the first axis of the mesh."""
     return rank // (wish.ranks // wish.stages)
 
 
-def stages_at(place: int, wish: ParallelWish) -> range:
-    """The stages of the process at this place."""
-    return range(place, wish.all_stages, wish.stages)
+def stages_at(position: int, wish: ParallelWish) -> range:
+    """The stages of the process at this position."""
+    return range(position, wish.all_stages, wish.stages)
 
 
-def layers_at(place: int, wish: ParallelWish, layers: int) -> list[int]:
-    """The layers of the process at this place, of so many."""
-    return [one for stage in stages_at(place, wish) for one in layers_of(stage, wish.all_stages, layers)]
+def layers_at(position: int, wish: ParallelWish, layers: int) -> list[int]:
+    """The layers of the process at this position, of so many."""
+    return [one for stage in stages_at(position, wish) for one in layers_of(stage, wish.all_stages, layers)]
 
 
 def layers_of(stage: int, stages: int, layers: int) -> range:
@@ -106,15 +106,15 @@ def keep_stage(wish: ParallelWish, model: Any) -> Any:
     """
     import torch.distributed as dist
 
-    place = place_of(wish, dist.get_rank())
+    position = position_of(wish, dist.get_rank())
     decoder = _decoder_of(model)
-    own = layers_at(place, wish, len(decoder.layers))
+    own = layers_at(position, wish, len(decoder.layers))
     for number in range(len(decoder.layers)):
         if number in own:
             decoder.layers[number].register_forward_hook(_one_tensor)
         else:
             decoder.layers[number] = _elsewhere()()
-    is_first, is_last = place == 0, place == wish.stages - 1
+    is_first, is_last = position == 0, position == wish.stages - 1
     embedding, head = decoder.embed_tokens.weight, getattr(model, HEAD).weight
     tied = embedding if embedding is head else None
     if not is_first:
@@ -134,7 +134,7 @@ def parts_of(wish: ParallelWish, model: Any) -> dict[int, Any]:
     import torch.distributed as dist
 
     if model not in _PARTS_OF:
-        numbers = stages_at(place_of(wish, dist.get_rank()), wish)
+        numbers = stages_at(position_of(wish, dist.get_rank()), wish)
         _PARTS_OF[model] = {number: _part_of(wish, model, number) for number in numbers}
     return _PARTS_OF[model]
 
