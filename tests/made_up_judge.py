@@ -38,7 +38,9 @@ class MadeUpJudge:
     def judge(self, gpus: int, recipe: Recipe) -> Judged:
         return self.judge_kinds(gpus, recipe, (0,))[0]
 
-    def judge_kinds(self, gpus: int, recipe: Recipe, kinds: Sequence[int]) -> list[Judged]:
+    def judge_kinds(
+        self, gpus: int, recipe: Recipe, kinds: Sequence[int], build_on: str | None = None
+    ) -> list[Judged]:
         named = tuple(self._kinds[kind].key for kind in kinds)
         self.asked.append((gpus, str(recipe), named))
         return [self.of(self._job, self._kinds[kind], gpus, recipe) for kind in kinds]

@@ -36,6 +36,9 @@ class CardsOfKind:
     headroom_bytes: int = 0
     """How much of each GPU's memory should stay free."""
 
+    build_on: str = "device"
+    """Where the model is built: on the `host` where its weights exceed such a GPU."""
+
     answers: tuple[OnGpus, ...] = ()
     """The fastest recipe on the fewest that fit, then on each larger number on which a step takes fewer GPU
     seconds than on all before; where nothing fits, the nearest miss on the largest number."""

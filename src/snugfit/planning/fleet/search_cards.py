@@ -30,6 +30,7 @@ from snugfit.planning.keep import Free, Keep, Kept, kept_of
 from snugfit.planning.plan import Exclusion
 from snugfit.planning.request import fidelity_of, refuse_bad_request
 from snugfit.planning.several_gpus.asking import Asked, Asking, choose_base, counts_of
+from snugfit.planning.several_gpus.building import built_where_it_fits
 from snugfit.planning.several_gpus.candidates import Shared, cuts, ways
 from snugfit.planning.several_gpus.evidence import CutStep, Evidence
 from snugfit.planning.several_gpus.fastest import Outcome, refusable, size_of
@@ -139,6 +140,7 @@ class _Same(NamedTuple):
     """What kinds have to agree on to be answered by one rehearsal."""
 
     decisions: Hashable
+    build_on: str
     gpus: int
     recipe: Recipe
 
@@ -154,14 +156,14 @@ def _search_together(searches: Sequence[_KindSearch], pool: WorkerPool, tell: Te
         for index, asked in asked_by_kind.items():
             for gpus, recipe in asked:
                 if (gpus, recipe) not in searches[index].known:
-                    together[_Same(decisions[index], gpus, recipe)].append(index)
+                    together[_Same(decisions[index], searches[index].build_on, gpus, recipe)].append(index)
         questions = list(together.items())
         tell(
             f"simulating {len(questions)} recipes on few layers, {screened} done, {len(asked_by_kind)} of "
             f"{len(searches)} kinds of GPU without an answer"
         )
         for answer in pool.answers_to(
-            Question(number, "judge_kinds", (same.gpus, same.recipe, tuple(kinds)))
+            Question(number, "judge_kinds", (same.gpus, same.recipe, tuple(kinds), same.build_on))
             for number, (same, kinds) in enumerate(questions)
         ):
             same, kinds = questions[answer.number]
@@ -205,14 +207,20 @@ class _KindSearch:
     def __init__(
         self, job: Job, counts: Sequence[int], fixed: Kept, fidelity: Fidelity, gpu: Gpu, headroom: int
     ) -> None:
-        self._job, self._counts, self._fixed, self._fidelity = job, counts, fixed, fidelity
+        self._counts, self._fixed, self._fidelity = counts, fixed, fidelity
         self.gpu, self._headroom = gpu, headroom
         self._bound = (gpu.memory_bytes or 0) - headroom
+        self._job = built_where_it_fits(job, self._bound)
         self.known: dict[tuple[int, Recipe], Judged] = {}
         self.answer: CardsOfKind | None = None
         self.refused: dict[str, str] = {}
         self.doubts: dict[str, None] = {}
         self._evidence = Evidence(self._bound)
+
+    @property
+    def build_on(self) -> str:
+        """Where the model is built (`Job.build_on`)."""
+        return self._job.build_on
 
     def run(self) -> Asking[None]:
         """Asks until there is an `answer`."""
@@ -251,6 +259,7 @@ class _KindSearch:
             gpu=self.gpu,
             fits=fits if fastest else None,
             headroom_bytes=self._headroom,
+            build_on=self.build_on,
             answers=tuple(self._summary(one, fits=fits) for one in fastest),
             dearer=tuple(dearer),
             measured_rates=rates_for(self.gpu).measured,

@@ -19,11 +19,16 @@ BUILT_ON_HOST = (
 )
 
 
+MOST = 0.9
+"""The share of a GPU that a whole model may take (chosen): CUDA's context, NCCL and the first part of it that
+is spread want the rest."""
+
+
 def built_where_it_fits(job: Job, bound: int) -> Job:
-    """The job, built on the host where its weights alone exceed `bound` bytes of a GPU."""
+    """The job, built on the host where its weights alone take more than `MOST` of `bound` bytes of a GPU."""
     import torch
 
     if job.build_on == "host" or job.model.module is not None:
         return job
     weights = model_size(job).numbers * getattr(torch, job.dtype).itemsize
-    return replace(job, build_on="host") if weights > bound else job
+    return replace(job, build_on="host") if weights > MOST * bound else job

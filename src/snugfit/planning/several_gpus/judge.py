@@ -19,7 +19,7 @@ from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.planning.cost.shallow import linear_extrapolate
 from snugfit.planning.several_gpus.further_pieces import with_a_further_piece
-from snugfit.planning.several_gpus.stages import FURTHER, StagesQuestion
+from snugfit.planning.several_gpus.stages import FURTHER, IN_TURN, StagesQuestion
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.device import context_of, policy_for
 from snugfit.prediction.predict import predict
@@ -91,10 +91,13 @@ class Judge:
         """Bytes and seconds of a recipe, by models of few layers where the job's has such."""
         return self.judge_kinds(gpus, recipe, (0,))[0]
 
-    def judge_kinds(self, gpus: int, recipe: Recipe, kinds: Sequence[int]) -> list[Judged]:
-        """The same on so many GPUs of each of these kinds, by their places in the order of the Judge."""
+    def judge_kinds(
+        self, gpus: int, recipe: Recipe, kinds: Sequence[int], build_on: str | None = None
+    ) -> list[Judged]:
+        """The same on so many GPUs of each of these kinds, by their places in the order of the Judge, for a
+        model that is built there, by default where the job has it."""
         setup = on_gpus(recipe.setup(), gpus)
-        part = job_of_rank(self._job, setup)
+        part = replace(job_of_rank(self._job, setup), build_on=build_on or self._job.build_on)
         asked = tuple(self._kinds[kind] for kind in kinds)
         one = _OneQuestion(asked, self._software)
         try:
@@ -120,7 +123,8 @@ class Judge:
         setup = on_gpus(recipe.setup(), gpus)
         stages = setup.parallel.stages if setup.parallel else 1
         most = WHOLE_PIECES if stages == 1 else stages + FURTHER + 1
-        few = setup.micro_batches > most
+        in_turn = setup.parallel is None or stages == 1 or setup.parallel.schedule in IN_TURN
+        few = in_turn and setup.micro_batches > most
         prediction = self._with_pieces(gpus, recipe, most) if few else self.predict(gpus, recipe)
         needed = prediction.needed_bytes
         if few and stages > 1:

@@ -20,6 +20,7 @@ from snugfit.planning.keep import Free, Keep, Kept, kept_of
 from snugfit.planning.plan import Exclusion
 from snugfit.planning.request import fidelity_of, refuse_bad_request
 from snugfit.planning.several_gpus.asking import Asked, answer_to, choose_base, counts_of
+from snugfit.planning.several_gpus.building import built_where_it_fits
 from snugfit.planning.several_gpus.evidence import Evidence
 from snugfit.planning.several_gpus.fastest import Outcome, Screened
 from snugfit.planning.several_gpus.judge import InFull, Judge, Judged
@@ -55,7 +56,8 @@ def plan_several_gpus(
     """For each of these numbers of GPUs the fastest recipe that fits, the global batch kept.
 
     `memory_bytes` is what may be used of each GPU, by default all of it but its `headroom`; `keep` names
-    techniques that are not searched; `workers` processes simulate side by side. Raises `UsageError` for what
+    techniques that are not searched; `workers` processes simulate side by side. A model whose weights exceed
+    a GPU is planned as one that the host builds: the answer's `job` says so. Raises `UsageError` for what
     cannot be, and `SnugfitError` where nothing can be simulated.
     """
     refuse_bad_request(job, memory_bytes=memory_bytes, workers=workers)
@@ -69,6 +71,7 @@ def plan_several_gpus(
     memory = memory_bytes if memory_bytes is not None else gpu.memory_bytes or 0
     spare = headroom_of(headroom, gpu, memory_bytes)
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
+    job = built_where_it_fits(job, memory - spare)
     with worker_pool(partial(Judge, job, gpu), workers=workers) as pool:
         search = _Search(job, gpu, memory - spare, fixed, fidelity_of(fidelity), pool, tell)
         answer = search.answer(counts)

@@ -4,7 +4,9 @@ Stages differ: the first, those between and the last are simulated, each with fe
 those of a deep model, whose bytes and seconds grow evenly with layers. From a few more micro-batches than
 there are stages on each further one is like the one before: it takes as long, and adds the buffers in which
 it is handed on. How long all stages together take follows from the order of the schedule, for any number of
-micro-batches (`prediction/several_gpus/stages.py`). A step needs what its largest stage needs.
+micro-batches (`prediction/several_gpus/stages.py`). A step needs what its largest stage needs. Schedules of
+which a GPU has several stages, or that part backward passes, run micro-batches in rounds, so there all of
+them are simulated.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ from snugfit.prediction.several_gpus.communication import (
     interconnect_of,
 )
 from snugfit.prediction.several_gpus.stages import (
+    GPIPE,
+    ONE_FORWARD_ONE_BACKWARD,
     StageWork,
+    orders_of,
     rank_of,
     simulate_stages,
     stage_work,
@@ -37,7 +42,7 @@ from snugfit.prediction.several_gpus.stages import (
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.depth import periodic_checkpoint
 from snugfit.rehearsal.trace.trace import COLLECTIVES
-from snugfit.step.wishes.mesh.stages import layers_of
+from snugfit.step.wishes.mesh.stages import layers_at
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -56,23 +61,36 @@ FURTHER = 1
 """Micro-batches of the fewest that are simulated, beyond one for each stage: with as many as stages the first
 stage keeps all that it ever keeps at once, and with one more it frees one before the next (1F1B)."""
 
+IN_TURN = frozenset({ONE_FORWARD_ONE_BACKWARD, GPIPE})
+"""Schedules in which each micro-batch from some on is like the one before."""
+
 STEPS = 2
 """Steps that are simulated: what is made for good is there at the end of the first."""
 
 
 class _Figures(NamedTuple):
-    """Of one stage on one kind of GPU; all but the first grow evenly with layers and micro-batches."""
+    """Of one GPU's stages on one kind of GPU; all but the first grow evenly with layers."""
 
     unused_bytes: float
     """What the allocator keeps and nothing uses, and what lies outside it."""
     allocated_bytes: float
-    forward: float
-    """Seconds of the forward passes of all micro-batches."""
-    backward: float
     after: float
     """Seconds of what comes after the last pass."""
     model_seconds: float
     """Of the kernels of forward and backward passes, added up, without exchanges."""
+    passes: tuple[float, ...]
+    """Seconds of the passes of all micro-batches, by kind and stage in order."""
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """All of them, one after the other."""
+        return (*self[:-1], *self.passes)
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> _Figures:
+        """The figures that have these numbers."""
+        unused, allocated, after, model, *passes = numbers
+        return cls(unused, allocated, after, model, tuple(passes))
 
 
 _Place = tuple[bool, bool]
@@ -91,12 +109,13 @@ class StagesQuestion:
         self._kinds, self._software, self._policy = kinds, software, policy
         self._part, self._setup, self._wish = part, setup, setup.parallel
         self._transfer, self._clips = [0.0] * len(kinds), False
+        self._passes: dict[_Place, list[tuple[str, int]]] = {}  # the kinds of passes, and in which stage
         self.doubts: list[dict[str, None]] = [{} for _ in kinds]
 
     def judge(self, depth: Depth | None) -> list[Judged]:
         """What the step takes on each kind. `part` is the job of one data rank."""
         pieces = self._setup.micro_batches
-        few = min(pieces, self._wish.stages + FURTHER)
+        few = min(pieces, self._wish.stages + FURTHER) if self._wish.schedule in IN_TURN else pieces
         points = self._depths(depth)
         by_depth = [self._simulate(depth, layers, few) for layers in points]
         longer = self._simulate(depth, points[0], few + 1) if pieces > few else by_depth[0]
@@ -114,7 +133,7 @@ class StagesQuestion:
         period = math.lcm(depth.period, repeats)
         least = math.ceil(FEWEST / period) * period
         more = least + max(period, 2 // period * period)
-        return (least, more) if self._wish.stages * (least + more) < depth.layers else (0,)
+        return (least, more) if self._wish.all_stages * (least + more) < depth.layers else (0,)
 
     def _simulate(self, depth: Depth | None, layers: int, pieces: int) -> list[_OfStages]:
         """The stages of a model with so many layers in each, on each kind, with so many micro-batches."""
@@ -123,17 +142,17 @@ class StagesQuestion:
         if depth is not None and layers:
             checkpoint, _ = periodic_checkpoint(setup.checkpoint, depth.layers)
             part, setup = (
-                depth.shallower(part, layers * self._wish.stages),
+                depth.shallower(part, layers * self._wish.all_stages),
                 replace(setup, checkpoint=checkpoint),
             )
         known: list[_OfStages] = [{} for _ in self._kinds]
         for stage in stages_to_rehearse(self._wish, part.model.layers):
             trace = rehearse(part, setup, self._policy, steps=STEPS, rank=rank_of(stage, self._wish))
-            for kind, figures in enumerate(self._figures(trace, setup)):
+            for kind, figures in enumerate(self._figures(trace, setup, stage)):
                 known[kind].setdefault(_place(stage, self._wish), figures)
         return known
 
-    def _figures(self, trace: Trace, setup: Setup) -> list[_Figures]:
+    def _figures(self, trace: Trace, setup: Setup, stage: int) -> list[_Figures]:
         after = replay(trace, expandable=setup.expandable_segments)
         group = communication_bytes(trace, self._wish.ranks)
         self._clips = self._clips or any(kernel.phase == "clip" for kernel in trace.kernels)
@@ -141,8 +160,9 @@ class StagesQuestion:
         for kind, gpu in enumerate(self._kinds):
             context, _ = context_of(gpu, self._software, trace, group=group)
             rates = rates_for(gpu, self._wish.ranks)
-            count, workers = setup.micro_batches, setup.loader.workers
-            work = stage_work(trace, gpu, rates, micro_batches=count, workers=workers)
+            order = orders_of(self._wish, setup.micro_batches)[stage]
+            work = stage_work(trace, order, gpu, rates, workers=setup.loader.workers)
+            passes = self._passes[_place(stage, self._wish)] = sorted(work.passes)
             clock = KernelClock(rates, interconnect_of(gpu, rates))
             sent = transfer_seconds(trace, interconnect_of(gpu, rates))
             self._transfer[kind] = max(self._transfer[kind], sent)
@@ -151,14 +171,13 @@ class StagesQuestion:
                 _Figures(
                     unused_bytes=context + after.reserved_peak - after.allocated_peak,
                     allocated_bytes=after.allocated_peak,
-                    forward=work.forward * count,
-                    backward=work.backward * count,
                     after=work.after,
                     model_seconds=sum(
                         clock.seconds(kernel)
                         for kernel in trace.kernels
                         if kernel.phase in MODELS_OWN and kernel.operator not in COLLECTIVES
                     ),
+                    passes=tuple(work.passes[one] * setup.micro_batches for one in passes),
                 )
             )
         return figures
@@ -175,11 +194,17 @@ class StagesQuestion:
         stages = [self._deep(stage, points, by_depth, longer, few) for stage in range(wish.stages)]
         work = [
             StageWork(
-                forward=one.forward / pieces, backward=one.backward / pieces, before=0.0, after=one.after
+                passes={
+                    kind: seconds / pieces
+                    for kind, seconds in zip(self._passes_at(stage), one.passes, strict=True)
+                },
+                after=one.after,
             )
-            for one in stages
+            for stage, one in enumerate(stages)
         ]
-        together = partial(simulate_stages, work, pieces, wish.schedule, clips=self._clips)
+        tied = self._part.ties_embeddings()
+        orders = orders_of(wish, pieces)
+        together = partial(simulate_stages, work, orders, clips=self._clips, tied=tied)
         real, at_once = together(transfer=self._transfer[kind]), together(transfer=0.0)
         return Judged(
             needed_bytes=int(max(one.unused_bytes + one.allocated_bytes for one in stages)),
@@ -189,28 +214,32 @@ class StagesQuestion:
             exposed_seconds=max(0.0, real.step_seconds - at_once.step_seconds),
         )
 
+    def _passes_at(self, stage: int) -> list[tuple[str, int]]:
+        return self._passes.get(_place(stage, self._wish)) or next(iter(self._passes.values()))
+
     def _deep(
         self, stage: int, points: Sequence[int], by_depth: Sequence[_OfStages], longer: _OfStages, few: int
     ) -> _Figures:
         """One stage of the deep model, with all micro-batches."""
         place, pieces = _place(stage, self._wish), self._setup.micro_batches
-        layers = len(layers_of(stage, self._wish.stages, self._part.model.layers))
+        layers = len(layers_at(stage, self._wish, self._part.model.layers))
+        points = [each * self._wish.chunks for each in points]
         shallow = [one.get(place) or next(iter(one.values())) for one in by_depth]
-        deep = [linear_extrapolate(points, values, layers) for values in zip(*shallow, strict=True)]
-        known = _Figures(max(one.unused_bytes for one in shallow), *deep[1:])
+        by_number = zip(*(one.numbers for one in shallow), strict=True)
+        deep = [linear_extrapolate(points, values, layers) for values in by_number]
+        known = _Figures.of((max(one.unused_bytes for one in shallow), *deep[1:]))
         if pieces == few:
             return known
         more = longer.get(place) or next(iter(longer.values()))
-        further = [late - early for early, late in zip(shallow[0], more, strict=True)]
-        seconds = [
+        further = [late - early for early, late in zip(shallow[0].numbers, more.numbers, strict=True)]
+        with_all = _Figures.of([
             _of_pieces(values, layers / (points[0] or layers), few, pieces)
-            for values in zip(shallow[0], further, known, strict=True)
-        ]
+            for values in zip(shallow[0].numbers, further, known.numbers, strict=True)
+        ])  # fmt: skip
         return known._replace(
             allocated_bytes=known.allocated_bytes + (pieces - few) * further[1],
-            forward=seconds[2],
-            backward=seconds[3],
-            model_seconds=seconds[5],
+            passes=with_all.passes,
+            model_seconds=with_all.model_seconds,
         )
 
 

@@ -13,6 +13,7 @@ from snugfit.planning.fleet.cards import (
     cost_of_cards,
 )
 from snugfit.planning.fleet.prices import Prices
+from snugfit.planning.several_gpus.building import BUILT_ON_HOST
 from snugfit.planning.several_gpus.plan import OnGpus
 from snugfit.report.plan.gpu_plans import FEW, SCALED, show_duration, show_money, without_a_price
 from snugfit.report.text.grid import Grid
@@ -35,6 +36,7 @@ def render(plans: CardPlans, prices: Prices | None = None) -> Page:
             for one in kind.answers
             if one.why
         ),
+        _built_on_host(plans),
         _what_more_bring(plans),
         _unknown(plans),
         [
@@ -45,6 +47,11 @@ def render(plans: CardPlans, prices: Prices | None = None) -> Page:
         (Sentence(f"Left out: {one.what}: {one.why}") for one in plans.refused),
         (Sentence(f"Uncertain: {doubt}", "uncertain") for doubt in plans.doubts),
     )
+
+
+def _built_on_host(plans: CardPlans) -> list[str]:
+    kinds = [kind.key for kind in plans.answers if kind.answers and kind.build_on == "host"]
+    return [f"{', '.join(kinds)}: {BUILT_ON_HOST}"] if kinds else []
 
 
 def _question(plans: CardPlans) -> str:

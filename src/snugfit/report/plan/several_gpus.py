@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from snugfit.planning.several_gpus.building import BUILT_ON_HOST
 from snugfit.planning.several_gpus.plan import OnGpus, SeveralGpusPlan
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import beside_note, job_line, recipes_beside
@@ -17,6 +18,7 @@ def render(plan: SeveralGpusPlan) -> Page:
         [Sentence(f"{job_line(plan.job)} · {plan.gpu.name} · fidelity {plan.fidelity}", "heading")],
         (Sentence(line, "good" if plan.fitting else "bad") for line in _headline(plan)),
         _kept_slots(plan),
+        [BUILT_ON_HOST] if plan.job.build_on == "host" else [],
         [_table("The fastest recipe on each number of GPUs", plan, plan.answers)],
         (f"{one.gpus:,} GPUs: {one.why}" for one in plan.answers if one.why),
         [_table("What else fits them", plan, plan.alternatives)] if plan.alternatives else [],
