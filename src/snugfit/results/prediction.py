@@ -97,7 +97,7 @@ class RankPredicted:
     rank: int
     """The first rank of its stage."""
     stage: int
-    """Its stage, from 0."""
+    """Its stage, from 0; of several the first."""
     layers: int
     """How many of the layers it has."""
     requested_bytes: int

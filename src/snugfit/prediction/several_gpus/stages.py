@@ -246,7 +246,8 @@ def _run_passes(
     waiting = list(range(ranks))
     while waiting:
         rank = waiting.pop()
-        for one in orders[rank][nexts[rank] :]:
+        while nexts[rank] < len(orders[rank]):
+            one = orders[rank][nexts[rank]]
             forward = one.kind == FORWARD
             source = one.stage - 1 if forward else one.stage + 1
             given = 0.0
