@@ -165,6 +165,19 @@ def no_number() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def no_gradient() -> Iterator[None]:
+    """The loss of the fourth forward pass is a number, and its gradients are none."""
+    plain, passes = plain_loop._loss, iter(range(1000))
+
+    def loss(model: Any, batch: Any) -> Any:
+        computed = plain(model, batch)
+        return computed + (computed * 0).sqrt() if next(passes) == 3 else computed
+
+    plain_loop._loss = loss
+    yield
+
+
+@contextlib.contextmanager
 def spike() -> Iterator[None]:
     """The loss of the eleventh forward pass is fifty times what it is."""
     plain, passes = plain_loop._loss, iter(range(1000))
@@ -194,7 +207,7 @@ def dies_writing() -> Iterator[None]:
 
 FAULTS = {
     "no_number": no_number, "exhausted": exhausted, "slow": slow, "short": short_of_memory, "mixing": mixing,
-    "dies_writing": dies_writing, "spike": spike,
+    "dies_writing": dies_writing, "spike": spike, "no_gradient": no_gradient,
 }  # fmt: skip
 """What may befall a process, by the names of which its `fault` has some."""
 

@@ -347,6 +347,18 @@ def test_a_loss_that_is_no_number_changes_nothing(tmp_path: Path, forks: Forks, 
     assert abs(skipped[5][0] - whole[5][0]) < 0.02, "the next step has the gradients of its own batch"
 
 
+@pytest.mark.parametrize("recipe", slow_but([ZERO2, ZERO3, f"bf16 + {ZERO2}", f"bf16 + {ZERO3}"], 0))
+def test_gradients_that_are_no_numbers_change_nothing(tmp_path: Path, forks: Forks, recipe: str) -> None:
+    """Those of a loss that is a number: the engine finds it, in all processes, and updates nothing."""
+    how: dict[str, Any] = {"recipe": recipe, "layers": 1, "lr_scheduler_type": "constant"}
+    assert trained(forks, tmp_path / "run", 2, fault={"1": "no_gradient"}, **how) == [1, 1]
+    assert fault_told(tmp_path / "run", 0).startswith("SnugfitError: Step 4: The gradients' norm is inf")
+    ran(forks, tmp_path / "run", 2, **how)
+    ran(forks, tmp_path / "whole", 2, **how)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert equal(weights_in(tmp_path / "run", LAST), weights_in(tmp_path / "whole", LAST))
+
+
 @pytest.mark.parametrize("recipe", slow_but([ZERO2, ZERO3], 0))
 def test_the_best_model_comes_back(tmp_path: Path, forks: Forks, recipe: str) -> None:
     how: dict[str, Any] = {

@@ -175,7 +175,7 @@ class ShardedSnapshot:
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        how = {"process_group": self.ranks.writing, "no_dist": not self.ranks.are_many}
+        how = {"process_group": self.ranks.writing} if self.ranks.are_many else {"no_dist": True}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is meant
             save(dict(self.parts), storage_writer=FileSystemWriter(folder / SHARDS), **how)
