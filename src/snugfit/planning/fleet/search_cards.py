@@ -237,7 +237,7 @@ class _KindSearch:
             limit, is_mesh = least / count, bool(answers and answers[-1].shared.mesh)
             outcome = yield from search.run(count, limit, limit if is_mesh else GAIN * limit)
             if outcome.fitting:
-                answers.append(self._found(count, outcome))
+                answers.append(self._answer_of(count, outcome))
                 least, dearer = count * answers[-1].judged.step_seconds, []
             elif answers:
                 dearer.append(count)
@@ -245,7 +245,7 @@ class _KindSearch:
                 break
         self._conclude(answers, dearer, fits=bool(answers))
 
-    def _found(self, count: int, outcome: Outcome) -> _Fastest:
+    def _answer_of(self, count: int, outcome: Outcome) -> _Fastest:
         one = outcome.fitting[0]
         why = why_mesh(self._job, one.shared, one.judged.step_seconds, outcome.alone_seconds)
         return _Fastest(count, one.recipe, one.judged, one.shared, why)

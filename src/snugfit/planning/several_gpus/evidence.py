@@ -55,7 +55,7 @@ class CutStep(NamedTuple):
     """Micro-batches of a step on one GPU."""
 
 
-class _Pace(NamedTuple):
+class _SamplePace(NamedTuple):
     """How long a sample takes each GPU at least, which does not depend on who else has which weights."""
 
     shared: Shared
@@ -87,8 +87,8 @@ class Evidence:
         self._bound = bound
         self._judged: dict[str, dict[CutStep, Judged]] = defaultdict(dict)
         self._shared: dict[str, Shared] = {}
-        self._paces: dict[str, _Pace] = {}
-        self._all_related: dict[str, _Related] = {}
+        self._paces: dict[str, _SamplePace] = {}
+        self._all_relations: dict[str, _Related] = {}
         self._seen: dict[str, int] = defaultdict(int)
         self._relations: dict[tuple[str, str, str], bool] = {}
 
@@ -100,7 +100,7 @@ class Evidence:
         is_whole = size.pieces == 1 or shared.stages > 1
         if is_whole and (known is None or size.samples > known.samples):
             pace = PACE * judged.model_seconds / (size.samples * size.pieces)
-            self._paces[shared.of_each] = _Pace(shared, size.samples, pace)
+            self._paces[shared.of_each] = _SamplePace(shared, size.samples, pace)
 
     def judgment(self, shared: Shared, size: CutStep) -> Judged | None:
         """What was simulated of just this."""
@@ -123,7 +123,7 @@ class Evidence:
 
     def _fits_by_others(self, shared: Shared, size: CutStep) -> bool | None:
         """The same, by what was simulated of other ways of sharing."""
-        related = self._related(shared)
+        related = self._relations_of(shared)
         if any(self._missed_clearly(other, size) for other in (shared, *related.leaner)):
             return False
         if any(self._missed_clearly(one, size, times=shared.parts / one.parts) for one in related.narrower):
@@ -204,7 +204,7 @@ class Evidence:
     def _as_in_smaller_groups(self, shared: Shared, size: CutStep) -> float:
         """Seconds that such a step takes at least, by those of smaller groups on as many GPUs."""
         least = 0.0
-        for other in self._related(shared).narrower:
+        for other in self._relations_of(shared).narrower:
             times = shared.parts / other.parts
             assert shared.wish is not None
             assert other.wish is not None
@@ -234,15 +234,25 @@ class Evidence:
         known = (pace.shared for pace in self._paces.values() if pace.shared.parts > 1 or shared.parts == 1)
         return any(shared.has_groups_of(one) for one in known)
 
+    def knows_mesh(self, shared: Shared, size: CutStep) -> bool:
+        """Whether it is known of groups of GPUs, such ones or smaller ones that share the same, how long a
+        sample of so large a micro-batch takes at least."""
+        return any(
+            pace.shared.parts > 1
+            and size.samples <= pace.samples * shared.parts / pace.shared.parts
+            and shared.has_groups_of(pace.shared)
+            for pace in self._paces.values()
+        )
+
     def in_half_groups(self, shared: Shared) -> Iterator[Shared]:
         """What was simulated that shares the work alike, in groups of half as many GPUs."""
-        for other in self._related(shared).narrower:
+        for other in self._relations_of(shared).narrower:
             if shared.parts == 2 * other.parts:
                 yield other
 
-    def _related(self, shared: Shared) -> _Related:
+    def _relations_of(self, shared: Shared) -> _Related:
         """What of all that was simulated is related to this way of sharing."""
-        related = self._all_related.setdefault(shared.key, _Related([], [], []))
+        related = self._all_relations.setdefault(shared.key, _Related([], [], []))
         for other in itertools.islice(self._shared.values(), self._seen[shared.key], None):
             if other.key == shared.key:
                 continue
@@ -256,14 +266,14 @@ class Evidence:
         return related
 
     def holds_no_more(self, one: Shared, other: Shared) -> bool:
-        """`Shared.holds_no_more_than`, remembered."""
+        """Whether one way of sharing takes no more memory than the other (`Shared.holds_no_more_than`)."""
         key = ("holds", one.key, other.key)
         if key not in self._relations:
             self._relations[key] = one.holds_no_more_than(other)
         return self._relations[key]
 
     def is_wider(self, one: Shared, other: Shared) -> bool:
-        """`Shared.is_wider_than`, remembered."""
+        """Whether one makes larger groups of GPUs, and is else the same (`Shared.is_wider_than`)."""
         key = ("wider", one.key, other.key)
         if key not in self._relations:
             self._relations[key] = one.is_wider_than(other)

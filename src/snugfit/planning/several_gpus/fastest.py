@@ -167,10 +167,12 @@ class FastestOnGpus:
     def _telling(self, question: _Question) -> _Question:
         """Of a mesh of which it is not known how long a sample takes, the question about the whole batch,
         even if that does not fit: smaller micro-batches take no less."""
-        way, _ = question
-        if way.shared.parts == 1 or way.sizes[0].pieces > 1 or self._evidence.has_pace(way.shared):
+        way, at = question
+        if way.shared.parts == 1 or way.sizes[0].pieces > 1:
             return question
-        return way, 0
+        first = self._first(way)
+        size = way.sizes[at if first is None else first]
+        return question if self._evidence.knows_mesh(way.shared, size) else (way, 0)
 
     def _open(self, way: _WayToShare, best: float) -> tuple[float, int] | None:
         """The least seconds of a way that may take less than `best`, and the place of its cut that is

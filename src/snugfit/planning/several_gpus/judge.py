@@ -103,7 +103,11 @@ class Judge:
         try:
             if setup.parallel is not None and setup.parallel.stages > 1:
                 question = StagesQuestion(asked, self._software, one.policy, part, setup)
-                return question.judge(self._depth(part, setup))
+                steps = question.judge(self._depth(part, setup))
+                return [
+                    Judged(doubts=tuple(doubts), **step._asdict())
+                    for step, doubts in zip(steps, question.doubts, strict=True)
+                ]
             figures = self._by_layers(part, setup, one)
         except SnugfitError as refused:
             return [Judged(0, 0.0, str(refused))] * len(kinds)

@@ -47,7 +47,6 @@ from snugfit.step.wishes.mesh.stages import layers_at
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
-    from snugfit.planning.several_gpus.judge import Judged
     from snugfit.prediction.profile import Software
     from snugfit.rehearsal.device.policy import Policy
     from snugfit.rehearsal.trace.depth import Depth
@@ -68,7 +67,7 @@ STEPS = 2
 """Steps that are simulated: what is made for good is there at the end of the first."""
 
 
-class _Figures(NamedTuple):
+class _StageFigures(NamedTuple):
     """Of one GPU's stages on one kind of GPU; all but the first grow evenly with layers."""
 
     unused_bytes: float
@@ -87,16 +86,27 @@ class _Figures(NamedTuple):
         return (*self[:-1], *self.passes)
 
     @classmethod
-    def of(cls, numbers: Sequence[float]) -> _Figures:
+    def of(cls, numbers: Sequence[float]) -> _StageFigures:
         """The figures that have these numbers."""
         unused, allocated, after, model, *passes = numbers
         return cls(unused, allocated, after, model, tuple(passes))
 
 
+class StagesStep(NamedTuple):
+    """What a step takes of each GPU whose stage needs most, and how long it is."""
+
+    needed_bytes: int
+    step_seconds: float
+    model_seconds: float
+    """Of the slowest stage's kernels of forward and backward passes, added up, without exchanges."""
+    exposed_seconds: float
+    """By which sending from stage to stage makes the step longer."""
+
+
 _Place = tuple[bool, bool]
 """Whether a stage is the first, and whether it is the last."""
 
-_OfStages = dict[_Place, _Figures]
+_OfStages = dict[_Place, _StageFigures]
 
 
 class StagesQuestion:
@@ -112,7 +122,7 @@ class StagesQuestion:
         self._passes: dict[_Place, list[tuple[str, int]]] = {}  # the kinds of passes, and in which stage
         self.doubts: list[dict[str, None]] = [{} for _ in kinds]
 
-    def judge(self, depth: Depth | None) -> list[Judged]:
+    def judge(self, depth: Depth | None) -> list[StagesStep]:
         """What the step takes on each kind. `part` is the job of one data rank."""
         pieces = self._setup.micro_batches
         few = min(pieces, self._wish.stages + FURTHER) if self._wish.schedule in IN_TURN else pieces
@@ -152,11 +162,11 @@ class StagesQuestion:
                 known[kind].setdefault(_place(stage, self._wish), figures)
         return known
 
-    def _figures(self, trace: Trace, setup: Setup, stage: int) -> list[_Figures]:
+    def _figures(self, trace: Trace, setup: Setup, stage: int) -> list[_StageFigures]:
         after = replay(trace, expandable=setup.expandable_segments)
         group = communication_bytes(trace, self._wish.ranks)
         self._clips = self._clips or any(kernel.phase == "clip" for kernel in trace.kernels)
-        figures: list[_Figures] = []
+        figures: list[_StageFigures] = []
         for kind, gpu in enumerate(self._kinds):
             context, _ = context_of(gpu, self._software, trace, group=group)
             rates = rates_for(gpu, self._wish.ranks)
@@ -168,7 +178,7 @@ class StagesQuestion:
             self._transfer[kind] = max(self._transfer[kind], sent)
             self.doubts[kind].update(dict.fromkeys(doubts_about_exchanges(trace, gpu, rates)))
             figures.append(
-                _Figures(
+                _StageFigures(
                     unused_bytes=context + after.reserved_peak - after.allocated_peak,
                     allocated_bytes=after.allocated_peak,
                     after=work.after,
@@ -186,10 +196,8 @@ class StagesQuestion:
 
     def _together(
         self, kind: int, points: Sequence[int], by_depth: Sequence[_OfStages], longer: _OfStages, few: int
-    ) -> Judged:
+    ) -> StagesStep:
         """The whole step, of figures at few layers and few micro-batches, and at one micro-batch more."""
-        from snugfit.planning.several_gpus.judge import Judged
-
         wish, pieces = self._wish, self._setup.micro_batches
         stages = [self._deep(stage, points, by_depth, longer, few) for stage in range(wish.stages)]
         work = [
@@ -206,10 +214,9 @@ class StagesQuestion:
         orders = orders_of(wish, pieces)
         together = partial(simulate_stages, work, orders, clips=self._clips, tied=tied)
         real, at_once = together(transfer=self._transfer[kind]), together(transfer=0.0)
-        return Judged(
+        return StagesStep(
             needed_bytes=int(max(one.unused_bytes + one.allocated_bytes for one in stages)),
             step_seconds=real.step_seconds,
-            doubts=tuple(self.doubts[kind]),
             model_seconds=max(one.model_seconds for one in stages),
             exposed_seconds=max(0.0, real.step_seconds - at_once.step_seconds),
         )
@@ -219,7 +226,7 @@ class StagesQuestion:
 
     def _deep(
         self, stage: int, points: Sequence[int], by_depth: Sequence[_OfStages], longer: _OfStages, few: int
-    ) -> _Figures:
+    ) -> _StageFigures:
         """One stage of the deep model, with all micro-batches."""
         place, pieces = _place(stage, self._wish), self._setup.micro_batches
         layers = len(layers_at(stage, self._wish, self._part.model.layers))
@@ -227,12 +234,12 @@ class StagesQuestion:
         shallow = [one.get(place) or next(iter(one.values())) for one in by_depth]
         by_number = zip(*(one.numbers for one in shallow), strict=True)
         deep = [linear_extrapolate(points, values, layers) for values in by_number]
-        known = _Figures.of((max(one.unused_bytes for one in shallow), *deep[1:]))
+        known = _StageFigures.of((max(one.unused_bytes for one in shallow), *deep[1:]))
         if pieces == few:
             return known
         more = longer.get(place) or next(iter(longer.values()))
         further = [late - early for early, late in zip(shallow[0].numbers, more.numbers, strict=True)]
-        with_all = _Figures.of([
+        with_all = _StageFigures.of([
             _of_pieces(values, layers / (points[0] or layers), few, pieces)
             for values in zip(shallow[0].numbers, further, known.numbers, strict=True)
         ])  # fmt: skip
