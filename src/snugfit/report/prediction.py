@@ -16,7 +16,6 @@ from snugfit.results.footprint import Footprint
 from snugfit.results.prediction import Anatomy, Prediction
 from snugfit.results.step_seconds import COMMUNICATION, LINK, PIPELINE, PhaseSeconds, StepSeconds
 from snugfit.step.build import could_be_spread_from_the_host
-from snugfit.techniques.several_gpus import on_gpus
 from snugfit.units import show_bytes, show_mib, show_seconds
 
 LARGEST_SHOWN = 12
@@ -179,8 +178,7 @@ def _peak(prediction: Prediction) -> list[RenderableType]:
         return []
     when = f"in step {moment.step}" if moment.step else "before the first step"
     lines: list[RenderableType] = [words(f"The peak is {when}: {moment}.")]
-    setup = on_gpus(prediction.recipe.setup(), prediction.gpus)
-    if not moment.step and could_be_spread_from_the_host(prediction.job, setup):
+    if not moment.step and could_be_spread_from_the_host(prediction.job, prediction.recipe.setup()):
         lines.append(
             words(
                 "Each GPU builds the whole model before it keeps its part. With --set build_on=host it takes "

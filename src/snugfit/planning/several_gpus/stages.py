@@ -228,16 +228,16 @@ class StagesQuestion:
         self, stage: int, points: Sequence[int], by_depth: Sequence[_OfStages], longer: _OfStages, few: int
     ) -> _StageFigures:
         """One stage of the deep model, with all micro-batches."""
-        place, pieces = _place(stage, self._wish), self._setup.micro_batches
+        kind, pieces = _place(stage, self._wish), self._setup.micro_batches
         layers = len(layers_at(stage, self._wish, self._part.model.layers))
-        points = [each * self._wish.chunks for each in points]
-        shallow = [one.get(place) or next(iter(one.values())) for one in by_depth]
+        points = [count * self._wish.chunks for count in points]
+        shallow = [one.get(kind) or next(iter(one.values())) for one in by_depth]
         by_number = zip(*(one.numbers for one in shallow), strict=True)
         deep = [linear_extrapolate(points, values, layers) for values in by_number]
         known = _StageFigures.of((max(one.unused_bytes for one in shallow), *deep[1:]))
         if pieces == few:
             return known
-        more = longer.get(place) or next(iter(longer.values()))
+        more = longer.get(kind) or next(iter(longer.values()))
         further = [late - early for early, late in zip(shallow[0].numbers, more.numbers, strict=True)]
         with_all = _StageFigures.of([
             _of_pieces(values, layers / (points[0] or layers), few, pieces)

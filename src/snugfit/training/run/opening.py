@@ -14,7 +14,7 @@ from snugfit.errors import OutOfMemory, SnugfitError, UsageError
 from snugfit.job.weights import LoadedWeights
 from snugfit.step.applier import distribute_model, is_adapted, make_scaler, set_process
 from snugfit.step.build import build_model, build_optimizer, could_be_spread_from_the_host
-from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+from snugfit.techniques.several_gpus import job_of_rank
 from snugfit.training.checkpoint.model_state import (
     beginning_of,
     load_model_state,
@@ -92,7 +92,7 @@ def open_run(
 def not_built(run: Run, recipe: Recipe, cause: str) -> OutOfMemory:
     """Memory ran out while the model was built under this recipe, and what to try."""
     advice = "snugfit plan --memory finds a recipe that needs less."
-    if could_be_spread_from_the_host(run.job, on_gpus(recipe.setup(), run.ranks.size)):
+    if could_be_spread_from_the_host(run.job, recipe.setup()):
         advice = (
             "Each GPU builds the whole model before it keeps its part. With build_on: host in the job file "
             "(--set build_on=host) it takes that from the host, layer by layer."
