@@ -317,6 +317,7 @@ def test_a_process_that_dies_in_a_write_leaves_the_checkpoint_before(
     assert equal(weights_in(tmp_path / "run", 6), weights_in(tmp_path / "whole", 6))
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_stops_all_at_one_boundary(tmp_path: Path, forks: Forks) -> None:
     how: dict[str, Any] = {"recipe": ZERO2, "dropout": True, "layers": 1, "max_steps": 30}
     children = start(forks, tmp_path / "run", 2, how)
@@ -331,7 +332,7 @@ def test_a_signal_to_one_stops_all_at_one_boundary(tmp_path: Path, forks: Forks)
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("recipe", slow_but([ZERO3, ZERO2, f"bf16 + {ZERO2}", f"bf16 + {ZERO3}"], 2))
+@pytest.mark.parametrize("recipe", slow_but([ZERO3, ZERO2, f"bf16 + {ZERO2}", f"bf16 + {ZERO3}"], 1))
 def test_a_loss_that_is_no_number_changes_nothing(tmp_path: Path, forks: Forks, recipe: str) -> None:
     """It is none in one process, and so none of all. The step that may be skipped leaves no gradient."""
     how: dict[str, Any] = {"recipe": recipe, "layers": 1, "lr_scheduler_type": "constant"}
