@@ -260,8 +260,8 @@ def test_reasons_name_the_mesh_in_plain_words() -> None:
     )
     stages = by_name(16, 2)["fsdp + tensor(2) + pipeline(2)"]
     assert why_mesh(JOB, stages, 2.0, None) == (
-        "groups of 2 GPUs compute each layer together and the layers are in 2 stages, one after the other, "
-        "because nothing fits in which GPUs share the batch alone."
+        "groups of 2 GPUs compute each layer together and the layers are put in 2 stages, one after the "
+        "other, because nothing fits in which GPUs share the batch alone."
     )
     assert why_mesh(JOB, by_name(16, 0)["fsdp"], 2.0, None) == ""
 

@@ -36,7 +36,7 @@ def _shares(wish: ParallelWish) -> Iterator[str]:
     if wish.context > 1:
         yield f"groups of {wish.context} GPUs take each sequence together"
     if wish.stages > 1:
-        yield f"the layers are in {wish.stages} stages, one after the other"
+        yield f"the layers are put in {wish.stages} stages, one after the other"
 
 
 def doubts_about_mesh(job: Job, shared: Shared, gpu: Gpu) -> Iterator[str]:
