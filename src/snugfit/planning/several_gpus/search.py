@@ -103,7 +103,8 @@ class _Search:
         fastest = min((one for one in answers if one.fits), key=lambda one: one.step_seconds, default=None)
         alternatives: list[OnGpus] = []
         if fastest is not None:
-            alternatives = self._alternatives(fastest, outcomes[fastest.gpus])
+            first, *alternatives = self._all_in_full(fastest, outcomes[fastest.gpus])
+            answers = [first if one is fastest else one for one in answers]
         return SeveralGpusPlan(
             job=self._job,
             gpu=self._gpu,
@@ -170,12 +171,13 @@ class _Search:
                 return miss
         raise SnugfitError(next(iter(self._refused.values()), f"No recipe trains this job on {count} GPUs."))
 
-    def _alternatives(self, fastest: OnGpus, outcome: Outcome) -> list[OnGpus]:
+    def _all_in_full(self, fastest: OnGpus, outcome: Outcome) -> list[OnGpus]:
+        """The fastest answer and what else fits, simulated with all layers: of recipes that few layers told
+        apart by little another may turn out to be faster."""
         rest = [one for one in outcome.fitting if str(one.recipe) != fastest.recipe]
         known = self._in_full([(fastest.gpus, one) for one in rest[: FULL - 1]])
-        return sorted(
-            (one for one in known if one is not None and one.fits), key=lambda one: one.step_seconds
-        )
+        fitting = [one for one in known if one is not None and one.fits]
+        return sorted([fastest, *fitting], key=lambda one: one.step_seconds)
 
     def _in_full(self, recipes: Sequence[tuple[int, Screened]]) -> list[OnGpus | None]:
         """What these recipes take on so many GPUs each, simulated with all layers; None where that fails."""

@@ -49,7 +49,6 @@ class Pipeline(Technique):
     )
     elsewhere: ClassVar = ("pipeline_parallel", "pp")
     needs_several_gpus: ClassVar = True
-    searched: ClassVar = False
 
     n: int = between(2, 512)
     """Stages: parts that the stack of layers is cut into, as even as may be. The longer ones come first."""
@@ -108,11 +107,6 @@ class Pipeline(Technique):
     def settings(cls, job: Job) -> Iterator[Self]:
         """As many stages as a host may have GPUs."""
         yield from (cls(n=n) for n in (2, 4, 8))
-
-    @classmethod
-    def planning_objection(cls, job: Job) -> str:
-        """Plans share the batch alone."""
-        return "plans for several GPUs do not look at stages yet"
 
     def _about_model(self, job: Job) -> Iterator[str]:
         if job.model.module is not None:
