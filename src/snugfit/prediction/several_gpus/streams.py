@@ -94,46 +94,57 @@ class _Simulation:
             self._advance(self.now + self._next_end())
         self.host_at = max(self.host_at, self.now) + self._host.wait
 
-    def _share(self) -> bool:
-        """Whether an exchange and another kernel run at once."""
-        return 0 < self._running_exchanges < len(self._running)
-
     def _rate(self, number: int) -> float:
         """Seconds of work that a kernel does in a second while both run."""
         return 1 / (SLOWED_EXCHANGE if self._exchanges[number] else SLOWED_KERNEL)
 
     def _next_end(self) -> float:
         """Seconds until the next kernel ends."""
-        if not self._share():
+        if not 0 < self._running_exchanges < len(self._left):
             return min(self._left.values())
         return min(left / self._rate(number) for number, left in self._left.items())
 
     def _advance(self, moment: float) -> None:
         """Lets the streams run until then."""
-        while self._running and self.now + (step := self._next_end()) <= moment:
-            self._pass(step)
-            for stream, number in [*self._running.items()]:
-                if self._left[number] <= 1e-12:  # seconds: what rounding leaves
-                    self._ends[number] = self.now
-                    self._running_exchanges -= self._exchanges[number]
-                    del self._running[stream], self._left[number]
-            for stream, waiting in self._waiting.items():
-                if waiting and stream not in self._running:
-                    self._begin(stream, waiting)
-        if self._running and moment > self.now:
-            self._pass(moment - self.now)
-        self.now = max(self.now, moment)
+        left, now = self._left, self.now
+        while left:
+            share = 0 < self._running_exchanges < len(left)
+            if len(left) == 1:
+                step = next(iter(left.values()))
+            elif share:
+                step = self._next_end()
+            else:
+                step = min(left.values())
+            if now + step > moment:
+                break
+            self._pass(step, share=share)
+            now = self.now = now + step
+            self._end_what_is_done()
+        if left and moment > now:
+            self._pass(moment - now, share=0 < self._running_exchanges < len(left))
+        self.now = max(now, moment)
 
-    def _pass(self, seconds: float) -> None:
-        share = self._share()
+    def _end_what_is_done(self) -> None:
+        """Ends kernels that take no longer, and starts what waited for them."""
+        left, running = self._left, self._running
+        for stream, number in [*running.items()]:
+            if left[number] <= 1e-12:  # seconds: what rounding leaves
+                self._ends[number] = self.now
+                self._running_exchanges -= self._exchanges[number]
+                del running[stream], left[number]
+        for stream, waiting in self._waiting.items():
+            if waiting and stream not in running:
+                self._begin(stream, waiting)
+
+    def _pass(self, seconds: float, *, share: bool) -> None:
         for number in self._left:
             self._left[number] -= seconds * self._rate(number) if share else seconds
-        self.now += seconds
 
     def _begin(self, stream: int, waiting: deque[int]) -> None:
         """Starts the first that waits in an idle stream, if it may start now."""
         number = waiting[0]
-        if any(math.isnan(self._ends[other]) for other in self._kernels[number].after):
+        after = self._kernels[number].after
+        if after and any(math.isnan(self._ends[other]) for other in after):
             return
         waiting.popleft()
         self._running[stream] = number
