@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from torch.distributed import pipelining
 import staged
 from small_models import FAMILIES, small_job
 from snugfit.errors import RecipeError
+from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.prediction.predict import predict, rehearse_again
+from snugfit.prediction.rates import calibration_file, rates_for
 from snugfit.prediction.several_gpus.communication import (
     FIRST_GROUP,
     FURTHER_GROUP,
@@ -345,6 +348,20 @@ def test_a_step_is_as_long_as_its_stages_take() -> None:
     assert few.bubble > many.bubble > 0
     assert 0 < few.idle_seconds < few.step_seconds
     assert few.communication_seconds > 0
+
+
+def test_all_seconds_are_those_of_the_calibration_of_so_many_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step is shorter than what a GPU's own host takes for it: here one that launches slowly while two
+    GPUs work."""
+    monkeypatch.setenv("SNUGFIT_RATES", str(tmp_path))
+    gpu = find_gpu("h200")
+    slow = replace(rates_for(gpu), host=rates_for(gpu).host.slower(20.0))
+    calibration_file(gpu, 2).write_text(json.dumps({"rates": slow.to_json()}))
+    timing = predict(JOB, "pipeline(2) + micro_batches(2)", gpu="h200", gpus=2).timing
+    assert timing is not None
+    assert timing.step_seconds > timing.host_seconds > 10 * timing.device_seconds
 
 
 def test_a_head_that_is_the_embedding_is_in_two_stages_and_on_the_host_once() -> None:

@@ -269,8 +269,8 @@ def _seconds(
         alone = step_seconds(
             without_other_stages(trace), gpu, batch_size=job.batch_size, rates=rates, workers=workers
         )
-        timing = among_stages(alone, trace, gpu, job, pipelined, stage)
-        return timing, (), (*doubts, *doubts_about_exchanges(trace, gpu))
+        timing = among_stages(alone, trace, interconnect_of(gpu, rates), job, pipelined, stage)
+        return timing, (), (*doubts, *doubts_about_exchanges(trace, gpu, rates))
     timing = step_seconds(trace, gpu, batch_size=job.batch_size, rates=rates, workers=workers)
     timed = time_kernels(trace, rates, interconnect_of(gpu, rates), workers=workers)
     return timing, phase_spans(timed), (*doubts, *doubts_about_exchanges(trace, gpu, rates))

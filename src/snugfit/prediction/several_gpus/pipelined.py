@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.errors import GpuError
 from snugfit.prediction.rates import Rates, rates_for
-from snugfit.prediction.several_gpus.communication import interconnect_of
 from snugfit.prediction.several_gpus.stages import (
     PipelinedStep,
     pipelined_step,
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
     from snugfit.prediction.allocator import Replay
+    from snugfit.prediction.several_gpus.communication import Interconnect
     from snugfit.rehearsal.trace.trace import Trace
     from snugfit.techniques.setup import Setup
 
@@ -80,7 +80,7 @@ def pipelined_steps(
     if wish is None or len(stages) == 1 or gpu is None:
         return None
     try:
-        rates = rates or rates_for(gpu)
+        rates = rates or rates_for(gpu, wish.ranks)
     except GpuError:
         return None
     steps = functools.partial(
@@ -119,13 +119,12 @@ def differing(
 def among_stages(
     alone: StepSeconds,
     trace: Trace,
-    gpu: Gpu,
+    link: Interconnect,
     job: Job,
     pipelined: PipelinedSteps,
     stage: int,
 ) -> StepSeconds:
     """The seconds of a stage's step, of those that it would take if it had all that it waits for."""
-    link = interconnect_of(gpu)
     sent = sum(link.seconds(kernel) for kernel in trace.kernels if kernel.operator in (SEND, RECEIVE))
     real, at_once = pipelined
     length, idle = real.step_seconds, real.idle[stage]

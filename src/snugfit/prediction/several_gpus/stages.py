@@ -132,7 +132,7 @@ def stage_work(trace: Trace, order: Sequence[Pass], gpu: Gpu, rates: Rates, *, w
     """The seconds of a GPU's own work, of a trace that waits for no other, in which it runs its passes in
     this order. Between two kernels' ends lies what the later one takes, and what the GPU waits for its own
     host."""
-    clock = KernelClock(rates, interconnect_of(gpu))
+    clock = KernelClock(rates, interconnect_of(gpu, rates))
     kernels = with_worker_batches(workers, without_other_stages(trace).kernels)
     device = [clock.seconds(kernel) for kernel in kernels]
     launches = [launch_seconds(kernel, rates.host) for kernel in kernels]
@@ -285,7 +285,7 @@ def pipelined_step(
         position: stage_work(trace, orders[position], gpu, rates, workers=workers)
         for position, trace in traces.items()
     }
-    link = interconnect_of(gpu)
+    link = interconnect_of(gpu, rates)
     transfer = max((transfer_seconds(trace, link) for trace in traces.values()), default=0.0)
     return simulate_stages(
         [own[stand_in(position, wish, layers)] for position in range(wish.stages)],
