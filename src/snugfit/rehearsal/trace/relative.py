@@ -109,13 +109,15 @@ class RelativeTrace:
     """What the rehearsal had to assume."""
     groups: int = 0
     """As in the trace."""
+    has_passes: bool = False
+    """Whether the trace says where passes begin (`Trace.passes`)."""
 
     @classmethod
     def of(cls, trace: Trace, marks: Sequence[Mark] = ()) -> RelativeTrace:
         """This trace's moves. `marks` are all of its recording; without them, kernels, waits and ends of
         steps are left out."""
         moves = tuple(_moves(trace, marks or trace.marks))
-        return cls(moves, trace.attention, trace.doubts, trace.groups)
+        return cls(moves, trace.attention, trace.doubts, trace.groups, bool(trace.passes))
 
     def trace(self) -> Trace:
         """The trace that has these moves. Raises `LookupError` when a block is freed that is not there."""
@@ -260,6 +262,7 @@ def _absolute(relative: RelativeTrace) -> Trace:
             if move.step != step:
                 last = _SteadyStep()
             step, phase = move
+            last.passes += [len(last.kernels)] * (phase in ("forward", "backward"))
             marks.append(Mark(len(events), step, phase))
         elif move is empties or (move is releases and not released):  # joined parts may each be the first
             released |= move is releases
@@ -278,6 +281,7 @@ def _absolute(relative: RelativeTrace) -> Trace:
         awaited=last.awaited,
         launched=tuple(last.launched) if last.awaited else (),
         groups=relative.groups,
+        passes=tuple(last.passes) if relative.has_passes else (),
     )
 
 
@@ -288,6 +292,7 @@ class _SteadyStep:
         self.kernels: list[Kernel] = []
         self.waits: list[int] = []
         self.launched: list[int] = []
+        self.passes: list[int] = []
         self.awaited: dict[int, tuple[int, ...]] = {}
         self.order = StreamKernels()
         self._after: tuple[int, ...] = ()

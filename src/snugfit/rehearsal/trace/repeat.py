@@ -86,6 +86,7 @@ class PeriodicRun:
     attention: tuple[str, ...]
     doubts: tuple[str, ...]
     groups: int = 0
+    has_passes: bool = False
 
     def relative(self) -> RelativeTrace:
         """The moves of the whole run, one after the other."""
@@ -95,7 +96,7 @@ class PeriodicRun:
                 whole += [
                     move._replace(step=index) if type(move) is PhaseStart else move for move in moves
                 ] * times
-        return RelativeTrace((*whole, *self.rest), self.attention, self.doubts, self.groups)
+        return RelativeTrace((*whole, *self.rest), self.attention, self.doubts, self.groups, self.has_passes)
 
     def steady_step(self, most: int) -> Trace:
         """The kernels, waits and phases of the last step, no piece of it more often than `most` times."""
@@ -127,7 +128,9 @@ def repeat(relative: RelativeTrace, *, steps: int, micro_batches: int) -> Period
         widened.append(wide)
     if steps > len(recorded) and not _leaves_as_many(recorded[-1]):
         return None
-    return PeriodicRun(build, widened, steps, rest, relative.attention, relative.doubts, relative.groups)
+    return PeriodicRun(
+        build, widened, steps, rest, relative.attention, relative.doubts, relative.groups, relative.has_passes
+    )
 
 
 class SplitSteps(NamedTuple):

@@ -49,6 +49,7 @@ class Pipeline(Technique):
     )
     elsewhere: ClassVar = ("pipeline_parallel", "pp")
     needs_several_gpus: ClassVar = True
+    searched: ClassVar = False
 
     n: int = between(2, 512)
     """Stages: parts that the stack of layers is cut into, as even as may be. The longer ones come first."""
