@@ -16,6 +16,7 @@ from snugfit.job.gpu import find_gpu
 from snugfit.planning.keep import Kept, kept_of
 from snugfit.planning.several_gpus import search
 from snugfit.planning.several_gpus.asking import MARGIN
+from snugfit.planning.several_gpus.building import built_where_it_fits
 from snugfit.planning.several_gpus.candidates import cuts, sharings, ways
 from snugfit.planning.several_gpus.further_pieces import with_a_further_piece
 from snugfit.planning.several_gpus.judge import Judge
@@ -25,6 +26,7 @@ from snugfit.prediction.device import policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
 from snugfit.prediction.seconds import step_seconds
+from snugfit.prediction.startup import model_size
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.report.plan.several_gpus import render
 from snugfit.techniques.recipe import Recipe
@@ -298,3 +300,11 @@ def test_a_price_says_what_samples_cost_and_is_shown() -> None:
     assert "USD" not in render(made_up()).markdown()
     assert SeveralGpusPlan.from_json(plan.to_json()).price_per_hour == 3.6
     assert made_up().usd_per_1000_samples(answer) is None
+
+
+def test_a_model_that_exceeds_a_gpu_is_built_on_the_host() -> None:
+    weights = 4 * model_size(JOB).numbers
+    assert built_where_it_fits(JOB, 2 * weights) == JOB
+    assert built_where_it_fits(JOB, weights).build_on == "host"
+    on_host = replace(JOB, build_on="host")
+    assert built_where_it_fits(on_host, 2 * weights) == on_host

@@ -227,6 +227,24 @@ def steps_told(folder: Path) -> int:
         return 0
 
 
+def is_one_of_two_killed(forks: Forks, folder: Path, how: dict[str, Any], draw: random.Random) -> bool:
+    """Starts a run of two processes and kills one at a drawn moment; False where the run had ended before.
+    The other ends by itself, silently."""
+    done = steps_told(folder)
+    children = start(forks, folder, 2, how)
+    until(lambda: steps_told(folder) > done)
+    time.sleep(draw.uniform(0.0, 0.1))
+    victim = draw.randrange(2)
+    os.kill(children[victim], signal.SIGKILL)
+    codes = [forks.ended(child) for child in children]
+    if codes[victim] == 0:
+        return False
+    assert codes[victim] == -signal.SIGKILL
+    assert codes[1 - victim] == 1
+    assert fault_told(folder, 1 - victim).startswith("ToldElsewhere: Another process")
+    return True
+
+
 KILLS = 2
 """Of each storm; `benchmarks/kill_ranks.py` has more."""
 
@@ -244,18 +262,8 @@ def test_a_killed_process_ends_all_and_nothing_is_lost(
     how: dict[str, Any] = {"recipe": recipe, "dropout": True, "layers": 1, "max_steps": 24, "save_steps": 1}
     assert trained(forks, tmp_path / "whole", 2, **how) == [0, 0]
     for _ in range(KILLS):
-        done = steps_told(tmp_path / "run")
-        children = start(forks, tmp_path / "run", 2, how)
-        until(lambda done=done: steps_told(tmp_path / "run") > done)
-        time.sleep(draw.uniform(0.0, 0.1))
-        victim = draw.randrange(2)
-        os.kill(children[victim], signal.SIGKILL)
-        codes = [forks.ended(child) for child in children]
-        if codes[victim] == 0:
+        if not is_one_of_two_killed(forks, tmp_path / "run", how, draw):
             break
-        assert codes[victim] == -signal.SIGKILL
-        assert codes[1 - victim] == 1
-        assert fault_told(tmp_path / "run", 1 - victim).startswith("ToldElsewhere: Another process")
     assert trained(forks, tmp_path / "run", 2, **how) == [0, 0]
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert equal(weights_in(tmp_path / "run", 24), weights_in(tmp_path / "whole", 24))

@@ -10,7 +10,6 @@ import os
 import random
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from snugfit.techniques import deepspeed_zero
 from snugfit.training.checkpoint.manifest import verify
 from snugfit.training.checkpoint.store import Store
 from test_sharding import compiles, with_deepspeed
-from test_train_many import LAST, equal, steps_told, until
+from test_train_many import LAST, equal, is_one_of_two_killed, steps_told, until
 from tiers import slow_but
 from tolerance import ROUNDS, SAME, same_losses, same_parameters
 
@@ -277,18 +276,8 @@ def test_a_killed_process_ends_all_and_nothing_is_lost(
     how: dict[str, Any] = {"recipe": recipe, "dropout": True, "layers": 1, "max_steps": 24, "save_steps": 1}
     ran(forks, tmp_path / "whole", 2, **how)
     for _ in range(KILLS):
-        done = steps_told(tmp_path / "run")
-        children = start(forks, tmp_path / "run", 2, how)
-        until(lambda done=done: steps_told(tmp_path / "run") > done)
-        time.sleep(draw.uniform(0.0, 0.1))
-        victim = draw.randrange(2)
-        os.kill(children[victim], signal.SIGKILL)
-        codes = [forks.ended(child) for child in children]
-        if codes[victim] == 0:
+        if not is_one_of_two_killed(forks, tmp_path / "run", how, draw):
             break
-        assert codes[victim] == -signal.SIGKILL
-        assert codes[1 - victim] == 1
-        assert fault_told(tmp_path / "run", 1 - victim).startswith("ToldElsewhere: Another process")
         store = Store(tmp_path / "run")
         store.newest()
         assert not store.broken

@@ -46,8 +46,8 @@ def run_predictor(device: torch.device, gpus: int = 1) -> PredictRun:
         def work() -> None:
             try:
                 answer.set_result(predict_run(job, recipe))
-            except Exception as fault:  # of our own, as it would be at once
-                answer.set_exception(fault)
+            except Exception as fault:  # of the other process: no reason to end a run that trains
+                answer.set_result(f"This run could not be predicted ({type(fault).__name__}): {fault}")
 
         threading.Thread(target=work, name="predicts the run", daemon=True).start()
         return answer

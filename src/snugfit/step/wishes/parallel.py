@@ -248,9 +248,8 @@ def in_fsdp(wish: ParallelWish, model: torch.nn.Module, mesh: DeviceMesh) -> tor
 def give_back_whole_weights(device: str) -> None:
     """Empties the allocator's cache on devices of this kind, once each process has its part of the weights.
 
-    Else what whole layers lay in stays in pieces of their sizes, of which later requests take what they can:
-    a Llama-3.1-8B on 128 GPUs would reserve 11.6 GiB more, by replaying its trace, which published figures of
-    torchtitan's loop bear out: it never has whole weights (docs/several-gpus.md)."""
+    Else what whole layers lay in stays in pieces of their sizes, of which later requests take what they can,
+    and more is reserved than by loops that never have whole weights (torchtitan's, docs/several-gpus.md)."""
     import torch
 
     if device != "cpu":
