@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import pipelining
 
 import staged
+from aligned import peak
+from reported import foreseen
 from small_models import FAMILIES, small_job
 from snugfit.errors import RecipeError
 from snugfit.job.gpu import find_gpu
@@ -39,7 +42,7 @@ from snugfit.prediction.several_gpus.stages import (
     stages_to_rehearse,
     stand_in,
 )
-from snugfit.rehearsal.device.policy import CpuPolicy
+from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.sharded import stages
 from snugfit.rehearsal.trace.trace import ALL_REDUCE, RECEIVE, SEND, Trace
@@ -47,7 +50,7 @@ from snugfit.results.footprint import Kind
 from snugfit.step.wishes.mesh.stages import layers_of
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import ParallelWish
-from snugfit.techniques.several_gpus import on_gpus
+from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from tiers import few_of
 
 JOB = small_job("llama", 4, batch_size=16, clip=1.0)
@@ -125,14 +128,27 @@ def test_stages_train_as_one_process_does(ranks: int, job: Job, recipe: str) -> 
 
 @pytest.mark.whole
 def test_what_is_sent_and_not_held_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = stages.instead_of_others
-    monkeypatch.setattr(
-        "snugfit.rehearsal.sharded.ranks.instead_of_others", lambda *, until_waited: plain(until_waited=True)
-    )
+    has_nothing = stages._Handle()
+    monkeypatch.setattr(stages, "_Handle", lambda *tensors: has_nothing)
     staged.rehearsed.cache_clear()
     with pytest.raises(AssertionError):
         hold(2, TWO[1], 0)
     staged.rehearsed.cache_clear()
+
+
+def test_nccl_keeps_what_is_sent_alone_while_there_is_a_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch before 2.13 begins a stage's exchanges together, and NCCL's handle for them has nothing."""
+    setup = on_gpus(Recipe.parse("pipeline(2, schedule=interleaved) + micro_batches(4)").setup(), 2)
+    policy = CudaPolicy()
+    alone = rehearse(job_of_rank(JOB, setup), setup, policy, rank=1)
+    monkeypatch.setattr(
+        pipelining.schedules,
+        "_batch_p2p",
+        lambda ops, desc=None: torch.distributed.batch_isend_irecv(ops) if ops else [],
+    )
+    together = rehearse(job_of_rank(JOB, setup), setup, policy, rank=1)
+    assert sent(together) == sent(alone)
+    assert peak(foreseen(together)) < peak(foreseen(alone))
 
 
 def test_stages_send_each_micro_batch_once_each_way() -> None:

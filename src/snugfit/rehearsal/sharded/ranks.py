@@ -322,7 +322,7 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[No
         (data_parallel, "_verify_param_shape_across_processes", lambda *compared: None),
         (data_parallel.DistributedDataParallel, "__init__", make_and_hook),
         (fake_work, "generate_unique_id", itertools.count().__next__),
-        *instead_of_others(until_waited=recorder.policy.keeps_exchanged),
+        *instead_of_others(handles_for_all=recorder.policy.keeps_exchanged),
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(process_group(rank, ranks))

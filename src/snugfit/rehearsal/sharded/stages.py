@@ -3,9 +3,14 @@
 A stage tells the next one whether it knows the shapes of what it hands on, and is told what they agree upon
 (`PipelineStage._warmup_forward_vote`, since torch 2.13). On shapes nobody answers, so each is taken to know.
 
-What is sent stays until somebody has waited for it (NCCL), or as long as there is a handle of the exchange
-to wait by (gloo). Neither sending nor receiving has a stream here: what a stage waits for others is no part
-of its own trace (`prediction/several_gpus/stages.py`). Which tensors live meanwhile is torch's doing.
+What is sent stays as long as there is a handle to wait by: gloo's handles have it, and NCCL's of a single
+exchange (`WorkNCCL::outputs_` of `pointToPoint`). Of exchanges that begin together NCCL gives one handle for
+all, which has none of them (`batch_isend_irecv`, `endCoalescing`). So torch before 2.13, whose pipelining
+begins all together, keeps nothing that was sent, and later ones keep what they send alone until the handle
+goes: with several chunks on a GPU until the step's end. Neither sending nor receiving has a stream here:
+what a stage waits for others is no part of its own trace (`prediction/several_gpus/stages.py`), and a block
+that is freed while it is being sent is back at once, though NCCL has it until it is through
+(`record_stream`). Which tensors live meanwhile is torch's doing.
 """
 
 from __future__ import annotations
@@ -20,23 +25,21 @@ if TYPE_CHECKING:
 VOTES = ("_warmup_forward_vote", "_warmup_backward_result")
 
 
-class _Sending:
-    """An exchange that somebody will wait for, and what it sends."""
+class _Handle:
+    """What one waits by for an exchange, and the tensors that it has."""
 
-    def __init__(self, tensor: torch.Tensor, *, until_waited: bool) -> None:
-        self._tensor: torch.Tensor | None = tensor
-        self._until_waited = until_waited
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._tensors = tensors
 
     def wait(self, *timeout: Any) -> bool:
         """It is done at once."""
-        if self._until_waited:
-            self._tensor = None
         return True
 
 
-def instead_of_others(*, until_waited: bool) -> list[tuple[Any, str, Any]]:
+def instead_of_others(*, handles_for_all: bool) -> list[tuple[Any, str, Any]]:
     """What stands in the place of functions that other stages would answer: two methods by which stages agree
-    that shapes are known, and what sends a tensor, which stays `until_waited` for or longer."""
+    that shapes are known, what sends a tensor, and where there are `handles_for_all`, what begins several
+    exchanges together."""
     import torch
     import torch.distributed.distributed_c10d as exchanges
     from torch.distributed.pipelining import PipelineStage
@@ -44,14 +47,21 @@ def instead_of_others(*, until_waited: bool) -> list[tuple[Any, str, Any]]:
     def agree(*asked: Any, **more: Any) -> torch.Tensor:
         return torch.ones(1, dtype=torch.int32, device="cpu")
 
-    plain = exchanges.isend
+    plain, together = exchanges.isend, exchanges.batch_isend_irecv
 
-    def isend(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> _Sending:
+    def isend(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> _Handle:
         plain(tensor, *arguments, **keywords)
-        return _Sending(tensor, until_waited=until_waited)
+        return _Handle(tensor)
 
+    def batch_isend_irecv(operations: list[Any]) -> list[_Handle]:
+        together(operations)
+        return [_Handle()]
+
+    instead: list[tuple[str, Any]] = [("isend", isend)]
+    if handles_for_all:
+        instead.append(("batch_isend_irecv", batch_isend_irecv))
     known = [(PipelineStage, name, agree) for name in VOTES if hasattr(PipelineStage, name)]
-    return [*known, (exchanges, "isend", isend), (torch.distributed, "isend", isend)]
+    return [*known, *((owner, *pair) for owner in (exchanges, torch.distributed) for pair in instead)]
 
 
 def peers_of_exchange(func: Any, args: tuple[Any, ...], group: Any) -> tuple[int, int] | None:
