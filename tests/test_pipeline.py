@@ -45,7 +45,7 @@ from snugfit.prediction.several_gpus.stages import (
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.sharded import stages
-from snugfit.rehearsal.trace.trace import ALL_REDUCE, RECEIVE, SEND, Trace
+from snugfit.rehearsal.trace.trace import ALL_REDUCE, RECEIVE, SEND, WEIGHTS_APART, Trace
 from snugfit.results.footprint import Kind
 from snugfit.step.wishes.mesh.stages import layers_of
 from snugfit.techniques.recipe import Recipe
@@ -149,6 +149,19 @@ def test_nccl_keeps_what_is_sent_alone_while_there_is_a_handle(monkeypatch: pyte
     together = rehearse(job_of_rank(JOB, setup), setup, policy, rank=1)
     assert sent(together) == sent(alone)
     assert peak(foreseen(together)) < peak(foreseen(alone))
+
+
+def test_gradients_of_weights_apart_take_the_host_time() -> None:
+    """Each chunk of each micro-batch, of the last stage with its norm and head; the first stage, which has no
+    gradient of an input, computes all of them at once."""
+
+    def counted(schedule: str, rank: int) -> list[int]:
+        trace = rehearsed(2, f"pipeline(2, schedule={schedule}) + micro_batches(4)", rank)
+        return [kernel.tensors for kernel in trace.kernels if kernel.operator == WEIGHTS_APART]
+
+    assert counted("interleaved", 1) == []
+    assert sorted(counted("zero_bubble", 1)) == [9] * 4 + [11] * 4
+    assert counted("zero_bubble", 0) == [9] * 4
 
 
 def test_stages_send_each_micro_batch_once_each_way() -> None:

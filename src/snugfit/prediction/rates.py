@@ -183,6 +183,12 @@ class HostLaunchCosts:
     Four steps with `tensor(2)` on two H100s, beside the rates that `snugfit calibrate --gpus 2` measured
     there before, wanted 48 to 65 microseconds (results/h100-2026-11-26/several-gpus-2.json)."""
 
+    weight_apart: float = 2.5e-4
+    """A weight whose gradient a pipeline computes apart from those of a stage's inputs, beside what it
+    launches (`WEIGHTS_APART`): torch walks the graph for each in Python. A rough figure: a step with 592 of
+    them took two H200s 438 ms, and 284 interleaved (results/h200-2026-11-26/several-gpus-x4.json), which is
+    0.19 to 0.37 ms for each, as that host was 1.3 times as slow as a calibrated one or as fast."""
+
     def slower(self, factor: float) -> HostLaunchCosts:
         """The costs of a host that takes `factor` times as long."""
         return HostLaunchCosts(**{name: seconds * factor for name, seconds in asdict(self).items()})

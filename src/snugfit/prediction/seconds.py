@@ -35,6 +35,7 @@ from snugfit.rehearsal.trace.trace import (
     STAGED,
     SWAPPED,
     UPDATE_ON_HOST,
+    WEIGHTS_APART,
     WORK_ON_HOST,
 )
 from snugfit.results.step_seconds import COMMUNICATION, LINK, PhaseSeconds, StepSeconds
@@ -80,6 +81,7 @@ BY_PYTHON = {
     SHARD_HOOKS: "shard_hook",
     SHARDED_OPERANDS: "sharded_operand",
     PART_OPERATORS: "part_operator",
+    WEIGHTS_APART: "weight_apart",
 }
 """What the host does so many times (`Kernel.tensors`), and which of its costs each takes."""
 

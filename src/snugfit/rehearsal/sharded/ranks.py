@@ -34,7 +34,7 @@ from snugfit.rehearsal.sharded import collectives
 from snugfit.rehearsal.sharded.device_module import ShapesModule
 from snugfit.rehearsal.sharded.offloaded_shards import TO_COPY, HostShards
 from snugfit.rehearsal.sharded.spreading import while_spreading
-from snugfit.rehearsal.sharded.stages import instead_of_others, peers_of_exchange
+from snugfit.rehearsal.sharded.stages import counted_weights, instead_of_others, peers_of_exchange
 from snugfit.rehearsal.sharded.streams import Moment, StreamOrder
 from snugfit.rehearsal.trace.trace import (
     ALL_REDUCE,
@@ -45,6 +45,7 @@ from snugfit.rehearsal.trace.trace import (
     SHARD_HOOKS,
     SHARDED_OPERANDS,
     UPDATE_ON_HOST,
+    WEIGHTS_APART,
     WORK_ON_HOST,
     MarkKind,
     Recording,
@@ -155,6 +156,10 @@ class RankRecorder(Recorder):
     def count_part_operators(self, operators: int) -> None:
         """The host looks up so many operators on parts of tensors."""
         self._add_work_of_host(PART_OPERATORS, operators)
+
+    def count_weights_apart(self, weights: int) -> None:
+        """The host has gradients computed of so many weights, each by itself."""
+        self._add_work_of_host(WEIGHTS_APART, weights)
 
     def _add_work_of_host(self, what: str, often: int) -> None:
         if self._phase in ("forward", "backward"):
@@ -322,6 +327,7 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[No
         (data_parallel, "_verify_param_shape_across_processes", lambda *compared: None),
         (data_parallel.DistributedDataParallel, "__init__", make_and_hook),
         (fake_work, "generate_unique_id", itertools.count().__next__),
+        counted_weights(recorder.count_weights_apart),
         *instead_of_others(handles_for_all=recorder.policy.keeps_exchanged),
     )
     with contextlib.ExitStack() as stack:

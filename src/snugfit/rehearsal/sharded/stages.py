@@ -15,6 +15,7 @@ that is freed while it is being sent is back at once, though NCCL has it until i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from snugfit.rehearsal.trace.trace import RECEIVE, SEND
@@ -62,6 +63,21 @@ def instead_of_others(*, handles_for_all: bool) -> list[tuple[Any, str, Any]]:
         instead.append(("batch_isend_irecv", batch_isend_irecv))
     known = [(PipelineStage, name, agree) for name in VOTES if hasattr(PipelineStage, name)]
     return [*known, *((owner, *pair) for owner in (exchanges, torch.distributed) for pair in instead)]
+
+
+def counted_weights(count: Callable[[int], None]) -> tuple[Any, str, Any]:
+    """What stands in the place of the pass that computes gradients of weights apart from those of inputs
+    (`zero_bubble`): it tells how many weights it computes them of, for each of which torch walks the graph in
+    Python and calls autograd (`_backward.py`)."""
+    from torch.distributed.pipelining import stage
+
+    plain = vars(stage)["stage_backward_weight"]
+
+    def stage_backward_weight(weights: Any, groups: list[dict[str, Any]], *further: Any, **more: Any) -> Any:
+        count(sum(len(group["params"]) for group in groups))
+        return plain(weights, groups, *further, **more)
+
+    return stage, "stage_backward_weight", stage_backward_weight
 
 
 def peers_of_exchange(func: Any, args: tuple[Any, ...], group: Any) -> tuple[int, int] | None:

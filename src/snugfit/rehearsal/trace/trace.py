@@ -71,11 +71,16 @@ looks at each, in Python, before the operator runs on the parts."""
 PART_OPERATORS = "operators on parts of tensors"
 """So many (`Kernel.tensors`) of DTensor's: the host looks up how the result is spread, in Python."""
 
+WEIGHTS_APART = "gradients of weights apart"
+"""So many (`Kernel.tensors`) weights whose gradients a pipeline computes apart from those of inputs: the host
+walks the graph for each, in Python."""
+
 BY_HOST = frozenset(
     {
         SHARD_HOOKS,
         SHARDED_OPERANDS,
         PART_OPERATORS,
+        WEIGHTS_APART,
         UPDATE_ON_HOST,
         WORK_ON_HOST,
         SWAPPED,
