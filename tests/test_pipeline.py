@@ -25,6 +25,7 @@ from snugfit.prediction.rates import calibration_file, rates_for
 from snugfit.prediction.several_gpus.communication import (
     FIRST_GROUP,
     FURTHER_GROUP,
+    FURTHER_PEERS,
     PEERS,
     communication_bytes,
 )
@@ -410,7 +411,11 @@ def test_a_head_that_is_the_embedding_is_in_two_stages_and_on_the_host_once() ->
 
 def test_nccl_has_memory_for_each_neighbour() -> None:
     first, middle = (communication_bytes(rehearsed(4, FOUR[0], rank), 4) for rank in (0, 1))
-    assert (first, middle) == (FIRST_GROUP + PEERS, FIRST_GROUP + 2 * PEERS)
+    assert (first, middle) == (FIRST_GROUP + PEERS, FIRST_GROUP + PEERS + FURTHER_PEERS)
+    around = rehearsed(4, "pipeline(4, schedule=interleaved) + micro_batches(8)", 0, DEEP)
+    assert (
+        communication_bytes(around, 4) == FIRST_GROUP + PEERS + FURTHER_PEERS
+    )  # the last one is its neighbour
     assert (
         communication_bytes(rehearsed(4, "pipeline(2) + ddp + micro_batches(4)", 0), 4)
         == FIRST_GROUP + 2 * FURTHER_GROUP + PEERS

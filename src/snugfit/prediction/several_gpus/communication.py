@@ -42,6 +42,10 @@ PEERS = 446 * MIB
 """And for each GPU that this one sends to without the rest: with it five runs of `context(2)` and
 `pipeline(2)` on two H100s are met within 5 MiB (results/h100-2026-11-26/several-gpus-2.json)."""
 
+FURTHER_PEERS = 384 * MIB
+"""And for each GPU after the first that it sends to so: `pipeline(4)` on four H200s, whose first and last
+stage have one neighbour and the others two (results/h200-2026-11-26/several-gpus-x4.json)."""
+
 START = 22e-6
 """Seconds that the smallest exchange takes within a host."""
 
@@ -135,10 +139,12 @@ def communication_bytes(trace: Trace, gpus: int) -> int:
     to_one = {kernel.peers for kernel in exchanges if kernel.operator in (SEND, RECEIVE)}
     groups = {kernel.peers for kernel in exchanges if kernel.operator not in (SEND, RECEIVE)}
     further = {stride for _, stride in groups - {(gpus, 1)}}
-    of_stages = {abs(stride) for _, stride in to_one} - {1} - further  # their group, where it sums nothing
+    nearest = {min((abs(stride) for _, stride in to_one), default=1)}
+    of_stages = nearest - {1} - further  # the group of the stages, where it sums nothing
     sends = to_one | {kernel.peers for kernel in exchanges if kernel.operator == ALL_TO_ALL}
     more = max(len(groups - {(gpus, 1)}) + len(of_stages), trace.groups)
-    return FIRST_GROUP + FURTHER_GROUP * more + sum(PEERS * (peers - 1) for peers, _ in sends)
+    peers = sum(peers - 1 for peers, _ in sends)
+    return FIRST_GROUP + FURTHER_GROUP * more + PEERS * min(peers, 1) + FURTHER_PEERS * max(peers - 1, 0)
 
 
 MEASURED = ("H200-SXM",)
