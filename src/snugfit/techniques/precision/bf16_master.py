@@ -33,16 +33,14 @@ class Bf16Master(Technique):
     fidelity: ClassVar = Fidelity.ROUNDS
     keeps_small_updates: ClassVar = True
     source: ClassVar = (
-        "Micikevicius et al., arXiv 1710.03740, section 3.1, on masters; that a weight and 16 bits hold one: "
+        "Micikevicius et al., arXiv 1710.03740, section 3.1, on masters; a weight and 16 bits as one: "
         "FlashOptim, arXiv 2602.23349"
     )
     elsewhere: ClassVar = ("bf16_master_weights", "bf16_split", "split_master")
 
     def install(self, setup: Setup) -> Setup:
         """Cuts weights in halves, uses no autocast, and has an optimizer that updates both."""
-        return replace(
-            setup, weights_dtype="bfloat16", autocast=None, scale_gradients=False, masters=True
-        )
+        return replace(setup, weights_dtype="bfloat16", autocast=None, scale_gradients=False, masters=True)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Masters are updated by one optimizer, on one GPU, and are of the model's own weights."""
@@ -58,7 +56,7 @@ class Bf16Master(Technique):
             )
         if setup.adapt is not None or setup.quantize is not None:
             yield (
-                f"{recipe[Slot.ADAPTERS]} trains small adapters, which are fp32 beside weights that do not "
+                f"{recipe[Slot.ADAPTERS]} trains small adapters, which are fp32 next to weights that do not "
                 "train. Try 'bf16' or 'bf16_pure'."
             )
         if setup.sharding is not None or setup.parallel is not None:

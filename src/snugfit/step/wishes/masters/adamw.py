@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 from snugfit.errors import RecipeError
-from snugfit.step.wishes.masters.halves import HAS_MASTER, RESIDUAL, flat, join, pieces, split, take_residual
+from snugfit.step.wishes.masters.halves import RESIDUAL, flat, join, pieces, split, take_residual
+from snugfit.step.wishes.mesh.spread_tensors import HAS_MASTER
 
 STEP = "step"
 """The key of a state under which the steps of a weight are counted."""
@@ -42,9 +43,9 @@ class Numbers(NamedTuple):
     first_share: float
     """Of a gradient in the first moment: 1 - beta1."""
     second_keep: float
-    """beta2."""
+    """Of the second moment itself: beta2."""
     second_share: float
-    """1 - beta2."""
+    """Of a squared gradient in the second moment: 1 - beta2."""
     root: float
     """The square root of the second moment's bias correction: sqrt(1 - beta2 ** step)."""
     eps: float
@@ -81,6 +82,16 @@ class MasterAdamW(torch.optim.Optimizer):
         for weight in self.param_groups[-1]["params"]:
             if (residual := take_residual(weight)) is not None:
                 self.state[weight] = {RESIDUAL: residual}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As every optimizer does, but states keep their dtypes: torch's own would cast them to bfloat16."""
+        super().load_state_dict(state_dict)
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for weight, number in zip(weights, numbers, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, torch.Tensor):
+                    self.state[weight][name] = value.to(weight.device)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -126,8 +137,8 @@ class MasterAdamW(torch.optim.Optimizer):
         known = self.state[weight].get(RESIDUAL)
         if known is None:
             return torch.zeros_like(weight, dtype=torch.int16, memory_format=torch.preserve_format)
-        there: torch.Tensor = known.to(weight.device)
-        return there
+        residual: torch.Tensor = known.to(weight.device)
+        return residual
 
     def _update(self, weight: torch.Tensor, numbers: Numbers) -> None:
         state = self.state[weight]
@@ -177,20 +188,36 @@ def update(
     exact.addcdiv_(first, spread, value=numbers.rate)
 
 
+def norm_in_fp32(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norm of gradients as of one vector, with that of each in 32 bits: torch's own has their dtype, and
+    of bfloat16 it would have 8 significant bits. A CPU's kernel widens them first, a GPU's on the way."""
+    norms: Sequence[torch.Tensor]
+    if _is_on_gpu(gradients[0]):
+        norms = torch._foreach_norm(list(gradients), 2.0, torch.float32)
+    else:
+        norms = [torch.linalg.vector_norm(gradient.to(torch.float32)) for gradient in gradients]
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
+    return norm
+
+
 # ---- on a GPU --------------------------------------------------------------------------------------------
 
 
 def has_kernel(weight: torch.Tensor) -> bool:
     """Whether the kernel updates it: in bfloat16, as its gradient, on a GPU or a rehearsal of one."""
-    on_gpu = weight.is_cuda or (weight.is_meta and _KERNEL_ON_META)
-    halves = weight.dtype is torch.bfloat16 and weight.grad is not None
-    return on_gpu and halves and weight.grad.dtype is torch.bfloat16  # type: ignore[union-attr]
+    gradient = weight.grad
+    in_halves = weight.dtype is torch.bfloat16 and gradient is not None and gradient.dtype is torch.bfloat16
+    return in_halves and _is_on_gpu(weight)
+
+
+def _is_on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda or (tensor.is_meta and _KERNEL_ON_META)
 
 
 @contextlib.contextmanager
 def shapes(*, on_gpu: bool = True) -> Iterator[None]:
     """Within it a step on `meta` is one on a GPU, or one on a CPU."""
-    global _KERNEL_ON_META  # noqa: PLW0603 - of the process, as the rehearsal's other switches are
+    global _KERNEL_ON_META
     before, _KERNEL_ON_META = _KERNEL_ON_META, on_gpu
     try:
         yield
@@ -253,4 +280,4 @@ def adamw_of_halves(
 
 @adamw_of_halves.register_fake
 def _writes_in_place(*arguments: Any) -> None:
-    """Allocates nothing."""
+    """Its results are written in place, so it allocates nothing."""

@@ -4,4 +4,4 @@ BLOCK = 4096
 """Elements that one program of the kernel updates (chosen, not measured): 16 for each of its 256 threads."""
 
 WARPS = 8
-"""Of 32 threads."""
+"""Warps of 32 threads of one program."""

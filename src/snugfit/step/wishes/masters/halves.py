@@ -20,12 +20,10 @@ import torch
 
 from snugfit.errors import RecipeError
 from snugfit.job.dtype import cast_weights
+from snugfit.step.wishes.mesh.spread_tensors import HAS_MASTER
 
 RESIDUAL = "residual"
 """The name of the second half: a weight's attribute, then the key of an optimizer's state."""
-
-HAS_MASTER = "has_master"
-"""The attribute of a weight that was split."""
 
 AT_ONCE = 1 << 20
 """Numbers that are widened together (chosen): few enough that their copies in 32 bits stay in a CPU's caches,
@@ -55,8 +53,8 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     gaps there, or an element twice."""
     if not torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
         raise RecipeError(
-            f"Weights with masters have no gaps in memory, but one of shape {tuple(tensor.shape)} has strides "
-            f"{tensor.stride()}. Make it contiguous(), or try 'bf16'."
+            f"Weights with masters have no gaps in memory, but one of shape {tuple(tensor.shape)} has "
+            f"strides {tensor.stride()}. Make it contiguous(), or try 'bf16'."
         )
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
@@ -85,16 +83,17 @@ def split_weights(model: Any) -> None:
             weight.data, residual = halves_of(weight)
             setattr(weight, RESIDUAL, residual)
             setattr(weight, HAS_MASTER, True)
-    kept = {name: weight.data for name, weight in model.named_parameters() if name in stays}
+    as_they_are = {name: weight.data for name, weight in model.named_parameters() if name in stays}
     cast_weights(model, "bfloat16")
-    for name, value in kept.items():
+    for name, value in as_they_are.items():
         model.get_parameter(name).data = value
+    model.register_load_state_dict_pre_hook(load_masters)
 
 
 def _kept_in_fp32(model: Any) -> set[str]:
     """Names of weights that a model of transformers has in fp32 beside bfloat16, such as the bias of
     DeepSeek-V3's router (`_keep_in_fp32_modules_strict`)."""
-    parts = [part for part in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
+    parts = list(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     return {name for name, _ in model.named_parameters() if any(part in name for part in parts)}
 
 
@@ -104,10 +103,13 @@ def take_residual(weight: torch.Tensor) -> torch.Tensor | None:
     return residual
 
 
-def masters_of(optimizer: Any) -> dict[int, torch.Tensor]:
-    """The second halves that an optimizer has, by the id of their weights."""
-    return {
-        id(weight): state[RESIDUAL]
-        for weight, state in (optimizer.state.items() if optimizer is not None else ())
-        if isinstance(state, dict) and RESIDUAL in state and getattr(weight, HAS_MASTER, False)
-    }
+def load_masters(model: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before weights in 32 bits are loaded into a model whose weights are split: it gets their first halves,
+    which torch's cast would round otherwise, and weights that no optimizer has yet their second ones."""
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        value = state.get(prefix + name)
+        if value is None or value.dtype is not torch.float32 or not getattr(weight, HAS_MASTER, False):
+            continue
+        state[prefix + name], residual = halves_of(value)
+        if RESIDUAL in vars(weight):
+            getattr(weight, RESIDUAL).copy_(residual)

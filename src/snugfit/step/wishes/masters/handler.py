@@ -25,8 +25,8 @@ class MastersHandler(Handler):
     }
 
     def model_arguments(self, value: bool) -> dict[str, Any]:
-        """As they are loaded: rounded by whoever loads them, they would have no other half."""
-        return {"dtype": None} if value else {}
+        """In 32 bits: rounded by whoever loads them, they would have no other half."""
+        return {"dtype": "float32"} if value else {}
 
     def wrap(self, value: bool, model: Any) -> None:
         """What trains is cut in halves."""

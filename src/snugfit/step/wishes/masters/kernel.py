@@ -1,8 +1,8 @@
 """One kernel that updates many weights and the halves of their masters, in Triton.
 
 A program finds the weight that its block belongs to in the table of `places_of`, reads 14 bytes an element,
-computes in fp32 in the order of `adamw.update`, and writes 12. The table has addresses, since a launch takes a
-few pointers and a model has hundreds of weights.
+computes in fp32 in the order of `adamw.update`, and writes 12. The table has addresses, since a launch takes
+a few pointers and a model has hundreds of weights.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ ALIGNED = 16
 """Bytes that a thread reads or writes at once, at addresses that are multiples of it."""
 
 
-@triton.jit
-def update_block(
+@triton.jit  # type: ignore[untyped-decorator]
+def update_block(  # type: ignore[no-untyped-def]
     weights, residuals, firsts, seconds, gradients, at, count,
     keep, first_share, second_keep, second_share, root, eps, rate, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -40,7 +40,8 @@ def update_block(
     spread = tl.div_rn(tl.sqrt_rn(second), root) + eps
     exact = exact + tl.div_rn(rate * first, spread)
 
-    bits = tl.where(exact == exact, exact.to(tl.int32, bitcast=True), 0x7FC00000)
+    bits = exact.to(tl.int32, bitcast=True)
+    bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # what is not a number
     upper = (bits + 0x8000) >> 16
     tl.store(weights + at, upper.to(tl.int16), mask=mask)
     tl.store(residuals + at, (bits - (upper << 16)).to(tl.int16), mask=mask)
@@ -48,8 +49,8 @@ def update_block(
     tl.store(seconds + at, second, mask=mask)
 
 
-@triton.jit
-def update_weights(
+@triton.jit  # type: ignore[untyped-decorator]
+def update_weights(  # type: ignore[no-untyped-def]
     places, keep, first_share, second_keep, second_share, root, eps, rate,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -81,11 +82,9 @@ def update_weights(
         )  # fmt: skip
 
 
-def launch(
-    lists: Sequence[Sequence[torch.Tensor]], places: torch.Tensor, numbers: Sequence[float]
-) -> None:
-    """Runs the kernel over these weights, residuals, both moments and gradients, whose table `places` is, with
-    the numbers of `adamw.Numbers`."""
+def launch(lists: Sequence[Sequence[torch.Tensor]], places: torch.Tensor, numbers: Sequence[float]) -> None:
+    """Runs the kernel over these weights, residuals, both moments and gradients, whose table `places` is,
+    with the numbers of `adamw.Numbers`."""
     blocks = sum(triton.cdiv(weight.numel(), BLOCK) for weight in lists[0])
     aligned = all(tensor.data_ptr() % ALIGNED == 0 for tensors in lists for tensor in tensors)
     update_weights[(blocks,)](

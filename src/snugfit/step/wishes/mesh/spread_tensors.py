@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+HAS_MASTER = "has_master"
+"""The attribute of a weight of bfloat16 that is one half of its master (`step/wishes/masters/halves.py`)."""
+
 Groups = list[list["torch.Tensor"]]
 
 
@@ -80,7 +83,11 @@ def clip(weights: Iterable[torch.Tensor], most: float) -> None:
     import torch
 
     weights = [weight for weight in weights if weight.grad is not None]
-    if len(split(weights, mesh)) == 1:
+    if any(hasattr(weight, HAS_MASTER) for weight in weights):
+        from snugfit.step.wishes.masters.adamw import norm_in_fp32
+
+        scale(weights, most, norm_in_fp32([weight.grad for weight in weights if weight.grad is not None]))
+    elif len(split(weights, mesh)) == 1:
         torch.nn.utils.clip_grad_norm_(weights, most)
     else:
         scale(weights, most, total_norm(weight.grad for weight in weights if weight.grad is not None))
