@@ -10,8 +10,9 @@ import torch
 
 from snugfit.step.wishes.masters import adamw
 from snugfit.step.wishes.masters.adamw import MOMENTS, MasterAdamW
-from snugfit.step.wishes.masters.halves import RESIDUAL, join, split_weights
+from snugfit.step.wishes.masters.halves import join, split_weights
 from snugfit.step.wishes.masters.kernel import launch
+from snugfit.step.wishes.masters.marks import RESIDUAL
 
 SIZES = ((33, 200), (1000,), (3, 4, 5, 6), (), (4099,), (8192,))
 """Below, at and beyond a block, and of one number."""

@@ -32,7 +32,8 @@ from snugfit.step.open_step import open_step
 from snugfit.step.step import Observer
 from snugfit.step.wishes.masters import adamw, halves
 from snugfit.step.wishes.masters.adamw import MasterAdamW
-from snugfit.step.wishes.masters.halves import RESIDUAL, flat, join, split, split_weights
+from snugfit.step.wishes.masters.halves import flat, join, split, split_weights
+from snugfit.step.wishes.masters.marks import RESIDUAL
 from snugfit.step.wishes.mesh.spread_tensors import clip
 from snugfit.techniques.recipe import Recipe
 

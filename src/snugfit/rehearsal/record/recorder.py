@@ -61,6 +61,7 @@ from snugfit.rehearsal.trace.trace import (
 )
 from snugfit.results.footprint import Kind
 from snugfit.step.step import Observer
+from snugfit.step.wishes.masters.marks import RESIDUAL
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy
@@ -206,6 +207,9 @@ class Recorder(TorchDispatchMode, Observer):
                     self._shadows.forget(parameter)
                 for tensor in scales_of(parameter):
                     self.claim(tensor, Kind.WEIGHTS, name)
+        for owned, name in self._owners.items():
+            if (residual := vars(owned).get(RESIDUAL)) is not None:  # which no optimizer has taken
+                self.claim(residual, Kind.OPTIMIZER_STATES, name)
 
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
         """This tensor's bytes are of this kind, and of this module where one is named."""

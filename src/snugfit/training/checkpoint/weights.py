@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
+from snugfit.step.wishes.masters.marks import RESIDUAL
 from snugfit.training.checkpoint import adapters
 from snugfit.training.checkpoint.model_state import (
     ModelState,
@@ -34,10 +35,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WEIGHTS = "model.safetensors"
-
-RESIDUAL = "residual"
-"""The name of an optimizer's state that is the second half of its weight's master
-(`step/wishes/masters/halves.py`, which imports torch)."""
 
 
 @dataclass(frozen=True, kw_only=True)

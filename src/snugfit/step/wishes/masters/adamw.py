@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 from snugfit.errors import RecipeError
-from snugfit.step.wishes.masters.halves import RESIDUAL, flat, join, pieces, split, take_residual
-from snugfit.step.wishes.mesh.spread_tensors import HAS_MASTER
+from snugfit.step.wishes.masters.halves import flat, join, pieces, split, take_residual
+from snugfit.step.wishes.masters.marks import HAS_MASTER, RESIDUAL
 
 STEP = "step"
 """The key of a state under which the steps of a weight are counted."""

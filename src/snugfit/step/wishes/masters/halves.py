@@ -20,10 +20,7 @@ import torch
 
 from snugfit.errors import RecipeError
 from snugfit.job.dtype import cast_weights
-from snugfit.step.wishes.mesh.spread_tensors import HAS_MASTER
-
-RESIDUAL = "residual"
-"""The name of the second half: a weight's attribute, then the key of an optimizer's state."""
+from snugfit.step.wishes.masters.marks import HAS_MASTER, RESIDUAL
 
 AT_ONCE = 1 << 20
 """Numbers that are widened together (chosen): few enough that their copies in 32 bits stay in a CPU's caches,

@@ -13,11 +13,10 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from snugfit.step.wishes.masters.marks import HAS_MASTER
+
 if TYPE_CHECKING:
     import torch
-
-HAS_MASTER = "has_master"
-"""The attribute of a weight of bfloat16 that is one half of its master (`step/wishes/masters/halves.py`)."""
 
 Groups = list[list["torch.Tensor"]]
 
