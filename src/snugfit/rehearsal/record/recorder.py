@@ -61,7 +61,7 @@ from snugfit.rehearsal.trace.trace import (
 )
 from snugfit.results.footprint import Kind
 from snugfit.step.step import Observer
-from snugfit.step.wishes.masters.marks import RESIDUAL
+from snugfit.step.wishes.masters.marks import has_residual
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy
@@ -207,9 +207,6 @@ class Recorder(TorchDispatchMode, Observer):
                     self._shadows.forget(parameter)
                 for tensor in scales_of(parameter):
                     self.claim(tensor, Kind.WEIGHTS, name)
-        for owned, name in self._owners.items():
-            if (residual := vars(owned).get(RESIDUAL)) is not None:  # which no optimizer has taken
-                self.claim(residual, Kind.OPTIMIZER_STATES, name)
 
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
         """This tensor's bytes are of this kind, and of this module where one is named."""
@@ -230,7 +227,7 @@ class Recorder(TorchDispatchMode, Observer):
 
     def _claim_states(self) -> None:
         states = self._optimizer.state.items() if self._optimizer else ()
-        for parameter, state in states:
+        for parameter, state in (*states, *((one, vars(one)) for one in self._owners if has_residual(one))):
             for value in state.values():
                 for tensor in value if isinstance(value, (list, tuple)) else (value,):
                     if isinstance(tensor, torch.Tensor):
