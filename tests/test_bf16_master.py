@@ -293,18 +293,21 @@ def test_an_element_takes_fourteen_bytes_and_the_update_moves_twenty_six() -> No
     assert kinds[RECIPE]["optimizer states"] == pytest.approx(10 * elements, rel=0.01)
     assert "caches" not in kinds[RECIPE], "no autocast, and no copies"
     trace = rehearse(job, Recipe.parse(RECIPE).setup(), CudaPolicy())
-    updates = [kernel for kernel in trace.kernels if kernel.operator == "snugfit::adamw_of_halves"]
+    updates = [kernel for kernel in trace.kernels if kernel.operator == "triton::adamw_of_halves"]
     assert len(updates) == 1
     assert updates[0].nbytes == pytest.approx(26 * elements, rel=0.01)
 
 
 @pytest.mark.whole
-def test_the_kernel_does_what_the_reference_does() -> None:
-    """In Triton's interpreter; differences are the last bit of a product and a sum in one operation."""
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_kernel_does_what_the_reference_does(device: str) -> None:
+    """In Triton's interpreter, and on a GPU."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
     script = Path(__file__).with_name("masters_in_triton.py")
-    variables = {**os.environ, "TRITON_INTERPRET": "1"}
+    variables = os.environ | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
     done = subprocess.run(
-        [sys.executable, script], env=variables, capture_output=True, text=True, check=False
+        [sys.executable, script, device], env=variables, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "as the reference" in done.stdout

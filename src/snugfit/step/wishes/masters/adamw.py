@@ -259,7 +259,7 @@ def places_of(lists: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
 
 
 @torch.library.custom_op(
-    "snugfit::adamw_of_halves",
+    "triton::adamw_of_halves",  # as traces name kernels that Triton compiles when they are first launched
     mutates_args=("weights", "residuals", "firsts", "seconds"),
     device_types="cuda",
 )
@@ -273,8 +273,13 @@ def adamw_of_halves(
     numbers: list[float],
 ) -> None:
     """The kernel's launch, as one operator with a shape function."""
-    from snugfit.step.wishes.masters.kernel import launch
-
+    try:
+        from snugfit.step.wishes.masters.kernel import launch
+    except ImportError as fault:
+        raise RecipeError(
+            f"The update of weights with masters is a kernel that Triton compiles, which cannot be imported: "
+            f"{fault}. Try: pip install triton, or the recipe 'bf16'."
+        ) from None
     launch((weights, residuals, firsts, seconds, gradients), places, numbers)
 
 
