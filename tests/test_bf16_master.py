@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-import snugfit
 from aligned import compare, peak
 from cpu_scratch import compared
 from reported import foreseen, reports
@@ -393,12 +392,19 @@ def test_a_plan_takes_it_only_where_it_is_kept(dtype: str) -> None:
 
 @pytest.mark.whole
 @pytest.mark.parametrize("loop", ["accelerate", "trainer"])
-def test_other_loops_train_with_it(loop: str) -> None:
-    job = small_job("bert", 2, batch_size=4)
+def test_other_loops_train_with_it_as_rehearsed(loop: str) -> None:
+    """accelerate loads the optimizer's states into it once more."""
+    job, setup = small_job("bert", 2, batch_size=4), Recipe.parse(RECIPE).setup()
     torch.manual_seed(5)
-    step = open_step(job, Recipe.parse(RECIPE).setup(), loop, torch.device("cpu"), keep_losses=True)
-    losses = step.run(3, Quiet())
+    step = open_step(job, setup, loop, torch.device("cpu"), keep_losses=True)
+    assert len(step.run(3, Quiet())) == 3
     assert step.model is not None
-    assert {weight.dtype for weight in step.model.parameters()} == {torch.bfloat16}
-    assert len(losses) == 3
-    assert snugfit.predict(job, RECIPE, gpu="h200", loop=loop).footprint.reserved_bytes > 0
+    assert step.optimizer is not None
+    for weight in step.model.parameters():
+        dtypes = [value.dtype for value in step.optimizer.state[weight].values() if torch.is_tensor(value)]
+        assert {weight.dtype, *dtypes} == {torch.bfloat16, torch.int16, torch.float32}
+    trace = compared(foreseen(rehearse(job, setup, CpuPolicy(), loop=loop)))
+    real = compared(reports(job, setup, loop=loop))
+    third = [[event for event in events if event.step == 2] for events in (real, trace)]
+    assert compare(*third).similarity == 1.0
+    assert peak(real) == peak(trace)
