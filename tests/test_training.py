@@ -46,6 +46,7 @@ RECIPES = (
     "host_adamw + bf16 + micro_batches(2)",
     "lion_8bit + micro_batches(2)",
     "bf16_pure + adamw_stochastic",
+    "bf16_master + adamw_fused + micro_batches(2)",
     "adamw_4bit + micro_batches(2)",
     "apollo(rank=4, renew=3)",
     "galore(rank=4, update_proj_gap=3)",

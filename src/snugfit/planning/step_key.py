@@ -46,6 +46,7 @@ TOUCHES: Mapping[str, tuple[str, ...]] = {
     "matmul": ("matmul",),
     "quantize": ("passes", "update"),
     "adapt": ("passes", "update"),
+    "masters": ("passes", "update"),
     "kernels": ("passes",),
     "float8": ("passes",),
     "logits": ("passes",),

@@ -24,6 +24,7 @@ from snugfit.step.wishes.batching import ExpandableSegmentsHandler, LoaderHandle
 from snugfit.step.wishes.engine.sharding import ShardingHandler
 from snugfit.step.wishes.float8 import Float8Handler
 from snugfit.step.wishes.handler import Handler
+from snugfit.step.wishes.masters.handler import MastersHandler
 from snugfit.step.wishes.model import (
     ActivationOffloadHandler,
     AdaptHandler,
@@ -55,6 +56,7 @@ HANDLERS: tuple[Handler, ...] = (
     MatmulHandler(),
     QuantizeHandler(),
     AdaptHandler(),
+    MastersHandler(),
     KernelsHandler(),
     Float8Handler(),
     LogitsHandler(),

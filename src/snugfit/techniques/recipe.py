@@ -146,8 +146,8 @@ class Recipe:
             yield (
                 f"All weights train in {dtype}, so an update below about {below} of a weight is lost in "
                 "rounding, and training with small learning rates stalls. Try 'bf16' with dtype float32, "
-                "which updates 32-bit weights, adapters ('lora'), which are fp32, or 'adamw_stochastic', "
-                "which rounds weights of bfloat16 by chance."
+                "or 'bf16_master', which update weights in 32 bits, adapters ('lora'), which are fp32, or "
+                "'adamw_stochastic', which rounds weights of bfloat16 by chance."
             )
 
 

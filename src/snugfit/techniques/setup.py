@@ -352,6 +352,10 @@ class Setup:
     adapt: Call | None = None
     """adapt: `adapt(model, **arguments)` gives the model to train instead."""
 
+    masters: bool = False
+    """adapt: weights that train, in whichever dtype they are loaded, become bfloat16, and the optimizer keeps
+    what that leaves of them in 16 bits, so that it updates them in 32."""
+
     kernels: Call | None = None
     """checkpoint: `kernels(model, **arguments)` has modules of the model compute with other kernels; None
     leaves them as they are."""

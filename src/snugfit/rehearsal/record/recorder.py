@@ -61,6 +61,7 @@ from snugfit.rehearsal.trace.trace import (
 )
 from snugfit.results.footprint import Kind
 from snugfit.step.step import Observer
+from snugfit.step.wishes.masters.marks import has_residual
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy
@@ -226,7 +227,7 @@ class Recorder(TorchDispatchMode, Observer):
 
     def _claim_states(self) -> None:
         states = self._optimizer.state.items() if self._optimizer else ()
-        for parameter, state in states:
+        for parameter, state in (*states, *((one, vars(one)) for one in self._owners if has_residual(one))):
             for value in state.values():
                 for tensor in value if isinstance(value, (list, tuple)) else (value,):
                     if isinstance(tensor, torch.Tensor):

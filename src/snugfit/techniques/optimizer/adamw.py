@@ -7,10 +7,11 @@ are few. torch picks foreach by itself on CUDA; it is asked for by name so that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
+from snugfit.techniques.masters import with_adamw
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
@@ -29,4 +30,4 @@ class AdamW(Technique):
     def install(self, setup: Setup) -> Setup:
         """Takes torch's AdamW with foreach kernels."""
         factory = Call(path="torch.optim:AdamW", arguments={"foreach": True})
-        return replace(setup, optimizer=OptimizerWish(factory=factory, trainer_name="adamw_torch"))
+        return with_adamw(setup, OptimizerWish(factory=factory, trainer_name="adamw_torch"))

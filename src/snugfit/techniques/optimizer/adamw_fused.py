@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
+from snugfit.techniques.masters import with_adamw
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
@@ -23,4 +24,4 @@ class AdamWFused(Technique):
     def install(self, setup: Setup) -> Setup:
         """Takes torch's AdamW with fused kernels."""
         factory = Call(path="torch.optim:AdamW", arguments={"fused": True})
-        return replace(setup, optimizer=OptimizerWish(factory=factory, trainer_name="adamw_torch_fused"))
+        return with_adamw(setup, OptimizerWish(factory=factory, trainer_name="adamw_torch_fused"))

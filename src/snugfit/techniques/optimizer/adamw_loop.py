@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
+from snugfit.techniques.masters import with_adamw
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
 from snugfit.techniques.technique import Fidelity, Technique
 
@@ -23,4 +24,4 @@ class AdamWLoop(Technique):
     def install(self, setup: Setup) -> Setup:
         """Takes torch's AdamW with one kernel after the other for each parameter."""
         factory = Call(path="torch.optim:AdamW", arguments={"foreach": False, "fused": False})
-        return replace(setup, optimizer=OptimizerWish(factory=factory))
+        return with_adamw(setup, OptimizerWish(factory=factory))

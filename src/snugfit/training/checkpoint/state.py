@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from snugfit.errors import SnugfitError
 from snugfit.step.wishes.engine.config import is_of_engine
 from snugfit.step.wishes.engine.owners import part_bytes
+from snugfit.step.wishes.masters.marks import HAS_MASTER
 from snugfit.step.wishes.mesh.sharded_optimizer import local_optimizer, updated_elsewhere
 from snugfit.step.wishes.mesh.stages import is_stage
 from snugfit.training.checkpoint.model_state import beginning_of
@@ -178,7 +179,7 @@ class Snapshot:
         """How much room it takes: its tensors and its text. Headers, config and tokenizer are small."""
         tensors = {id(tensor): tensor for tensor in (*self.weights.tensors(), *self.tensors.values())}
         text_bytes = sum(len(text.encode()) for text in self._texts.values())
-        return text_bytes + sum(tensor.nbytes for tensor in tensors.values())
+        return text_bytes + self.weights.widened_bytes + sum(tensor.nbytes for tensor in tensors.values())
 
 
 def snapshot(
@@ -230,15 +231,16 @@ def refuse_unpackable(part: str, owner: Any, value: Any, optimizer: torch.optim.
 
 def tensor_bytes(state: TrainState) -> list[int]:
     """Bytes of each tensor of a snapshot once the optimizer has its states: each weight that trains comes
-    with two moments, at most, of its own size; what another process updates is its to write. Raises
-    `SnugfitError` for a model that cannot be kept."""
+    with two moments, at most, of its own size, or of its master's; what another process updates is its to
+    write. Raises `SnugfitError` for a model that cannot be kept."""
     if is_of_engine(state.optimizer):
         return part_bytes(state.model, state.ranks.rank, state.ranks.size)
     tensors = map(_local, weights_of(state.model, state.optimizer).tensors())
     elsewhere = {weight.data_ptr() for weight in updated_elsewhere(state.optimizer)}
     held = {value.data_ptr(): value for value in tensors}
     weights = [value.nbytes for address, value in held.items() if address not in elsewhere]
-    trained = [_local(weight).nbytes for weight in parameters_of(local_optimizer(state.optimizer))]
+    optimized = parameters_of(local_optimizer(state.optimizer))
+    trained = [_local(weight).nbytes * (2 if hasattr(weight, HAS_MASTER) else 1) for weight in optimized]
     return [*weights, *trained, *trained]
 
 

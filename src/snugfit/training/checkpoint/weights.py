@@ -14,11 +14,12 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
+from snugfit.step.wishes.masters.marks import RESIDUAL
 from snugfit.training.checkpoint import adapters
 from snugfit.training.checkpoint.model_state import (
     ModelState,
@@ -56,11 +57,21 @@ class ModelWeights:
     dtype: torch.dtype | None = None
     """Of the weights, where the live model computes with them in another."""
 
+    residuals: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Of weights whose masters are kept in two halves the second ones, by name: files have the masters, in
+    32 bits."""
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """All tensors; one that is held in several places comes several times."""
         for tensors in self.files.values():
             yield from tensors.values()
+        yield from self.residuals.values()
         yield from self.state.all_tensors()
+
+    @property
+    def widened_bytes(self) -> int:
+        """By how many bytes the files are larger than the tensors that they hold, without their residuals."""
+        return sum({id(value): value.nbytes for value in self.residuals.values()}.values())
 
     def with_copies(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> ModelWeights:
         """The same with a copy in the place of each tensor."""
@@ -68,7 +79,21 @@ class ModelWeights:
             file: {name: copy(value) for name, value in tensors.items()}
             for file, tensors in self.files.items()
         }
-        return replace(self, files=files, state=self.state.with_copies(copy))
+        residuals = {name: copy(value) for name, value in self.residuals.items()}
+        return replace(self, files=files, residuals=residuals, state=self.state.with_copies(copy))
+
+    def _tensors_to_write(self) -> dict[str, torch.Tensor]:
+        """The tensors of the one file as it has them, by name. A tied weight stays one tensor."""
+        from snugfit.step.wishes.masters.halves import join
+
+        weights = self.files[WEIGHTS]
+        if not self.residuals:
+            return dict(weights)
+        joined: dict[int, torch.Tensor] = {}
+        for name, residual in self.residuals.items():
+            if id(weights[name]) not in joined:
+                joined[id(weights[name])] = join(weights[name], residual)
+        return {name: joined.get(id(value), value) for name, value in weights.items()}
 
     def write(self, folder: Path) -> None:
         """Writes the files of this model into `folder`."""
@@ -94,15 +119,15 @@ class ModelWeights:
     def _write_pretrained(self, model: PreTrainedModel, folder: Path) -> None:
         """transformers leaves some out, and writes some architectures under other names than they compute
         with; when those are loaded, all get one dtype."""
-        weights = self.files[WEIGHTS]
+        weights, written = self.files[WEIGHTS], self._tensors_to_write()
         with no_progress_bars():
-            model.save_pretrained(folder, state_dict=dict(weights))
+            model.save_pretrained(folder, state_dict=written)
         names = _names_in(folder)
         is_renamed = not names <= set(weights)
         in_files = [
             value
             for name, value in weights.items()
-            if name in names or (is_renamed and value.dtype == (self.dtype or model.dtype))
+            if name in names or (is_renamed and written[name].dtype == (self.dtype or model.dtype))
         ]
         if self.dtype is not None:
             _name_dtype(folder / "config.json", self.dtype)
@@ -110,7 +135,7 @@ class ModelWeights:
 
     def _write_module(self, folder: Path) -> None:
         weights = self.files[WEIGHTS]
-        _save(weights, folder / WEIGHTS)
+        _save(self._tensors_to_write(), folder / WEIGHTS)
         self.state.write(folder, {id(value): None for value in weights.values()})
 
 
@@ -130,8 +155,15 @@ def weights_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
 
     named = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     if not adapters.is_adapted(model):
-        state = model_state_of(model, set(named))
-        return ModelWeights(model=model, files={WEIGHTS: named}, configs={}, state=state)
+        state, residuals = model_state_of(model, set(named)), _residuals_of(model, optimizer)
+        return ModelWeights(
+            model=model,
+            files={WEIGHTS: named},
+            configs={},
+            state=state,
+            dtype=torch.float32 if residuals else None,
+            residuals=residuals,
+        )
     adapters.refuse_what_cannot_be_kept(model)
     files, configs = adapters.files_of(model, named)
     exports = [value for tensors in files.values() for value in tensors.values()]
@@ -139,6 +171,19 @@ def weights_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
     optimized = [weight for group in groups for weight in group["params"]]
     state = model_state_of(model, set(named), among=[*exports, *optimized])
     return ModelWeights(model=model, files=files, configs=configs, state=state)
+
+
+def _residuals_of(model: torch.nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    """The second halves of masters, by their weights' names; none where the optimizer has none."""
+    states = {} if optimizer is None else optimizer.state
+    if not any(isinstance(state, Mapping) and RESIDUAL in state for state in states.values()):
+        return {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {
+        name: states[weight][RESIDUAL]
+        for name, weight in named
+        if weight in states and RESIDUAL in states[weight]
+    }
 
 
 def _save(tensors: Mapping[str, torch.Tensor], file: Path) -> None:

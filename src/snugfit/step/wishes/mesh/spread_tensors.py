@@ -13,6 +13,8 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from snugfit.step.wishes.masters.marks import HAS_MASTER
+
 if TYPE_CHECKING:
     import torch
 
@@ -80,7 +82,11 @@ def clip(weights: Iterable[torch.Tensor], most: float) -> None:
     import torch
 
     weights = [weight for weight in weights if weight.grad is not None]
-    if len(split(weights, mesh)) == 1:
+    if any(hasattr(weight, HAS_MASTER) for weight in weights):
+        from snugfit.step.wishes.masters.adamw import norm_in_fp32
+
+        scale(weights, most, norm_in_fp32([weight.grad for weight in weights if weight.grad is not None]))
+    elif len(split(weights, mesh)) == 1:
         torch.nn.utils.clip_grad_norm_(weights, most)
     else:
         scale(weights, most, total_norm(weight.grad for weight in weights if weight.grad is not None))

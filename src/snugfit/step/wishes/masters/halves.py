@@ -1,0 +1,112 @@
+"""A number in 32 bits as two halves: the nearest bfloat16, and 16 bits that say how far it is.
+
+A number and its nearest bfloat16 differ, as whole numbers that their bits stand for, by -32,768 to 32,767: 16
+bits with a sign. So the two are all of the number, whatever it is, and the first is what a forward pass
+computes with. What lies halfway between two neighbours goes away from zero, not to the even one as torch's
+casts do: to the even one 65,537 numbers would be rounded and to the odd one 65,535, which 16 bits cannot tell
+apart. What is not a number is one of many such patterns, and becomes the usual one.
+
+A weight that was split and has no optimizer yet holds its second half under `RESIDUAL`; then the optimizer
+has it among its states.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from snugfit.errors import RecipeError
+from snugfit.job.dtype import cast_weights
+from snugfit.step.wishes.masters.marks import HAS_MASTER, RESIDUAL
+
+AT_ONCE = 1 << 20
+"""Numbers that are widened together (chosen): few enough that their copies in 32 bits stay in a CPU's caches,
+and take 16 MiB at most."""
+
+HALFWAY = 1 << 15
+"""Half of what the lower 16 bits count to."""
+
+
+def join(weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """The numbers in 32 bits whose halves these are."""
+    bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+    return bits.add_(residual).view(torch.float32)
+
+
+def split(exact: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> None:
+    """Writes both halves of these numbers in 32 bits, which it overwrites."""
+    exact.masked_fill_(exact.isnan(), math.nan)
+    bits = exact.view(torch.int32)
+    upper = bits.add(HALFWAY).bitwise_right_shift_(16)
+    weight.view(torch.int16).copy_(upper)
+    residual.copy_(bits.sub_(upper.bitwise_left_shift_(16)))
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements in the order of its memory, without a copy. Raises `RecipeError` for one that has
+    gaps there, or an element twice."""
+    if not torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
+        raise RecipeError(
+            f"Weights with masters have no gaps in memory, but one of shape {tuple(tensor.shape)} has "
+            f"strides {tensor.stride()}. Make it contiguous(), or try 'bf16'."
+        )
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Flat tensors of one length cut alike, `AT_ONCE` elements at a time."""
+    return zip(*(tensor.split(AT_ONCE) for tensor in tensors), strict=True)
+
+
+def halves_of(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """New tensors of a weight's two halves, which lie as it does. A weight in 16 bits is a whole master."""
+    high = torch.empty_like(weight, dtype=torch.bfloat16, memory_format=torch.preserve_format)
+    low = torch.empty_like(weight, dtype=torch.int16, memory_format=torch.preserve_format)
+    for exact, first, second in pieces(flat(weight), flat(high), flat(low)):
+        split(exact.to(torch.float32, copy=True), first, second)
+    return high, low
+
+
+@torch.no_grad()
+def split_weights(model: Any) -> None:
+    """Makes weights that train bfloat16, each with what that leaves of it as its attribute, and all other
+    floating-point tensors of the model bfloat16 alone. What an architecture keeps in fp32 stays so."""
+    stays = _kept_in_fp32(model)
+    for name, weight in model.named_parameters():
+        if weight.requires_grad and weight.dtype in (torch.float32, torch.float16) and name not in stays:
+            weight.data, residual = halves_of(weight)
+            setattr(weight, RESIDUAL, residual)
+            setattr(weight, HAS_MASTER, True)
+    as_they_are = {name: weight.data for name, weight in model.named_parameters() if name in stays}
+    cast_weights(model, "bfloat16")
+    for name, value in as_they_are.items():
+        model.get_parameter(name).data = value
+    model.register_load_state_dict_pre_hook(load_masters)
+
+
+def _kept_in_fp32(model: Any) -> set[str]:
+    """Names of weights that a model of transformers has in fp32 beside bfloat16, such as the bias of
+    DeepSeek-V3's router (`_keep_in_fp32_modules_strict`)."""
+    parts = list(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    return {name for name, _ in model.named_parameters() if any(part in name for part in parts)}
+
+
+def take_residual(weight: torch.Tensor) -> torch.Tensor | None:
+    """The second half of a weight that no optimizer has yet; afterwards it is the caller's."""
+    residual: torch.Tensor | None = vars(weight).pop(RESIDUAL, None)
+    return residual
+
+
+def load_masters(model: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before weights in 32 bits are loaded into a model whose weights are split: it gets their first halves,
+    which torch's cast would round otherwise, and weights that no optimizer has yet their second ones."""
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        value = state.get(prefix + name)
+        if value is None or value.dtype is not torch.float32 or not getattr(weight, HAS_MASTER, False):
+            continue
+        state[prefix + name], residual = halves_of(value)
+        if RESIDUAL in vars(weight):
+            getattr(weight, RESIDUAL).copy_(residual)

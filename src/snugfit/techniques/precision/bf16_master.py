@@ -1,0 +1,77 @@
+"""Weights, activations and gradients in bfloat16, updated in 32 bits: with no copy of the weights in fp32.
+
+A weight that trains is the bfloat16 nearest to its master, and 16 bits among the optimizer's states say how
+far that is: the two are all 32 bits of the master (`step/wishes/masters/halves.py`). So an update is never
+lost, as with `bf16`, and no autocast casts a weight, as with `bf16_pure`. An element takes 14 bytes: 2 of
+weight, 2 of gradient, 2 for the other half of the master, and 8 of AdamW's moments. `bf16` takes 16 over
+weights in fp32, and 2 more for autocast's copies.
+
+What differs from `bf16` is what `bf16_pure` has too: normalisations, softmax and sums of layers are computed
+in bfloat16 where a model's own code does not widen them, and gradients are bfloat16. Those of micro-batches
+are added up in bfloat16 by autograd, each addition rounded to 8 significant bits: with many of them the
+gradient is less exact than that of `bf16`, whose gradients are fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from snugfit.techniques.masters import keeps_masters
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bf16Master(Technique):
+    """Keeps weights and gradients in bfloat16, and updates their masters in 32 bits without a second copy."""
+
+    fidelity: ClassVar = Fidelity.ROUNDS
+    keeps_small_updates: ClassVar = True
+    source: ClassVar = (
+        "Micikevicius et al., arXiv 1710.03740, section 3.1, on masters; a weight and 16 bits as one: "
+        "FlashOptim, arXiv 2602.23349"
+    )
+    elsewhere: ClassVar = ("bf16_master_weights", "bf16_split", "split_master")
+
+    def install(self, setup: Setup) -> Setup:
+        """Cuts weights in halves, uses no autocast, and has an optimizer that updates both."""
+        return replace(setup, weights_dtype="bfloat16", autocast=None, scale_gradients=False, masters=True)
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """Masters are updated by one optimizer, on one GPU, and are of the model's own weights."""
+        setup = self.install(Setup())
+        for slot in Slot:
+            setup = setup if slot is Slot.PRECISION else recipe[slot].install(setup)
+        if not job.trains:
+            yield "an evaluation updates nothing, so there are no masters. Try 'bf16_pure'."
+        elif not keeps_masters(setup):
+            yield (
+                f"{recipe[Slot.OPTIMIZER]} does not update masters in two halves. Try 'adamw' or "
+                "'adamw_fused', or 'bf16' with this optimizer."
+            )
+        if setup.adapt is not None or setup.quantize is not None:
+            yield (
+                f"{recipe[Slot.ADAPTERS]} trains small adapters, which are fp32 next to weights that do not "
+                "train. Try 'bf16' or 'bf16_pure'."
+            )
+        if setup.sharding is not None or setup.parallel is not None:
+            yield "several processes do not share weights in two halves. Try 'bf16'."
+
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """What was not measured, and what bfloat16 costs."""
+        if compute_capability and compute_capability < (8, 0):
+            yield "this GPU does not support bfloat16 and emulates it slowly."
+        yield (
+            "its update was measured on no GPU: its seconds follow from the bytes it moves. Gradients of "
+            "micro-batches are added up in bfloat16."
+        )
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """What was never measured is not chosen."""
+        return "it was measured on no GPU yet, so no plan chooses it by itself"
