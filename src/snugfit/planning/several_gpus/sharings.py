@@ -1,8 +1,8 @@
 """By which techniques so many GPUs may share a job: its batch, and groups of them each part of that.
 
 What shares the batch alone is always looked at. Along the other axes of a mesh groups of GPUs work on the
-same samples: they share matrices, and experts where there are some, sequences, or stand in stages. How many GPUs make such a group is what the
-techniques propose, which is a host's at most.
+same samples: they share matrices, and with these the experts where there are some, or sequences, or stand in
+stages. How many GPUs make such a group is what the techniques propose, which is a host's at most.
 """
 
 from __future__ import annotations

@@ -1,0 +1,185 @@
+"""The fewest layers that have to be recomputed, where an answer recomputes more and nothing at all misses.
+
+Recipes are compared that recompute no layer, or each. What lies between has as many settings as a model has
+layers, of which few layers tell nothing, so each is simulated whole. Yet bytes and seconds lie on a line
+between the two ends: each layer that is recomputed frees what it keeps, and adds its forward pass. So for an
+answer with the same sharing and the same micro-batches the fewest layers follow from the ends, are simulated
+in full, and are corrected once or twice by what that gave. Stages are left out: which of them takes most of
+the memory changes with the layers that are recomputed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from snugfit.planning.search.simpler import AS_FAST
+from snugfit.planning.several_gpus.asking import MARGIN
+from snugfit.planning.several_gpus.candidates import is_valid, recomputings
+from snugfit.planning.several_gpus.fastest import Screened
+from snugfit.planning.several_gpus.judge import Judged
+from snugfit.techniques import roster
+from snugfit.techniques.setup import EVERY_LAYER, Setup
+from snugfit.techniques.technique import Slot
+from snugfit.units import show_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from snugfit.job.job import Job
+    from snugfit.planning.keep import Kept
+    from snugfit.planning.several_gpus.plan import OnGpus
+    from snugfit.techniques.recipe import Recipe
+    from snugfit.techniques.setup import CheckpointWish
+    from snugfit.techniques.technique import Technique
+
+ROUNDS = 3
+"""Numbers of layers that are simulated in full for one answer, at most (chosen)."""
+
+
+class FewestRecomputed:
+    """Looks for the fewest layers, for several answers side by side. `judge` says what recipes take by few
+    layers, and `in_full` what they take with all, None where that fails."""
+
+    def __init__(
+        self,
+        job: Job,
+        fixed: Kept,
+        bound: int,
+        judge: Callable[[list[tuple[int, Recipe]]], list[Judged]],
+        in_full: Callable[[list[tuple[int, Screened]]], list[OnGpus | None]],
+    ) -> None:
+        self._job, self._fixed, self._bound = job, fixed, bound
+        self._judge, self._in_full = judge, in_full
+
+    def run(self, chosen: Sequence[tuple[OnGpus, Screened]]) -> dict[int, OnGpus]:
+        """By number of GPUs, what is faster than these answers because it recomputes fewer layers."""
+        lines = list(self._lines(chosen))
+        for _ in range(ROUNDS):
+            asked = [(line, layers) for line in lines if (layers := line.next())]
+            full = self._in_full([
+                (line.answer.gpus, line.with_recomputed(layers)) for line, layers in asked
+            ])  # fmt: skip
+            for (line, layers), answer in zip(asked, full, strict=True):
+                line.hear(layers, answer)
+        return {line.answer.gpus: line.found for line in lines if line.found is not None}
+
+    def _lines(self, chosen: Sequence[tuple[OnGpus, Screened]]) -> Iterator[_Line]:
+        """Of the answers that recompute layers, what lies around them, unless that is kept or in stages."""
+        slot = Slot.CHECKPOINTING
+        kinds = [
+            one for one in roster.techniques() if one.slot is slot and not one.planning_objection(self._job)
+        ]
+        some = next((grades for one in kinds if (grades := one.grades(self._job))), ())
+        every = next(
+            (one for one in recomputings(self._job, self._fixed) if _wish_of(one) == EVERY_LAYER), None
+        )
+        if slot in self._fixed.slots or not some or every is None:
+            return
+        fewer = [
+            (answer, one)
+            for answer, one in chosen
+            if not one.shared.recomputing.plain and one.shared.stages == 1
+            if is_valid(self._job, one.recipe.with_(some[0]), answer.gpus)
+        ]
+        ends = [
+            (answer.gpus, one.recipe.with_(end))
+            for answer, one in fewer
+            for end in (roster.plain(slot), every)
+        ]
+        judged = iter(self._judge(ends))
+        for answer, one in fewer:
+            yield _Line(answer, one, some, next(judged), next(judged), self._bound)
+
+
+def _wish_of(technique: Technique) -> CheckpointWish | None:
+    return technique.install(Setup()).checkpoint
+
+
+@dataclass
+class _Line:
+    """What lies between recomputing no layer and each, for one answer."""
+
+    answer: OnGpus
+    one: Screened
+    """The same, as it was found on few layers."""
+    some: Sequence[Technique]
+    """They recompute the first layer, the first two, and so on up to all but one."""
+    none: Judged
+    every: Judged
+    bound: int
+    """Bytes that may be used of each GPU."""
+    found: OnGpus | None = None
+    """What recomputes the fewest layers of all that fit and are faster than the answer."""
+    _fits: dict[int, int] = field(default_factory=dict)
+    """By the layers that are recomputed, the bytes of what was simulated in full and fits."""
+    _misses: dict[int, int] = field(default_factory=dict)
+    """The same of what does not."""
+
+    @property
+    def layers(self) -> int:
+        """How many may be recomputed."""
+        return len(self.some) + 1
+
+    def next(self) -> int | None:
+        """With how many layers to simulate next; None where no number may fit and be faster by more than
+        would be called as fast."""
+        low, high = max(self._misses, default=0), min(self._fits, default=self.layers)
+        layers = max(self._just_enough(), low + 1)
+        fastest = (self.found or self.answer).step_seconds
+        if layers >= high or self._on_line(layers).step_seconds > fastest * (1 - AS_FAST):
+            return None
+        return layers
+
+    def with_recomputed(self, layers: int) -> Screened:
+        """The answer with so many recomputed, and what that takes on the line."""
+        some, shared = self.some[layers - 1], self.one.shared
+        return Screened(
+            recipe=self.one.recipe.with_(some),
+            judged=self._on_line(layers),
+            shared=replace(shared, recipe=shared.recipe.with_(some)),
+            size=self.one.size,
+        )
+
+    def hear(self, layers: int, answer: OnGpus | None) -> None:
+        """Remembers what was simulated in full."""
+        if answer is None:
+            self._misses[self.layers] = 0  # nor can any other number be simulated
+            return
+        known = self._fits if answer.fits else self._misses
+        known[layers] = answer.needed_bytes
+        if answer.fits and answer.step_seconds < (self.found or self.answer).step_seconds:
+            self.found = replace(answer, why=self._why(layers, answer))
+
+    def _just_enough(self) -> int:
+        """How many layers should be enough: with the margin of few layers, or by what was simulated in full.
+        As many as there are where no number is."""
+        each = (self.none.needed_bytes - self.every.needed_bytes) / self.layers
+        if each <= 0 or self.none.why_not or self.every.why_not:
+            return self.layers
+        nearest = min(self._fits.items(), default=None) or max(self._misses.items(), default=None)
+        if nearest is None:
+            return math.ceil((self.none.needed_bytes - self.bound / MARGIN) / each)
+        layers, needed = nearest
+        return layers + math.ceil((needed - self.bound) / each)
+
+    def _on_line(self, layers: int) -> Judged:
+        share = layers / self.layers
+        none, every = self.none, self.every
+        return none._replace(
+            needed_bytes=int(none.needed_bytes + share * (every.needed_bytes - none.needed_bytes)),
+            step_seconds=none.step_seconds + share * (every.step_seconds - none.step_seconds),
+            model_seconds=none.model_seconds + share * (every.model_seconds - none.model_seconds),
+            exposed_seconds=none.exposed_seconds + share * (every.exposed_seconds - none.exposed_seconds),
+        )
+
+    def _why(self, layers: int, answer: OnGpus) -> str:
+        more = self.answer.step_seconds / answer.step_seconds - 1
+        why = (
+            f"the first {layers} of {self.layers} layers are recomputed: with none of them a step needs "
+            f"{show_bytes(self.none.needed_bytes)} of each GPU, of which {show_bytes(self.bound)} may be "
+            f"used, and with {self.one.shared.recomputing} it takes {100 * more:.1f} % longer."
+        )
+        before = self.answer.why
+        return f"{before} {why[0].upper()}{why[1:]}" if before else why
