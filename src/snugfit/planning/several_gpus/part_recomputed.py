@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from snugfit.planning.search.simpler import AS_FAST
-from snugfit.planning.several_gpus.asking import MARGIN
 from snugfit.planning.several_gpus.candidates import is_valid, recomputings
 from snugfit.planning.several_gpus.fastest import Screened
 from snugfit.planning.several_gpus.judge import Judged
@@ -38,6 +37,11 @@ ROUNDS = 3
 """Numbers of layers that are simulated in full for one answer, at most (chosen)."""
 
 
+def recomputes_layers(one: Screened) -> bool:
+    """Whether fewer layers may be recomputed than in this, which is not in stages."""
+    return not one.shared.recomputing.plain and one.shared.stages == 1
+
+
 class FewestRecomputed:
     """Looks for the fewest layers, for several answers side by side. `judge` says what recipes take by few
     layers, and `in_full` what they take with all, None where that fails."""
@@ -57,15 +61,15 @@ class FewestRecomputed:
         """By number of GPUs, what is faster than these answers because it recomputes fewer layers."""
         lines = list(self._lines(chosen))
         for _ in range(ROUNDS):
-            asked = [(line, layers) for line in lines if (layers := line.next())]
+            asked = [(line, layers) for line in lines if (layers := line.next()) is not None]
             full = self._in_full([
                 (line.answer.gpus, line.with_recomputed(layers)) for line, layers in asked
             ])  # fmt: skip
             for (line, layers), answer in zip(asked, full, strict=True):
                 line.hear(layers, answer)
-        return {line.answer.gpus: line.found for line in lines if line.found is not None}
+        return {line.answer.gpus: line.faster for line in lines if line.faster is not None}
 
-    def _lines(self, chosen: Sequence[tuple[OnGpus, Screened]]) -> Iterator[_Line]:
+    def _lines(self, chosen: Sequence[tuple[OnGpus, Screened]]) -> Iterator[_LayersLine]:
         """Of the answers that recompute layers, what lies around them, unless that is kept or in stages."""
         slot = Slot.CHECKPOINTING
         kinds = [
@@ -80,8 +84,7 @@ class FewestRecomputed:
         fewer = [
             (answer, one)
             for answer, one in chosen
-            if not one.shared.recomputing.plain and one.shared.stages == 1
-            if is_valid(self._job, one.recipe.with_(some[0]), answer.gpus)
+            if recomputes_layers(one) and is_valid(self._job, one.recipe.with_(some[0]), answer.gpus)
         ]
         ends = [
             (answer.gpus, one.recipe.with_(end))
@@ -90,7 +93,7 @@ class FewestRecomputed:
         ]
         judged = iter(self._judge(ends))
         for answer, one in fewer:
-            yield _Line(answer, one, some, next(judged), next(judged), self._bound)
+            yield _LayersLine(answer, one, some, next(judged), next(judged), self._bound)
 
 
 def _wish_of(technique: Technique) -> CheckpointWish | None:
@@ -98,7 +101,7 @@ def _wish_of(technique: Technique) -> CheckpointWish | None:
 
 
 @dataclass
-class _Line:
+class _LayersLine:
     """What lies between recomputing no layer and each, for one answer."""
 
     answer: OnGpus
@@ -110,7 +113,7 @@ class _Line:
     every: Judged
     bound: int
     """Bytes that may be used of each GPU."""
-    found: OnGpus | None = None
+    faster: OnGpus | None = None
     """What recomputes the fewest layers of all that fit and are faster than the answer."""
     _fits: dict[int, int] = field(default_factory=dict)
     """By the layers that are recomputed, the bytes of what was simulated in full and fits."""
@@ -125,16 +128,16 @@ class _Line:
     def next(self) -> int | None:
         """With how many layers to simulate next; None where no number may fit and be faster by more than
         would be called as fast."""
-        low, high = max(self._misses, default=0), min(self._fits, default=self.layers)
+        low, high = max(self._misses, default=-1), min(self._fits, default=self.layers)
         layers = max(self._just_enough(), low + 1)
-        fastest = (self.found or self.answer).step_seconds
+        fastest = (self.faster or self.answer).step_seconds
         if layers >= high or self._on_line(layers).step_seconds > fastest * (1 - AS_FAST):
             return None
         return layers
 
     def with_recomputed(self, layers: int) -> Screened:
         """The answer with so many recomputed, and what that takes on the line."""
-        some, shared = self.some[layers - 1], self.one.shared
+        some, shared = self._technique(layers), self.one.shared
         return Screened(
             recipe=self.one.recipe.with_(some),
             judged=self._on_line(layers),
@@ -149,20 +152,22 @@ class _Line:
             return
         known = self._fits if answer.fits else self._misses
         known[layers] = answer.needed_bytes
-        if answer.fits and answer.step_seconds < (self.found or self.answer).step_seconds:
-            self.found = replace(answer, why=self._why(layers, answer))
+        if answer.fits and answer.step_seconds < (self.faster or self.answer).step_seconds:
+            self.faster = replace(answer, why=self._why(layers, answer))
+
+    def _technique(self, layers: int) -> Technique:
+        return self.some[layers - 1] if layers else roster.plain(Slot.CHECKPOINTING)
 
     def _just_enough(self) -> int:
-        """How many layers should be enough: with the margin of few layers, or by what was simulated in full.
-        As many as there are where no number is."""
-        each = (self.none.needed_bytes - self.every.needed_bytes) / self.layers
-        if each <= 0 or self.none.why_not or self.every.why_not:
+        """How many layers should be enough, by what was simulated in full, or at first by few layers, of
+        which the answer shows how far they are off. As many as there are where no number is."""
+        a_layer = (self.none.needed_bytes - self.every.needed_bytes) / self.layers
+        if a_layer <= 0 or self.none.why_not or self.every.why_not:
             return self.layers
-        nearest = min(self._fits.items(), default=None) or max(self._misses.items(), default=None)
-        if nearest is None:
-            return math.ceil((self.none.needed_bytes - self.bound / MARGIN) / each)
-        layers, needed = nearest
-        return layers + math.ceil((needed - self.bound) / each)
+        off = self.answer.needed_bytes - self.one.judged.needed_bytes
+        known = min(self._fits.items(), default=None) or max(self._misses.items(), default=None)
+        layers, needed = known or (0, self.none.needed_bytes + off)
+        return layers + math.ceil((needed - self.bound) / a_layer)
 
     def _on_line(self, layers: int) -> Judged:
         share = layers / self.layers
@@ -175,11 +180,14 @@ class _Line:
         )
 
     def _why(self, layers: int, answer: OnGpus) -> str:
-        more = self.answer.step_seconds / answer.step_seconds - 1
+        """Why the groups of GPUs are as they are, and why so many layers are recomputed."""
+        before, more = self.answer.why, self.answer.step_seconds / answer.step_seconds - 1
+        if not layers:
+            return before
+        which = "layer is" if layers == 1 else f"{layers} layers are"
         why = (
-            f"the first {layers} of {self.layers} layers are recomputed: with none of them a step needs "
+            f"the first {which} recomputed, of {self.layers}: with none a step needs about "
             f"{show_bytes(self.none.needed_bytes)} of each GPU, of which {show_bytes(self.bound)} may be "
             f"used, and with {self.one.shared.recomputing} it takes {100 * more:.1f} % longer."
         )
-        before = self.answer.why
         return f"{before} {why[0].upper()}{why[1:]}" if before else why

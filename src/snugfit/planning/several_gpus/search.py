@@ -25,7 +25,7 @@ from snugfit.planning.several_gpus.evidence import Evidence
 from snugfit.planning.several_gpus.fastest import Outcome, Screened
 from snugfit.planning.several_gpus.judge import InFull, Judge, Judged
 from snugfit.planning.several_gpus.meshes import FastestMesh
-from snugfit.planning.several_gpus.part_recomputed import FewestRecomputed
+from snugfit.planning.several_gpus.part_recomputed import FewestRecomputed, recomputes_layers
 from snugfit.planning.several_gpus.plan import OnGpus, SeveralGpusPlan
 from snugfit.planning.several_gpus.reasons import why_mesh
 from snugfit.prediction.headroom import headroom_of
@@ -39,8 +39,8 @@ FULL = 3
 """Recipes that are simulated in full on the fastest answer's GPUs (chosen)."""
 
 FEW = 4
-"""Numbers of GPUs of which all answers are looked at with fewer layers recomputed (chosen); of more only the
-fewest, the fastest and the cheapest are."""
+"""Answers, which recompute layers, that are all looked at with fewer of them (chosen); of more only those on
+the fewest GPUs, the fastest and the cheapest are."""
 
 Tell = Callable[[str], None]
 
@@ -188,19 +188,21 @@ class _Search:
         return sorted([fastest, *fitting], key=lambda one: one.step_seconds)
 
     def _recomputing_fewer(self, plan: SeveralGpusPlan, outcomes: dict[int, Outcome]) -> SeveralGpusPlan:
-        """The plan whose named answers, or where there are few all of them, recompute no more layers than
+        """The plan whose named answers, or all where few of them recompute layers, recompute no more than
         they have to. Where that changes the fastest, what it was stands beside it."""
         before = after = {one.gpus: one for one in plan.answers}
+        found_as = {one.gpus: _way_of(one, outcomes[one.gpus]) for one in plan.fitting}
+        left = {gpus for gpus, one in found_as.items() if recomputes_layers(one)}
+        are_few = len(left) <= FEW
         search = FewestRecomputed(self._job, self._fixed, self._bound, self._judge, self._in_full)
-        done: set[int] = set()
         new = plan
         while True:
-            named = new.fitting if len(before) <= FEW else (new.fewest, new.fastest, new.cheapest)
-            asked = {one.gpus: one for one in named if one is not None and one.gpus not in done}
+            named = new.fitting if are_few else (new.fewest, new.fastest, new.cheapest)
+            asked = {one.gpus: one for one in named if one is not None and one.gpus in left}
             if not asked:
                 break
-            done.update(asked)
-            after = after | search.run([(one, _way_of(one, outcomes[gpus])) for gpus, one in asked.items()])
+            left -= {*asked}
+            after = after | search.run([(one, found_as[gpus]) for gpus, one in asked.items()])
             new = self._plan(tuple(after.values()), plan.alternatives)
         fastest, alternatives = new.fastest, plan.alternatives
         if fastest is not None and fastest != before[fastest.gpus]:
@@ -243,8 +245,9 @@ class _Search:
 
 
 def _way_of(answer: OnGpus, outcome: Outcome) -> Screened:
-    """What an answer is as it was found on few layers."""
-    return next(one for one in outcome.fitting if str(one.recipe) == answer.recipe)
+    """An answer as it was found on few layers. A miss there may fit with all."""
+    every = (*outcome.fitting, *([outcome.miss] if outcome.miss else []))
+    return next(one for one in every if str(one.recipe) == answer.recipe)
 
 
 def _from_both_ends(counts: Sequence[int]) -> list[int]:
