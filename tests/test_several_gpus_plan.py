@@ -304,6 +304,22 @@ def test_of_many_answers_only_those_with_a_name_recompute_fewer_layers(
     ]  # fmt: skip
 
 
+def test_weights_are_gathered_again_where_more_layers_are_kept_for_it(
+    of_large_samples: type[MadeUpJudge], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of_large_samples, "states", 160 * GIB)
+    (answer,) = plan_several_gpus(JOB, gpu=H200, gpus=8, headroom=0, workers=1, keep="whole_batch").answers
+    for recipe, layers in (("fsdp", 3), ("fsdp(reshard=none)", 5)):
+        fits = [
+            MadeUpJudge.of(JOB, H200, 8, Recipe.parse(f"first_layers({k}) + {recipe}")).needed_bytes
+            <= (H200.memory_bytes or 0)
+            for k in (layers - 1, layers)
+        ]
+        assert fits == [False, True]
+    assert answer.recipe == "first_layers(3) + fsdp"
+    assert "and with every_layer + fsdp(reshard=none) it takes" in answer.why
+
+
 @pytest.mark.parametrize("keep", ["every_layer", "pipeline(2)"])
 def test_layers_are_recomputed_as_they_are_kept_and_in_stages(
     of_large_samples: type[MadeUpJudge], keep: str

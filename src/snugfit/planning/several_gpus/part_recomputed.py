@@ -4,8 +4,9 @@ Recipes are compared that recompute no layer, or each. What lies between has as 
 layers, of which few layers tell nothing, so each is simulated whole. Yet bytes and seconds lie on a line
 between the two ends: each layer that is recomputed frees what it keeps, and adds its forward pass. So for an
 answer with the same sharing and the same micro-batches the fewest layers follow from the ends, are simulated
-in full, and are corrected once or twice by what that gave. Stages are left out: which of them takes most of
-the memory changes with the layers that are recomputed.
+in full, and are corrected once or twice by what that gave. Where gathered weights are kept, so it is done
+without keeping them too: that may leave memory for more layers. Stages are left out: which of them takes most
+changes with the layers that are recomputed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from snugfit.planning.search.simpler import AS_FAST
 from snugfit.planning.several_gpus.candidates import is_valid, recomputings
 from snugfit.planning.several_gpus.fastest import Screened
 from snugfit.planning.several_gpus.judge import Judged
+from snugfit.planning.several_gpus.sharings import of_slot
 from snugfit.techniques import roster
 from snugfit.techniques.setup import EVERY_LAYER, Setup
 from snugfit.techniques.technique import Slot
@@ -60,17 +62,26 @@ class FewestRecomputed:
     def run(self, chosen: Sequence[tuple[OnGpus, Screened]]) -> dict[int, OnGpus]:
         """By number of GPUs, what is faster than these answers because it recomputes fewer layers."""
         lines = list(self._lines(chosen))
+        best = {line.answer.gpus: line.answer for line in lines}
         for _ in range(ROUNDS):
-            asked = [(line, layers) for line in lines if (layers := line.next()) is not None]
-            full = self._in_full([
-                (line.answer.gpus, line.with_recomputed(layers)) for line, layers in asked
-            ])  # fmt: skip
-            for (line, layers), answer in zip(asked, full, strict=True):
-                line.hear(layers, answer)
-        return {line.answer.gpus: line.faster for line in lines if line.faster is not None}
+            asked: dict[int, tuple[_LayersLine, Screened]] = {}
+            for line in lines:
+                gpus = line.answer.gpus
+                question = line.next(best[gpus].step_seconds)
+                if question is not None and (
+                    gpus not in asked or _seconds(question) < _seconds(asked[gpus][1])
+                ):
+                    asked[gpus] = line, question
+            full = self._in_full([(gpus, question) for gpus, (_, question) in asked.items()])
+            for (gpus, (line, question)), answer in zip(asked.items(), full, strict=True):
+                line.hear(question, answer)
+                if answer is not None and answer.fits and answer.step_seconds < best[gpus].step_seconds:
+                    best[gpus] = replace(answer, why=line.why(question, answer))
+        return {line.answer.gpus: best[line.answer.gpus] for line in lines}
 
     def _lines(self, chosen: Sequence[tuple[OnGpus, Screened]]) -> Iterator[_LayersLine]:
-        """Of the answers that recompute layers, what lies around them, unless that is kept or in stages."""
+        """Of the answers that recompute layers, what lies around them, unless that is kept or in stages; and
+        the same with weights that are gathered more often, which leaves memory to recompute less."""
         slot = Slot.CHECKPOINTING
         kinds = [
             one for one in roster.techniques() if one.slot is slot and not one.planning_objection(self._job)
@@ -82,18 +93,36 @@ class FewestRecomputed:
         if slot in self._fixed.slots or not some or every is None:
             return
         fewer = [
-            (answer, one)
+            (answer, one, sharing)
             for answer, one in chosen
-            if recomputes_layers(one) and is_valid(self._job, one.recipe.with_(some[0]), answer.gpus)
+            if recomputes_layers(one)
+            for sharing in self._sharings(one)
+            if is_valid(self._job, one.recipe.with_(sharing).with_(some[0]), answer.gpus)
         ]
         ends = [
-            (answer.gpus, one.recipe.with_(end))
-            for answer, one in fewer
+            (answer.gpus, one.recipe.with_(sharing).with_(end))
+            for answer, one, sharing in fewer
             for end in (roster.plain(slot), every)
         ]
         judged = iter(self._judge(ends))
-        for answer, one in fewer:
-            yield _LayersLine(answer, one, some, next(judged), next(judged), self._bound)
+        for answer, one, sharing in fewer:
+            yield _LayersLine(answer, one, sharing, some, next(judged), next(judged), self._bound)
+
+    def _sharings(self, one: Screened) -> Iterator[Technique]:
+        """How the batch is shared, and in the same way with less in memory."""
+        slot, shared = Slot.SHARDING, one.shared
+        yield shared.recipe[slot]
+        for other in of_slot(self._job, slot, self._fixed):
+            if type(other) is type(shared.recipe[slot]) and other != shared.recipe[slot]:
+                leaner = replace(shared, recipe=shared.recipe.with_(other))
+                if is_valid(self._job, one.recipe.with_(other), shared.gpus) and leaner.holds_no_more_than(
+                    shared
+                ):
+                    yield other
+
+
+def _seconds(one: Screened) -> float:
+    return one.judged.step_seconds
 
 
 def _wish_of(technique: Technique) -> CheckpointWish | None:
@@ -102,19 +131,18 @@ def _wish_of(technique: Technique) -> CheckpointWish | None:
 
 @dataclass
 class _LayersLine:
-    """What lies between recomputing no layer and each, for one answer."""
+    """What lies between recomputing no layer and each, for one answer and one way to share the batch."""
 
     answer: OnGpus
     one: Screened
     """The same, as it was found on few layers."""
+    sharing: Technique
     some: Sequence[Technique]
     """They recompute the first layer, the first two, and so on up to all but one."""
     none: Judged
     every: Judged
     bound: int
     """Bytes that may be used of each GPU."""
-    faster: OnGpus | None = None
-    """What recomputes the fewest layers of all that fit and are faster than the answer."""
     _fits: dict[int, int] = field(default_factory=dict)
     """By the layers that are recomputed, the bytes of what was simulated in full and fits."""
     _misses: dict[int, int] = field(default_factory=dict)
@@ -125,38 +153,30 @@ class _LayersLine:
         """How many may be recomputed."""
         return len(self.some) + 1
 
-    def next(self) -> int | None:
-        """With how many layers to simulate next; None where no number may fit and be faster by more than
-        would be called as fast."""
+    def next(self, fastest: float) -> Screened | None:
+        """What to simulate next, with what it takes on the line; None where nothing may fit and be faster, by
+        more than would be called as fast, than so many seconds."""
         low, high = max(self._misses, default=-1), min(self._fits, default=self.layers)
         layers = max(self._just_enough(), low + 1)
-        fastest = (self.faster or self.answer).step_seconds
-        if layers >= high or self._on_line(layers).step_seconds > fastest * (1 - AS_FAST):
+        if layers >= high or (judged := self._on_line(layers)).step_seconds > fastest * (1 - AS_FAST):
             return None
-        return layers
+        some = self.some[layers - 1] if layers else roster.plain(Slot.CHECKPOINTING)
+        recipe, shared = self.one.recipe.with_(self.sharing).with_(some), self.one.shared
+        shared = replace(shared, recipe=shared.recipe.with_(self.sharing).with_(some))
+        return Screened(recipe, judged, shared, self.one.size)
 
-    def with_recomputed(self, layers: int) -> Screened:
-        """The answer with so many recomputed, and what that takes on the line."""
-        some, shared = self._technique(layers), self.one.shared
-        return Screened(
-            recipe=self.one.recipe.with_(some),
-            judged=self._on_line(layers),
-            shared=replace(shared, recipe=shared.recipe.with_(some)),
-            size=self.one.size,
-        )
-
-    def hear(self, layers: int, answer: OnGpus | None) -> None:
+    def hear(self, question: Screened, answer: OnGpus | None) -> None:
         """Remembers what was simulated in full."""
         if answer is None:
             self._misses[self.layers] = 0  # nor can any other number be simulated
             return
         known = self._fits if answer.fits else self._misses
-        known[layers] = answer.needed_bytes
-        if answer.fits and answer.step_seconds < (self.faster or self.answer).step_seconds:
-            self.faster = replace(answer, why=self._why(layers, answer))
+        known[self._layers_of(question)] = answer.needed_bytes
 
-    def _technique(self, layers: int) -> Technique:
-        return self.some[layers - 1] if layers else roster.plain(Slot.CHECKPOINTING)
+    def _layers_of(self, question: Screened) -> int:
+        """How many layers of a question are recomputed."""
+        technique = question.shared.recomputing
+        return 0 if technique.plain else self.some.index(technique) + 1
 
     def _just_enough(self) -> int:
         """How many layers should be enough, by what was simulated in full, or at first by few layers, of
@@ -179,15 +199,18 @@ class _LayersLine:
             exposed_seconds=none.exposed_seconds + share * (every.exposed_seconds - none.exposed_seconds),
         )
 
-    def _why(self, layers: int, answer: OnGpus) -> str:
+    def why(self, question: Screened, answer: OnGpus) -> str:
         """Why the groups of GPUs are as they are, and why so many layers are recomputed."""
         before, more = self.answer.why, self.answer.step_seconds / answer.step_seconds - 1
+        layers = self._layers_of(question)
         if not layers:
             return before
         which = "layer is" if layers == 1 else f"{layers} layers are"
+        techniques = (self.one.shared.recomputing, self.one.shared.recipe[Slot.SHARDING])
+        named = " + ".join(str(one) for one in techniques if one not in question.recipe.techniques)
         why = (
             f"the first {which} recomputed, of {self.layers}: with none a step needs about "
             f"{show_bytes(self.none.needed_bytes)} of each GPU, of which {show_bytes(self.bound)} may be "
-            f"used, and with {self.one.shared.recomputing} it takes {100 * more:.1f} % longer."
+            f"used, and with {named} it takes {100 * more:.1f} % longer."
         )
         return f"{before} {why[0].upper()}{why[1:]}" if before else why
