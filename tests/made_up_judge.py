@@ -99,13 +99,13 @@ def best_of_all(
     return best
 
 
-def is_best(job: Job, gpu: Gpu, answer: OnGpus, bound: int, best: Judged) -> bool:
-    """Whether an answer is as fast as the best of all recipes that recompute no layer or each; or faster,
-    because with all micro-batches alike it recomputes the fewest that fit."""
+def is_best(job: Job, gpu: Gpu, answer: OnGpus, bound: int, best: Judged, near: float = 1.0) -> bool:
+    """Whether an answer takes at most `near` times as long as the best of all recipes that recompute no layer
+    or each, and no less; or less, because with all micro-batches alike it recomputes the fewest that fit."""
     recipe = Recipe.parse(answer.recipe)
     wish = recipe.setup().checkpoint
     if wish is None or wish.first is None:
-        return answer.step_seconds == best.step_seconds
+        return best.step_seconds <= answer.step_seconds <= near * best.step_seconds
     fewer = roster.plain(Slot.CHECKPOINTING) if wish.first == 1 else FirstLayers(k=wish.first - 1)
     judge = MadeUpJudge(job, gpu)
     return (
