@@ -12,10 +12,14 @@ from snugfit.planning.several_gpus.asking import MARGIN
 from snugfit.planning.several_gpus.candidates import cuts, ways
 from snugfit.planning.several_gpus.judge import InFull, Judged
 from snugfit.planning.several_gpus.meshes import GAIN
+from snugfit.planning.several_gpus.plan import OnGpus
 from snugfit.planning.several_gpus.sharings import MOST_AXES
+from snugfit.techniques import roster
+from snugfit.techniques.checkpointing.first_layers import FirstLayers
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import ParallelWish
 from snugfit.techniques.several_gpus import on_gpus
+from snugfit.techniques.technique import Slot
 from snugfit.units import GIB
 
 
@@ -54,19 +58,20 @@ class MadeUpJudge:
         setup = on_gpus(recipe.setup(), gpus)
         wish = setup.parallel or ParallelWish(weights="alone", ranks=1)
         pieces, groups = setup.micro_batches, wish.data_ranks
-        recomputes = setup.checkpoint is not None
+        layers = job.model.layers
+        recomputed = sum(map(len, setup.checkpoint.cut(layers))) / layers if setup.checkpoint else 0.0
         shared = wish.weights == "sharded"
         gathers = shared and wish.reshard != "none"
         cut = wish.tensor * wish.stages
         spread = (wish.shards or groups) * wish.context if shared else 1
         states = (cls.states / spread + (cls.states / 8 if shared and not gathers else 0)) / cut
         part = job.batch_size / groups
-        held = cls.sample * part / pieces / wish.context * (0.1 if recomputes else 1)
+        held = cls.sample * part / pieces / wish.context * (1 - 0.9 * recomputed)
         held *= cls.whole + (1 - cls.whole) / wish.tensor
         if wish.schedule == "GPipe":
             held *= pieces / wish.stages
         speed = (gpu.memory_bytes or 0) / (100 * GIB)
-        model = part / wish.ranks_of_one_part * (1.3 if recomputes else 1.0) / speed
+        model = part / wish.ranks_of_one_part * (1 + 0.3 * recomputed) / speed
         within = cls.tensor * (wish.tensor - 1) + cls.context * (wish.context - 1)
         work = model * (1 + within + cls.stage * (wish.stages - 1)) + 0.05 * pieces
         exchanges = cls.exchange * gpus / cut * (2 if gathers else 1) if groups * wish.context > 1 else 0.0
@@ -92,3 +97,18 @@ def best_of_all(
             if best is None or (mesh is not None and mesh.step_seconds < GAIN * best.step_seconds):
                 best = mesh
     return best
+
+
+def is_best(job: Job, gpu: Gpu, answer: OnGpus, bound: int, best: Judged, near: float = 1.0) -> bool:
+    """Whether an answer takes at most `near` times as long as the best of all recipes that recompute no layer
+    or each, and no less; or less, because with all micro-batches alike it recomputes the fewest that fit."""
+    recipe = Recipe.parse(answer.recipe)
+    wish = recipe.setup().checkpoint
+    if wish is None or wish.first is None:
+        return best.step_seconds <= answer.step_seconds <= near * best.step_seconds
+    fewer = roster.plain(Slot.CHECKPOINTING) if wish.first == 1 else FirstLayers(k=wish.first - 1)
+    judge = MadeUpJudge(job, gpu)
+    return (
+        answer.step_seconds < best.step_seconds
+        and judge.in_full(answer.gpus, recipe.with_(fewer)).needed_bytes > bound >= answer.needed_bytes
+    )

@@ -35,7 +35,7 @@ from snugfit.prediction.several_gpus.pipelined import (
 )
 from snugfit.prediction.several_gpus.stages import without_other_stages
 from snugfit.prediction.startup import count_in_programs, distinct_kernels, startup
-from snugfit.prediction.timeline import phase_spans, time_kernels
+from snugfit.prediction.timeline import phase_spans, run_in_streams, time_kernels
 from snugfit.rehearsal.few_layers import rehearse_from_few_layers
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.results.footprint import Footprint, Kind, Moment, Startup
@@ -271,8 +271,12 @@ def _seconds(
         )
         timing = among_stages(alone, trace, interconnect_of(gpu, rates), job, pipelined, stage)
         return timing, (), (*doubts, *doubts_about_exchanges(trace, gpu, rates))
-    timing = step_seconds(trace, gpu, batch_size=job.batch_size, rates=rates, workers=workers)
-    timed = time_kernels(trace, rates, interconnect_of(gpu, rates), workers=workers)
+    connected = interconnect_of(gpu, rates)
+    streams = run_in_streams(trace, rates, connected, workers=workers)
+    timing = step_seconds(
+        trace, gpu, batch_size=job.batch_size, rates=rates, workers=workers, streams=streams
+    )
+    timed = time_kernels(trace, rates, connected, workers=workers, streams=streams)
     return timing, phase_spans(timed), (*doubts, *doubts_about_exchanges(trace, gpu, rates))
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import PRECISIONS, HostLaunchCosts, Rates, rates_for
 from snugfit.prediction.several_gpus.communication import GPUS_PER_HOST, interconnect_of
-from snugfit.prediction.several_gpus.streams import SIMULATED_STEPS, simulate_streams
+from snugfit.prediction.several_gpus.streams import SIMULATED_STEPS, StreamsRun, seconds_in_streams
 from snugfit.rehearsal.trace.trace import (
     AWAIT_COPY,
     BY_HOST,
@@ -97,11 +97,13 @@ def step_seconds(
     rates: Rates | None = None,
     host: float = 1.0,
     workers: int = 0,
+    streams: StreamsRun | None = None,
 ) -> StepSeconds:
     """The seconds of the trace's steady step on this GPU.
 
     `host` is how many times slower the host is than the one of the rates, `workers` the number of processes
-    that make the batches. Raises `GpuError` when the GPU's rates are not known.
+    that make the batches, `streams` what was simulated of it before, with just these. Raises `GpuError` when
+    the GPU's rates are not known.
     """
     rates = rates or rates_for(gpu)
     clock, costs = KernelClock(rates, interconnect_of(gpu, rates)), rates.host.slower(host)
@@ -119,8 +121,8 @@ def step_seconds(
     )
     exposed = 0.0
     if communication := sum(exchanges):
-        length, _ = simulate_streams(kernels, device, launches, syncs, costs)
-        exposed = max(0.0, length - simulate_streams(kernels, computing, launches, syncs, costs)[0])
+        length = streams.seconds if streams else seconds_in_streams(kernels, device, launches, syncs, costs)
+        exposed = max(0.0, length - seconds_in_streams(kernels, computing, launches, syncs, costs))
     else:
         length = simulate_queue(device, launches, syncs, costs, roles)
     length = max(length, loading)

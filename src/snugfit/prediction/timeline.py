@@ -16,7 +16,7 @@ from snugfit.prediction.seconds import (
     sync_points,
     with_worker_batches,
 )
-from snugfit.prediction.several_gpus.streams import SIMULATED_STEPS, simulate_streams
+from snugfit.prediction.several_gpus.streams import SIMULATED_STEPS, StreamsRun, simulate_streams
 from snugfit.rehearsal.trace.trace import ALONE, COLLECTIVES, COPIES
 from snugfit.results.step_seconds import PhaseSpan
 
@@ -46,22 +46,42 @@ class TimedKernel(NamedTuple):
     """How long the device takes to run it."""
 
 
-def time_kernels(
+def run_in_streams(
     trace: Trace, rates: Rates, connected: Interconnect | None = None, *, workers: int = 0
-) -> list[TimedKernel]:
-    """The kernels of the trace's steady step in order, each with its moments; by the queue that
-    `simulate_queue` adds up, with an end."""
-    clock = KernelClock(rates, connected)
+) -> StreamsRun | None:
+    """The trace's steady step where kernels exchange something beside the computation, None elsewhere."""
     kernels = with_worker_batches(workers, trace.kernels)
+    if all(kernel.peers == ALONE for kernel in kernels):
+        return None
+    clock = KernelClock(rates, connected)
     device = [clock.seconds(kernel) for kernel in kernels]
     launches = [launch_seconds(kernel, rates.host) for kernel in kernels]
-    waits = sync_points(kernels, trace.waits)
-    if any(kernel.peers != ALONE for kernel in kernels):
-        _, timed = simulate_streams(kernels, device, launches, waits, rates.host)
+    return simulate_streams(kernels, device, launches, sync_points(kernels, trace.waits), rates.host)
+
+
+def time_kernels(
+    trace: Trace,
+    rates: Rates,
+    connected: Interconnect | None = None,
+    *,
+    workers: int = 0,
+    streams: StreamsRun | None = None,
+) -> list[TimedKernel]:
+    """The kernels of the trace's steady step in order, each with its moments; by the queue that
+    `simulate_queue` adds up, with an end. `streams` is what `run_in_streams` gave, where it was asked."""
+    kernels = with_worker_batches(workers, trace.kernels)
+    launches = [launch_seconds(kernel, rates.host) for kernel in kernels]
+    streams = streams or run_in_streams(trace, rates, connected, workers=workers)
+    if streams is not None:
         return [
             TimedKernel(kernel, launch, launch_time, start, end - start)
-            for kernel, launch_time, (launch, start, end) in zip(kernels, launches, timed, strict=True)
+            for kernel, launch_time, (launch, start, end) in zip(
+                kernels, launches, streams.moments, strict=True
+            )
         ]
+    clock = KernelClock(rates, connected)
+    device = [clock.seconds(kernel) for kernel in kernels]
+    waits = sync_points(kernels, trace.waits)
     moments = queue_moments(device, launches, waits, rates.host, queue_roles(kernels))
     return [
         TimedKernel(kernel, launch, launch_time, start, device_time)

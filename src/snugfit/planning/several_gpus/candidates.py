@@ -123,7 +123,7 @@ class Shared:
         if self.by_itself != other.by_itself:
             return False
         own, rival = self.wish or ParallelWish(), other.wish or ParallelWish()
-        return not any(getattr(own, axis) % getattr(rival, axis) for axis in AXES)
+        return _cuts_as(own, rival)
 
     def is_wider_than(self, other: Shared) -> bool:
         """Whether larger groups of GPUs work on the same samples, which else share the work as the other's
@@ -131,11 +131,10 @@ class Shared:
         own, rival = self.wish, other.wish
         if own is None or rival is None or own.weights != rival.weights or self.parts <= other.parts:
             return False
-        if any(getattr(own, axis) % getattr(rival, axis) for axis in AXES):
+        if not _cuts_as(own, rival):
             return False
         alike = replace(
-            own,
-            **{axis: getattr(rival, axis) for axis in AXES},
+            _in_groups_of(own, rival),
             schedule=rival.schedule,
             shards=rival.shards,
             bucket_views=rival.bucket_views,
@@ -159,18 +158,29 @@ def _keeps_no_more(own: CheckpointWish | None, rival: CheckpointWish | None) -> 
     return own == rival or (not own.keep and own == replace(rival, keep=own.keep))
 
 
+def _cuts_as(own: ParallelWish, rival: ParallelWish) -> bool:
+    """Whether each group of GPUs is one of the rival's, or several of them, that cut the same; where both
+    share matrices, experts are spread in both or in neither."""
+    if own.tensor > 1 < rival.tensor and (own.experts > 1) is not (rival.experts > 1):
+        return False
+    return not any(getattr(own, axis) % getattr(rival, axis) for axis in AXES)
+
+
+def _in_groups_of(own: ParallelWish, rival: ParallelWish) -> ParallelWish:
+    """The same in groups that are as large as the rival's."""
+    return replace(own, experts=rival.experts, **{axis: getattr(rival, axis) for axis in AXES})
+
+
 def _spreads_no_less(own: ParallelWish | None, rival: ParallelWish | None) -> bool:
     """Whether a GPU holds no more of what is trained, and of the same samples, than in another way of
     sharing."""
     if own is None or rival is None or own == rival:
         return own == rival
-    if own.tensor % rival.tensor or own.context % rival.context or own.stages % rival.stages:
+    if not _cuts_as(own, rival):
         return False
     if own.stages > rival.stages == 1 and own.weights == "sharded":
         return False  # while its micro-batches run a stage keeps all that it has gathered
-    own = replace(
-        own, tensor=rival.tensor, context=rival.context, stages=rival.stages, schedule=rival.schedule
-    )
+    own = replace(_in_groups_of(own, rival), schedule=rival.schedule)
     if own == rival:
         return True
     if own.weights != "sharded" or own.shards or own.reshard == KEPT or own.on_host < rival.on_host:

@@ -44,7 +44,8 @@ class OnGpus:
     """Whether it fits; else it is the nearest miss."""
 
     why: str = ""
-    """Where groups of GPUs work on the same samples: what they share, and why; empty elsewhere."""
+    """Where groups of GPUs work on the same samples, what they share and why; where some of the layers are
+    recomputed, how many and why. Empty elsewhere."""
 
     @property
     def gpu_seconds(self) -> float:

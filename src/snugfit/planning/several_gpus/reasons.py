@@ -32,7 +32,8 @@ def why_mesh(job: Job, shared: Shared, step_seconds: float, alone_seconds: float
 
 def _shares(wish: ParallelWish) -> Iterator[str]:
     if wish.tensor > 1:
-        yield f"groups of {wish.tensor} GPUs compute each layer together"
+        experts = f", each GPU with 1/{wish.experts} of its experts" if wish.experts > 1 else ""
+        yield f"groups of {wish.tensor} GPUs compute each layer together{experts}"
     if wish.context > 1:
         yield f"groups of {wish.context} GPUs take each sequence together"
     if wish.stages > 1:

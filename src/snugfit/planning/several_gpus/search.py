@@ -3,7 +3,7 @@
 Numbers of GPUs are looked at one after the other, and what is found on some tells what need not be asked on
 others (`evidence.py`, `fastest.py`). Recipes are compared on models of few layers; the fastest for each
 number of GPUs are then simulated with all layers, until one fits. On the fastest answer's GPUs the best few
-are, and all are told.
+are, and all are told. Of what recomputes layers the fewest are looked for at the end (`part_recomputed.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from snugfit.planning.several_gpus.evidence import Evidence
 from snugfit.planning.several_gpus.fastest import Outcome, Screened
 from snugfit.planning.several_gpus.judge import InFull, Judge, Judged
 from snugfit.planning.several_gpus.meshes import FastestMesh
+from snugfit.planning.several_gpus.part_recomputed import FewestRecomputed, recomputes_layers
 from snugfit.planning.several_gpus.plan import OnGpus, SeveralGpusPlan
 from snugfit.planning.several_gpus.reasons import why_mesh
 from snugfit.prediction.headroom import headroom_of
@@ -36,6 +37,10 @@ from snugfit.techniques.technique import Fidelity
 
 FULL = 3
 """Recipes that are simulated in full on the fastest answer's GPUs (chosen)."""
+
+FEW = 4
+"""Answers, which recompute layers, that are all looked at with fewer of them (chosen); of more only those on
+the fewest GPUs, the fastest and the cheapest are."""
 
 Tell = Callable[[str], None]
 
@@ -105,6 +110,9 @@ class _Search:
         if fastest is not None:
             first, *alternatives = self._all_in_full(fastest, outcomes[fastest.gpus])
             answers = [first if one is fastest else one for one in answers]
+        return self._recomputing_fewer(self._plan(answers, alternatives), outcomes)
+
+    def _plan(self, answers: Sequence[OnGpus], alternatives: Sequence[OnGpus]) -> SeveralGpusPlan:
         return SeveralGpusPlan(
             job=self._job,
             gpu=self._gpu,
@@ -179,6 +187,29 @@ class _Search:
         fitting = [one for one in known if one is not None and one.fits]
         return sorted([fastest, *fitting], key=lambda one: one.step_seconds)
 
+    def _recomputing_fewer(self, plan: SeveralGpusPlan, outcomes: dict[int, Outcome]) -> SeveralGpusPlan:
+        """The plan whose named answers, or all where few of them recompute layers, recompute no more than
+        they have to. Where that changes the fastest, what it was stands beside it."""
+        before = after = {one.gpus: one for one in plan.answers}
+        found_as = {one.gpus: _way_of(one, outcomes[one.gpus]) for one in plan.fitting}
+        left = {gpus for gpus, one in found_as.items() if recomputes_layers(one)}
+        are_few = len(left) <= FEW
+        search = FewestRecomputed(self._job, self._fixed, self._bound, self._judge, self._in_full)
+        new = plan
+        while True:
+            named = new.fitting if are_few else (new.fewest, new.fastest, new.cheapest)
+            asked = {one.gpus: one for one in named if one is not None and one.gpus in left}
+            if not asked:
+                break
+            left -= {*asked}
+            after = after | search.run([(one, found_as[gpus]) for gpus, one in asked.items()])
+            new = self._plan(tuple(after.values()), plan.alternatives)
+        fastest, alternatives = new.fastest, plan.alternatives
+        if fastest is not None and fastest != before[fastest.gpus]:
+            is_same = plan.fastest is not None and plan.fastest.gpus == fastest.gpus
+            alternatives = (before[fastest.gpus], *(alternatives if is_same else ()))
+        return replace(new, alternatives=alternatives)
+
     def _in_full(self, recipes: Sequence[tuple[int, Screened]]) -> list[OnGpus | None]:
         """What these recipes take on so many GPUs each, simulated with all layers; None where that fails."""
         missing = [(count, one) for count, one in recipes if (count, one.recipe) not in self._full]
@@ -211,6 +242,12 @@ class _Search:
             bound=full.bound,
             fits=full.needed_bytes <= self._bound,
         )
+
+
+def _way_of(answer: OnGpus, outcome: Outcome) -> Screened:
+    """An answer as it was found on few layers. A miss there may fit with all."""
+    every = (*outcome.fitting, *([outcome.miss] if outcome.miss else []))
+    return next(one for one in every if str(one.recipe) == answer.recipe)
 
 
 def _from_both_ends(counts: Sequence[int]) -> list[int]:

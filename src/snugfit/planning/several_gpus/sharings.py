@@ -1,8 +1,8 @@
 """By which techniques so many GPUs may share a job: its batch, and groups of them each part of that.
 
 What shares the batch alone is always looked at. Along the other axes of a mesh groups of GPUs work on the
-same samples: they share matrices, sequences, or stand in stages. How many GPUs make such a group is what the
-techniques propose, which is a host's at most.
+same samples: they share matrices, and with these the experts where there are some, or sequences, or stand in
+stages. How many GPUs make such a group is what the techniques propose, which is a host's at most.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def stopgaps(usual: Sequence[Technique]) -> list[Technique]:
 
 
 def _shares_evenly(job: Job, gpus: int, fixed: Kept, sharing: Sharing) -> bool:
-    """Whether so many GPUs make whole groups, which share the batch evenly."""
+    """Whether so many GPUs make whole groups, which share the batch evenly, and all of a group the experts
+    where these are spread."""
     setup = Setup()
     for technique in sharing:
         setup = technique.install(setup)
@@ -102,6 +103,8 @@ def _shares_evenly(job: Job, gpus: int, fixed: Kept, sharing: Sharing) -> bool:
         return False
     if wish is None:
         return True
+    if wish.experts not in (1, wish.tensor):
+        return False
     groups, left = divmod(gpus, wish.ranks_of_one_part)
     if left or (wish.weights == "alone") is not (groups == 1) or job.batch_size % groups:
         return False

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from snugfit.prediction.rates import HostLaunchCosts
 from snugfit.prediction.several_gpus.communication import SLOWED_EXCHANGE, SLOWED_KERNEL
@@ -23,22 +24,42 @@ Moments = list[tuple[float, float, float]]
 """When each kernel's launch begins, when it starts to run and when it ends, in seconds."""
 
 
+class StreamsRun(NamedTuple):
+    """The steady step of a simulated queue."""
+
+    seconds: float
+    """Between the ends of two steady steps."""
+    moments: Moments
+    """Of the last one's kernels, since the host began it."""
+
+
 def simulate_streams(
     kernels: Sequence[Kernel],
     device: Sequence[float],
     launches: Sequence[float],
     syncs: Sequence[int],
     host: HostLaunchCosts,
-) -> tuple[float, Moments]:
-    """Seconds between the ends of two steady steps, and the moments of the last one's kernels since the host
-    began it. `device` and `launches` are seconds of each kernel on the device while nothing else runs, and of
-    the host; before the kernels whose numbers are in `syncs` the host waits for the stream that computes."""
+) -> StreamsRun:
+    """The steady step. `device` and `launches` are seconds of each kernel on the device while nothing else
+    runs, and of the host; before the kernels whose numbers are in `syncs` the host waits for the stream that
+    computes."""
     simulation = _Simulation(kernels, device, launches, syncs, host)
-    end = 0.0
-    for _ in range(SIMULATED_STEPS):
-        began, before = simulation.host_at, end
-        moments, end = simulation.run_step()
-    return end - before, [(launch - began, start - began, stop - began) for launch, start, stop in moments]
+    seconds, began = simulation.run()
+    moments = zip(simulation.begins, simulation.starts, simulation.ends, strict=True)
+    return StreamsRun(
+        seconds, [(launch - began, start - began, stop - began) for launch, start, stop in moments]
+    )
+
+
+def seconds_in_streams(
+    kernels: Sequence[Kernel],
+    device: Sequence[float],
+    launches: Sequence[float],
+    syncs: Sequence[int],
+    host: HostLaunchCosts,
+) -> float:
+    """The seconds of `simulate_streams` alone, whose moments take long to put together."""
+    return _Simulation(kernels, device, launches, syncs, host).run()[0]
 
 
 class _Simulation:
@@ -58,22 +79,31 @@ class _Simulation:
         self.now = self.host_at = 0.0
         """The moment that is simulated, and the moment at which the host begins what comes next."""
 
-    def run_step(self) -> tuple[Moments, float]:
-        """Runs one step to the end of its last kernel."""
+    def run(self) -> tuple[float, float]:
+        """Runs some steps: seconds between the ends of the last two, and the moment at which the host began
+        the last."""
+        end = 0.0
+        for _ in range(SIMULATED_STEPS):
+            began, before = self.host_at, end
+            end = self._run_step()
+        return end - before, began
+
+    def _run_step(self) -> float:
+        """Runs one step to the end of its last kernel, and returns when that is."""
         self._waiting: defaultdict[int, deque[int]] = defaultdict(deque)  # launched, by stream
         self._running: dict[int, int] = {}  # kernel by stream
         self._running_exchanges = 0
         self._left: dict[int, float] = {}  # seconds that a running kernel still takes by itself
-        self._starts: list[float] = [math.nan] * len(self._kernels)
-        self._ends: list[float] = [math.nan] * len(self._kernels)
-        begins = [math.nan] * len(self._kernels)
+        self.starts: list[float] = [math.nan] * len(self._kernels)
+        self.ends: list[float] = [math.nan] * len(self._kernels)
+        self.begins: list[float] = [math.nan] * len(self._kernels)
         self.host_at += self._host.step
         syncs = deque(self._syncs)
         for number, kernel in enumerate(self._kernels):
             while syncs and syncs[0] <= number:
                 syncs.popleft()
                 self._wait_for_default()
-            begins[number] = self.host_at
+            self.begins[number] = self.host_at
             self.host_at += self._launches[number]
             self._advance(self.host_at)
             waiting = self._waiting[kernel.stream]
@@ -85,8 +115,7 @@ class _Simulation:
         while self._running:
             self._advance(self.now + self._next_end())
         self.host_at = max(self.host_at, self.now) if self._syncs else self.host_at
-        moments = list(zip(begins, self._starts, self._ends, strict=True))
-        return moments, max(self.host_at, max(self._ends, default=0.0))
+        return max(self.host_at, max(self.ends, default=0.0))
 
     def _wait_for_default(self) -> None:
         """The host waits until the stream that computes has caught up."""
@@ -129,7 +158,7 @@ class _Simulation:
         left, running = self._left, self._running
         for stream, number in [*running.items()]:
             if left[number] <= 1e-12:  # seconds: what rounding leaves
-                self._ends[number] = self.now
+                self.ends[number] = self.now
                 self._running_exchanges -= self._exchanges[number]
                 del running[stream], left[number]
         for stream, waiting in self._waiting.items():
@@ -144,10 +173,10 @@ class _Simulation:
         """Starts the first that waits in an idle stream, if it may start now."""
         number = waiting[0]
         after = self._kernels[number].after
-        if after and any(math.isnan(self._ends[other]) for other in after):
+        if after and any(math.isnan(self.ends[other]) for other in after):
             return
         waiting.popleft()
         self._running[stream] = number
         self._running_exchanges += self._exchanges[number]
         self._left[number] = max(self._device[number], 1e-9)
-        self._starts[number] = self.now
+        self.starts[number] = self.now

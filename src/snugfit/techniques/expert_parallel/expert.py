@@ -21,6 +21,11 @@ from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueByS
 if TYPE_CHECKING:
     from snugfit.job.job import Job
 
+HOW_MEASURED = (
+    "Each GPU is taken to compute an even part of the tokens. One step was measured, on two H100s: its "
+    "requested bytes were exact."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Expert(Technique):
@@ -49,15 +54,18 @@ class Expert(Technique):
             )
         yield from tensor_plans.objections_to_experts(job, self.n)
 
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """How far it was measured."""
+        yield HOW_MEASURED
+
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Groups that fit into one host."""
-        yield from (cls(n=n) for n in (2, 4, 8))
+        """Groups that fit into one host, of which the model's experts make as many parts."""
+        yield from (cls(n=n) for n in (2, 4, 8) if not any(tensor_plans.objections_to_experts(job, n)))
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Its seconds are not known well enough to choose it."""
-        return (
-            "plans look at it only where it is kept. Each GPU is taken to compute an even part of the "
-            "tokens; one step was measured, on two H100s: its requested bytes were exact"
-        )
+        """A model without experts, or whose experts no group within a host can share."""
+        if any(cls.settings(job)):
+            return ""
+        return next(tensor_plans.objections_to_experts(job, 2)).rstrip(".")

@@ -1,0 +1,216 @@
+"""The fewest layers that have to be recomputed, where an answer recomputes more and nothing at all misses.
+
+Recipes are compared that recompute no layer, or each. What lies between has as many settings as a model has
+layers, of which few layers tell nothing, so each is simulated whole. Yet bytes and seconds lie on a line
+between the two ends: each layer that is recomputed frees what it keeps, and adds its forward pass. So for an
+answer with the same sharing and the same micro-batches the fewest layers follow from the ends, are simulated
+in full, and are corrected once or twice by what that gave. Where gathered weights are kept, so it is done
+without keeping them too: that may leave memory for more layers. Stages are left out: which of them takes most
+changes with the layers that are recomputed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from snugfit.planning.search.simpler import AS_FAST
+from snugfit.planning.several_gpus.candidates import is_valid, recomputings
+from snugfit.planning.several_gpus.fastest import Screened
+from snugfit.planning.several_gpus.judge import Judged
+from snugfit.planning.several_gpus.sharings import of_slot
+from snugfit.techniques import roster
+from snugfit.techniques.setup import EVERY_LAYER, Setup
+from snugfit.techniques.technique import Slot
+from snugfit.units import show_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from snugfit.job.job import Job
+    from snugfit.planning.keep import Kept
+    from snugfit.planning.several_gpus.plan import OnGpus
+    from snugfit.techniques.recipe import Recipe
+    from snugfit.techniques.setup import CheckpointWish
+    from snugfit.techniques.technique import Technique
+
+ROUNDS = 3
+"""Numbers of layers that are simulated in full for one answer, at most (chosen)."""
+
+
+def recomputes_layers(one: Screened) -> bool:
+    """Whether fewer layers may be recomputed than in this, which is not in stages."""
+    return not one.shared.recomputing.plain and one.shared.stages == 1
+
+
+class FewestRecomputed:
+    """Looks for the fewest layers, for several answers side by side. `judge` says what recipes take by few
+    layers, and `in_full` what they take with all, None where that fails."""
+
+    def __init__(
+        self,
+        job: Job,
+        fixed: Kept,
+        bound: int,
+        judge: Callable[[list[tuple[int, Recipe]]], list[Judged]],
+        in_full: Callable[[list[tuple[int, Screened]]], list[OnGpus | None]],
+    ) -> None:
+        self._job, self._fixed, self._bound = job, fixed, bound
+        self._judge, self._in_full = judge, in_full
+
+    def run(self, chosen: Sequence[tuple[OnGpus, Screened]]) -> dict[int, OnGpus]:
+        """By number of GPUs, what is faster than these answers because it recomputes fewer layers."""
+        lines = list(self._lines(chosen))
+        best = {line.answer.gpus: line.answer for line in lines}
+        for _ in range(ROUNDS):
+            asked: dict[int, tuple[_LayersLine, Screened]] = {}
+            for line in lines:
+                gpus = line.answer.gpus
+                question = line.next(best[gpus].step_seconds)
+                if question is not None and (
+                    gpus not in asked or _seconds(question) < _seconds(asked[gpus][1])
+                ):
+                    asked[gpus] = line, question
+            full = self._in_full([(gpus, question) for gpus, (_, question) in asked.items()])
+            for (gpus, (line, question)), answer in zip(asked.items(), full, strict=True):
+                line.hear(question, answer)
+                if answer is not None and answer.fits and answer.step_seconds < best[gpus].step_seconds:
+                    best[gpus] = replace(answer, why=line.why(question, answer))
+        return {line.answer.gpus: best[line.answer.gpus] for line in lines}
+
+    def _lines(self, chosen: Sequence[tuple[OnGpus, Screened]]) -> Iterator[_LayersLine]:
+        """Of the answers that recompute layers, what lies around them, unless that is kept or in stages; and
+        the same with weights that are gathered more often, which leaves memory to recompute less."""
+        slot = Slot.CHECKPOINTING
+        kinds = [
+            one for one in roster.techniques() if one.slot is slot and not one.planning_objection(self._job)
+        ]
+        some = next((grades for one in kinds if (grades := one.grades(self._job))), ())
+        every = next(
+            (one for one in recomputings(self._job, self._fixed) if _wish_of(one) == EVERY_LAYER), None
+        )
+        if slot in self._fixed.slots or not some or every is None:
+            return
+        fewer = [
+            (answer, one, sharing)
+            for answer, one in chosen
+            if recomputes_layers(one)
+            for sharing in self._sharings(one)
+            if is_valid(self._job, one.recipe.with_(sharing).with_(some[0]), answer.gpus)
+        ]
+        ends = [
+            (answer.gpus, one.recipe.with_(sharing).with_(end))
+            for answer, one, sharing in fewer
+            for end in (roster.plain(slot), every)
+        ]
+        judged = iter(self._judge(ends))
+        for answer, one, sharing in fewer:
+            yield _LayersLine(answer, one, sharing, some, next(judged), next(judged), self._bound)
+
+    def _sharings(self, one: Screened) -> Iterator[Technique]:
+        """How the batch is shared, and in the same way with less in memory."""
+        slot, shared = Slot.SHARDING, one.shared
+        yield shared.recipe[slot]
+        for other in of_slot(self._job, slot, self._fixed):
+            if type(other) is type(shared.recipe[slot]) and other != shared.recipe[slot]:
+                leaner = replace(shared, recipe=shared.recipe.with_(other))
+                if is_valid(self._job, one.recipe.with_(other), shared.gpus) and leaner.holds_no_more_than(
+                    shared
+                ):
+                    yield other
+
+
+def _seconds(one: Screened) -> float:
+    return one.judged.step_seconds
+
+
+def _wish_of(technique: Technique) -> CheckpointWish | None:
+    return technique.install(Setup()).checkpoint
+
+
+@dataclass
+class _LayersLine:
+    """What lies between recomputing no layer and each, for one answer and one way to share the batch."""
+
+    answer: OnGpus
+    one: Screened
+    """The same, as it was found on few layers."""
+    sharing: Technique
+    some: Sequence[Technique]
+    """They recompute the first layer, the first two, and so on up to all but one."""
+    none: Judged
+    every: Judged
+    bound: int
+    """Bytes that may be used of each GPU."""
+    _fits: dict[int, int] = field(default_factory=dict)
+    """By the layers that are recomputed, the bytes of what was simulated in full and fits."""
+    _misses: dict[int, int] = field(default_factory=dict)
+    """The same of what does not."""
+
+    @property
+    def layers(self) -> int:
+        """How many may be recomputed."""
+        return len(self.some) + 1
+
+    def next(self, fastest: float) -> Screened | None:
+        """What to simulate next, with what it takes on the line; None where nothing may fit and be faster, by
+        more than would be called as fast, than so many seconds."""
+        low, high = max(self._misses, default=-1), min(self._fits, default=self.layers)
+        layers = max(self._just_enough(), low + 1)
+        if layers >= high or (judged := self._on_line(layers)).step_seconds > fastest * (1 - AS_FAST):
+            return None
+        some = self.some[layers - 1] if layers else roster.plain(Slot.CHECKPOINTING)
+        recipe, shared = self.one.recipe.with_(self.sharing).with_(some), self.one.shared
+        shared = replace(shared, recipe=shared.recipe.with_(self.sharing).with_(some))
+        return Screened(recipe, judged, shared, self.one.size)
+
+    def hear(self, question: Screened, answer: OnGpus | None) -> None:
+        """Remembers what was simulated in full."""
+        if answer is None:
+            self._misses[self.layers] = 0  # nor can any other number be simulated
+            return
+        known = self._fits if answer.fits else self._misses
+        known[self._layers_of(question)] = answer.needed_bytes
+
+    def _layers_of(self, question: Screened) -> int:
+        """How many layers of a question are recomputed."""
+        technique = question.shared.recomputing
+        return 0 if technique.plain else self.some.index(technique) + 1
+
+    def _just_enough(self) -> int:
+        """How many layers should be enough, by what was simulated in full, or at first by few layers, of
+        which the answer shows how far they are off. As many as there are where no number is."""
+        a_layer = (self.none.needed_bytes - self.every.needed_bytes) / self.layers
+        if a_layer <= 0 or self.none.why_not or self.every.why_not:
+            return self.layers
+        off = self.answer.needed_bytes - self.one.judged.needed_bytes
+        known = min(self._fits.items(), default=None) or max(self._misses.items(), default=None)
+        layers, needed = known or (0, self.none.needed_bytes + off)
+        return layers + math.ceil((needed - self.bound) / a_layer)
+
+    def _on_line(self, layers: int) -> Judged:
+        share = layers / self.layers
+        none, every = self.none, self.every
+        return none._replace(
+            needed_bytes=int(none.needed_bytes + share * (every.needed_bytes - none.needed_bytes)),
+            step_seconds=none.step_seconds + share * (every.step_seconds - none.step_seconds),
+            model_seconds=none.model_seconds + share * (every.model_seconds - none.model_seconds),
+            exposed_seconds=none.exposed_seconds + share * (every.exposed_seconds - none.exposed_seconds),
+        )
+
+    def why(self, question: Screened, answer: OnGpus) -> str:
+        """Why the groups of GPUs are as they are, and why so many layers are recomputed."""
+        before, more = self.answer.why, self.answer.step_seconds / answer.step_seconds - 1
+        layers = self._layers_of(question)
+        if not layers:
+            return before
+        which = "layer is" if layers == 1 else f"{layers} layers are"
+        techniques = (self.one.shared.recomputing, self.one.shared.recipe[Slot.SHARDING])
+        named = " + ".join(str(one) for one in techniques if one not in question.recipe.techniques)
+        why = (
+            f"the first {which} recomputed, of {self.layers}: with none a step needs about "
+            f"{show_bytes(self.none.needed_bytes)} of each GPU, of which {show_bytes(self.bound)} may be "
+            f"used, and with {named} it takes {100 * more:.1f} % longer."
+        )
+        return f"{before} {why[0].upper()}{why[1:]}" if before else why
