@@ -51,6 +51,13 @@ STEPS = 2
 """Steps that are simulated: what is made for good is there at the end of the first."""
 
 
+def modules_of(job: Job) -> list[str]:
+    """Modules that processes with a `Judge` need, some seconds of imports; the last is ignored where
+    transformers has no such file."""
+    name = job.model.architecture
+    return [__name__, "snugfit.rehearsal.sharded.ranks", f"transformers.models.{name}.modeling_{name}"]
+
+
 class Judged(NamedTuple):
     """What a recipe takes on each GPU."""
 
