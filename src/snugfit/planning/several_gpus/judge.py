@@ -83,6 +83,8 @@ class InFull(NamedTuple):
     doubts: tuple[str, ...]
     timing: StepSeconds | None
     """Of the whole step; None where not all of its micro-batches were simulated."""
+    host_share: float = 0.0
+    """The share of the step, as far as it was simulated, in which the host works."""
 
 
 class Judge:
@@ -148,6 +150,7 @@ class Judge:
             bound=timing.bound if timing else "",
             doubts=prediction.doubts,
             timing=None if few else timing,
+            host_share=timing.host_seconds / timing.step_seconds if timing and timing.step_seconds else 0.0,
         )
 
     def _with_pieces(self, gpus: int, recipe: Recipe, pieces: int) -> Prediction:

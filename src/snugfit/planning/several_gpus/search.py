@@ -8,6 +8,7 @@ are, and all are told.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,9 +22,10 @@ from snugfit.planning.plan import Exclusion
 from snugfit.planning.request import fidelity_of, refuse_bad_request
 from snugfit.planning.several_gpus.asking import Asked, answer_to, choose_base, counts_of
 from snugfit.planning.several_gpus.building import built_where_it_fits
+from snugfit.planning.several_gpus.choosing import best_first
 from snugfit.planning.several_gpus.evidence import Evidence
 from snugfit.planning.several_gpus.fastest import Outcome, Screened
-from snugfit.planning.several_gpus.judge import InFull, Judge, Judged
+from snugfit.planning.several_gpus.judge import InFull, Judge, Judged, modules_of
 from snugfit.planning.several_gpus.meshes import FastestMesh
 from snugfit.planning.several_gpus.plan import OnGpus, SeveralGpusPlan
 from snugfit.planning.several_gpus.reasons import why_mesh
@@ -72,7 +74,8 @@ def plan_several_gpus(
     spare = headroom_of(headroom, gpu, memory_bytes)
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
     job = built_where_it_fits(job, memory - spare)
-    with worker_pool(partial(Judge, job, gpu), workers=workers) as pool:
+    make = partial(Judge, job, gpu)
+    with worker_pool(make, workers=workers, preload=modules_of(job)) as pool:
         search = _Search(job, gpu, memory - spare, fixed, fidelity_of(fidelity), pool, tell)
         answer = search.answer(counts)
     return replace(answer, memory_bytes=memory, headroom_bytes=spare)
@@ -173,11 +176,13 @@ class _Search:
 
     def _all_in_full(self, fastest: OnGpus, outcome: Outcome) -> list[OnGpus]:
         """The fastest answer and what else fits, simulated with all layers: of recipes that few layers told
-        apart by little another may turn out to be faster."""
+        apart by little another may turn out to be faster, or to be as fast and ask less of the host."""
         rest = [one for one in outcome.fitting if str(one.recipe) != fastest.recipe]
         known = self._in_full([(fastest.gpus, one) for one in rest[: FULL - 1]])
         fitting = [one for one in known if one is not None and one.fits]
-        return sorted([fastest, *fitting], key=lambda one: one.step_seconds)
+        on_others = [one for one in self._full.values() if one and one.fits and one.gpus != fastest.gpus]
+        limit = min((one.step_seconds for one in on_others), default=math.inf)
+        return best_first([fastest, *fitting], limit)
 
     def _in_full(self, recipes: Sequence[tuple[int, Screened]]) -> list[OnGpus | None]:
         """What these recipes take on so many GPUs each, simulated with all layers; None where that fails."""
@@ -209,6 +214,7 @@ class _Search:
             samples_per_second=self._job.batch_size / seconds if seconds else 0.0,
             scaling_efficiency=efficiency,
             bound=full.bound,
+            host_share=full.host_share,
             fits=full.needed_bytes <= self._bound,
         )
 
