@@ -29,7 +29,7 @@ from snugfit.errors import OutOfMemory
 from snugfit.frontends import launch
 from snugfit.frontends.next_recipe import next_recipe
 from snugfit.frontends.one_of_several import STARTED_AGAIN, _record, is_started_again
-from snugfit.frontends.predicted import run_predictor
+from snugfit.frontends.predicted import begin_to_import, run_predictor
 from snugfit.job.gpu import find_gpu
 from snugfit.report.watching import Watching
 from snugfit.techniques.recipe import Recipe
@@ -412,6 +412,22 @@ def test_a_process_that_trains_with_others_is_predicted_too(
         dist.destroy_process_group()
     assert not isinstance(figures, str | None)
     assert figures.reserved_bytes
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "begins"), [("cuda", 2, True), ("cuda", 1, False), ("cpu", 2, False)]
+)
+def test_what_simulates_is_imported_while_data_is_read(
+    device: str, gpus: int, begins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another process, and the model's own code too."""
+    begun: list[str] = []
+    monkeypatch.setattr(
+        "snugfit.prediction.worker_pool.start_fork_server", lambda modules, **_: begun.extend(modules)
+    )
+    begin_to_import(bert_job(8), torch.device(device), gpus)
+    assert bool(begun) is begins
+    assert not begins or "transformers.models.bert.modeling_bert" in begun
 
 
 def test_whoever_watches_is_told_from_where(capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,16 +34,16 @@ HOST_ALIKE = 0.05
 def best_first(answers: Sequence[OnGpus], limit: float = math.inf) -> list[OnGpus]:
     """The answer, with the reason where it is not the fastest, then the others, the fastest first. It takes
     less than `limit` seconds a step, unless nothing does."""
-    fastest, *others = sorted(answers, key=lambda one: (one.step_seconds, _host_share(one), _length(one)))
-    near = [one for one in others if one.step_seconds < min(ALIKE * fastest.step_seconds, limit)]
+    fastest, *slower = sorted(answers, key=lambda one: (one.step_seconds, _host_share(one), _length(one)))
+    near = [one for one in slower if one.step_seconds < min(ALIKE * fastest.step_seconds, limit)]
     least = min(_host_share(one) for one in (fastest, *near))
     calm = [one for one in (fastest, *near) if _host_share(one) <= least + HOST_ALIKE]
     most = (1 + AS_FAST) * calm[0].step_seconds
     chosen = min((one for one in calm if one.step_seconds <= most), key=_length)
     if chosen is fastest:
-        return [fastest, *others]
+        return [fastest, *slower]
     why = " ".join(filter(None, (chosen.why, _why_not(fastest, chosen, by_host=fastest not in calm))))
-    return [replace(chosen, why=why), *(one for one in (fastest, *others) if one is not chosen)]
+    return [replace(chosen, why=why), *(one for one in (fastest, *slower) if one is not chosen)]
 
 
 def _host_share(one: OnGpus) -> float:

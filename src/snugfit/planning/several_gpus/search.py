@@ -177,9 +177,13 @@ class _Search:
     def _all_in_full(self, fastest: OnGpus, outcome: Outcome) -> list[OnGpus]:
         """The fastest answer and what else fits, simulated with all layers: of recipes that few layers told
         apart by little another may turn out to be faster, or to be as fast and ask less of the host."""
-        rest = [one for one in outcome.fitting if str(one.recipe) != fastest.recipe]
-        known = self._in_full([(fastest.gpus, one) for one in rest[: FULL - 1]])
-        fitting = [one for one in known if one is not None and one.fits]
+        rest = [one for one in outcome.fitting if str(one.recipe) != fastest.recipe][: FULL - 1]
+        known = self._in_full([(fastest.gpus, one) for one in rest])
+        fitting = [
+            replace(one, why=why_mesh(self._job, way.shared, one.step_seconds, outcome.alone_seconds))
+            for way, one in zip(rest, known, strict=True)
+            if one is not None and one.fits
+        ]
         on_others = [one for one in self._full.values() if one and one.fits and one.gpus != fastest.gpus]
         limit = min((one.step_seconds for one in on_others), default=math.inf)
         return best_first([fastest, *fitting], limit)
