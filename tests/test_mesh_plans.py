@@ -18,7 +18,6 @@ from snugfit.planning.fleet import search_cards
 from snugfit.planning.fleet.cards import CardPlans, CardsOfKind
 from snugfit.planning.fleet.search_cards import plan_cards
 from snugfit.planning.keep import Kept, kept_of
-from snugfit.planning.search.simpler import AS_FAST
 from snugfit.planning.several_gpus import search
 from snugfit.planning.several_gpus.asking import MARGIN, counts_of
 from snugfit.planning.several_gpus.candidates import Shared, cuts, sharings, ways
@@ -188,8 +187,7 @@ def test_the_fastest_of_all_meshes_is_found(name: str, monkeypatch: pytest.Monke
         best = best_of_all(world.job, H200, one.gpus, bound, Recipe(), MARGIN)
         assert one.fits == (best is not None), one.gpus
         if best is not None:
-            near = 1 + AS_FAST if one == plan.fastest else 1.0  # the simplest; the host works alike in all
-            assert best.step_seconds <= one.step_seconds <= near * best.step_seconds, one
+            assert one.step_seconds == best.step_seconds, one
         expected = world.expected.get(one.gpus)
         assert expected is None or (one.fits == bool(expected) and expected in one.recipe), one
     assert len(MadeUpJudge.asked) == len(set(MadeUpJudge.asked)), "nothing is asked twice"
