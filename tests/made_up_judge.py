@@ -32,6 +32,8 @@ class MadeUpJudge:
     """By how much of a sample's seconds exchanges within a group are longer for each of its GPUs."""
     whole = 0.0
     """Share of the activations that GPUs that share matrices all hold."""
+    piece = 0.05
+    """Seconds that each micro-batch takes more."""
     more_in_full = 1.0
     """How many times as much the whole model takes as few layers say."""
     asked: ClassVar[list[tuple[int, str, tuple[str, ...]]]] = []
@@ -73,7 +75,7 @@ class MadeUpJudge:
         speed = (gpu.memory_bytes or 0) / (100 * GIB)
         model = part / wish.ranks_of_one_part * (1 + 0.3 * recomputed) / speed
         within = cls.tensor * (wish.tensor - 1) + cls.context * (wish.context - 1)
-        work = model * (1 + within + cls.stage * (wish.stages - 1)) + 0.05 * pieces
+        work = model * (1 + within + cls.stage * (wish.stages - 1)) + cls.piece * pieces
         exchanges = cls.exchange * gpus / cut * (2 if gathers else 1) if groups * wish.context > 1 else 0.0
         seconds = work * (pieces + wish.stages - 1) / pieces + exchanges
         return Judged(int(states + held), seconds, model_seconds=model)

@@ -29,12 +29,14 @@ from snugfit.errors import OutOfMemory
 from snugfit.frontends import launch
 from snugfit.frontends.next_recipe import next_recipe
 from snugfit.frontends.one_of_several import STARTED_AGAIN, _record, is_started_again
-from snugfit.frontends.predicted import run_predictor
+from snugfit.frontends.predicted import begin_to_import, run_predictor
+from snugfit.job.gpu import find_gpu
 from snugfit.report.watching import Watching
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Slot
 from snugfit.training.checkpoint.manifest import verify
 from snugfit.training.ranks import Ranks
-from snugfit.training.recovery import Exhausted
+from snugfit.training.recovery import PLANNING, Exhausted
 from snugfit.training.run import opening
 from snugfit.training.run.run import Run
 from snugfit.training.run.start_again import RECORD, MemoryRanOut, end_of_several, record_of
@@ -80,6 +82,8 @@ def test_a_run_goes_on_in_finer_pieces(
     assert trained(forks, tmp_path / "run", size, max_steps=stop, **how) == [0] * size
     assert not (tmp_path / "run" / RECORD).exists()
     (replanned,) = events(tmp_path / "run", "replanned")
+    assert replanned.pop("planning_seconds") >= 0
+    assert any(PLANNING in event["text"] for event in events(tmp_path / "run", "note"))
     smaller = str(Recipe.parse(f"{recipe} + micro_batches(2)"))
     resumed = 2 if every == 2 else 0
     assert replanned == {
@@ -375,24 +379,20 @@ def test_pieces_are_those_of_one_gpu_s_part() -> None:
     assert following(bert_job(8), Recipe.parse("fsdp + micro_batches(2)"), "host-oom") is None
 
 
-def test_a_plan_for_as_many_gpus_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_for_as_many_gpus_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
-    def plan(job: Any, **given: Any) -> Any:
+    def smaller(job: Any, recipe: Any, **given: Any) -> Any:
         asked.update(given)
-        return SimpleNamespace(answers=[SimpleNamespace(fits=True, recipe="bf16 + every_layer + fsdp")])
+        return Recipe.parse("bf16 + every_layer + fsdp")
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr("snugfit.planning.several_gpus.search.plan_several_gpus", plan)
-    needed = SimpleNamespace(needed_bytes=1_000_000)
-    monkeypatch.setattr("snugfit.frontends.predicted.predict_apart", lambda *given: needed)
+    monkeypatch.setattr("snugfit.planning.several_gpus.smaller.smaller_on_several", smaller)
     before = Recipe.parse("bf16 + fsdp + adamw_fused")
     following = next_recipe(torch.device("cuda"), gpus=2)(bert_job(8), before, "oom:torch")
     assert str(following) == "bf16 + every_layer + fsdp"
-    assert (asked["gpus"], asked["memory_bytes"]) == (2, 900_000)
-    kept = {slot.value for slot in asked["keep"]}
-    assert kept.isdisjoint({"checkpointing", "batching"})
-    assert kept > {"sharding", "precision", "optimizer", "attention", "allocator"}
+    assert (asked["gpus"], asked["share"], asked["gpu"].name) == (2, 0.9, find_gpu("h200").name)
+    assert asked["searched"] == {Slot.CHECKPOINTING, Slot.BATCHING}
 
 
 @pytest.mark.whole
@@ -412,6 +412,22 @@ def test_a_process_that_trains_with_others_is_predicted_too(
         dist.destroy_process_group()
     assert not isinstance(figures, str | None)
     assert figures.reserved_bytes
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "begins"), [("cuda", 2, True), ("cuda", 1, False), ("cpu", 2, False)]
+)
+def test_what_simulates_is_imported_while_data_is_read(
+    device: str, gpus: int, begins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another process, and the model's own code too."""
+    begun: list[str] = []
+    monkeypatch.setattr(
+        "snugfit.prediction.worker_pool.start_fork_server", lambda modules, **_: begun.extend(modules)
+    )
+    begin_to_import(bert_job(8), torch.device(device), gpus)
+    assert bool(begun) is begins
+    assert not begins or "transformers.models.bert.modeling_bert" in begun
 
 
 def test_whoever_watches_is_told_from_where(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,11 @@
 """What a run goes on with when memory ran out: the same training in less memory.
 
-The plan for this GPU is asked once more, with less memory than the broken recipe is predicted to need, at the
-recipe's own fidelity. What the states of a run depend on stays: the same optimizer, the same precision, the
-same adapters; so whatever the plan gives can be gone on with. Where nothing can be predicted (on the CPU, for
-a GPU that is not in the table, when the search finds nothing) the batch is cut into more micro-batches.
+The plan for this GPU is asked once more, with less memory than the broken recipe is predicted to need, and no
+more than the GPU has, at the recipe's own fidelity. Where several GPUs wait for it, a shorter search is made
+(`planning/several_gpus/smaller.py`). What the states of a run depend on stays: the same optimizer, the same
+precision, the same adapters; so whatever is found can be gone on with. Where nothing can be predicted (on the
+CPU, for a GPU that is not in the table, when the search finds nothing) the batch is cut into more
+micro-batches.
 
 No answer changes the global batch, and none is less exact than what was asked for. Where samples look at each
 other (`job/sample_mixing.py`) the batch is cut as it was.
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
     import torch
 
 MEMORY_FACTOR = 0.9
-"""Of the memory that the broken recipe is predicted to need, what the next may: a tenth is beyond any error
-of a prediction (docs/accuracy.md), and less than most techniques save."""
+"""Of the memory that the broken recipe is predicted to need, what the next may at most: a tenth is beyond any
+error of a prediction (docs/accuracy.md), and less than most techniques save."""
 
 CHANGING = frozenset({Slot.ATTENTION, Slot.CHECKPOINTING, Slot.BATCHING, Slot.ALLOCATOR})
 """Slots that may be filled otherwise when a run is built once more: its states do not depend on them."""
@@ -73,15 +75,17 @@ def _plan_smaller(
     import torch
 
     from snugfit.frontends.predicted import predict_apart
+    from snugfit.job.gpu import find_gpu
     from snugfit.planning.search.search import plan
+    from snugfit.prediction.headroom import at_most
 
-    gpu = torch.cuda.get_device_name(device)
+    gpu = find_gpu(torch.cuda.get_device_name(device))
     needed = predict_apart(job, recipe, gpu, 1).needed_bytes
     fidelity = max((technique.fidelity for technique in recipe), key=list(Fidelity).index)
     smaller = plan(
         job,
         gpu=gpu,
-        memory_bytes=int(needed * MEMORY_FACTOR),
+        memory_bytes=at_most(needed * MEMORY_FACTOR, gpu),
         fidelity=fidelity,
         keep={slot: recipe[slot] for slot in Slot if slot not in changing},
         ranked=RANKED if live else 0,
@@ -104,23 +108,17 @@ def _plan_smaller_on_several(
     """By plans for so many GPUs, which other processes rehearse."""
     import torch
 
-    from snugfit.frontends.predicted import predict_apart
-    from snugfit.planning.several_gpus.search import plan_several_gpus
+    from snugfit.job.gpu import find_gpu
+    from snugfit.planning.several_gpus.smaller import smaller_on_several
 
-    gpu = torch.cuda.get_device_name(device)
-    needed = predict_apart(job, recipe, gpu, gpus).needed_bytes
-    searched = SEARCHED_ON_SEVERAL & frozenset(changing)
-    planned = plan_several_gpus(
+    return smaller_on_several(
         job,
-        gpu=gpu,
+        recipe,
+        gpu=find_gpu(torch.cuda.get_device_name(device)),
         gpus=gpus,
-        memory_bytes=int(needed * MEMORY_FACTOR),
-        fidelity=max((technique.fidelity for technique in recipe), key=list(Fidelity).index),
-        keep={slot: recipe[slot] for slot in Slot if slot not in searched},
-        workers=2,  # one alone would rehearse in this process
+        searched=SEARCHED_ON_SEVERAL & frozenset(changing),
+        share=MEMORY_FACTOR,
     )
-    fitting = [answer for answer in planned.answers if answer.fits]
-    return Recipe.parse(fitting[0].recipe) if fitting else None
 
 
 def suits_live_model(following: Recipe, before: Recipe) -> bool:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from snugfit.errors import JobError, ModelError, UsageError, did_you_mean
 from snugfit.frontends.cut_loss import job_with_mixing
 from snugfit.frontends.next_recipe import next_recipe
-from snugfit.frontends.predicted import run_predictor
+from snugfit.frontends.predicted import begin_to_import, run_predictor
 from snugfit.job.job import Job, refuse_what_is_no_job
 from snugfit.job.weights import find_weights, own_folder
 from snugfit.report.text.files import writable_folder
@@ -96,7 +96,10 @@ def train(
         "evaluation": evaluation, "tokenizer": tokenizer, "processor": processor, "columns": columns,
         "pack": pack, "collate": collate, "weights": weights, "device": device, "compare_code": compare_code,
     }  # fmt: skip
-    with process_group(device_of(device)) as ranks:
+    target = device_of(device)
+    with process_group(target) as ranks:
+        if foresee and ranks.is_first:
+            begin_to_import(job, target, ranks.size)
         heard = watch if ranks.is_first else _nobody
         how |= {"output_dir": output_dir, "watch": heard, "ranks": ranks}
         run = ranks.all_do(lambda: make_run(job, recipe, dataset, **how))

@@ -23,6 +23,7 @@ from snugfit.training.predicted import PredictedRun, PredictRun, RunAnswer, pred
 if TYPE_CHECKING:
     import torch
 
+    from snugfit.job.gpu import Gpu
     from snugfit.results.prediction import Prediction
 
 
@@ -55,11 +56,21 @@ def run_predictor(device: torch.device, gpus: int = 1) -> PredictRun:
     return predict_run if gpus == 1 else predict_beside
 
 
-def predict_apart(job: Job, recipe: Recipe, gpu: str, gpus: int) -> Prediction:
+def begin_to_import(job: Job, device: torch.device, gpus: int) -> None:
+    """Where a process that trains with others will have something simulated in another one: that begins to
+    import what it needs, while this one reads its data."""
+    from snugfit.planning.several_gpus.judge import modules_of
+    from snugfit.prediction.worker_pool import start_fork_server
+
+    if device.type == "cuda" and gpus > 1:
+        start_fork_server(modules_of(job), for_what=job)
+
+
+def predict_apart(job: Job, recipe: Recipe, gpu: Gpu | str, gpus: int) -> Prediction:
     """What is predicted of a job on so many of these GPUs, worked out in another process where a process
     group is here. Raises `SnugfitError` where nothing can be, as for a job that cannot be sent there."""
     from snugfit.job.gpu import find_gpu
-    from snugfit.planning.several_gpus.judge import Judge
+    from snugfit.planning.several_gpus.judge import Judge, modules_of
     from snugfit.prediction.predict import predict
     from snugfit.prediction.worker_pool import Question, is_picklable, worker_pool
 
@@ -70,7 +81,7 @@ def predict_apart(job: Job, recipe: Recipe, gpu: str, gpus: int) -> Prediction:
         raise SnugfitError(
             "A model that was made in Python cannot be sent to another process, which would simulate it."
         )
-    with worker_pool(make, workers=1, apart=True) as pool:
+    with worker_pool(make, workers=1, apart=True, preload=modules_of(job)) as pool:
         (answer,) = pool.answers_to([Question(0, "predict", (gpus, recipe))])
     if isinstance(answer.value, SnugfitError):
         raise answer.value

@@ -52,6 +52,13 @@ def usual_headroom(gpu: Gpu | None) -> int:
     return int(USUAL_SHARE * gpu.memory_bytes) + doubt + (DISPLAY_BYTES if may_drive_display(gpu) else 0)
 
 
+def at_most(needed_bytes: float, gpu: Gpu) -> int:
+    """So many bytes, but no more than this GPU has beside its usual headroom."""
+    if gpu.memory_bytes is None:
+        return int(needed_bytes)
+    return min(int(needed_bytes), gpu.memory_bytes - usual_headroom(gpu))
+
+
 def may_drive_display(gpu: Gpu) -> bool:
     """Whether the driver calls it a GeForce: a card that people have in the machine they sit at."""
     return any("geforce" in name.lower() for name in gpu.names)

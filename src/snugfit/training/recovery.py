@@ -6,6 +6,7 @@ changes its live model, a hand-written loop gets an error and decides). No answe
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
@@ -29,6 +30,9 @@ Compare = Callable[[Job, Any, Any, Mapping[str, Any]], Job]
 
 STEP_BOUNDARY = "step boundary"
 """The phase of memory that was found to be short between two steps."""
+
+PLANNING = "A recipe that needs less is being looked for; nothing trains until it is found."
+"""What the journal says before a plan is made."""
 
 WHAT_TO_TRY = (
     "With more free memory, the same run continues from its last checkpoint. Or start a run in a new "
@@ -77,11 +81,19 @@ class Recovery:
 
     def __init__(self, job: Job, journal: Journal, replan: Replan) -> None:
         self.job, self._journal, self._replan = job, journal, replan
+        self._planning_seconds = 0.0
 
     def next_recipe(self, exhausted: Exhausted, recipe: Recipe, step: int) -> Recipe | None:
         """The recipe that follows this one, after so many steps. None, with a warning, where memory is only
-        short and no other recipe is left. Raises `OutOfMemory` where it ran out."""
+        short and no other recipe is left. Raises `OutOfMemory` where it ran out. The journal says first that
+        it is planned, which takes some seconds."""
+        is_short = exhausted.phase == STEP_BOUNDARY
+        what = "memory is short" if is_short else "memory ran out"
+        text = f"Step {step + (not is_short)}: {what} ({exhausted.cause}) under '{recipe}'. {PLANNING}"
+        self._journal.tell("note", text=text)
+        began = time.monotonic()
         chosen = self._replan(self.job, recipe, exhausted.cause)
+        self._planning_seconds = time.monotonic() - began
         cuts = (kind for kind in roster.techniques() if kind.slot is Slot.BATCHING)
         uncut = next(filter(None, (kind.planning_objection(self.job) for kind in cuts)), "")
         why = f" (the batch cannot be cut: {uncut})" if uncut else ""
@@ -98,5 +110,11 @@ class Recovery:
     def tell(self, exhausted: Exhausted, before: Recipe, after: Recipe, step: int, **more: str | int) -> None:
         """Step `step` is made under another recipe."""
         self._journal.tell(
-            "replanned", step=step, cause=exhausted.cause, before=str(before), recipe=str(after), **more
+            "replanned",
+            step=step,
+            cause=exhausted.cause,
+            before=str(before),
+            recipe=str(after),
+            planning_seconds=round(self._planning_seconds, 3),
+            **more,
         )

@@ -51,6 +51,13 @@ STEPS = 2
 """Steps that are simulated: what is made for good is there at the end of the first."""
 
 
+def modules_of(job: Job) -> list[str]:
+    """Modules that processes with a `Judge` need, some seconds of imports; the last is ignored where
+    transformers has no such file."""
+    name = job.model.architecture
+    return [__name__, "snugfit.rehearsal.sharded.ranks", f"transformers.models.{name}.modeling_{name}"]
+
+
 class Judged(NamedTuple):
     """What a recipe takes on each GPU."""
 
@@ -76,6 +83,8 @@ class InFull(NamedTuple):
     doubts: tuple[str, ...]
     timing: StepSeconds | None
     """Of the whole step; None where not all of its micro-batches were simulated."""
+    host_share: float = 0.0
+    """The share of the step, as far as it was simulated, in which the host works."""
 
 
 class Judge:
@@ -141,6 +150,7 @@ class Judge:
             bound=timing.bound if timing else "",
             doubts=prediction.doubts,
             timing=None if few else timing,
+            host_share=timing.host_seconds / timing.step_seconds if timing and timing.step_seconds else 0.0,
         )
 
     def _with_pieces(self, gpus: int, recipe: Recipe, pieces: int) -> Prediction:

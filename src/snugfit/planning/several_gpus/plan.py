@@ -44,8 +44,12 @@ class OnGpus:
     """Whether it fits; else it is the nearest miss."""
 
     why: str = ""
-    """Where groups of GPUs work on the same samples, what they share and why; where some of the layers are
-    recomputed, how many and why. Empty elsewhere."""
+    """Where groups of GPUs work on the same samples: what they share, and why. Where some of the layers are
+    recomputed: how many, and why. Where another recipe is predicted to be a little faster: why this is the
+    answer. Empty elsewhere."""
+
+    host_share: float | None = None
+    """The share of the step in which the host works (`StepSeconds.host_seconds`)."""
 
     @property
     def gpu_seconds(self) -> float:
@@ -69,7 +73,8 @@ class SeveralGpusPlan(Tabular):
     answers: tuple[OnGpus, ...]
     """For each number of GPUs, in order: the fastest that fits, or the nearest miss."""
     alternatives: tuple[OnGpus, ...] = ()
-    """On the fastest answer's GPUs: what else was simulated in full, the fastest first."""
+    """On the fastest answer's GPUs: what else was simulated in full, the fastest first. The first may be
+    faster than the answer by a little, which then says why."""
     kept_slots: tuple[KeptSlot, ...] = ()
     """Slots that were not searched."""
     refused: tuple[Exclusion, ...] = ()

@@ -8,6 +8,7 @@ are, and all are told. Of what recomputes layers the fewest are looked for at th
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,9 +22,10 @@ from snugfit.planning.plan import Exclusion
 from snugfit.planning.request import fidelity_of, refuse_bad_request
 from snugfit.planning.several_gpus.asking import Asked, answer_to, choose_base, counts_of
 from snugfit.planning.several_gpus.building import built_where_it_fits
+from snugfit.planning.several_gpus.choosing import best_first
 from snugfit.planning.several_gpus.evidence import Evidence
 from snugfit.planning.several_gpus.fastest import Outcome, Screened
-from snugfit.planning.several_gpus.judge import InFull, Judge, Judged
+from snugfit.planning.several_gpus.judge import InFull, Judge, Judged, modules_of
 from snugfit.planning.several_gpus.meshes import FastestMesh
 from snugfit.planning.several_gpus.part_recomputed import FewestRecomputed, recomputes_layers
 from snugfit.planning.several_gpus.plan import OnGpus, SeveralGpusPlan
@@ -77,7 +79,8 @@ def plan_several_gpus(
     spare = headroom_of(headroom, gpu, memory_bytes)
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
     job = built_where_it_fits(job, memory - spare)
-    with worker_pool(partial(Judge, job, gpu), workers=workers) as pool:
+    make = partial(Judge, job, gpu)
+    with worker_pool(make, workers=workers, preload=modules_of(job)) as pool:
         search = _Search(job, gpu, memory - spare, fixed, fidelity_of(fidelity), pool, tell)
         answer = search.answer(counts)
     return replace(answer, memory_bytes=memory, headroom_bytes=spare)
@@ -168,8 +171,7 @@ class _Search:
                 outcomes[count].fitting.pop(0)
                 continue
             if answer.fits or one.recipe in answers:
-                why = why_mesh(self._job, one.shared, answer.step_seconds, outcomes[count].alone_seconds)
-                return replace(answer, why=why)
+                return replace(answer, why=self._why_mesh(one, answer, outcomes[count]))
             answers[one.recipe] = answer
             self._evidence.hear(one.shared, one.size, one.judged._replace(needed_bytes=answer.needed_bytes))
             outcomes[count] = self._fastest(count, base)
@@ -181,11 +183,20 @@ class _Search:
 
     def _all_in_full(self, fastest: OnGpus, outcome: Outcome) -> list[OnGpus]:
         """The fastest answer and what else fits, simulated with all layers: of recipes that few layers told
-        apart by little another may turn out to be faster."""
-        rest = [one for one in outcome.fitting if str(one.recipe) != fastest.recipe]
-        known = self._in_full([(fastest.gpus, one) for one in rest[: FULL - 1]])
-        fitting = [one for one in known if one is not None and one.fits]
-        return sorted([fastest, *fitting], key=lambda one: one.step_seconds)
+        apart by little another may turn out to be faster, or to be as fast and ask less of the host."""
+        rest = [one for one in outcome.fitting if str(one.recipe) != fastest.recipe][: FULL - 1]
+        known = self._in_full([(fastest.gpus, one) for one in rest])
+        fitting = [
+            replace(one, why=self._why_mesh(way, one, outcome))
+            for way, one in zip(rest, known, strict=True)
+            if one is not None and one.fits
+        ]
+        on_others = [one for one in self._full.values() if one and one.fits and one.gpus != fastest.gpus]
+        limit = min((one.step_seconds for one in on_others), default=math.inf)
+        return best_first([fastest, *fitting], limit)
+
+    def _why_mesh(self, way: Screened, answer: OnGpus, outcome: Outcome) -> str:
+        return why_mesh(self._job, way.shared, answer.step_seconds, outcome.alone_seconds)
 
     def _recomputing_fewer(self, plan: SeveralGpusPlan, outcomes: dict[int, Outcome]) -> SeveralGpusPlan:
         """The plan whose named answers, or all where few of them recompute layers, recompute no more than
@@ -202,7 +213,12 @@ class _Search:
             if not asked:
                 break
             left -= {*asked}
-            after = after | search.run([(one, found_as[gpus]) for gpus, one in asked.items()])
+            alone = {
+                gpus: replace(one, why=self._why_mesh(found_as[gpus], one, outcomes[gpus]))
+                for gpus, one in asked.items()
+            }  # what is recomputed less is compared with no rival
+            fewer = search.run([(one, found_as[gpus]) for gpus, one in alone.items()])
+            after = after | {gpus: one for gpus, one in fewer.items() if one != alone[gpus]}
             new = self._plan(tuple(after.values()), plan.alternatives)
         fastest, alternatives = new.fastest, plan.alternatives
         if fastest is not None and fastest != before[fastest.gpus]:
@@ -240,6 +256,7 @@ class _Search:
             samples_per_second=self._job.batch_size / seconds if seconds else 0.0,
             scaling_efficiency=efficiency,
             bound=full.bound,
+            host_share=full.host_share,
             fits=full.needed_bytes <= self._bound,
         )
 

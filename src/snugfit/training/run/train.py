@@ -11,9 +11,9 @@ same numbers as one that was not.
 
 Events (`journal.py`): `started` (job, recipe, steps, samples, resumed_from), `step`, `foreseen` and `ended`
 (`step_logger.py`), `evaluated` (step, loss, accuracy), `saved` (step, folder, bytes, blocked_seconds that
-training waited, seconds of writing meanwhile), `replanned` (step, cause, before, recipe; of
-several processes the rank too, and the step that the run was resumed_from), `warning` and `note` (text; a
-warning of a straggler has its rank too).
+training waited, seconds of writing meanwhile), `replanned` (step, cause, before, recipe,
+planning_seconds; of several processes the rank too, and the step that the run was resumed_from), `warning`
+and `note` (text; a warning of a straggler has its rank too).
 """
 
 from __future__ import annotations
