@@ -89,3 +89,18 @@ def test_a_script_from_stdin_needs_no_file() -> None:
     )
     done = subprocess.run([sys.executable, "-"], check=False, capture_output=True, text=True, input=script)
     assert done.stdout == "[-1, -2] False True\n", done.stderr
+
+
+@pytest.mark.whole
+def test_workers_see_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What their fork server imports asks CUDA for GPUs, after which no copy of it could. The caller's own
+    process sees what it saw."""
+    script = (
+        "import os\n"
+        "from snugfit.prediction.worker_pool import map_in_processes\n"
+        "names = ['CUDA_VISIBLE_DEVICES'] * 2\n"
+        "print(list(map_in_processes(os.getenv, names, workers=2)), os.environ['CUDA_VISIBLE_DEVICES'])\n"
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
+    assert done.stdout == "['', ''] 0\n", done.stderr
