@@ -25,6 +25,7 @@ from snugfit.measurement import child as child_room
 from snugfit.measurement import contamination
 from snugfit.measurement.child_result import ChildResult
 from snugfit.measurement.experiment import run as run_room
+from snugfit.measurement.experiment.rank import quiet_on_all
 from snugfit.measurement.experiment.request import MeasurementRequest
 from snugfit.measurement.experiment.run import read_result, run_experiment
 from snugfit.measurement.host import HostLoad, crowding, host_load
@@ -825,3 +826,10 @@ def test_nvidia_smi(tmp_path: Path, said: str, code: int, bytes_used: int | None
     command.chmod(0o755)
     assert child_room.smi_used_bytes("GPU-1", str(command)) == bytes_used
     assert child_room.smi_used_bytes("GPU-1", str(tmp_path / "none")) is None
+
+
+def test_a_step_that_one_of_several_ranks_was_disturbed_in_is_disturbed_for_all() -> None:
+    ranks = [(True, True, False, True), (True, False, True, True)]
+    results = [ChildResult(outcome="ok", seconds=(1.0,) * 4, quiet=quiet) for quiet in ranks]
+    assert quiet_on_all(results) == [True, False, False, True]
+    assert quiet_on_all(results[:1]) == list(ranks[0])

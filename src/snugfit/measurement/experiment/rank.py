@@ -30,6 +30,8 @@ class RankRun:
     sampler: Sampler | None
     result: ChildResult
     exited: ChildExit
+    quiet: Sequence[bool]
+    """Of each of its steps, whether nothing disturbed it (`quiet_on_all`)."""
 
     def footprint(self) -> Footprint | None:
         """Its bytes at their peak; None without a result."""
@@ -40,7 +42,7 @@ class RankRun:
 
     def timing(self) -> Timing | None:
         """The seconds of its steps, in each of which all ranks together take a global batch."""
-        return timing_of(self.result.seconds, self.request.job.batch_size, self.result.quiet)
+        return timing_of(self.result.seconds, self.request.job.batch_size, self.quiet)
 
     def contamination(self) -> str | None:
         """Why the GPU was not this run's alone, or could not be proven so; None when it was. The memory of a
@@ -75,6 +77,12 @@ class RankRun:
             crowded=self.result.crowded,
             disturbed=self.result.disturbed,
         )
+
+
+def quiet_on_all(results: Sequence[ChildResult]) -> list[bool]:
+    """Of each step, whether the cores that launch kernels were quiet in all processes: these wait for each
+    other, so what disturbs one of them makes the step longer in all."""
+    return [all(calm) for calm in zip(*(result.quiet for result in results), strict=False)]
 
 
 def worst_of(footprints: Sequence[Footprint | None]) -> int:

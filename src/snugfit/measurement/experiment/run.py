@@ -23,7 +23,7 @@ from snugfit.measurement import causes, contamination
 from snugfit.measurement.child_result import ChildResult
 from snugfit.measurement.contamination import GpuBaseline
 from snugfit.measurement.experiment.children import Children
-from snugfit.measurement.experiment.rank import RankRun, slowest_of, worst_of
+from snugfit.measurement.experiment.rank import RankRun, quiet_on_all, slowest_of, worst_of
 from snugfit.measurement.experiment.request import MeasurementRequest
 from snugfit.measurement.process import ChildExit
 from snugfit.measurement.sampler import Sampler
@@ -61,6 +61,7 @@ def run_experiment(request: MeasurementRequest, targets: Sequence[Target]) -> tu
         history = folders[0] / "history.pickle"
         if request.history is not None and history.is_file():
             shutil.move(history, request.history)
+    quiet = quiet_on_all(results)
     runs = [
         RankRun(
             request=request,
@@ -69,6 +70,7 @@ def run_experiment(request: MeasurementRequest, targets: Sequence[Target]) -> tu
             sampler=samplers[rank],
             result=results[rank],
             exited=exits[rank],
+            quiet=quiet,
         )
         for rank in range(len(targets))
     ]
