@@ -369,10 +369,10 @@ def test_front_ends_that_cannot_do_it_say_so(front_end: str) -> None:
         refuse_unsupported(front_end, Recipe.parse(RECIPE).setup())
 
 
-def test_nothing_is_said_of_lost_updates_and_no_gpu_is_claimed() -> None:
+def test_nothing_is_said_of_lost_updates_and_how_much_was_measured_is() -> None:
     warnings = Recipe.parse(RECIPE).check(small_job("bert", 2))
     assert not any("lost in rounding" in warning for warning in warnings)
-    assert any("measured on no GPU" in warning for warning in warnings)
+    assert any("on one H200" in warning for warning in warnings)
     assert any("micro-batches" in warning for warning in warnings)
 
 

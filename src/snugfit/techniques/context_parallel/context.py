@@ -41,7 +41,8 @@ DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "
 
 HOW_MEASURED = (
     "Three steps with it were measured, on two H100s: bytes were exact, and they took 14 and 9 % longer than "
-    "predicted and 3 % less. Groups of more than two GPUs were not measured."
+    "predicted and 3 % less; one with fsdp on four H200s: exact bytes again. Groups of more than two "
+    "GPUs were not measured."
 )
 
 

@@ -67,11 +67,12 @@ class Bf16Master(Technique):
         if compute_capability and compute_capability < (8, 0):
             yield "this GPU does not support bfloat16 and emulates it slowly."
         yield (
-            "its update was measured on no GPU: its seconds follow from the bytes it moves. Gradients of "
-            "micro-batches are added up in bfloat16."
+            "three steps were measured, on one H200: bytes were exact; Llama-3.2-1B took 11 % longer than "
+            "predicted, and BERT-large, on disturbed cores, half as long again. Gradients of micro-batches "
+            "are added up in bfloat16."
         )
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
         """What was never measured is not chosen."""
-        return "it was measured on no GPU yet, so no plan chooses it by itself"
+        return "it was measured in too few steps so far, so no plan chooses it by itself"

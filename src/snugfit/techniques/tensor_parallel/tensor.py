@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 HOW_MEASURED = (
     "Five steps with it were measured, on two H100s: requested bytes were exact. What DTensor takes the host "
-    "is fitted to four of them; the fifth took 11 % longer than forecast. Groups of more than two GPUs were "
-    "not measured."
+    "is fitted to four of them; the fifth took 11 % longer than forecast. So were two on four H200s, with "
+    "fsdp and with pipeline(2), on a host that was not calibrated. Groups of more than two GPUs were not "
+    "measured."
 )
 
 
