@@ -32,8 +32,8 @@ SCHEDULES = {
 """What torch calls them (`torch.distributed.pipelining.schedules.get_schedule_class`)."""
 
 HOW_MEASURED = (
-    "Eleven pipelines were measured, on two H100s and on two and four H200s: requested bytes were exact or "
-    "up to 0.3 % more than predicted, and reserved bytes of two were 2,004 and 1,002 MiB more (7.4 and 6.0 %), "
+    "Eleven pipelines were measured, on two H100s and on two and four H200s. Requested bytes were exact or "
+    "up to 0.3 % more than predicted. Reserved ones of two were 2,004 and 1,002 MiB more (7.4 and 6.0 %), "
     "of one GPU where another with the same stage reserved what was predicted: what was sent is free again "
     "when it has arrived, and what is needed before that comes from elsewhere. Steps took from 13 % less to "
     "41 % longer, with tensor and with zero_bubble up to 50 % longer."
