@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +10,11 @@ import pytest
 import torch
 
 from small_models import small_job
-from snugfit.errors import GpuError
 from snugfit.frontends.next_recipe import next_recipe
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
+from snugfit.training.journal import Journal, read_journal
+from snugfit.training.recovery import Exhausted, Recovery, Unplanned
 
 CUDA = torch.device("cuda")
 BEFORE = Recipe.parse("bf16 + micro_batches(2)")
@@ -56,11 +58,21 @@ def test_a_run_that_is_built_once_more_gets_the_fastest_with_the_states_that_it_
 
 
 def test_a_gpu_of_which_nothing_is_known_gets_a_finer_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(*given: Any, **more: Any) -> Any:
-        raise GpuError("No GPU of this name.")
-
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Made Up 9000")
-    monkeypatch.setattr("snugfit.prediction.predict.predict", unknown)
-    assert (
-        str(next_recipe(CUDA, live=True)(small_job("bert"), BEFORE, "oom:torch")) == "bf16 + micro_batches(4)"
+    found = next_recipe(CUDA, live=True)(small_job("bert"), BEFORE, "oom:torch")
+    assert isinstance(found, Unplanned)
+    assert str(found.recipe) == "bf16 + micro_batches(4)"
+    assert found.why.startswith("No GPU 'NVIDIA Made Up 9000' in the table.")
+
+
+def test_a_finer_cut_in_the_place_of_a_plan_is_told(tmp_path: Path) -> None:
+    def unplanned(job: Any, recipe: Recipe, cause: str) -> Unplanned:
+        return Unplanned(recipe=Recipe.parse("micro_batches(2)"), why="No GPU of this name.")
+
+    journal = Journal(tmp_path)
+    exhausted = Exhausted(cause="oom:torch", phase="forward", message="")
+    found = Recovery(small_job("bert"), journal, unplanned).next_recipe(exhausted, Recipe(), 3)
+    assert str(found) == "micro_batches(2)"
+    assert list(read_journal(tmp_path))[-1]["text"] == (
+        "No recipe could be planned: No GPU of this name. 'micro_batches(2)' is tried instead."
     )

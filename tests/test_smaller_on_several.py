@@ -129,7 +129,7 @@ def test_where_finer_pieces_are_nearly_as_fast_nothing_else_is_asked(
 def test_a_batch_that_is_not_cut_is_recomputed(in_full: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MadeUpJudge, "states", 60 * GIB)
     found = following("ddp", 4, searched=frozenset({Slot.CHECKPOINTING}))
-    assert found is not None
+    assert isinstance(found, Recipe)
     assert found[Slot.BATCHING].plain
     assert not found[Slot.CHECKPOINTING].plain
 
@@ -156,7 +156,7 @@ def test_two_gpus_go_on_with_what_is_predicted_to_need_less(monkeypatch: pytest.
     job = small_job("llama", 5, batch_size=64, sequence_length=512)
     before = Recipe.parse("bf16 + adamw_fused + ddp")
     found = next_recipe(torch.device("cuda"), gpus=2)(job, before, "oom:torch")
-    assert found is not None
+    assert isinstance(found, Recipe)
     assert found.with_(before[Slot.BATCHING]).with_(before[Slot.CHECKPOINTING]) == before
     needed, less = (predict(job, one, gpu=H200, gpus=2).needed_bytes for one in (before, found))
     assert less <= MEMORY_FACTOR * needed

@@ -13,7 +13,7 @@ other (`job/sample_mixing.py`) the batch is cut as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.techniques.technique import Fidelity, Slot
+from snugfit.training.recovery import Replan, Unplanned
 
 if TYPE_CHECKING:
     import torch
@@ -41,12 +42,12 @@ only those that join micro-batches are skipped."""
 
 def next_recipe(
     device: torch.device, *, live: bool = False, changing: Collection[Slot] = CHANGING, gpus: int = 1
-) -> Callable[[Job, Recipe, str], Recipe | None]:
+) -> Replan:
     """For runs on this device, or on so many such `gpus`: the recipe that follows one that ran out of memory,
     or None. One that differs in slots that are `changing` alone; for a model that is `live`, one that it can
     go on under as it is. How GPUs share the work stays."""
 
-    def following(job: Job, recipe: Recipe, cause: str) -> Recipe | None:
+    def following(job: Job, recipe: Recipe, cause: str) -> Recipe | Unplanned | None:
         slots = frozenset(slot for slot in changing if _has_choice(slot, job))
         if device.type == "cuda":
             try:
@@ -54,10 +55,13 @@ def next_recipe(
                     smaller = _plan_smaller(job, recipe, device, live, slots)
                 else:
                     smaller = _plan_smaller_on_several(job, recipe, device, slots, gpus)
-            except SnugfitError:  # a GPU or a model that cannot be predicted
-                smaller = None
+            except SnugfitError as unknown:  # a GPU or a model that cannot be predicted
+                return Unplanned(recipe=cut(job, recipe), why=str(unknown))
             if smaller is not None:
                 return smaller
+        return cut(job, recipe)
+
+    def cut(job: Job, recipe: Recipe) -> Recipe | None:
         return cut_smaller(job_of_rank(job, on_gpus(recipe.setup(), gpus)), recipe)
 
     return following

@@ -21,7 +21,16 @@ from snugfit.training.step_logger import RETRIES_IN_A_ROW, THRASHING
 if TYPE_CHECKING:
     from snugfit.training.journal import Event, Journal
 
-Replan = Callable[[Job, Recipe, str], Recipe | None]
+
+@dataclass(frozen=True, kw_only=True)
+class Unplanned:
+    """What is gone on with where no plan could be made, None for nothing."""
+
+    recipe: Recipe | None
+    why: str
+
+
+Replan = Callable[[Job, Recipe, str], Recipe | Unplanned | None]
 """A job, the recipe that ran out of memory and the cause: the recipe to go on with, or None."""
 
 Compare = Callable[[Job, Any, Any, Mapping[str, Any]], Job]
@@ -93,6 +102,10 @@ class Recovery:
         self._journal.tell("note", text=text)
         began = time.monotonic()
         chosen = self._replan(self.job, recipe, exhausted.cause)
+        if isinstance(chosen, Unplanned):
+            instead = f" '{chosen.recipe}' is tried instead." if chosen.recipe else ""
+            self._journal.tell("note", text=f"No recipe could be planned: {chosen.why}{instead}")
+            chosen = chosen.recipe
         self._planning_seconds = time.monotonic() - began
         cuts = (kind for kind in roster.techniques() if kind.slot is Slot.BATCHING)
         uncut = next(filter(None, (kind.planning_objection(self.job) for kind in cuts)), "")

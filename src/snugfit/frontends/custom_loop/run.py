@@ -30,7 +30,7 @@ from snugfit.training.backward_updates import BackwardWatch
 from snugfit.training.checkpoint.state import TrainState
 from snugfit.training.interrupt import EXIT_CODES
 from snugfit.training.journal import Journal
-from snugfit.training.recovery import Exhausted, out_of_memory
+from snugfit.training.recovery import Exhausted, Unplanned, out_of_memory
 from snugfit.training.rng import rng_states, set_rng_states
 from snugfit.training.run.loop import NonFinite, StepResult
 from snugfit.training.step_logger import StepLogger
@@ -240,11 +240,16 @@ class HandRun:
     def _out_of_memory(self, exhausted: Exhausted) -> OutOfMemory:
         self.job = job_with_mixing(self.job, self.model, self._step.value_of, self._step.items_of)
         smaller = next_recipe(self._state.device)(self.job, self.recipe, exhausted.cause)
+        unplanned = ""
+        if isinstance(smaller, Unplanned):
+            unplanned = f" (None could be planned: {smaller.why})"
+            smaller = smaller.recipe
         intact = "No weight has changed, so run.save() can save this state"
         if exhausted.phase == "update":
             intact = "Some weights may have changed, so start from the last checkpoint"
         advice = (
-            f"{intact}. The next recipe with the same global batch of {self.job.batch_size} is '{smaller}'."
+            f"{intact}. The next recipe with the same global batch of {self.job.batch_size} is '{smaller}'"
+            f"{unplanned}."
         )
         if smaller is None:
             advice = "There is no recipe for the same training that needs less. Use a smaller global batch."

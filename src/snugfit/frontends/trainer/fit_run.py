@@ -20,7 +20,7 @@ from snugfit.training.backward_updates import BackwardWatch
 from snugfit.training.checkpoint.manager import open_shared_store
 from snugfit.training.interrupt import Interrupts
 from snugfit.training.ranks import ALONE, Ranks
-from snugfit.training.recovery import Recovery
+from snugfit.training.recovery import Recovery, Unplanned
 from snugfit.training.rng import preserve_rng
 from snugfit.training.step_logger import StepLogger
 from snugfit.training.stops import Stops
@@ -98,7 +98,7 @@ def _recovery(trainer: Any, journal: Journal) -> Recovery:
     device, plan = trainer.args.device, trainer.snugfit
     changing = {Slot.BATCHING, Slot.CHECKPOINTING} - (plan.user_slots - {Slot.BATCHING})
 
-    def replan(job: Job, recipe: Recipe, cause: str) -> Recipe | None:
+    def replan(job: Job, recipe: Recipe, cause: str) -> Recipe | Unplanned | None:
         with preserve_rng(device):
             recovery.job = compared_job(trainer, job)
             return next_recipe(device, live=True, changing=changing)(recovery.job, recipe, cause)
