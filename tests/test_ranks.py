@@ -442,3 +442,20 @@ def test_page_locked_memory_is_used_again() -> None:
 def test_what_does_not_go_together(recipe: str, why: str) -> None:
     with pytest.raises(RecipeError, match=why):
         Recipe.parse(recipe).check(case("llama", recipe)[0], installed=False)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_where_states_are_shared_out_the_rank_with_most_of_them_is_predicted(ranks: int) -> None:
+    """All but which weights it has is as in any other rank."""
+    setup = on_gpus(Recipe.parse("zero1").setup(), ranks)
+    job = job_of_rank(small_job("llama", 3, batch_size=4), setup)
+
+    def states(rank: int | None) -> tuple[int, int]:
+        trace = rehearse(job, setup, CpuPolicy(), rank=rank)
+        own = [block.nbytes for block in trace.blocks if block.kind == Kind.OPTIMIZER_STATES]
+        return sum(own), peak(foreseen(trace))
+
+    of_each = [states(rank) for rank in range(ranks)]
+    assert len(set(of_each)) > 1
+    assert states(None) == max(of_each)
+    assert states(None) != of_each[0]

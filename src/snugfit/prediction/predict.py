@@ -193,7 +193,7 @@ def _rehearse(
         keep_gradients=profile.keep_gradients,
         always_mask=profile.always_mask,
         trainer_class=trainer_class,
-        rank=rank,
+        rank=rank or None,  # stages differ by number, and others by what they share out
     )
 
 

@@ -60,13 +60,14 @@ def rehearse(
     always_mask: bool = False,
     trainer_class: type[Any] | None = None,
     steady: bool = False,
-    rank: int = 0,
+    rank: int | None = 0,
 ) -> Trace:
     """The trace of `steps` optimizer steps of this job, as they would run on the policy's device. Where they
     are known to be `steady` from the second on, two are recorded.
 
     `keep_gradients` and `always_mask` are habits of older software (`Step`); `trainer_class` runs in the
     place of `transformers.Trainer`; `rank` is which of several processes is rehearsed, and `job` its part.
+    None is for the one that needs the most, of processes that are alike but for that.
 
     Raises `RehearsalError` when an operator of the step has no shapes to give (its output depends on data,
     or it is not known), when the model's own code fails, or when this torch does not take the overrides;
@@ -191,7 +192,8 @@ def _engine(step: Step, recorder: Recorder) -> Iterator[contextlib.AbstractConte
 
         assert isinstance(recorder, RankRecorder)
         recorder.experts = step.setup.parallel.experts
-        with rank_on_shapes(recorder, step.rank, step.setup.parallel.ranks):
+        most = step.rank is None and step.setup.parallel.states == "sharded"
+        with rank_on_shapes(recorder, step.rank or 0, step.setup.parallel.ranks, most=most):
             if not step.setup.parallel.on_host:
                 yield contextlib.nullcontext()
                 return
@@ -206,7 +208,7 @@ def _engine(step: Step, recorder: Recorder) -> Iterator[contextlib.AbstractConte
         return
     from snugfit.rehearsal.sharded.engine import engine_on_shapes
 
-    with engine_on_shapes(recorder, step.rank, step.setup.sharding.ranks) as host:
+    with engine_on_shapes(recorder, step.rank or 0, step.setup.sharding.ranks) as host:
         yield host
 
 

@@ -54,8 +54,9 @@ class Step(ABC):
     trainer_arguments: Mapping[str, Any] = {}
     """Of `TrainingArguments`, besides those that the Setup gives, where the loop is the Trainer's."""
 
-    rank = 0
-    """Which of the processes that train together this one is, in a rehearsal."""
+    rank: int | None = 0
+    """Which of the processes that train together this one is, in a rehearsal; None for the first with the
+    largest part of what they share out."""
 
     always_mask = False
     """Pass an attention mask also when nothing is padded (transformers' habit before 5.0)."""

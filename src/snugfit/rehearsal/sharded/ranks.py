@@ -32,6 +32,7 @@ from snugfit.rehearsal.record.kernels import KernelCost
 from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.rehearsal.sharded import collectives
 from snugfit.rehearsal.sharded.device_module import ShapesModule
+from snugfit.rehearsal.sharded.largest_part import takes_the_largest_part
 from snugfit.rehearsal.sharded.offloaded_shards import TO_COPY, HostShards
 from snugfit.rehearsal.sharded.spreading import while_spreading
 from snugfit.rehearsal.sharded.stages import counted_weights, instead_of_others, peers_of_exchange
@@ -284,8 +285,9 @@ def _copies_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 
 
 @contextlib.contextmanager
-def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[None]:
-    """Within it, torch.distributed is that of this rank of so many, on `meta`."""
+def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int, *, most: bool = False) -> Iterator[None]:
+    """Within it, torch.distributed is that of this rank of so many, on `meta`. With `most` it has the largest
+    part of an optimizer's states that are shared out."""
     import torch.distributed._meta_registrations as fake_work
     import torch.nn.parallel.distributed as data_parallel
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -328,6 +330,7 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int) -> Iterator[No
         (data_parallel.DistributedDataParallel, "__init__", make_and_hook),
         (fake_work, "generate_unique_id", itertools.count().__next__),
         counted_weights(recorder.count_weights_apart),
+        *([takes_the_largest_part()] if most else []),
         *instead_of_others(handles_for_all=recorder.policy.keeps_exchanged),
     )
     with contextlib.ExitStack() as stack:
