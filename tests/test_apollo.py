@@ -8,16 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from aligned import compare, peak
-from cpu_scratch import compared
 from fitted import model_of
-from reported import foreseen, reports
 from small_models import small_job
-from snugfit.rehearsal.device.policy import CpuPolicy
-from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.muon import MATRICES, leave_to_adamw
 from snugfit.step.wishes.apollo import GROWTH, ApolloOfMatrices, ApolloWithAdamW
 from snugfit.techniques.recipe import Recipe
+from third_step import hold_third_step
 
 NUMBERS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-8}
 
@@ -93,9 +89,4 @@ def test_matrices_of_hidden_layers_that_are_larger_than_the_rank_are_scaled() ->
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> None:
     job, setup = small_job(family, 2), Recipe.parse(recipe).setup()
-    trace = compared(foreseen(rehearse(job, setup, CpuPolicy())))
-    real = compared(reports(job, setup))
-    third = [[event for event in events if event.step == 2] for events in (real, trace)]
-    assert all(third)
-    assert compare(*third).similarity == 1.0
-    assert peak(real) == peak(trace)
+    hold_third_step(job, setup)

@@ -39,11 +39,8 @@ class WeightKind(NamedTuple):
     names: tuple[str, ...]
 
 
-class AdamWInPieces(torch.optim.Optimizer, ABC):
-    """AdamW that widens a piece of its weights and moments, updates it, and narrows it again."""
-
-    numbers_in_a_block = 1
-    """Rows are cut where a multiple of so many numbers ends."""
+class OwnAdamW(torch.optim.Optimizer):
+    """AdamW with an update of our own, and torch's numbers."""
 
     def __init__(
         self,
@@ -55,6 +52,13 @@ class AdamWInPieces(torch.optim.Optimizer, ABC):
     ) -> None:
         """Its numbers are torch's defaults."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+
+class AdamWInPieces(OwnAdamW, ABC):
+    """AdamW that widens a piece of its weights and moments, updates it, and narrows it again."""
+
+    numbers_in_a_block = 1
+    """Rows are cut where a multiple of so many numbers ends."""
 
     @abstractmethod
     def new_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ from torch.optim.adamw import adamw
 
 from snugfit.errors import RecipeError
 from snugfit.step.host_link import MetaLink
+from snugfit.step.wishes.adamw_in_pieces import OwnAdamW
 
 STAGED_BYTES = 64 << 20
 """Of weights, and as much of gradients, that are on the host at a time (chosen): small beside any model, and
@@ -54,19 +55,12 @@ class HostMemory:
         return self._bytes[:STAGED_BYTES], self._bytes[STAGED_BYTES:]
 
 
-class AdamWOnHost(torch.optim.Optimizer):
+class AdamWOnHost(OwnAdamW):
     """torch's AdamW, whose states and update are the host's."""
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-    ) -> None:
-        """The numbers default to those of torch's AdamW."""
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+    def __init__(self, params: Any, **numbers: Any) -> None:
+        """The numbers are torch's AdamW's, and so are their defaults."""
+        super().__init__(params, **numbers)
         self._memory = HostMemory()
 
     @torch.no_grad()

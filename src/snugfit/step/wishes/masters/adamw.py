@@ -19,11 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from snugfit.errors import RecipeError
+from snugfit.step.wishes.adamw_in_pieces import STEP, OwnAdamW
 from snugfit.step.wishes.masters.halves import flat, join, pieces, split, take_residual
 from snugfit.step.wishes.masters.marks import HAS_MASTER, RESIDUAL
-
-STEP = "step"
-"""The key of a state under which the steps of a weight are counted."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -62,19 +60,8 @@ class Numbers(NamedTuple):
         )  # fmt: skip
 
 
-class MasterAdamW(torch.optim.Optimizer):
+class MasterAdamW(OwnAdamW):
     """AdamW over weights of bfloat16, the other half of whose masters is among its states."""
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-    ) -> None:
-        """Its numbers are torch's defaults."""
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As every optimizer does, and takes over what its weights have of their masters."""
