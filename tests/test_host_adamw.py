@@ -25,6 +25,7 @@ from snugfit.rehearsal.trace.trace import STAGE_BACK, STAGE_OUT, UPDATE_ON_HOST,
 from snugfit.results.measurement import Measurement
 from snugfit.step.wishes import host_adamw
 from snugfit.step.wishes.host_adamw import STAGED_BYTES, AdamWOnHost
+from snugfit.step.wishes.optimizer import known_numbers
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import MIB
 from tiers import slow_but
@@ -185,3 +186,12 @@ def test_what_was_measured_is_predicted_again(name: str) -> None:
     assert measured.timing is not None
     assert predicted.timing is not None
     assert predicted.timing.step_seconds == pytest.approx(measured.timing.step_seconds, rel=WITHIN[name])
+
+
+@pytest.mark.parametrize(
+    "recipe", ["host_adamw", "bf16_master", "adamw_4bit", "bf16_pure + adamw_stochastic"]
+)
+def test_a_users_numbers_reach_the_optimizers_that_are_ours(recipe: str) -> None:
+    """They are passed on where an optimizer's arguments name them."""
+    numbers = {"lr": 0.125, "betas": (0.5, 0.75), "eps": 1e-6, "weight_decay": 0.25}
+    assert known_numbers(Recipe.parse(recipe).setup().optimizer, numbers) == numbers

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -58,10 +59,9 @@ class HostMemory:
 class AdamWOnHost(OwnAdamW):
     """torch's AdamW, whose states and update are the host's."""
 
-    def __init__(self, params: Any, **numbers: Any) -> None:
-        """The numbers are torch's AdamW's, and so are their defaults."""
-        super().__init__(params, **numbers)
-        self._memory = HostMemory()
+    @cached_property
+    def _memory(self) -> HostMemory:
+        return HostMemory()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
