@@ -36,10 +36,10 @@ from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.record.module_tracker import ModuleTracker
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import AWAIT_COPY, COPIES, COPY_BACK, COPY_OUT, Trace, Work
-from snugfit.step import activation_offload
-from snugfit.step.activation_offload import ActivationOffload, Travelling, offload_activations
 from snugfit.step.build import build_model
-from snugfit.step.host_link import SLAB_BYTES, Slabs
+from snugfit.step.offload import activations as activation_offload
+from snugfit.step.offload.activations import ActivationOffload, Travelling, offload_activations
+from snugfit.step.offload.host_link import SLAB_BYTES, Slabs
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import OffloadWish
@@ -67,7 +67,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         batches.append([tensor.untyped_storage().nbytes() for tensor in tensors])
         return send(link, tensors)
 
-    monkeypatch.setattr("snugfit.step.host_link.Link.send", note)
+    monkeypatch.setattr("snugfit.step.offload.host_link.Link.send", note)
     return batches
 
 

@@ -29,8 +29,8 @@ from snugfit.prediction.seconds import step_seconds
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import COPY_BACK, COPY_OUT, Trace
-from snugfit.step import activation_offload
-from snugfit.step.activation_offload import Travelling, offload_activations
+from snugfit.step.offload import activations as activation_offload
+from snugfit.step.offload.activations import Travelling, offload_activations
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import OffloadWish, Setup
 from snugfit.training.run.train import train

@@ -48,7 +48,7 @@ from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.sharded.host_tensors import HostTensors
 from snugfit.rehearsal.trace.trace import STAGE_BACK, STAGE_OUT, SWAPPED, UPDATE_ON_HOST, Block, Trace
-from snugfit.step.host_link import LinkObserver, MetaLink
+from snugfit.step.offload.host_link import LinkObserver, MetaLink
 from snugfit.step.open_step import open_step
 from snugfit.step.step import LOOPS, Observer
 from snugfit.step.wishes.engine.config import (

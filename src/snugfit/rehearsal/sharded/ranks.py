@@ -52,7 +52,7 @@ from snugfit.rehearsal.trace.trace import (
     Recording,
 )
 from snugfit.results.footprint import Kind
-from snugfit.step.host_link import MetaLink
+from snugfit.step.offload.host_link import MetaLink
 
 FAKE = torch._C._TorchDispatchModeKey.FAKE
 

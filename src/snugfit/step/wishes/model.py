@@ -346,14 +346,14 @@ class ActivationOffloadHandler(Handler):
 
     def wrap(self, value: OffloadWish | None, model: Any) -> None:
         """The model's saved tensors get hooks."""
-        from snugfit.step.activation_offload import offload_activations
+        from snugfit.step.offload.activations import offload_activations
 
         if value is not None:
             offload_activations(model, value)
 
     def change(self, value: OffloadWish | None, live: LiveTraining) -> Iterator[str]:
         """As when it is built; also of a model whose activations travelled before."""
-        from snugfit.step.activation_offload import offload_activations
+        from snugfit.step.offload.activations import offload_activations
 
         offload_activations(live.model, value)
         if value is not None:

@@ -7,7 +7,7 @@ much, for less arithmetic, so such a step is mostly bound by the link.
 
 With `layers` only the first few of a stack send theirs; neither TRL nor transformers has that. The others'
 copies are never made, and there is more time for each copy: until as many layers more have run as keep theirs
-on the device, and as long in the backward pass (`step/activation_offload.py`). A few layers travel for
+on the device, and as long in the backward pass (`step/offload/activations.py`). A few layers travel for
 nothing. A layer that is recomputed as well keeps nothing but its input, which is all that waits there then.
 """
 
