@@ -52,6 +52,7 @@ TOUCHES: Mapping[str, tuple[str, ...]] = {
     "logits": ("passes",),
     "checkpoint": ("passes",),
     "compile": ("passes",),
+    "capture": ("passes", "update"),
     "activation_offload": ("passes",),
     "optimizer": ("update",),
     "autocast": ("passes",),

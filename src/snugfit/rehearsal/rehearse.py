@@ -32,6 +32,7 @@ from snugfit.techniques.several_gpus import ranks_of
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
+    from snugfit.rehearsal.device.notes import PolicyNotes
     from snugfit.rehearsal.device.policy import Policy
     from snugfit.rehearsal.record.recorder import Recorder
     from snugfit.rehearsal.trace.trace import Recording, Trace
@@ -93,7 +94,7 @@ def rehearse(
         whole = repeat(relative, steps=steps, micro_batches=setup.micro_batches) if not varies else None
         if whole is not None:
             return whole.relative().trace()
-    if setup.compile is not None and setup.compile.records_graphs:
+    if setup.records_graphs:
         return _record_until_played(lambda: open_it(job, setup), policy, steps)
     return record_step(open_it(job, setup), policy, steps).trace
 
@@ -116,7 +117,6 @@ def _record_until_played(open_it: Callable[[], Step], policy: Policy, steps: int
 
 def record_step(step: Step, policy: Policy, steps: int) -> Recording:
     """Runs `steps` steps of a Step on `meta`, each of which is recorded."""
-    from snugfit.rehearsal.compiled.layers import compiled_layers
     from snugfit.rehearsal.device.notes import PolicyNotes
     from snugfit.rehearsal.device.other_programs import COMPILED, is_compiled
     from snugfit.rehearsal.device.overrides import in_force
@@ -140,8 +140,7 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
         stack.enter_context(
             rehearsal_context(step.setup, on_gpu=isinstance(policy, CudaPolicy))
         )  # which may import what compiles itself
-        if step.setup.compile is not None:
-            stack.enter_context(compiled_layers(policy, recorder, notes))
+        stack.enter_context(_programs(step.setup, policy, recorder, notes))
         stack.enter_context(in_force(policy, notes))
         stack.enter_context(four_bit_products(policy))
         stack.enter_context(triton_launches(policy, recorder))
@@ -170,6 +169,21 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
         recording = recorder.recording(notes.attention)
         recorder.forget()
         return recording
+
+
+def _programs(
+    setup: Setup, policy: Policy, recorder: Recorder, notes: PolicyNotes
+) -> contextlib.AbstractContextManager[None]:
+    """What a step is rehearsed in whose layers are compiled, or that is recorded and played back."""
+    from snugfit.rehearsal.compiled.captured_steps import captured_steps
+    from snugfit.rehearsal.compiled.layers import compiled_layers
+    from snugfit.rehearsal.device.policy import CudaPolicy
+
+    if setup.compile is not None:
+        return compiled_layers(policy, recorder, notes)
+    if setup.capture is not None and isinstance(policy, CudaPolicy):
+        return captured_steps(recorder)
+    return contextlib.nullcontext()
 
 
 def _recorder_class(setup: Setup) -> type[Recorder]:

@@ -90,7 +90,7 @@ class Part:
 def record_passes(job: Job, setup: Setup, policy: Policy, *, steps: int, micro_batches: int) -> Part:
     """Forward and backward of a job under everything in this Setup but its optimizer, with so many
     micro-batches of the Setup's size."""
-    if setup.compile is not None and setup.compile.records_graphs:
+    if setup.records_graphs:
         raise RehearsalError(PLAYED)
     job = replace(
         job, clip=None, decay_groups=False, batch_size=job.batch_size // setup.micro_batches * micro_batches

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError, UsageError
+from snugfit.step.capture.handler import CaptureHandler
 from snugfit.step.wishes.batching import ExpandableSegmentsHandler, LoaderHandler, MicroBatchesHandler
 from snugfit.step.wishes.engine.sharding import ShardingHandler
 from snugfit.step.wishes.float8 import Float8Handler
@@ -68,6 +69,7 @@ HANDLERS: tuple[Handler, ...] = (
     AutocastHandler(),
     ScaleGradientsHandler(),
     MicroBatchesHandler(),
+    CaptureHandler(),
     ShardingHandler(),
     LoaderHandler(),
     ExpandableSegmentsHandler(),

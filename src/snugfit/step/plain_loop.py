@@ -28,6 +28,7 @@ from snugfit.step.applier import (
 )
 from snugfit.step.batches import join, micro_batches, place
 from snugfit.step.build import build_model, build_optimizer, is_in_stages
+from snugfit.step.capture.open import capture
 from snugfit.step.loss import loss_of
 from snugfit.step.step import Step
 from snugfit.step.wishes.mesh.spread_tensors import clip
@@ -102,13 +103,7 @@ class OptimizerLoop(Step):
             for index in range(steps):
                 observer.step_begins(index)
                 loss = self._accumulate(built)
-                self._clip(built)
-                observer.phase("update")
-                if scaler is None:
-                    optimizer.step()
-                else:
-                    scaler.step(optimizer)
-                    scaler.update()
+                self._clip_and_update(built)
                 optimizer.zero_grad(set_to_none=not self.keep_gradients)
                 after_update(self.setup, runs, index)
                 observer.step_ends(index)
@@ -118,6 +113,15 @@ class OptimizerLoop(Step):
         if self.passes is not None and self.keep_losses:
             return self.passes.tell_losses(losses, steps)
         return [float(loss) for loss in losses]
+
+    def _clip_and_update(self, built: Built) -> None:
+        self._clip(built)
+        built.observer.phase("update")
+        if built.scaler is None:
+            built.optimizer.step()
+        else:
+            built.scaler.step(built.optimizer)
+            built.scaler.update()
 
     def _clip(self, built: Built) -> None:
         if not self.job.clip:
@@ -151,16 +155,32 @@ class PlainStep(OptimizerLoop):
         """Builds, runs `steps` optimizer steps, and gives their losses."""
         with run_context(self.setup):
             if self.job.trains:
+                self.captured = capture(self)
                 return self._train(steps, observer)
             return self._evaluate(steps, observer)
 
     def _accumulate(self, built: Built) -> torch.Tensor | None:
-        model, scaler, observer = built.runs, built.scaler, built.observer
-        observer.phase("load")
+        built.observer.phase("load")
         pieces = next(built.batches)
         weights = self._weights_of(pieces)
         if self.passes is not None:
             return self._accumulate_in_stages(built, self.passes, pieces, weights)
+        if self.captured is not None:
+            return self.captured.run_passes(built, pieces, weights)
+        return self.run_passes(built, pieces, weights)
+
+    def _clip_and_update(self, built: Built) -> None:
+        if self.captured is not None:
+            self.captured.update(built)
+        else:
+            super()._clip_and_update(built)
+
+    def run_passes(
+        self, built: Built, pieces: Sequence[Mapping[str, Any]], weights: Sequence[float | None]
+    ) -> torch.Tensor | None:
+        """Forward and backward passes of these host micro-batches, each of whose losses is multiplied by a
+        weight, as they are written. Gives what the losses come to, when losses are kept."""
+        model, scaler, observer = built.runs, built.scaler, built.observer
         total: torch.Tensor | None = None
         for number, (piece, weight) in enumerate(zip(pieces, weights, strict=True), 1):
             if weight == 0 and self.setup.parallel is None:  # the mean over nothing is no number

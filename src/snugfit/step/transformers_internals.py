@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -246,3 +247,33 @@ def without_loader_record(trainer: Any) -> Iterator[None]:
         patch.object(accelerator, "_dataloaders", list(accelerator._dataloaders)),
     ):
         yield
+
+
+# ---- a step that is recorded ------------------------------------------------------------------------------
+
+_MASKS = "transformers.masking_utils"
+
+
+@contextlib.contextmanager
+def masks_by_shape(*, packed: bool) -> Iterator[None]:
+    """Within it transformers decides by shapes alone whether attention needs a mask, as it does without a
+    padding mask everywhere: whatever is recorded it would give one (5.17), which the fastest attention does
+    not take, and of a padding mask it would read the values. Positions that the model counts itself, where
+    the batch does not say that it is `packed`, begin once in a row, which it would look up too."""
+    if _MASKS not in sys.modules:  # no model of transformers'
+        yield
+        return
+    masks = sys.modules[_MASKS]
+    changes: dict[str, Any] = {"is_tracing": _has_values}
+    if not packed:
+        changes["find_packed_sequence_indices"] = _not_packed
+    with patch.multiple(masks, **changes):
+        yield
+
+
+def _has_values(tensor: Any = None) -> bool:
+    return tensor is not None
+
+
+def _not_packed(position_ids: Any) -> None:
+    """No row has more than one sequence."""

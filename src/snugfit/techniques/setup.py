@@ -199,6 +199,14 @@ class CompileWish:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CaptureWish:
+    """An optimizer step that is recorded as CUDA graphs, and played back."""
+
+    multiple: int = 64
+    """Of padded batches: lengths are filled up to a multiple of this, and each has graphs of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OffloadWish:
     """Activations that wait for the backward pass in the host's memory."""
 
@@ -392,6 +400,9 @@ class Setup:
     micro_batches: int = 1
     """loop: pieces the global batch is cut into, one after the other."""
 
+    capture: CaptureWish | None = None
+    """loop: the step is recorded as CUDA graphs; None launches kernel by kernel."""
+
     sharding: ShardingWish | None = None
     """loop: DeepSpeed's engine runs the steps; None leaves them to the loop."""
 
@@ -404,6 +415,11 @@ class Setup:
 
     expandable_segments: bool = False
     """process: the CUDA allocator grows segments in place instead of taking new ones."""
+
+    @property
+    def records_graphs(self) -> bool:
+        """Whether anything is recorded as CUDA graphs, so that the first steps differ from those after."""
+        return self.capture is not None or (self.compile is not None and self.compile.records_graphs)
 
     @property
     def has_budget(self) -> bool:

@@ -98,7 +98,7 @@ def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterato
         (Slot.HEAD, setup.logits),
         (Slot.PRECISION, setup.float8),
         (Slot.KERNELS, setup.kernels),
-        (Slot.ENGINE, setup.compile),
+        (Slot.ENGINE, setup.compile or setup.capture),
         (Slot.ACTIVATION_OFFLOAD, setup.activation_offload),
     ):
         if changed is not None:

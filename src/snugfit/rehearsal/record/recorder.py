@@ -100,6 +100,7 @@ class Recorder(TorchDispatchMode, Observer):
         self._marks: list[Mark] = [Mark(0, -1, "build")]
         self.kernels: list[Kernel] = []
         self._waits: list[int] = []
+        self.times_waited = 0
         self._phase, self._step = "build", -1
         self._views = 0  # since the last kernel
         self._released = False  # whether the context is
@@ -466,6 +467,7 @@ class Recorder(TorchDispatchMode, Observer):
 
     def wait(self) -> None:
         """The host waits for the device."""
+        self.times_waited += 1
         if self._step == self.steps - 1:
             self._waits.append(len(self.kernels))
             self._mark(MarkKind.WAIT)
@@ -477,10 +479,6 @@ class Recorder(TorchDispatchMode, Observer):
     def empty_cache(self) -> None:
         """The allocator gives back what it keeps for later."""
         self._mark(MarkKind.CACHE_EMPTIED)
-
-    def live_bytes(self) -> int:
-        """Requested bytes that live now."""
-        return self.memory.live_bytes()
 
     def _mark(self, kind: MarkKind) -> None:
         self._marks.append(Mark(len(self.memory.events), self._step, self._phase, kind))

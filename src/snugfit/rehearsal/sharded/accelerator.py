@@ -120,7 +120,7 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
 
     def available_memory(self, device_index: int | None = None) -> int:
         """Bytes that are free: the second stage joins weights on the device only where there is room."""
-        return self._memory_bytes - self._recorder.live_bytes()
+        return self._memory_bytes - self._recorder.memory.live_bytes()
 
     def total_memory(self, device_index: int | None = None) -> int:
         """Bytes that there are in all."""

@@ -54,7 +54,7 @@ def short_run(job: Job, setup: Setup, steps: int, *, steady: bool = False) -> Sh
     first two DDP makes its buckets."""
     recorded = RECORDED_MICRO_BATCHES if setup.parallel is None else RECORDED_BY_RANKS
     many = setup.micro_batches > recorded
-    if setup.compile is not None and setup.compile.records_graphs:
+    if setup.records_graphs:
         return None  # each of the first steps is another
     steady = steady and setup.parallel is None
     if job.model.module is not None or not (many or (steady and steps > RECORDED_STEPS)):

@@ -79,17 +79,20 @@ def _quiet() -> Iterator[None]:
 
 def clip(weights: Iterable[torch.Tensor], most: float) -> None:
     """Scales all gradients down, where their norm is more than this (`torch.nn.utils.clip_grad_norm_`)."""
-    import torch
-
     weights = [weight for weight in weights if weight.grad is not None]
+    if weights:
+        scale(weights, most, norm_of_gradients(weights))
+
+
+def norm_of_gradients(weights: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The norm of all gradients as of one vector, a scalar; in 32 bits where weights have masters."""
+    weights = [weight for weight in weights if weight.grad is not None]
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
     if any(hasattr(weight, HAS_MASTER) for weight in weights):
         from snugfit.step.wishes.masters.adamw import norm_in_fp32
 
-        scale(weights, most, norm_in_fp32([weight.grad for weight in weights if weight.grad is not None]))
-    elif len(split(weights, mesh)) == 1:
-        torch.nn.utils.clip_grad_norm_(weights, most)
-    else:
-        scale(weights, most, total_norm(weight.grad for weight in weights if weight.grad is not None))
+        return norm_in_fp32(gradients)
+    return total_norm(gradients)
 
 
 def scale(weights: Iterable[torch.Tensor], most: float, norm: torch.Tensor) -> None:

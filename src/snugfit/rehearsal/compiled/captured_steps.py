@@ -1,0 +1,71 @@
+"""CUDA graphs of an optimizer step, rehearsed: what they take, and what playing them back asks of the device.
+
+While a graph is recorded, what the work allocates is allocated in the memory of graphs, once the allocator
+has given back what it keeps for later (`torch.cuda.graph`). When it is played, the same kernels run, the host
+launches one thing, and nothing is allocated. On shapes the work runs again for that, in memory that is not
+there. Work that waits for the device cannot be recorded, here as there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, final
+
+from snugfit.rehearsal.trace.trace import Memory
+from snugfit.step.batches import place
+from snugfit.step.capture.graphs import Graphs, NotRecorded
+from snugfit.step.capture.handler import REHEARSED
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.rehearsal.record.recorder import Recorder
+
+WAITS = "its code waits for the device, to read a number from it"
+
+
+@final
+class RehearsedGraphs(Graphs):
+    """The graphs of one rehearsal."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def own_memory(self) -> AbstractContextManager[None]:
+        """Blocks of the graphs' pool."""
+        return self._recorder.memory.allocating(Memory.GRAPHS)
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """The work runs once in the graphs' memory. Raises `NotRecorded` where it waits for the device."""
+        recorder = self._recorder
+        recorder.records_graph()
+        recorder.empty_cache()
+        waited = recorder.times_waited
+        with self.own_memory():
+            work()
+        if recorder.times_waited != waited:
+            raise NotRecorded(WAITS)
+
+        def play() -> None:
+            nowhere = recorder.memory.allocating(Memory.NOWHERE)
+            with nowhere, recorder.program(lowered=False), recorder.played_back():
+                work()
+
+        return play
+
+    def refill(self, batch: dict[str, Any], piece: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+        """A copy to the device, which takes no memory: what a rehearsal knows of its numbers goes along."""
+        with self._recorder.memory.allocating(Memory.NOWHERE):
+            return place(piece, device)
+
+
+@contextlib.contextmanager
+def captured_steps(recorder: Recorder) -> Iterator[None]:
+    """Within it, a step that is to be recorded is recorded here."""
+    token = REHEARSED.set(lambda: RehearsedGraphs(recorder))
+    try:
+        yield
+    finally:
+        REHEARSED.reset(token)

@@ -1,0 +1,1 @@
+"""An optimizer step that is recorded as CUDA graphs, and played back."""

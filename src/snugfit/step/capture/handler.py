@@ -1,0 +1,58 @@
+"""The wish for a step that is recorded: which loop can, on which device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, ClassVar
+
+from snugfit.step.wishes.handler import Context, Handler
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    from snugfit.step.capture.graphs import Graphs
+    from snugfit.techniques.setup import CaptureWish
+
+_NOT_OURS = (
+    "its steps are those of another loop, and what is recorded are snugfit's own. snugfit train takes it"
+)
+
+REHEARSED: ContextVar[Callable[[], Graphs] | None] = ContextVar("REHEARSED", default=None)
+"""What makes the graphs of a rehearsal; None outside of one."""
+
+
+class CaptureHandler(Handler):
+    """A step as CUDA graphs."""
+
+    wish, slot = "capture", Slot.ENGINE
+    read_by_loops = True
+    refused: ClassVar[Mapping[str, str]] = {
+        "accelerate": _NOT_OURS,
+        "trainer": _NOT_OURS,
+        "fit": _NOT_OURS,
+        "custom_loop": _NOT_OURS,
+        "script": "its loop is snugfit's own code",
+    }
+
+    def around_run(self, value: CaptureWish | None) -> Context | None:
+        """All that a run asks of a GPU goes to one stream, which is not the default one: that cannot be
+        recorded, and memory that one stream has freed is of no use to another."""
+        return _on_own_stream if value is not None else None
+
+
+@contextlib.contextmanager
+def _on_own_stream() -> Iterator[None]:
+    import torch
+
+    if not torch.cuda.is_available() or REHEARSED.get() is not None:
+        yield
+        return
+    before = torch.cuda.current_stream()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(before)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        before.wait_stream(stream)

@@ -1,0 +1,271 @@
+"""One optimizer step as CUDA graphs: the host launches a few, where it launched thousands of kernels.
+
+    forward     a micro-batch's forward pass and its loss
+    backward    its backward pass, which makes the gradients, or adds to them
+    norm        the gradients' norm, where the job clips
+    update      clipping, and the optimizer
+
+They are four and not one because the host looks in between: the loss is read while the device is at the
+backward pass, and a step that must not be made is not (`training/run/loop.py`).
+
+A step is recorded when its layout is met for the second time: the first time the passes run as they are
+written, so that kernels are loaded and libraries have their workspaces. With the layout of a batch everything
+else is fixed: its micro-batches are as long as each other, and what their losses are multiplied by is on the
+device.
+
+Gradients lie in the graphs' memory. Where the update is recorded too, nobody but the graphs needs to know
+where, and the next layout's passes use the same bytes; where it is not, the gradients of each layout are
+held for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from snugfit.step.batches import place
+from snugfit.step.capture.batch import fill_up, layout_of
+from snugfit.step.capture.graphs import NotRecorded
+from snugfit.step.capture.update import RecordableUpdate
+from snugfit.step.transformers_internals import masks_by_shape
+from snugfit.step.wishes.mesh.spread_tensors import norm_of_gradients, scale
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.job.job import Job
+    from snugfit.step.capture.graphs import Graphs
+    from snugfit.step.step import Observer
+    from snugfit.techniques.setup import CaptureWish, Setup
+
+MOST_LAYOUTS = 24
+"""That are recorded (chosen): a graph of a thousand kernels takes some MiB beside the allocator's."""
+
+Play = Callable[[], None]
+
+
+class Built(Protocol):
+    """What a loop has built, of which a step needs this."""
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """Whose weights train."""
+
+    @property
+    def runs(self) -> torch.nn.Module:
+        """What is called in its place."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Over these weights."""
+
+    @property
+    def observer(self) -> Observer:
+        """Hears of each phase."""
+
+
+class Loop(Protocol):
+    """The loop whose steps are recorded (`plain_loop.PlainStep`)."""
+
+    job: Job
+    setup: Setup
+    device: torch.device
+    keep_losses: bool
+    loss_of: Callable[[Any, Mapping[str, Any]], torch.Tensor]
+    computed: Callable[[torch.Tensor], None]
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """What the model computes in."""
+
+    def run_passes(
+        self, built: Any, pieces: Sequence[Mapping[str, Any]], weights: Sequence[float | None]
+    ) -> torch.Tensor | None:
+        """The passes as they are written."""
+
+
+@dataclass(eq=False)
+class _Recording:
+    """The graphs of one layout, and where what they read and write lies."""
+
+    batch: dict[str, Any]
+    """A micro-batch (B, ...) on the device."""
+    share: torch.Tensor | None
+    """By what its loss is multiplied, a scalar; None leaves it."""
+    loss: torch.Tensor | None = None
+    """Of the micro-batch, while its backward pass is to be recorded."""
+    total: torch.Tensor | None = None
+    """What the step's losses come to so far."""
+    norm: torch.Tensor | None = None
+    gradients: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Weights with their gradients, where the update is not recorded."""
+    passes: list[tuple[Play, Play]] = field(default_factory=list)
+    """Of the first micro-batch, and of any other."""
+    plays_norm: Play | None = None
+    plays_update: Play | None = None
+
+
+class CapturedStep:
+    """The optimizer steps of a loop, recorded and played back."""
+
+    def __init__(self, loop: Loop, graphs: Graphs, wish: CaptureWish) -> None:
+        self._loop, self._graphs, self._wish = loop, graphs, wish
+        self._met: set[Hashable] = set()
+        self._recordings: dict[Hashable, _Recording] = {}
+        self._played: _Recording | None = None
+        self._update: RecordableUpdate | None = None
+        self.why_not = ""
+        """Why steps run as they are written; empty where they are played back."""
+
+    @property
+    def is_played(self) -> bool:
+        """Whether this step's passes were played back."""
+        return self._played is not None
+
+    @property
+    def norm(self) -> torch.Tensor | None:
+        """The norm of the gradients of a step that is played back, a scalar; None where the job does not
+        clip."""
+        assert self._played is not None
+        return self._played.norm
+
+    # ---- passes ----------------------------------------------------------------------------------------
+
+    def run_passes(
+        self, built: Built, pieces: Sequence[Mapping[str, Any]], shares: Sequence[float | None]
+    ) -> torch.Tensor | None:
+        """The gradients of these host micro-batches, and what their losses come to where losses are kept."""
+        self._played = None
+        pieces = fill_up(pieces, self._wish.multiple)
+        layouts = {layout_of(piece) for piece in pieces}
+        key = (*layouts, len(pieces) > 1)
+        alike = len(layouts) == 1 and 0 not in shares
+        if alike and key not in self._recordings and key in self._met and self._has_room():
+            self._record(key, built, pieces[0], shares)
+        if not alike or key not in self._recordings:
+            self._met.add(key)
+            with self._graphs.own_memory():
+                return self._loop.run_passes(built, pieces, shares)
+        return self._play(self._recordings[key], built, pieces, shares)
+
+    def _has_room(self) -> bool:
+        return not self.why_not and len(self._recordings) < MOST_LAYOUTS
+
+    def _play(
+        self,
+        recording: _Recording,
+        built: Built,
+        pieces: Sequence[Mapping[str, Any]],
+        shares: Sequence[float | None],
+    ) -> torch.Tensor | None:
+        observer = built.observer
+        for number, (piece, share) in enumerate(zip(pieces, shares, strict=True)):
+            observer.phase("load")
+            recording.batch = self._graphs.refill(recording.batch, piece, self._loop.device)
+            if recording.share is not None and share is not None:
+                recording.share.fill_(share)
+            forward, backward = recording.passes[min(number, len(recording.passes) - 1)]
+            observer.phase("forward")
+            forward()
+            if recording.total is not None:
+                self._loop.computed(recording.total)
+            observer.phase("backward")
+            backward()
+        if recording.plays_norm is not None:
+            observer.phase("clip")
+            recording.plays_norm()
+        for weight, gradient in recording.gradients:
+            weight.grad = gradient
+        self._played = recording
+        return recording.total
+
+    def _record(
+        self,
+        key: Hashable,
+        built: Built,
+        piece: Mapping[str, Any],
+        shares: Sequence[float | None],
+    ) -> None:
+        """Records all graphs of a layout. Where one cannot be, steps run as they are written from then on."""
+        import torch
+
+        share = None if shares[0] is None else torch.ones((), device=self._loop.device)
+        recording = _Recording(place(piece, self._loop.device), share)
+        try:
+            self._record_graphs(recording, built, len(shares))
+        except NotRecorded as fault:
+            self.why_not = str(fault)
+            self._recordings.clear()
+        else:
+            self._recordings[key] = recording
+        built.optimizer.zero_grad(set_to_none=True)
+
+    def _record_graphs(self, recording: _Recording, built: Built, count: int) -> None:
+        observer, record = built.observer, self._graphs.record
+        for number in range(min(count, 2)):
+            observer.phase("forward")
+            forward = record(lambda: self._forward(recording, built, is_first=number == 0))  # noqa: B023
+            observer.phase("backward")
+            recording.passes.append((forward, record(lambda: _backward(recording))))
+        if self._loop.job.clip:
+            observer.phase("clip")
+            recording.plays_norm = record(lambda: self._take_norm(recording, built))
+        self._update = self._update or RecordableUpdate(built.optimizer, self._loop.device)
+        if self._update.can_be_recorded:
+            observer.phase("update")
+            recording.plays_update = record(lambda: self._clip_and_update(recording, built))
+        else:
+            recording.gradients = [
+                (weight, weight.grad) for weight in built.model.parameters() if weight.grad is not None
+            ]
+
+    def _forward(self, recording: _Recording, built: Built, *, is_first: bool) -> None:
+        loop = self._loop
+        with loop.forward_context(), masks_by_shape(packed="position_ids" in recording.batch):
+            loss = loop.loss_of(built.runs, recording.batch)
+        if recording.share is not None:
+            loss = loss * recording.share.to(loss.dtype)
+        recording.loss = loss
+        if not loop.keep_losses:
+            return
+        if is_first or recording.total is None:
+            recording.total = loss.detach().float()
+        else:
+            recording.total.add_(loss.detach())
+
+    def _take_norm(self, recording: _Recording, built: Built) -> None:
+        recording.norm = norm_of_gradients(built.model.parameters())
+
+    # ---- update ----------------------------------------------------------------------------------------
+
+    def update(self, built: Built) -> None:
+        """Clips the gradients of the passes that ran last, and updates."""
+        self._update = self._update or RecordableUpdate(built.optimizer, self._loop.device)
+        recording = self._played
+        if recording is not None and recording.plays_update is not None:
+            built.observer.phase("update")
+            self._update.prepare()
+            recording.plays_update()
+            return
+        built.observer.phase("clip")
+        self._clip(recording, built)
+        built.observer.phase("update")
+        self._update.run()
+
+    def _clip(self, recording: _Recording | None, built: Built) -> None:
+        if most := self._loop.job.clip:
+            weights = [weight for weight in built.model.parameters() if weight.grad is not None]
+            norm = recording.norm if recording is not None else None
+            scale(weights, most, norm_of_gradients(weights) if norm is None else norm)
+
+    def _clip_and_update(self, recording: _Recording, built: Built) -> None:
+        assert self._update is not None
+        self._clip(recording, built)
+        self._update.launch()
+
+
+def _backward(recording: _Recording) -> None:
+    loss, recording.loss = recording.loss, None
+    assert loss is not None
+    loss.backward()

@@ -1,0 +1,88 @@
+"""An optimizer's update as work that can be recorded: its numbers are on the device.
+
+A learning rate that is a Python number would be recorded as it was. torch's optimizers take a tensor in its
+place, and count their steps on the device, where they are told that they may be recorded (`capturable`). They
+are told so around each update only, and the rates of their groups are numbers before and after: schedules and
+checkpoints see what they always see.
+
+An optimizer of ours says it otherwise: it has `prepare`, which brings its numbers to the device, and
+`launch`, which computes nothing on the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+RECORDABLE = "capturable"
+"""torch's option, in each of an optimizer's groups."""
+
+
+class RecordableUpdate:
+    """One optimizer's update. Its rates are copied to the device before it runs or is played."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        import torch
+
+        self._optimizer: Any = optimizer
+        groups = optimizer.param_groups
+        self._is_ours = hasattr(optimizer, "prepare") and hasattr(optimizer, "launch")
+        self._is_torchs = not self._is_ours and all(RECORDABLE in group for group in groups)
+        self._rates: list[torch.Tensor] = []
+        if self._is_torchs:
+            self._rates = [torch.zeros((), dtype=torch.float32, device=device) for _ in groups]
+
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether this optimizer can be told to compute nothing on the host, and has its states."""
+        return (self._is_ours or self._is_torchs) and bool(self._optimizer.state)
+
+    def prepare(self) -> None:
+        """Brings the numbers of the next update to the device."""
+        if self._is_ours:
+            self._optimizer.prepare()
+        for rate, group in zip(self._rates, self._optimizer.param_groups, strict=False):
+            rate.fill_(float(group["lr"]))
+
+    def launch(self) -> None:
+        """The update, with the numbers that are on the device."""
+        if self._is_ours:
+            self._optimizer.launch()
+            return
+        with self._rates_on_device():
+            self._optimizer.step()
+
+    def run(self) -> None:
+        """The update as it is written."""
+        if self._is_torchs:
+            self._count_on_device()
+            self.prepare()
+            self.launch()
+        else:
+            self._optimizer.step()
+
+    def _count_on_device(self) -> None:
+        """Steps that were counted on the host, as those of a checkpoint may be, are counted on the device."""
+        for weight, state in self._optimizer.state.items():
+            step = state.get("step")
+            if hasattr(step, "device") and step.device != weight.device:
+                state["step"] = step.to(weight.device)
+
+    @contextlib.contextmanager
+    def _rates_on_device(self) -> Iterator[None]:
+        groups = self._optimizer.param_groups
+        before = [(group["lr"], group[RECORDABLE]) for group in groups if self._is_torchs]
+        self._optimizer._warned_capturable_if_run_uncaptured = True
+        for group, rate in zip(groups, self._rates, strict=False):
+            group[RECORDABLE] = True
+            if not rate.is_meta:  # of such a rate torch knows no shapes (`_fused_adamw_.tensor_lr`)
+                group["lr"] = rate
+        try:
+            yield
+        finally:
+            for group, (rate, recordable) in zip(groups, before, strict=False):
+                group["lr"], group[RECORDABLE] = rate, recordable

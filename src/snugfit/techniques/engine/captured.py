@@ -1,0 +1,76 @@
+"""The whole optimizer step as CUDA graphs: what the host launched one by one, it launches as one.
+
+A step of eager code is thousands of launches, each of which takes the host some microseconds. Where the
+kernels are shorter than that, the GPU waits for the host: a small model, a short batch, or a fast GPU. A CUDA
+graph is a recording of what a step asked of the device, which the host plays back with one call. The kernels
+are the same, in the same order, on the same numbers: nothing is computed otherwise, and nothing compiled.
+
+snugfit records four graphs for each layout of a batch: the forward pass with the loss, the backward pass, the
+norm of the gradients, and the update. Between them the host does what it does between the passes of any step:
+it reads the loss before anything is updated. Batches are copied to where the graphs read them; learning
+rates and step counts are on the device. The first step with a layout runs as it is written, the second is
+recorded and played, and so on from there.
+
+Padded batches are filled up to a multiple of so many tokens, so that a few lengths serve all of them. All
+graphs have one memory, which is as large as what the longest needs.
+
+What a graph cannot do is ask: code that reads a number from the device, as many routers of experts do, cannot
+be recorded. Such a step stays as it is, and says so. With optimizers that compute on the host (bitsandbytes',
+Adafactor, Muon) the passes are played, and the update is launched as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from snugfit.errors import RecipeError
+from snugfit.techniques.setup import CaptureWish, Setup
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured(Technique):
+    """Records the optimizer step as CUDA graphs, and plays it back."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    source: ClassVar = "torch.cuda.CUDAGraph; NVIDIA, CUDA C++ Programming Guide, CUDA Graphs"
+    elsewhere: ClassVar = ("cuda_graphs", "cudagraphs", "cuda_graph")
+
+    multiple: int = 64
+    """Of padded batches: lengths are filled up to a multiple of so many tokens."""
+
+    def __post_init__(self) -> None:
+        """Raises `RecipeError` for a multiple that is none."""
+        super().__post_init__()
+        if self.multiple < 1:
+            raise RecipeError(f"captured: multiple is {self.multiple}; it must be at least 1.")
+
+    def install(self, setup: Setup) -> Setup:
+        """Has the loop record its steps."""
+        return replace(setup, capture=CaptureWish(multiple=self.multiple))
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """What reads the device, keeps time with another stream, or draws random numbers anew."""
+        if not job.trains:
+            yield "only training steps are recorded. Leave it out."
+        if recipe[Slot.PRECISION].install(Setup()).scale_gradients:
+            yield (
+                f"{recipe[Slot.PRECISION]} asks after each step whether a gradient overflowed, which cannot "
+                "be recorded. Try 'bf16'."
+            )
+        for slot, wish in (
+            (Slot.CHECKPOINTING, "checkpoint"),
+            (Slot.ACTIVATION_OFFLOAD, "activation_offload"),
+            (Slot.HEAD, "logits"),
+        ):
+            if getattr(recipe[slot].install(Setup()), wish) is not None:
+                yield f"{recipe[slot]} was not tried in a step that is recorded. Leave one of them out."
+
+    def is_searched(self) -> bool:
+        """Its first steps are not alike, as a search takes steps to be."""
+        return False
