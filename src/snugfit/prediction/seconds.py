@@ -237,6 +237,20 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
         return host.prepared
     if kernel.operator == COPY_IN and kernel.phase == "load":
         return host.copy + _batch_seconds(kernel, host)
+    launch = _own_launch(kernel, host)
+    if kernel.played and not kernel.compiled:  # no module of the model is called
+        return launch
+    before = host.module * kernel.modules + host.view * kernel.views + host.checkpoint * kernel.checkpoints
+    in_backward = kernel.phase == "backward" and not kernel.recomputed
+    program = host.backward_program if in_backward else host.program
+    before += host.intercepted * kernel.intercepted + program * kernel.programs
+    before += host.function * kernel.functions
+    lists = 0 if kernel.operator == SHARDED_OPERANDS else max(0, kernel.tensors - FEW_TENSORS)
+    return launch + before + host.tensor * lists
+
+
+def _own_launch(kernel: Kernel, host: HostLaunchCosts) -> float:
+    """Seconds of the launch alone."""
     if kernel.played:  # the first kernel of a graph stands for its launch
         launch = host.python_launched if kernel.programs else 0.0
     elif kernel.compiled:
@@ -260,13 +274,7 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
         phases = {"forward": host.forward, "backward": host.backward, "load": host.forward}
         optimizers = host.product if kernel.operator in MATRIX_PRODUCTS else host.update
         launch = phases.get(kernel.phase, optimizers)
-    before = host.module * kernel.modules + host.view * kernel.views + host.checkpoint * kernel.checkpoints
-    in_backward = kernel.phase == "backward" and not kernel.recomputed
-    program = host.backward_program if in_backward else host.program
-    before += host.intercepted * kernel.intercepted + program * kernel.programs
-    before += host.function * kernel.functions
-    lists = 0 if kernel.operator == SHARDED_OPERANDS else max(0, kernel.tensors - FEW_TENSORS)
-    return launch + before + host.tensor * lists
+    return launch
 
 
 def _own_bytes(kernel: Kernel) -> float:

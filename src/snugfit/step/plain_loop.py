@@ -155,9 +155,17 @@ class PlainStep(OptimizerLoop):
         """Builds, runs `steps` optimizer steps, and gives their losses."""
         with run_context(self.setup):
             if self.job.trains:
-                self.captured = capture(self)
+                self.start_capture()
                 return self._train(steps, observer)
             return self._evaluate(steps, observer)
+
+    def start_capture(self) -> None:
+        """From here on steps are recorded and played back, where the Setup wishes it."""
+        self.captured = capture(self)
+
+    def is_captured(self) -> bool:
+        """Whether the next step's passes may be played back."""
+        return self.captured is not None
 
     def _accumulate(self, built: Built) -> torch.Tensor | None:
         built.observer.phase("load")
@@ -165,7 +173,7 @@ class PlainStep(OptimizerLoop):
         weights = self._weights_of(pieces)
         if self.passes is not None:
             return self._accumulate_in_stages(built, self.passes, pieces, weights)
-        if self.captured is not None:
+        if self.captured is not None and self.is_captured():
             return self.captured.run_passes(built, pieces, weights)
         return self.run_passes(built, pieces, weights)
 

@@ -9,9 +9,11 @@ there. Work that waits for the device cannot be recorded, here as there.
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, final
+from unittest.mock import patch
 
 from snugfit.rehearsal.trace.trace import Memory
 from snugfit.step.batches import place
@@ -46,6 +48,7 @@ class RehearsedGraphs(Graphs):
         with self.own_memory():
             work()
         if recorder.times_waited != waited:
+            recorder.doubt(f"The step is not recorded, and runs as it is written: {WAITS}.")
             raise NotRecorded(WAITS)
 
         def play() -> None:
@@ -66,6 +69,20 @@ def captured_steps(recorder: Recorder) -> Iterator[None]:
     """Within it, a step that is to be recorded is recorded here."""
     token = REHEARSED.set(lambda: RehearsedGraphs(recorder))
     try:
-        yield
+        with _recorded_on_shapes():
+            yield
     finally:
         REHEARSED.reset(token)
+
+
+@contextlib.contextmanager
+def _recorded_on_shapes() -> Iterator[None]:
+    """Within it, torch's optimizers take `meta` for a device on which they may be recorded."""
+    import torch
+
+    known = importlib.import_module("torch.optim.optimizer")._get_capturable_supported_devices
+    files = [file for file in vars(torch.optim).values() if hasattr(file, known.__name__)]
+    with contextlib.ExitStack() as undo:
+        for file in files:
+            undo.enter_context(patch.object(file, known.__name__, lambda *a, **k: [*known(*a, **k), "meta"]))
+        yield

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -26,6 +26,9 @@ from snugfit.rehearsal.trace.trace import (
     WITH_DROPOUT,
 )
 from snugfit.units import MIB
+
+if TYPE_CHECKING:
+    from snugfit.rehearsal.device.policy import Policy
 
 CONTRACTIONS = "tensor contractions"
 NORMALISATIONS = "statistical normalisations"
@@ -193,6 +196,11 @@ def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: st
         if argument.name == name:
             return args[at] if at < len(args) else kwargs.get(name, argument.default_value)
     return None
+
+
+def reads_groups(func: Any, args: tuple[Any, ...], policy: Policy) -> bool:
+    """Whether a grouped product reads its groups on the host, and launches a product for each."""
+    return func is torch.ops.aten._grouped_mm.default and not policy.fuses_groups(args[0].dtype)
 
 
 def apart(args: tuple[Any, ...], kwargs: dict[str, Any], cost: KernelCost) -> list[KernelCost]:

@@ -38,6 +38,7 @@ from snugfit.rehearsal.record.kernels import (
     cost_of_generated,
     group_of,
     name_of_call,
+    reads_groups,
     releases_context,
 )
 from snugfit.rehearsal.record.module_tracker import ModuleTracker
@@ -315,6 +316,7 @@ class Recorder(TorchDispatchMode, Observer):
         name = name_of_call(operator.name, args, kwargs)
         self.memory.add_kernel(name, out, scratch, self.policy.workspaces(name, args))
         last_step = self._step == self.steps - 1
+        self.times_waited += not last_step and reads_groups(operator.func, args, self.policy)
         if not last_step and self._released:
             return
         cost = SHAPE_CACHE.cost(operator, call, args, kwargs, out)
@@ -366,7 +368,7 @@ class Recorder(TorchDispatchMode, Observer):
         """An operator of the steady step runs on the device, if it has a kernel."""
         if cost is None:
             self._views += not self._compiled
-        elif func is aten._grouped_mm.default and not self.policy.fuses_groups(args[0].dtype):
+        elif reads_groups(func, args, self.policy):
             self.wait()
             for product in apart(args, kwargs, cost):
                 self._views += MATRICES

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from snugfit.step.batches import place
@@ -46,20 +47,20 @@ MOST_LAYOUTS = 24
 Play = Callable[[], None]
 
 
-class Built(Protocol):
+class TrainedParts(Protocol):
     """What a loop has built, of which a step needs this."""
 
     @property
     def model(self) -> torch.nn.Module:
-        """Whose weights train."""
+        """The model whose weights train."""
 
     @property
     def runs(self) -> torch.nn.Module:
-        """What is called in its place."""
+        """What is called in the model's place."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Over these weights."""
+        """The optimizer over these weights."""
 
     @property
     def observer(self) -> Observer:
@@ -86,7 +87,7 @@ class Loop(Protocol):
 
 
 @dataclass(eq=False)
-class _Recording:
+class LayoutGraphs:
     """The graphs of one layout, and where what they read and write lies."""
 
     batch: dict[str, Any]
@@ -112,8 +113,8 @@ class CapturedStep:
     def __init__(self, loop: Loop, graphs: Graphs, wish: CaptureWish) -> None:
         self._loop, self._graphs, self._wish = loop, graphs, wish
         self._met: set[Hashable] = set()
-        self._recordings: dict[Hashable, _Recording] = {}
-        self._played: _Recording | None = None
+        self._recordings: dict[Hashable, LayoutGraphs] = {}
+        self._played: LayoutGraphs | None = None
         self._update: RecordableUpdate | None = None
         self.why_not = ""
         """Why steps run as they are written; empty where they are played back."""
@@ -133,7 +134,7 @@ class CapturedStep:
     # ---- passes ----------------------------------------------------------------------------------------
 
     def run_passes(
-        self, built: Built, pieces: Sequence[Mapping[str, Any]], shares: Sequence[float | None]
+        self, built: TrainedParts, pieces: Sequence[Mapping[str, Any]], shares: Sequence[float | None]
     ) -> torch.Tensor | None:
         """The gradients of these host micro-batches, and what their losses come to where losses are kept."""
         self._played = None
@@ -154,8 +155,8 @@ class CapturedStep:
 
     def _play(
         self,
-        recording: _Recording,
-        built: Built,
+        recording: LayoutGraphs,
+        built: TrainedParts,
         pieces: Sequence[Mapping[str, Any]],
         shares: Sequence[float | None],
     ) -> torch.Tensor | None:
@@ -183,7 +184,7 @@ class CapturedStep:
     def _record(
         self,
         key: Hashable,
-        built: Built,
+        built: TrainedParts,
         piece: Mapping[str, Any],
         shares: Sequence[float | None],
     ) -> None:
@@ -191,7 +192,7 @@ class CapturedStep:
         import torch
 
         share = None if shares[0] is None else torch.ones((), device=self._loop.device)
-        recording = _Recording(place(piece, self._loop.device), share)
+        recording = LayoutGraphs(place(piece, self._loop.device), share)
         try:
             self._record_graphs(recording, built, len(shares))
         except NotRecorded as fault:
@@ -201,11 +202,11 @@ class CapturedStep:
             self._recordings[key] = recording
         built.optimizer.zero_grad(set_to_none=True)
 
-    def _record_graphs(self, recording: _Recording, built: Built, count: int) -> None:
+    def _record_graphs(self, recording: LayoutGraphs, built: TrainedParts, count: int) -> None:
         observer, record = built.observer, self._graphs.record
         for number in range(min(count, 2)):
             observer.phase("forward")
-            forward = record(lambda: self._forward(recording, built, is_first=number == 0))  # noqa: B023
+            forward = record(partial(self._forward, recording, built, is_first=number == 0))
             observer.phase("backward")
             recording.passes.append((forward, record(lambda: _backward(recording))))
         if self._loop.job.clip:
@@ -220,7 +221,7 @@ class CapturedStep:
                 (weight, weight.grad) for weight in built.model.parameters() if weight.grad is not None
             ]
 
-    def _forward(self, recording: _Recording, built: Built, *, is_first: bool) -> None:
+    def _forward(self, recording: LayoutGraphs, built: TrainedParts, *, is_first: bool) -> None:
         loop = self._loop
         with loop.forward_context(), masks_by_shape(packed="position_ids" in recording.batch):
             loss = loop.loss_of(built.runs, recording.batch)
@@ -234,13 +235,13 @@ class CapturedStep:
         else:
             recording.total.add_(loss.detach())
 
-    def _take_norm(self, recording: _Recording, built: Built) -> None:
+    def _take_norm(self, recording: LayoutGraphs, built: TrainedParts) -> None:
         recording.norm = norm_of_gradients(built.model.parameters())
 
     # ---- update ----------------------------------------------------------------------------------------
 
-    def update(self, built: Built) -> None:
-        """Clips the gradients of the passes that ran last, and updates."""
+    def update(self, built: TrainedParts, norm: torch.Tensor | None = None) -> None:
+        """Clips the gradients of the passes that ran last, by their norm where that is known, and updates."""
         self._update = self._update or RecordableUpdate(built.optimizer, self._loop.device)
         recording = self._played
         if recording is not None and recording.plays_update is not None:
@@ -249,23 +250,22 @@ class CapturedStep:
             recording.plays_update()
             return
         built.observer.phase("clip")
-        self._clip(recording, built)
+        self._clip(built, norm if recording is None else recording.norm)
         built.observer.phase("update")
         self._update.run()
 
-    def _clip(self, recording: _Recording | None, built: Built) -> None:
+    def _clip(self, built: TrainedParts, norm: torch.Tensor | None) -> None:
         if most := self._loop.job.clip:
             weights = [weight for weight in built.model.parameters() if weight.grad is not None]
-            norm = recording.norm if recording is not None else None
             scale(weights, most, norm_of_gradients(weights) if norm is None else norm)
 
-    def _clip_and_update(self, recording: _Recording, built: Built) -> None:
+    def _clip_and_update(self, recording: LayoutGraphs, built: TrainedParts) -> None:
         assert self._update is not None
-        self._clip(recording, built)
+        self._clip(built, recording.norm)
         self._update.launch()
 
 
-def _backward(recording: _Recording) -> None:
+def _backward(recording: LayoutGraphs) -> None:
     loss, recording.loss = recording.loss, None
     assert loss is not None
     loss.backward()

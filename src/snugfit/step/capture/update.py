@@ -32,6 +32,7 @@ class RecordableUpdate:
         groups = optimizer.param_groups
         self._is_ours = hasattr(optimizer, "prepare") and hasattr(optimizer, "launch")
         self._is_torchs = not self._is_ours and all(RECORDABLE in group for group in groups)
+        self._is_on_host = device.type == "cpu"
         self._rates: list[torch.Tensor] = []
         if self._is_torchs:
             self._rates = [torch.zeros((), dtype=torch.float32, device=device) for _ in groups]
@@ -78,8 +79,8 @@ class RecordableUpdate:
         before = [(group["lr"], group[RECORDABLE]) for group in groups if self._is_torchs]
         self._optimizer._warned_capturable_if_run_uncaptured = True
         for group, rate in zip(groups, self._rates, strict=False):
-            group[RECORDABLE] = True
-            if not rate.is_meta:  # of such a rate torch knows no shapes (`_fused_adamw_.tensor_lr`)
+            group[RECORDABLE] = not self._is_on_host  # of which there are no graphs
+            if rate.is_cuda:  # of such a rate torch knows no shapes (`_fused_adamw_.tensor_lr`)
                 group["lr"] = rate
         try:
             yield

@@ -70,8 +70,9 @@ class ActiveRun:
             run, self.setup, self.steps, checkpoint, lambda text: journal.tell("note", text=text)
         )
         self.step.passes = self.step.stage_passes(self.state.model, self.state.runs or self.state.model)
+        self.step.start_capture()
         self._is_sharded = is_sharded(self.state)
-        self._is_ended = self._has_stepped = False
+        self._is_ended = self._has_stepped = self._is_told = False
         self._is_update_checked = self._is_sharded  # torch's own AdamW and SGD are what is sharded
         checkpoints.about = run.about(recipe)
         checkpoints.saved_step = checkpoint.step if checkpoint else None
@@ -79,7 +80,9 @@ class ActiveRun:
             checkpoints.prepare(self.state)
 
     def close(self) -> None:
-        """No step follows; what an engine has hooked into the model is taken out of it."""
+        """No step follows; what an engine has hooked into the model is taken out of it, and what was recorded
+        gives back its memory."""
+        self.step.captured = None
         if self.setup.sharding is not None:
             engine: Any = self.state.runs
             engine.destroy()
@@ -127,6 +130,7 @@ class ActiveRun:
             self._count(False)
             return StepResult(loss=fault.loss, updated=False)
         self._has_stepped = True
+        self._tell_not_recorded()
         if isinstance(result, StepResult):
             self._count(result.updated)
             self._spikes.remember(result.loss, self.progress)
@@ -134,6 +138,13 @@ class ActiveRun:
                 self._is_update_checked = True
                 check_packable(self.state)
         return result
+
+    def _tell_not_recorded(self) -> None:
+        """Says once why steps are not recorded, where they were to be and cannot."""
+        captured = self.step.captured
+        if captured is not None and captured.why_not and not self._is_told:
+            self._is_told = True
+            self._journal.tell("warning", text=f"Steps run as they are written: {captured.why_not}.")
 
     def _count(self, updated: bool) -> None:
         """Counts a step. Raises `SnugfitError` when too many in a row have updated nothing."""

@@ -60,7 +60,9 @@ class EngineTrainingStep(TrainingStep):
         by.backward(loss, is_last=is_last)
         return total
 
-    def _check_and_update(self, state: TrainState, loss: float, meanwhile: Callable[[], None]) -> bool:
+    def _check_and_update(
+        self, state: TrainState, built: Built, loss: float, meanwhile: Callable[[], None]
+    ) -> bool:
         optimizer: Any = state.optimizer
         self._check.record_norm(None)
         meanwhile()

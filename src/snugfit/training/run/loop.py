@@ -180,7 +180,7 @@ class TrainingStep(PlainStep):
         if (rejection := self.rejects(loss)) is not None:
             optimizer.zero_grad(set_to_none=True)
             raise rejection
-        updated = self._check_and_update(state, loss, meanwhile)
+        updated = self._check_and_update(state, built, loss, meanwhile)
         if updated:
             state.scheduler.step()
         optimizer.zero_grad(set_to_none=True)
@@ -189,11 +189,20 @@ class TrainingStep(PlainStep):
         self.phases.phase("load")
         return StepResult(loss=loss, updated=updated)
 
-    def _check_and_update(self, state: TrainState, loss: float, meanwhile: Callable[[], None]) -> bool:
+    def is_captured(self) -> bool:
+        """Not while gradients are looked at on the host, which does not know where those of a step that is
+        played back lie; of their norm it does."""
+        return super().is_captured() and (not self.sync_before_update or bool(self.job.clip))
+
+    def _check_and_update(
+        self, state: TrainState, built: Built, loss: float, meanwhile: Callable[[], None]
+    ) -> bool:
         """After a step's passes, whose loss is a number: whether there was an update. Raises `NonFinite`."""
         scaler = state.scaler
         trained = [weight for weight in state.parameters if weight.grad is not None]
-        norm = self._norm_of(trained, state)
+        captured = self.captured if self.is_captured() else None
+        is_played = captured is not None and captured.is_played
+        norm = captured.norm if captured and is_played else self._norm_of(trained, state)
         self._check.record_norm(norm)
         meanwhile()
         self.device_was_busy = not self._check.is_done()
@@ -203,6 +212,9 @@ class TrainingStep(PlainStep):
         elif self.sync_before_update:
             self.read_norm(state)
         self._unchecked = not self.sync_before_update and norm is None and scaler is None
+        if captured is not None:
+            captured.update(built, norm)
+            return True
         return self._update(state, trained, norm)
 
     def _weights_of(self, pieces: Sequence[Mapping[str, Any]]) -> Sequence[float | None]:

@@ -1,0 +1,271 @@
+"""Steps that are recorded and played back: the same numbers, the same promises, and rehearsed as they are.
+
+CUDA graphs need a GPU. Here work that is recorded runs again when it is played (`run_again.py`); what a GPU
+computes and takes is measured there (`tests/captured_on_gpu.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from run_again import batch_of, captured_on_cpu
+from small_models import small_job
+from small_runs import CPU, assert_same_weights, events, killed_in, losses, small_run
+from snugfit.errors import RecipeError, SnugfitError, UsageError
+from snugfit.frontends.next_recipe import next_recipe
+from snugfit.prediction.predict import predict
+from snugfit.rehearsal.device.policy import CudaPolicy
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.trace.trace import COPY_IN, Trace
+from snugfit.step.applier import refuse_unsupported
+from snugfit.step.capture.batch import fill_up, layout_of
+from snugfit.step.capture.step import CapturedStep
+from snugfit.step.open_step import open_step
+from snugfit.step.step import Observer
+from snugfit.techniques.recipe import Recipe
+from snugfit.training.run.loop import TrainingStep
+from snugfit.training.run.train import train
+
+RECIPES = (
+    "plain",
+    "bf16 + adamw_fused",
+    "micro_batches(2) + sgd",
+    "bf16_pure + adafactor + micro_batches(4)",
+    "bf16_master + adamw_fused",
+    "lora + adamw_fused",
+)
+PLAYED_UPDATES = ("plain", "bf16 + adamw_fused", "lora + adamw_fused")
+"""Whose optimizers can be recorded."""
+
+
+class Quiet(Observer):
+    """Watches a step and says nothing."""
+
+
+def run(recipe: str, family: str = "bert", *, clip: float | None = 0.05, steps: int = 5) -> Any:
+    job = replace(small_job(family, 2, batch_size=4), clip=clip, learning_rate=1e-2)
+    torch.manual_seed(3)
+    step = open_step(job, Recipe.parse(recipe).setup(), "plain", torch.device("cpu"), keep_losses=True)
+    return step, step.run(steps, Quiet())
+
+
+# ---- the same numbers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_steps_that_are_played_are_those_that_are_written(recipe: str, clip: float | None) -> None:
+    """Bit for bit, with dropout: from the second step on everything is played."""
+    written, expected = run(recipe, clip=clip)
+    with captured_on_cpu() as graphs:
+        played, ours = run("captured" if recipe == "plain" else f"{recipe} + captured", clip=clip)
+    assert ours == expected
+    assert_same_weights(played.model, written.model)
+    count = Recipe.parse(recipe).setup().micro_batches
+    per_step = 2 * count + (clip is not None) + (recipe in PLAYED_UPDATES)
+    assert graphs[0].played == 4 * per_step
+    assert graphs[0].recorded == 2 * min(count, 2) + (clip is not None) + (recipe in PLAYED_UPDATES)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("refused", [1, 2, 3, 4])
+def test_what_cannot_be_recorded_runs_as_it_is_written(refused: int) -> None:
+    _, expected = run("plain")
+    with captured_on_cpu(refused) as graphs:
+        played, ours = run("captured")
+    assert ours == expected
+    assert (graphs[0].recorded, graphs[0].played) == (refused, 0)
+    assert played.captured.why_not == "it waits"
+
+
+@pytest.mark.whole
+def test_without_a_gpu_steps_run_as_they_are_written() -> None:
+    played, ours = run("captured")
+    assert ours == run("plain")[1]
+    assert played.captured is None
+
+
+# ---- a run -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("recipe", ["adamw_fused", "bf16_pure + adafactor"])
+def test_a_run_is_the_same_and_goes_on_where_it_was_killed(tmp_path: Path, recipe: str) -> None:
+    """With a schedule, clipping, dropout and batches of several lengths: losses, norms, rates and weights."""
+    whole = train(small_run(tmp_path / "written", recipe))
+    recorded = f"{recipe} + captured(multiple=1)"
+    with captured_on_cpu() as graphs:
+        played = train(small_run(tmp_path / "played", recorded))
+        killed_in(small_run(tmp_path / "killed", recorded, save_steps=5), 8)
+        resumed = train(small_run(tmp_path / "killed", recorded, save_steps=5))
+    assert graphs[0].played
+    assert losses(tmp_path / "played") == losses(tmp_path / "written")
+    assert_same_weights(played.model, whole.model)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "written")
+    assert_same_weights(resumed.model, whole.model)
+
+
+@pytest.mark.whole
+def test_a_step_that_cannot_be_recorded_is_told_once(tmp_path: Path) -> None:
+    with captured_on_cpu(1):
+        train(small_run(tmp_path, "captured(multiple=16)"))
+    told = [one["text"] for one in events(tmp_path, "warning")]
+    assert told == ["Steps run as they are written: it waits."]
+
+
+@pytest.mark.whole
+def test_a_loss_that_is_no_number_stops_before_the_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a step that is played, too: the loss is read between the passes and the update."""
+    recipe = "captured(multiple=16)"
+    plain, count = TrainingStep.take, [0]
+
+    def take(self: TrainingStep, running: Any, *more: Any) -> Any:
+        count[0] += 1
+        spoils = (
+            running.model.register_forward_hook(lambda m, i, out: _spoilt(out)) if count[0] == 5 else None
+        )
+        try:
+            return plain(self, running, *more)
+        finally:
+            if spoils is not None:
+                spoils.remove()
+
+    with captured_on_cpu():
+        whole = train(small_run(tmp_path / "whole", recipe))
+        monkeypatch.setattr(TrainingStep, "take", take)
+        with pytest.raises(SnugfitError, match=r"Step 5: The loss is nan\. No weight was changed"):
+            train(small_run(tmp_path / "run", recipe))
+        monkeypatch.undo()
+        resumed = train(small_run(tmp_path / "run", recipe))
+    assert events(tmp_path / "run", "started")[1]["resumed_from"] == 4
+    assert_same_weights(resumed.model, whole.model)
+
+
+def _spoilt(out: Any) -> Any:
+    out.loss = out.loss * float("nan")
+    return out
+
+
+@pytest.mark.whole
+def test_when_memory_runs_out_what_was_recorded_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a step that is played: the run goes on with smaller micro-batches, recorded anew."""
+    plain, steps = CapturedStep.update, [0]
+
+    def update(self: CapturedStep, *more: Any) -> None:
+        steps[0] += 1
+        if steps[0] == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        plain(self, *more)
+
+    monkeypatch.setattr(CapturedStep, "update", update)
+    with captured_on_cpu() as graphs:
+        done = train(small_run(tmp_path, "captured(multiple=16)"), replan=next_recipe(CPU))
+    assert done.outcome == "finished"
+    assert len(graphs) == 2
+    assert graphs[1].played
+    assert [event["step"] for event in events(tmp_path, "step")] == [*range(1, 13)]
+
+
+# ---- batches ---------------------------------------------------------------------------------------------
+
+
+def test_lengths_are_filled_up_to_a_multiple_and_mean_the_same() -> None:
+    labels = torch.tensor([[1, -100], [2, 3]])
+    more = {"token_type_ids": torch.ones(2, 37)}
+    pieces = [batch_of(30), batch_of(37, **more), {**batch_of(2), "labels": labels}]
+    filled = fill_up(pieces, 16)
+    assert [piece["input_ids"].shape for piece in filled] == [(2, 48)] * 3
+    assert all(
+        not piece["attention_mask"][:, length:].any()
+        for piece, length in zip(filled, (30, 37, 2), strict=True)
+    )
+    assert filled[1]["token_type_ids"][:, 37:].eq(0).all()
+    assert filled[2]["labels"][:, 2:].eq(-100).all()
+    assert layout_of(filled[0]) == layout_of(batch_of(48))
+    assert layout_of(filled[0]) != layout_of(filled[1])
+
+
+def test_a_batch_without_a_mask_keeps_its_length() -> None:
+    piece = {"input_ids": torch.ones(2, 30, dtype=torch.long)}
+    assert fill_up([piece], 64)[0]["input_ids"].shape == (2, 30)
+
+
+def test_classes_are_no_tokens() -> None:
+    piece = {**batch_of(4), "labels": torch.tensor([0, 1])}
+    assert torch.equal(fill_up([piece], 8)[0]["labels"], piece["labels"])
+
+
+# ---- rehearsed -------------------------------------------------------------------------------------------
+
+
+def rehearsed(recipe: str, family: str = "bert", clip: float | None = 1.0) -> Trace:
+    job = replace(small_job(family, 2, batch_size=4), clip=clip)
+    return rehearse(job, Recipe.parse(recipe).setup(), CudaPolicy())
+
+
+@pytest.mark.parametrize("recipe", ["bf16 + adamw_fused", "bf16 + adamw_fused + micro_batches(2)"])
+def test_the_last_step_plays_all_and_allocates_nothing(recipe: str) -> None:
+    written, played = rehearsed(recipe), rehearsed(f"{recipe} + captured")
+    last = max(block.step for block in played.blocks)
+    assert last < max(mark.step for mark in played.phases)
+    launched = [kernel.operator for kernel in played.kernels if not kernel.played]
+    assert set(launched) <= {COPY_IN, "aten::fill_"}
+    graphs = sum(kernel.programs for kernel in played.kernels)
+    assert graphs == (4 if "micro" not in recipe else 6)
+    assert [k.operator for k in played.kernels if k.played and k.operator != "aten::mul"] == [
+        k.operator for k in written.kernels if k.operator not in (COPY_IN, "aten::mul")
+    ]
+
+
+def test_an_update_that_cannot_be_recorded_is_launched() -> None:
+    played = rehearsed("bf16 + adafactor + captured")
+    assert all(kernel.played for kernel in played.kernels if kernel.phase in ("forward", "backward"))
+    assert not any(kernel.played for kernel in played.kernels if kernel.phase == "update")
+
+
+def test_code_that_reads_the_device_is_not_recorded_and_that_is_said() -> None:
+    played = rehearsed("bf16 + adamw_fused + captured", "mixtral")
+    waits = rehearsed("bf16 + adamw_fused", "mixtral").waits
+    assert bool(waits) == (not any(kernel.played for kernel in played.kernels))
+    assert bool(waits) == any("is not recorded" in doubt for doubt in played.doubts)
+
+
+def test_the_host_no_longer_decides() -> None:
+    job = replace(small_job("bert", 4, batch_size=4), clip=1.0)
+    written, played = (predict(job, f"bf16 + adamw_fused{more}", gpu="h200") for more in ("", " + captured"))
+    assert written.timing is not None
+    assert played.timing is not None
+    assert played.timing.step_seconds < written.timing.step_seconds / 4
+    assert played.footprint.requested_bytes == pytest.approx(written.footprint.requested_bytes, rel=0.02)
+
+
+# ---- refused ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recipe", "why"),
+    [
+        ("fp16 + captured", "cannot be recorded"),
+        ("every_layer + captured", "was not tried in a step that is recorded"),
+        ("captured(multiple=0)", "at least 1"),
+        ("captured + compiled", "engine"),
+    ],
+)
+def test_what_it_does_not_go_with_is_named(recipe: str, why: str) -> None:
+    with pytest.raises(RecipeError, match=why):
+        predict(small_job("bert"), recipe, gpu="h200")
+
+
+@pytest.mark.parametrize("loop", ["accelerate", "trainer", "fit", "custom_loop", "script"])
+def test_loops_that_cannot_record_say_so(loop: str) -> None:
+    with pytest.raises(UsageError, match=r"capture|engine"):
+        refuse_unsupported(loop, Recipe.parse("captured").setup())
