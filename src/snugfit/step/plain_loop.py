@@ -72,6 +72,13 @@ class OptimizerLoop(Step):
     passes: StagePasses | None = None
     """Of this process's stage, where the layers are cut into stages."""
 
+    captured: CapturedStep | None = None
+    """The same steps as CUDA graphs; None where they run as they are written."""
+
+    def is_captured(self) -> bool:
+        """Whether the next step's passes may be played back."""
+        return self.captured is not None
+
     def stage_passes(self, model: torch.nn.Module, runs: torch.nn.Module) -> StagePasses | None:
         """The passes of this process's stage of a model, for which `runs` is called; None where it has all
         layers."""
@@ -107,8 +114,8 @@ class OptimizerLoop(Step):
                 optimizer.zero_grad(set_to_none=not self.keep_gradients)
                 after_update(self.setup, runs, index)
                 observer.step_ends(index)
-                if self.keep_losses and loss is not None:
-                    losses.append(loss)
+                if self.keep_losses and loss is not None:  # what is played writes it where it was
+                    losses.append(loss.clone() if self.is_captured() else loss)
         self.model, self.optimizer = model, optimizer
         if self.passes is not None and self.keep_losses:
             return self.passes.tell_losses(losses, steps)
@@ -162,10 +169,6 @@ class PlainStep(OptimizerLoop):
     def start_capture(self) -> None:
         """From here on steps are recorded and played back, where the Setup wishes it."""
         self.captured = capture(self)
-
-    def is_captured(self) -> bool:
-        """Whether the next step's passes may be played back."""
-        return self.captured is not None
 
     def _accumulate(self, built: Built) -> torch.Tensor | None:
         built.observer.phase("load")

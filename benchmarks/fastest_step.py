@@ -1,0 +1,122 @@
+"""The fastest step of one GPU, beside the best peers: each in a process of its own, in one run, one machine.
+
+    python benchmarks/fastest_step.py OUT.json [JOB ...] [--ours 'RECIPE'] [--no-peers]
+
+A peer is the installed HF Trainer with the flags that help it, measured through `--loop trainer`: its own
+step and none of its logic copied. Ours is snugfit's loop. Every contender trains the same model on batches of
+the same size, and a row says its seconds, its bytes, and how many times as fast it is as the best peer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FUSED = "bf16 + adamw_fused"
+COMPILED = f"{FUSED} + compiled(what=model, autocast=within)"
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A job, and who does it."""
+
+    options: tuple[str, ...]
+    """Of `snugfit measure`."""
+    ours: tuple[str, ...]
+    """Recipes of snugfit's loop."""
+    peers: tuple[str, ...] = (FUSED, COMPILED)
+    """Recipes of the Trainer, which gets them as its arguments."""
+
+
+CAPTURED = ("bf16 + adamw_fused", f"{FUSED} + captured", "bf16_master + adamw_fused + captured")
+CONTESTS = {
+    "bert-large": Contest(
+        ("bert-large-uncased", "--task", "sequence-classification", "--clip", "1"),
+        (*CAPTURED, "bf16_master + adamw_fused + captured + fused"),
+    ),
+    "llama-1b": Contest(
+        (
+            "meta-llama/Llama-3.2-1B", "--task", "causal-lm", "--batch-size", "2",
+            "--sequence-length", "2048", "--clip", "1", "--dtype", "float32",
+        ),
+        (*CAPTURED, "bf16_master + adamw_fused + captured + fused"),
+    ),
+    "qwen-half-b": Contest(
+        (
+            "Qwen/Qwen2.5-0.5B", "--task", "causal-lm", "--batch-size", "1", "--sequence-length", "512",
+            "--clip", "1", "--dtype", "float32",
+        ),
+        (*CAPTURED, "bf16_master + adamw_fused + captured + fused"),
+    ),
+    "roberta-padded": Contest(
+        (
+            "FacebookAI/roberta-large", "--task", "sequence-classification", "--batch-size", "8",
+            "--sequence-length", "384", "--padding", "0.25", "--clip", "1",
+        ),
+        (*CAPTURED, "bf16_master + adamw_fused + captured + fused"),
+    ),
+}  # fmt: skip
+
+
+def measured(options: tuple[str, ...], loop: str, recipe: str) -> dict[str, Any]:
+    """A row of the table: what `snugfit measure` says, or why it says nothing."""
+    command = [sys.executable, "-m", "snugfit", "measure", *options, "--loop", loop, "--recipe", recipe]
+    row: dict[str, Any] = {"loop": loop, "recipe": recipe}
+    try:
+        done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=280, check=False)
+    except subprocess.TimeoutExpired:
+        return {**row, "error": "longer than 280 s"}
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError:
+        return {**row, "error": done.stderr.strip()[-600:]}
+    footprint, timing = answer.get("footprint") or {}, answer.get("timing") or {}
+    return {
+        **row,
+        "outcome": answer.get("outcome"),
+        "message": (answer.get("message") or "")[-400:],
+        **{name: timing.get(name) for name in ("step_seconds", "samples_per_second", "spread")},
+        **{name: footprint.get(name) for name in ("requested_bytes", "reserved_bytes", "nvml_bytes")},
+        "startup": answer.get("startup"),
+        "versions": answer.get("versions"),
+    }
+
+
+def contest(one: Contest, ours: tuple[str, ...], *, peers: bool) -> list[dict[str, Any]]:
+    """All rows of a job, each with its speed beside that of the fastest peer."""
+    rows = [measured(one.options, "trainer", recipe) for recipe in one.peers if peers]
+    rows += [measured(one.options, "plain", recipe) for recipe in ours]
+    best = min(
+        (row["step_seconds"] for row in rows if row["loop"] == "trainer" and row.get("step_seconds")),
+        default=None,
+    )
+    for row in rows:
+        seconds = row.get("step_seconds")
+        row["times_the_best_peer"] = best / seconds if best and seconds else None
+        brief = {key: value for key, value in row.items() if key not in ("startup", "versions", "message")}
+        print(json.dumps(brief), row.get("message") if row.get("outcome") != "ok" else "", flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("jobs", nargs="*", default=[*CONTESTS])
+    parser.add_argument("--ours", action="append", default=[])
+    parser.add_argument("--no-peers", action="store_true")
+    given = parser.parse_args()
+    found: dict[str, Any] = {}
+    for name in given.jobs:
+        one = CONTESTS[name]
+        print(name, *one.options, flush=True)
+        rows = contest(one, tuple(given.ours) or one.ours, peers=not given.no_peers)
+        found[name] = {"options": one.options, "rows": rows}
+        given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

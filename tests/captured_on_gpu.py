@@ -1,0 +1,146 @@
+"""Steps that are recorded as CUDA graphs, on a GPU, beside the same steps as they are written.
+
+    python tests/captured_on_gpu.py [FILE]    writes what it found to FILE as JSON; fails where it is wrong
+
+In `test_captured.py` recorded work runs again; here it is played back by the GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from small_runs import events, killed_in, losses, rows, small_run
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
+from snugfit.step.open_step import open_step
+from snugfit.step.step import Observer
+from snugfit.techniques.recipe import Recipe
+from snugfit.training.run.run import Run
+from snugfit.training.run.train import train
+
+CUDA = torch.device("cuda", 0)
+STEPS = 12
+BERT: dict[str, Any] = {
+    "model_type": "bert", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "intermediate_size": 1024, "vocab_size": 512, "max_position_embeddings": 256,
+}  # fmt: skip
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 512,
+}  # fmt: skip
+STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+class Quiet(Observer):
+    """Watches a step and says nothing."""
+
+
+def job_of(config: dict[str, Any], **more: Any) -> Job:
+    model = Model.from_config(config, name=str(config["model_type"]))
+    task = Task.CAUSAL_LM if config is LLAMA else Task.SEQUENCE_CLASSIFICATION
+    wanted = {"batch_size": 4, "sequence_length": 128, "clip": 1.0, "learning_rate": 1e-3, **more}
+    return Job(model=model, task=task, **wanted)
+
+
+def plain_losses(job: Job, recipe: str) -> tuple[list[float], Any]:
+    torch.manual_seed(11)
+    step: Any = open_step(job, Recipe.parse(recipe).setup(), "plain", CUDA, keep_losses=True)
+    return step.run(STEPS, Quiet()), step
+
+
+def compare_plain(name: str, job: Job, recipe: str) -> dict[str, Any]:
+    """The plain loop, written and played: losses and weights."""
+    written, one = plain_losses(job, recipe)
+    played, other = plain_losses(job, f"{recipe} + captured")
+    ours, theirs = other.model.state_dict(), one.model.state_dict()
+    apart = max(float((ours[key].float() - theirs[key].float()).abs().max()) for key in ours)
+    moved = [float(value.float().abs().sum()) for value in ours.values() if value.is_floating_point()]
+    return {
+        "case": name,
+        "recipe": recipe,
+        "why_not": other.captured.why_not,
+        "losses_apart": max(abs(a - b) for a, b in zip(written, played, strict=True)),
+        "weights_apart": apart,
+        "right": not other.captured.why_not and written[0] == played[0] and written != played[:1] * STEPS
+        and max(abs(a - b) for a, b in zip(written, played, strict=True)) < 2e-2 and all(moved),
+        "losses": [written, played],
+    }  # fmt: skip
+
+
+def run_of(folder: Path, recipe: str, job: Job, **options: Any) -> Run:
+    """A run of 12 steps over rows of several lengths, on the GPU."""
+    run = small_run(folder, recipe, job=job, samples=rows(42, vocabulary=96), **options)
+    return replace(run, device=CUDA)
+
+
+def compare_runs(name: str, config: dict[str, Any], recipe: str) -> dict[str, Any]:
+    """A whole run, played, beside one that is killed and goes on, and one that is written."""
+    job = job_of({**config, "vocab_size": 96}, sequence_length=16)
+    with tempfile.TemporaryDirectory() as folder:
+        here = Path(folder)
+        written = train(run_of(here / "written", recipe, job))
+        played = train(run_of(here / "played", f"{recipe} + captured(multiple=16)", job))
+        killed_in(run_of(here / "killed", f"{recipe} + captured(multiple=16)", job, save_steps=5), 8)
+        resumed = train(run_of(here / "killed", f"{recipe} + captured(multiple=16)", job, save_steps=5))
+        by_step = [losses(here / one) for one in ("written", "played", "killed")]
+        told = [one["text"] for one in events(here / "played", "warning")]
+    alike = all(
+        torch.equal(value, resumed.model.state_dict()[key])
+        for key, value in played.model.state_dict().items()
+    )
+    apart = max(abs(a[0] - b[0]) for a, b in zip(by_step[0].values(), by_step[1].values(), strict=True))
+    return {
+        "case": name, "recipe": recipe, "warnings": told, "losses_apart_from_written": apart,
+        "resumed_is_the_same": by_step[1] == by_step[2] and alike,
+        "right": not told and apart < 2e-2 and by_step[1] == by_step[2] and alike,
+        "steps": written.step, "losses": [list(one.values()) for one in by_step],
+    }  # fmt: skip
+
+
+def cases() -> list[Callable[[], dict[str, Any]]]:
+    still = {**BERT, **STILL}
+    return [
+        partial(compare_plain, "bert, fp32", job_of(still), "adamw_fused"),
+        partial(compare_plain, "bert, dropout", job_of(BERT), "bf16 + adamw_fused"),
+        partial(compare_plain, "bert, foreach", job_of(still), "bf16 + adamw"),
+        partial(compare_plain, "micro-batches", job_of(BERT), "bf16 + adamw_fused + micro_batches(4)"),
+        partial(compare_plain, "bert, padding", job_of(still, padding=0.3), "bf16 + adamw_fused"),
+        partial(compare_plain, "bert, masters", job_of(BERT), "bf16_master + adamw_fused"),
+        partial(compare_plain, "bert, no clip", job_of(BERT, clip=None), "bf16 + adamw_fused"),
+        partial(compare_plain, "bert, adafactor", job_of(BERT), "bf16 + adafactor"),
+        partial(compare_plain, "llama", job_of(LLAMA), "bf16 + adamw_fused"),
+        partial(compare_plain, "llama, lora", job_of(LLAMA), "lora + bf16 + adamw_fused"),
+        partial(compare_runs, "a run", still, "bf16 + adamw_fused"),
+        partial(compare_runs, "a run with dropout", BERT, "bf16 + adamw_fused + micro_batches(2)"),
+        partial(compare_runs, "a run with masters", BERT, "bf16_master + adamw_fused"),
+    ]
+
+
+def main() -> int:
+    found = []
+    for number, case in enumerate(cases()):
+        began = time.perf_counter()
+        try:
+            one = case()
+        except Exception as error:  # the next cases are told too
+            one = {"case": number, "right": False, "error": f"{type(error).__name__}: {error}"}
+        found.append(one)
+        shown = {key: value for key, value in one.items() if key != "losses"}
+        print({**shown, "seconds": round(time.perf_counter() - began, 1)}, flush=True)
+    if len(sys.argv) > 1:
+        gpu = torch.cuda.get_device_name(CUDA)
+        Path(sys.argv[1]).write_text(json.dumps({"gpu": gpu, "torch": torch.__version__, "cases": found}))
+    return int(not all(one["right"] for one in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
