@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
+    from snugfit.step.capture.step import CapturedStep
     from snugfit.step.step import Observer
     from snugfit.step.wishes.mesh.pipeline import StagePasses
     from snugfit.techniques.setup import Setup
