@@ -7,7 +7,7 @@ is taken, and the prediction says so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.prediction.profile import Software
     from snugfit.rehearsal.device.policy import CudaPolicy
-    from snugfit.rehearsal.trace.trace import Trace
+    from snugfit.rehearsal.trace.trace import Kernel, Trace
 
 USUAL_CONTEXT = 600 * MIB
 """Context where none was measured: the figures in the GPU table for torch 2.x lie between 426 and 621 MiB."""
@@ -125,6 +125,12 @@ def common_policy(gpus: Sequence[Gpu | None], software: Software) -> CudaPolicy:
     return replace(policies[0], peers=tuple(by_decisions.values()))
 
 
+GRAPHS, GRAPH, NODES_OF_A_GRAPH = 60 * MIB, 4 * MIB, 1_500
+"""What the driver takes for the CUDA graphs of a step: once, for each graph, and for how many kernels of one
+so much again. Of eleven runs on an H200 and an H100 with torch 2.11, with three to six graphs of 3 to 2,376
+kernels each (2026-11-27, results/h200-2026-11-27/captured.json), all are met."""
+
+
 class ContextNeeds(NamedTuple):
     """What a step needs of the context, the same on every GPU."""
 
@@ -140,6 +146,8 @@ class ContextNeeds(NamedTuple):
     """Whether it loads cuSOLVER."""
     experts: bool = False
     """Whether Liger's kernels for experts run."""
+    graphs_bytes: int = 0
+    """What the driver takes for CUDA graphs."""
 
     @classmethod
     def of(cls, trace: Trace) -> Self:
@@ -152,7 +160,23 @@ class ContextNeeds(NamedTuple):
             int(COPY_OUT in operators),
             any(block.operator.startswith("aten::_linalg_svd") for block in trace.blocks),
             any(operator.startswith(EXPERT_KERNELS) for operator in operators),
+            graphs_bytes(trace.kernels),
         )
+
+
+def graphs_bytes(kernels: Iterable[Kernel]) -> int:
+    """What the driver takes for the CUDA graphs that a step's kernels are played from, but for those of
+    compiled programs. Of the passes of many micro-batches only the first two are different graphs."""
+    played: dict[str, list[int]] = {}
+    for kernel in kernels:
+        if not kernel.played or kernel.compiled:
+            continue
+        graphs = played.setdefault(kernel.phase, [])
+        if kernel.programs or not graphs:
+            graphs.append(0)
+        graphs[-1] += 1
+    sizes = [nodes for graphs in played.values() for nodes in graphs[:2]]
+    return GRAPHS * bool(sizes) + sum(GRAPH * -(-nodes // NODES_OF_A_GRAPH) for nodes in sizes)
 
 
 def context_of(gpu: Gpu | None, software: Software, trace: Trace, *, group: int = 0) -> tuple[int, list[str]]:
@@ -175,7 +199,7 @@ def context_for(
         (gpu.cudnn_bytes if gpu else None, USUAL_CUDNN, needs.cudnn),
     )
     total = group + sum(usual if known is None else known for known, usual, taken in parts if taken)
-    total += SOLVER * needs.solver + EXPERTS * needs.experts
+    total += SOLVER * needs.solver + EXPERTS * needs.experts + needs.graphs_bytes
     if needs.pinned_bytes:
         total += LINK_STREAM * needs.streams + MAPPED_GIB * ((needs.pinned_bytes + ALREADY_PINNED) // GIB)
     if context is not None:

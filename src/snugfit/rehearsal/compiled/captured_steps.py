@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, final
 from unittest.mock import patch
 
+from snugfit.rehearsal.compiled.graph_trees import GENERATOR_BYTES
 from snugfit.rehearsal.trace.trace import Memory
 from snugfit.step.batches import place
 from snugfit.step.capture.graphs import Graphs, NotRecorded
@@ -34,6 +35,7 @@ class RehearsedGraphs(Graphs):
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        self._generator: list[torch.Tensor] = []
 
     def own_memory(self) -> AbstractContextManager[None]:
         """Blocks of the graphs' pool."""
@@ -41,9 +43,15 @@ class RehearsedGraphs(Graphs):
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """The work runs once in the graphs' memory. Raises `NotRecorded` where it waits for the device."""
+        import torch
+
         recorder = self._recorder
         recorder.records_graph()
         recorder.empty_cache()
+        if not self._generator:
+            self._generator = [
+                torch.empty(GENERATOR_BYTES, dtype=torch.uint8, device="meta") for _ in range(2)
+            ]
         waited = recorder.times_waited
         with self.own_memory():
             work()
