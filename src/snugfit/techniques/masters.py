@@ -8,7 +8,7 @@ from snugfit.techniques.setup import Call, OptimizerWish, Setup
 
 MASTER_ADAMW = OptimizerWish(
     factory=Call(path="snugfit.step.wishes.masters.adamw:MasterAdamW"),
-    shapes=Call(path="snugfit.step.wishes.masters.adamw:shapes"),
+    shapes=Call(path="snugfit.step.wishes.masters.launches:shapes"),
 )
 """Our own optimizer; the HF Trainer has no name for it."""
 
