@@ -35,7 +35,7 @@ INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))
 
 SETTINGS = (
     LaunchSettings(),
-    LaunchSettings(block=1024, warps=4),
+    LaunchSettings(block=2048, warps=8),
     LaunchSettings(block=4096, programs=3, narrow=16, evict="evict_first"),
 )
 
@@ -207,13 +207,13 @@ def time_kernels(model: str, sizes: list[Any], *, halves: bool) -> None:
     count, nbytes = sum(weight.numel() for weight in weights), 26 if halves else 28
     kind = "halves" if halves else "fp32"
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    choices = itertools.product((1024, 2048, 4096, 8192), (4, 8), (8, 16), (0, 4, 8), ("", "evict_first"))
+    choices = itertools.product((512, 1024, 2048, 4096), (4, 8), (8, 16), (0, 4, 8), ("", "evict_first"))
     tried = [
         LaunchSettings(block, warps, programs * multiprocessors, narrow, evict)
         for block, warps, narrow, programs, evict in choices
-        if block <= 1024 * warps and (halves or narrow == 8)
+        if 4 <= block // (32 * warps) <= 16 and (halves or narrow == 8)
     ]
-    tried += [one._replace(exact=False) for one in tried if one.block == 2048 and not one.programs]
+    tried += [one._replace(exact=False) for one in tried if one.block <= 1024 and not one.programs]
     best: tuple[float, Any] = (float("inf"), None)
     for settings in tried:
         with patch.object(table, "SETTINGS", settings):

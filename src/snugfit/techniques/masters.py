@@ -1,4 +1,4 @@
-"""Which optimizer updates masters of weights that are kept in halves: AdamW alone has one."""
+"""Which optimizers update masters of weights that are kept in halves: two AdamWs of our own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ MASTER_ADAMW = OptimizerWish(
 )
 """Our own optimizer; the HF Trainer has no name for it."""
 
+COMPACT_ADAMW = OptimizerWish(
+    factory=Call(path="snugfit.step.wishes.masters.compact_adamw:CompactAdamW"),
+    shapes=Call(path="snugfit.step.wishes.masters.launches:shapes"),
+)
+"""The same with moments in 8 bits, which updates weights in fp32 too."""
+
 
 def with_adamw(setup: Setup, wish: OptimizerWish) -> Setup:
     """The Setup with this AdamW; where masters of weights are asked for, with the one that keeps them, which
@@ -21,4 +27,4 @@ def with_adamw(setup: Setup, wish: OptimizerWish) -> Setup:
 
 def keeps_masters(setup: Setup) -> bool:
     """Whether this Setup's optimizer updates masters."""
-    return setup.optimizer.factory == MASTER_ADAMW.factory
+    return setup.optimizer.factory in (MASTER_ADAMW.factory, COMPACT_ADAMW.factory)

@@ -71,6 +71,9 @@ class MasterAdamW(OwnAdamW):
     """Grows when weights or states lie elsewhere than before: a CUDA graph that has a launch of before then
     updates what is no longer there."""
 
+    table_of: ClassVar[type[WeightTable]] = WeightTable
+    """What tells kernels of weights, and launches the one that updates them."""
+
     _tables: Sequence[WeightTable] | None = None
     _clip: tuple[torch.Tensor, float] | None = None
 
@@ -138,7 +141,7 @@ class MasterAdamW(OwnAdamW):
         for state in self._counted:
             state[STEP] += 1
         if rows:
-            self._numbers.write([(*Numbers.of(self.param_groups[n], step), 0.0) for n, step in rows])
+            self._numbers.write([(*Numbers.of(self.param_groups[n], step), step) for n, step in rows])
 
     def forget_step(self) -> None:
         """Takes a counted step back that was not launched, or that changed nothing because the norm was no
@@ -222,10 +225,6 @@ class MasterAdamW(OwnAdamW):
         residual: torch.Tensor = known.to(weight.device)
         return residual
 
-    def new_table(self, weights: list[torch.Tensor], states: list[dict[str, Any]]) -> WeightTable:
-        """Of weights that one kernel updates."""
-        return WeightTable(weights, states)
-
     def _make_tables(self) -> None:
         """Sorts the weights that have states by how they are updated."""
         kinds: dict[torch.dtype, list[tuple[torch.Tensor, int]]] = {}
@@ -242,7 +241,7 @@ class MasterAdamW(OwnAdamW):
         self._known = list(self.state.values())
         self._groups_of_tables = [[number for _, number in kind] for kind in kinds.values()]
         self._tables = [
-            self.new_table([weight for weight, _ in kind], [self.state[weight] for weight, _ in kind])
+            self.table_of([weight for weight, _ in kind], [self.state[weight] for weight, _ in kind])
             for kind in kinds.values()
         ]
         self.generation += 1

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 class LaunchSettings(NamedTuple):
     """How the update is launched. Results are the same with all of them, but for `exact`."""
 
-    block: int = 2048
+    block: int = 1024
     """Elements that a program updates at once, a power of two."""
 
     warps: int = 8
@@ -43,7 +43,7 @@ NORM_WARPS = 4
 """Warps of 32 threads of each of them."""
 
 NUMBERS = 8
-"""Numbers in a row of those that the host writes in each step; the last one is not used."""
+"""Numbers in a row of those that the host writes in each step; the last one is the step's own number."""
 
 
 class LaunchTable(NamedTuple):
@@ -69,3 +69,6 @@ class LaunchTable(NamedTuple):
 
     settings: LaunchSettings
     """How it is launched; blocks have this size."""
+
+    group: int
+    """Elements of which moments share a scale, in 8 bits (`compact.py`); 0 where moments have 32 bits."""

@@ -5,8 +5,8 @@ since a launch takes a few pointers and a model has hundreds of weights. The num
 device too, as is the norm that gradients are clipped by: a launch is always the same, and a CUDA graph can
 have it.
 
-A weight in halves takes 14 bytes an element to read and 12 to write, computed in fp32 in the order of
-`adamw.update`; a weight in fp32 takes 16 and 12.
+A weight in halves takes 14 bytes an element to read and 12 to write, computed in fp32; a weight in fp32 takes
+16 and 12. Where moments have 8 bits it is 8.06 and 6.06, or 10.06 and 6.06 (`compact_kernel.py`).
 """
 
 from __future__ import annotations
@@ -16,42 +16,18 @@ import triton
 import triton.language as tl
 
 from snugfit.step.wishes.masters.block import NORM_WARPS, NUMBERS, LaunchTable
+from snugfit.step.wishes.masters.compact_kernel import update_compact
+from snugfit.step.wishes.masters.elements import (
+    adamw,
+    clip_coefficient,
+    is_finite,
+    join_halves,
+    pointer,
+    upper_half,
+)
 
 WIDE = 16
 """Bytes that a thread reads at once of what has 32 bits, at addresses that are multiples of it."""
-
-
-@triton.jit
-def clip_coefficient(norm, most):  # type: ignore[no-untyped-def]
-    """What torch multiplies gradients of this norm by (`torch.nn.utils.clip_grads_with_norm_`)."""
-    return tl.minimum(tl.div_rn(most, norm + 1e-6), 1.0)
-
-
-@triton.jit
-def is_finite(number):  # type: ignore[no-untyped-def]
-    """Whether it is neither infinite nor no number."""
-    return (number.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
-
-
-@triton.jit
-def join_halves(upper, lower):  # type: ignore[no-untyped-def]
-    """The number in 32 bits that has these halves, of 16 bits each."""
-    return ((upper.to(tl.int32) << 16) + lower.to(tl.int32)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def upper_half(exact):  # type: ignore[no-untyped-def]
-    """The upper half of a number as 16 bits, and as how many the lower one must come to."""
-    bits = exact.to(tl.int32, bitcast=True)
-    bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # what is not a number
-    upper = (bits + 0x8000) >> 16
-    return upper.to(tl.int16), (bits - (upper << 16)).to(tl.int16)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def pointer(address, element, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """An address as a pointer to such elements."""
-    return tl.multiple_of(address.to(tl.pointer_type(element)), ALIGNED)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -79,20 +55,9 @@ def update_part(  # type: ignore[no-untyped-def]
     slope = tl.load(gradients, mask=mask, eviction_policy=EVICT).to(tl.float32)
     first = tl.load(firsts, mask=mask, eviction_policy=EVICT)
     second = tl.load(seconds, mask=mask, eviction_policy=EVICT)
-    keep, first_share, second_keep = tl.load(own), tl.load(own + 1), tl.load(own + 2)
-    second_share, root = tl.load(own + 3), tl.load(own + 4)
-    eps, rate = tl.load(own + 5), tl.load(own + 6)
-
     if CLIPS:
         slope = slope * coefficient
-    exact = exact * keep
-    way = slope - first
-    first = tl.where(first_share < 0.5, first + first_share * way, slope - way * (1.0 - first_share))
-    second = second * second_keep + second_share * slope * slope
-    if EXACT:
-        exact = exact + tl.div_rn(rate * first, tl.div_rn(tl.sqrt_rn(second), root) + eps)
-    else:
-        exact = exact + (rate * first) / (tl.sqrt(second) / root + eps)
+    exact, first, second = adamw(exact, slope, first, second, own, EXACT)
 
     tl.store(firsts, first, mask=mask, eviction_policy=EVICT)
     tl.store(seconds, second, mask=mask, eviction_policy=EVICT)
@@ -107,7 +72,7 @@ def update_part(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def update_block(  # type: ignore[no-untyped-def]
     places, owners, which, numbers, block, coefficient,
-    HALVES: tl.constexpr, BLOCK: tl.constexpr, CLIPS: tl.constexpr, RECORD: tl.constexpr,
+    HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CLIPS: tl.constexpr, RECORD: tl.constexpr,
     ROW: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr, EVICT: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Updates one block of the weight that it belongs to, if that has a gradient."""
@@ -118,9 +83,20 @@ def update_block(  # type: ignore[no-untyped-def]
         left = tl.load(record + 1) - begin
         own = numbers + tl.load(which + column) * ROW
         if left >= BLOCK:
-            update_part(
+            if GROUP:
+                update_compact(
+                    record, begin, left, own, coefficient,
+                    HALVES, BLOCK, GROUP, False, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
+                )  # fmt: skip
+            else:
+                update_part(
+                    record, begin, left, own, coefficient,
+                    HALVES, BLOCK, False, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
+                )  # fmt: skip
+        elif GROUP:
+            update_compact(
                 record, begin, left, own, coefficient,
-                HALVES, BLOCK, False, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
+                HALVES, BLOCK, GROUP, True, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
             )  # fmt: skip
         else:
             update_part(
@@ -132,7 +108,7 @@ def update_block(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def update_weights(  # type: ignore[no-untyped-def]
     places, owners, which, numbers, norm, stop, blocks, most,
-    HALVES: tl.constexpr, BLOCK: tl.constexpr, CLIPS: tl.constexpr, STOPS: tl.constexpr,
+    HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CLIPS: tl.constexpr, STOPS: tl.constexpr,
     RECORD: tl.constexpr, ROW: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr,
     EVICT: tl.constexpr, EXACT: tl.constexpr, LOOPS: tl.constexpr,
 ):  # fmt: skip
@@ -149,13 +125,13 @@ def update_weights(  # type: ignore[no-untyped-def]
         if LOOPS:
             for block in range(program, blocks, tl.num_programs(0)):
                 update_block(
-                    places, owners, which, numbers, block, coefficient, HALVES, BLOCK, CLIPS, RECORD, ROW,
-                    ALIGNED, NARROW, EVICT, EXACT,
+                    places, owners, which, numbers, block, coefficient, HALVES, BLOCK, GROUP, CLIPS, RECORD,
+                    ROW, ALIGNED, NARROW, EVICT, EXACT,
                 )  # fmt: skip
         else:
             update_block(
-                places, owners, which, numbers, program, coefficient, HALVES, BLOCK, CLIPS, RECORD, ROW,
-                ALIGNED, NARROW, EVICT, EXACT,
+                places, owners, which, numbers, program, coefficient, HALVES, BLOCK, GROUP, CLIPS, RECORD,
+                ROW, ALIGNED, NARROW, EVICT, EXACT,
             )  # fmt: skip
 
 
@@ -203,7 +179,8 @@ def launch_update(
     update_weights[(programs,)](
         table.places, table.owners, table.which, numbers, numbers if norm is None else norm,
         numbers if stop is None else stop, table.blocks, float(most),
-        HALVES=table.halves, BLOCK=settings.block, CLIPS=norm is not None, STOPS=stop is not None,
+        HALVES=table.halves, BLOCK=settings.block, GROUP=table.group, CLIPS=norm is not None,
+        STOPS=stop is not None,
         RECORD=table.places.size(1), ROW=NUMBERS, ALIGNED=WIDE if aligned else 1,
         NARROW=settings.narrow if aligned else 1, EVICT=settings.evict, EXACT=settings.exact,
         LOOPS=programs < table.blocks, num_warps=settings.warps,

@@ -36,6 +36,8 @@ class WeightTable:
     """
 
     record = 7
+    group = 0
+    """Elements of which moments share a scale; 0 where moments have 32 bits."""
 
     def __init__(self, weights: Sequence[torch.Tensor], states: Sequence[dict[str, Any]]) -> None:
         self.settings: LaunchSettings = SETTINGS
@@ -69,7 +71,7 @@ class WeightTable:
         """What kernels are told of it."""
         return LaunchTable(
             self.places, self.owners, self._which.value, self.blocks, self.halves, self.is_aligned,
-            self.settings,
+            self.settings, self.group,
         )  # fmt: skip
 
     def tensors_kept(self, state: dict[str, Any]) -> list[torch.Tensor | None]:
