@@ -3,6 +3,7 @@ of the host and of the device, with tables that follow what moves."""
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from small_models import small_job
+from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import STEPS, rehearse
 from snugfit.rehearsal.trace.trace import COPY_IN
@@ -198,6 +200,24 @@ def test_a_step_writes_its_numbers_and_nothing_else(monkeypatch: pytest.MonkeyPa
             written.clear()
     assert [optimizer.state[weight]["step"] for weight in weights] == [4, 2, 4]
     assert optimizer.generation == 2
+
+
+def test_no_gradient_is_held_when_its_step_ends() -> None:
+    """A block lives until its step's end, and the next step's gradients begin on as many bytes."""
+    job = replace(small_job("llama", 2, batch_size=1), clip=1.0)
+    kinds = {
+        recipe: dict(predict(job, f"{recipe} + adamw_fused", gpu="h200").footprint.kinds)
+        for recipe in ("bf16_pure", "bf16_master")
+    }
+    assert kinds["bf16_master"]["gradients"] == kinds["bf16_pure"]["gradients"]
+    weights, optimizer = on_shapes()
+    with launches.shapes():
+        for weight in weights:
+            weight.grad = torch.empty_like(weight)
+        optimizer.step()
+        held = [weakref.ref(weight.grad) for weight in weights]
+        optimizer.zero_grad()
+    assert not any(gradient() is not None for gradient in held)
 
 
 def test_states_that_somebody_replaced_are_found() -> None:

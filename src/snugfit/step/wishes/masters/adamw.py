@@ -131,9 +131,9 @@ class MasterAdamW(OwnAdamW):
         self._counted = [self.state[weight] for weight, _ in self._plain if weight.grad is not None]
         for table, groups in zip(self._tables or (), self._groups_of_tables, strict=True):
             chosen = []
-            for state, gradient, group in zip(table.states, table.gradients, groups, strict=True):
+            for state, has_one, group in zip(table.states, table.has_gradient, groups, strict=True):
                 row = 0
-                if gradient is not None:
+                if has_one:
                     self._counted.append(state)
                     row = rows.setdefault((group, state[STEP] + 1), len(rows))
                 chosen.append(row)

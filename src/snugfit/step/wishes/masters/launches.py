@@ -69,13 +69,15 @@ def update_weights(
         with _triton_named():
             table.launch(numbers, norm, most, stop)
         torch.autograd.graph.increment_version(table.weights)
+        table.forget_copies()
         return
-    among = [number for number, gradient in enumerate(table.gradients) if gradient is not None]
+    among = [number for number, has_one in enumerate(table.has_gradient) if has_one]
     states = [tensor for number in among for tensor in table.tensors_kept(table.states[number])]
     torch.ops.triton.adamw_of_weights(
         [table.weights[number] for number in among], [state for state in states if state is not None],
-        [table.gradients[number] for number in among], table.places, numbers,
+        table.gradients(), table.places, numbers,
     )  # fmt: skip
+    table.forget_copies()
 
 
 def norm_of(tables: Sequence[WeightTable], sums: torch.Tensor, norm: torch.Tensor) -> None:
@@ -83,8 +85,7 @@ def norm_of(tables: Sequence[WeightTable], sums: torch.Tensor, norm: torch.Tenso
     (tables, `NORM_PROGRAMS`)."""
     if norm.is_meta:
         for table, row in zip(tables, sums.unbind(), strict=True):
-            gradients = [gradient for gradient in table.gradients if gradient is not None]
-            torch.ops.triton.squares_of_gradients(gradients, table.places, row)
+            torch.ops.triton.squares_of_gradients(table.gradients(), table.places, row)
         torch.ops.triton.norm_of_squares(sums, norm)
         return
     with _triton_named():

@@ -8,7 +8,6 @@ with the address 0, so that the launch is the same whichever weights have one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_not
 from typing import Any
 
 import torch
@@ -51,14 +50,15 @@ class WeightTable:
         numbers = torch.arange(len(weights), dtype=torch.int32, device="cpu")
         self.owners = numbers.repeat_interleave(blocks).to(device)
         self.blocks = int(blocks.sum())
-        self.gradients: list[torch.Tensor | None] = []
-        """As the kernels read them, by weight: laid out as it is."""
+        self.has_gradient: list[bool] = []
+        """Of each weight, when `find` was last called."""
         self.is_aligned = True
         self._starts: list[int] = (blocks.cumsum(0) - blocks).tolist()
         self._counts: list[int] = counts.tolist()
         self._kept = [[*map(_address, self.tensors_kept(state))] for state in states]
         self._places = DeviceCopy((len(weights), self.record), torch.int64, device)
         self._which = DeviceCopy((len(weights),), torch.int32, device)
+        self._copies: Sequence[torch.Tensor | None] = ()
         self._found: list[int] | None = None
         self._rows: list[int] | None = None
 
@@ -82,6 +82,7 @@ class WeightTable:
         """Looks where weights and gradients are, and writes the records where that has changed. Raises
         `RecipeError` for a gradient that is sparse or of another dtype than its weight."""
         given = [weight.grad for weight in self.weights]
+        self.has_gradient = [gradient is not None for gradient in given]
         addresses = [weight.data_ptr() for weight in self.weights]
         try:
             addresses += map(_address, given)
@@ -89,21 +90,28 @@ class WeightTable:
             addresses = []
         if addresses and addresses == self._found:
             return
-        self.gradients = [
+        read = [
             None if gradient is None else laid_out_as(weight, gradient)
             for weight, gradient in zip(self.weights, given, strict=True)
         ]
-        copied = any(map(is_not, self.gradients, given))
-        self._found = None if copied else addresses  # copies are made anew in each step
-        slopes = map(_address, self.gradients)
+        self._copies = [ours for ours, theirs in zip(read, given, strict=True) if ours is not theirs]
+        self._found = None if self._copies else addresses  # copies are made anew in each step
         records = [
             [start, count, weight, *of_state[:3], slope, *of_state[3:]]
             for start, count, weight, of_state, slope in zip(
-                self._starts, self._counts, addresses, self._kept, slopes, strict=False
+                self._starts, self._counts, addresses, self._kept, map(_address, read), strict=False
             )
         ]
         self.is_aligned = not any(address % ALIGNMENT for record in records for address in record[2:])
         self._places.write(records)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Those that there are. None is held here: they are dropped when a step ends."""
+        return [weight.grad for weight in self.weights if weight.grad is not None]
+
+    def forget_copies(self) -> None:
+        """Lets go of copies of gradients that were not laid out as their weights, which kernels have read."""
+        self._copies = []
 
     def number_rows(self, rows: list[int]) -> None:
         """Which row of numbers each weight is updated with."""
