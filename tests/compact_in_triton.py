@@ -10,19 +10,20 @@ import itertools
 import json
 import sys
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 import masters_in_triton as exact_moments
 from masters_in_triton import CLOSE, MODELS, exact, milliseconds, say, two_models, updated_by, weights_on_gpu
-from snugfit.step.wishes.masters import table
 from snugfit.step.wishes.masters.block import LaunchSettings
 from snugfit.step.wishes.masters.compact_adamw import SCALES, CompactAdamW
 from snugfit.step.wishes.masters.table import MOMENTS
 from snugfit.step.wishes.mesh.spread_tensors import gradient_norm, scale
 
 SETTINGS = (LaunchSettings(), LaunchSettings(block=2048, warps=8, programs=3, narrow=16))
+
+SHARES = ((512, 4), (1024, 4), (1024, 8), (2048, 8))
+"""Elements of a block and warps."""
 
 MOST_DIFFERENT = 1e-3
 """Share of codes that chance may round otherwise, where a product and a sum are one operation."""
@@ -75,18 +76,14 @@ def time_updates() -> None:
     for (model, sizes), halves in itertools.product(MODELS.items(), (True, False)):
         weights = weights_on_gpu(sizes, halves=halves)
         count, nbytes = sum(weight.numel() for weight in weights), 14.25 if halves else 16.25
-        choices = itertools.product((512, 1024, 2048), (4, 8), (8, 16), ("", "evict_first"), (True, False))
+        optimizer = CompactAdamW(weights)
         best: tuple[float, Any] = (float("inf"), None)
-        for block, warps, narrow, evict, is_exact in choices:
-            settings = LaunchSettings(block, warps, 0, narrow, evict, is_exact)
-            with patch.object(table, "SETTINGS", settings):
-                optimizer = CompactAdamW(weights)
-                optimizer.step()
+        for settings in exact_moments.settings_to_time(SHARES):
+            exact_moments.launched_with(optimizer, settings)
             taken = milliseconds(optimizer.launch, 7)
             kind = "halves" if halves else "fp32"
             say(f"8-bit update, {kind}", model, count, taken, nbytes, **settings._asdict())
             best = min(best, (taken, settings), key=lambda one: one[0])
-            del optimizer
         print(
             json.dumps(
                 {"what": f"best 8-bit update, {kind}", "model": model, "ms": best[0], **best[1]._asdict()}

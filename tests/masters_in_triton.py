@@ -7,7 +7,6 @@ says how long updates take, launched in several ways, beside torch's fused AdamW
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import sys
@@ -170,6 +169,26 @@ MODELS = {
 """Shapes of weights."""
 
 
+SHARES = ((512, 4), (1024, 4), (1024, 8), (2048, 4), (2048, 8), (4096, 8))
+"""Elements of a block and warps: 4, 8 or 16 elements for a thread."""
+
+
+def settings_to_time(shares: tuple[tuple[int, int], ...]) -> list[LaunchSettings]:
+    """Some, for each takes seconds to compile: each share of a block, and one thing changed at a time."""
+    tried = [LaunchSettings(block, warps) for block, warps in shares]
+    tried += [one._replace(evict="evict_first") for one in tried]
+    usual = LaunchSettings()
+    few_threads = LaunchSettings(1024, 4, exact=False)
+    return [*tried, usual._replace(narrow=16), usual._replace(exact=False), few_threads]
+
+
+def launched_with(optimizer: MasterAdamW, settings: LaunchSettings) -> None:
+    """One step, with tables made anew for these settings."""
+    with patch.object(table, "SETTINGS", settings):
+        vars(optimizer)["_tables"] = None
+        optimizer.step()
+
+
 def milliseconds(run: Callable[[], Any], repeats: int = 20) -> float:
     """The median of a few runs, by CUDA's events."""
     for _ in range(3):
@@ -207,35 +226,27 @@ def time_kernels(model: str, sizes: list[Any], *, halves: bool) -> None:
     count, nbytes = sum(weight.numel() for weight in weights), 26 if halves else 28
     kind = "halves" if halves else "fp32"
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    choices = itertools.product((512, 1024, 2048, 4096), (4, 8), (8, 16), (0, 4, 8), ("", "evict_first"))
-    tried = [
-        LaunchSettings(block, warps, programs * multiprocessors, narrow, evict)
-        for block, warps, narrow, programs, evict in choices
-        if 4 <= block // (32 * warps) <= 16 and (halves or narrow == 8)
-    ]
-    tried += [one._replace(exact=False) for one in tried if one.block <= 1024 and not one.programs]
+    tried = settings_to_time(SHARES)
+    tried += [LaunchSettings(1024, 8, programs * multiprocessors) for programs in (4, 5)]
+    tried += [LaunchSettings(2048, 8, programs * multiprocessors) for programs in (2, 3)]
+    optimizer = MasterAdamW(weights)
     best: tuple[float, Any] = (float("inf"), None)
     for settings in tried:
-        with patch.object(table, "SETTINGS", settings):
-            optimizer = MasterAdamW(weights)
-            optimizer.step()
+        launched_with(optimizer, settings)
         taken = milliseconds(optimizer.launch, 7)
         say(f"update, {kind}", model, count, taken, nbytes, **settings._asdict())
         best = min(best, (taken, settings), key=lambda one: one[0])
-        del optimizer
     print(json.dumps({"what": f"best update, {kind}", "model": model, "ms": best[0], **best[1]._asdict()}))
-    with patch.object(table, "SETTINGS", best[1]):
-        optimizer = MasterAdamW(weights)
-        optimizer.step()
-        say("norm", model, count, milliseconds(optimizer.gradient_norm), 2 if halves else 4)
-        norm = optimizer.gradient_norm()
+    launched_with(optimizer, best[1])
+    say("norm", model, count, milliseconds(optimizer.gradient_norm), 2 if halves else 4)
+    norm = optimizer.gradient_norm()
 
-        def clipped() -> None:
-            optimizer.clip_by(norm, 1.0)
-            optimizer.launch()
+    def clipped() -> None:
+        optimizer.clip_by(norm, 1.0)
+        optimizer.launch()
 
-        say(f"clip and update, {kind}", model, count, milliseconds(clipped), nbytes)
-        say(f"step, host and device, {kind}", model, count, milliseconds(optimizer.step), nbytes)
+    say(f"clip and update, {kind}", model, count, milliseconds(clipped), nbytes)
+    say(f"step, host and device, {kind}", model, count, milliseconds(optimizer.step), nbytes)
     gradients = [weight.grad for weight in weights]
     torch_norm = milliseconds(lambda: torch._foreach_norm(gradients, 2.0, torch.float32))
     say("torch._foreach_norm", model, count, torch_norm, 2 if halves else 4)
