@@ -3,10 +3,10 @@
     python benchmarks/exact_steps.py OUT.json spread [--recipe 'RECIPE'] ...   losses of 300 steps
     python benchmarks/exact_steps.py OUT.json error [--recipe 'RECIPE'] ...    weights after 50 steps
 
-`spread` trains from one seed in fp32 with three seeds for dropout, and each recipe with one of them: a curve of
-losses (a mean over 25 steps) may not leave the mean of the three by more than they do. `error` trains without
-dropout, and says how far all weights are from those of a run in 64 bits, as a share of how far that has moved
-them; and which weights a recipe has not moved, as a gradient of zero would have it."""
+`spread` trains from one seed in fp32 with three seeds for dropout, and each recipe with one of them: a curve
+of losses (a mean over 25 steps) may not leave the mean of the three by more than they do. `error` trains
+without dropout, and says how far all weights are from those of a run in 64 bits, as a share of how far that
+has moved them; and which weights a recipe has not moved, as a gradient of zero would have it."""
 
 from __future__ import annotations
 

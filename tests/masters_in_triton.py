@@ -1,108 +1,293 @@
-"""The kernel over weights and the halves of their masters, beside plain torch.
+"""The kernels over weights and the halves of their masters, beside plain torch.
 
 Run as a process: with `TRITON_INTERPRET=1`, which Triton reads when kernels are defined, on the CPU in its
-interpreter; with the argument `cuda` on a GPU, where it also says how long an update takes."""
+interpreter; with the argument `cuda` on a GPU, where they also run within a CUDA graph; with `cuda time` it
+says how long updates take, launched in several ways, beside torch's fused AdamW."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from snugfit.step.wishes.masters import adamw
+from snugfit.step.wishes.masters import adamw, launches, table
 from snugfit.step.wishes.masters.adamw import MOMENTS, MasterAdamW
+from snugfit.step.wishes.masters.block import LaunchSettings
 from snugfit.step.wishes.masters.halves import join, split_weights
 from snugfit.step.wishes.masters.marks import RESIDUAL
+from snugfit.step.wishes.mesh.spread_tensors import gradient_norm, scale
 
-SIZES = ((33, 200), (1000,), (3, 4, 5, 6), (), (4099,), (8192,))
+SIZES = ((33, 200), (1000,), (3, 4, 5, 6), (), (4099,), (2048,), (1,), (65, 64))
 """Below, at and beyond a block, and of one number."""
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-8}
 """A GPU's and an interpreter's products and sums differ by whether they are one operation."""
 
+INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))
+"""Whether programs run one after the other."""
 
-def launch_here(*arguments: Any) -> None:
-    """The operator's launch without a GPU."""
-    from snugfit.step.wishes.masters.kernel import launch
-
-    *lists, places, numbers = arguments
-    launch(lists, places, numbers)
+SETTINGS = (
+    LaunchSettings(),
+    LaunchSettings(block=2048, warps=8),
+    LaunchSettings(block=4096, programs=3, narrow=16, evict="evict_first"),
+)
 
 
 @contextlib.contextmanager
-def by_kernel(device: str) -> Iterator[None]:
-    """Within it the kernel updates, on a GPU or in the interpreter."""
-    with contextlib.ExitStack() as undo:
-        if device == "cpu":
-            undo.enter_context(patch.object(adamw, "has_kernel", lambda weight: True))
-            undo.enter_context(patch.object(adamw, "adamw_of_halves", launch_here))
+def updated_by(kernel: bool, settings: LaunchSettings = SETTINGS[0]) -> Iterator[None]:
+    """Within it kernels update, on a GPU or in the interpreter; or plain torch does."""
+    with (
+        patch.object(adamw, "is_on_gpu", lambda tensor: kernel),
+        patch.object(table, "SETTINGS", settings),
+        patch.object(launches, "NORM_PROGRAMS", 3 if INTERPRETED else launches.NORM_PROGRAMS),
+    ):
         yield
 
 
-def compare_steps(device: str) -> None:
-    """Several steps by the kernel and by plain torch, from the same gradients, one of which is no number."""
+def two_models(device: str, dtype: torch.dtype) -> list[torch.nn.ParameterList]:
+    """The same weights twice, in halves or in fp32."""
     draw = torch.Generator().manual_seed(7)
     made = [torch.randn(size, generator=draw) / 20 for size in SIZES]
-    both = [
+    models = [
         torch.nn.ParameterList([torch.nn.Parameter(one.to(device, copy=True)) for one in made])
         for _ in range(2)
     ]
-    for weights in both:
-        split_weights(weights)
-    plain, launched = (MasterAdamW(weights, lr=1e-2) for weights in both)
-    for step in range(4):
+    if dtype is torch.bfloat16:
+        for model in models:
+            split_weights(model)
+    return models
+
+
+def exact(optimizer: MasterAdamW, weight: torch.Tensor) -> torch.Tensor:
+    state = optimizer.state[weight]
+    return join(weight.data, state[RESIDUAL]) if RESIDUAL in state else weight.data
+
+
+def compare_states(label: str, pairs: list[tuple[Any, Any]], ours: MasterAdamW, theirs: MasterAdamW) -> None:
+    largest = 0.0
+    for one, other in pairs:
+        left = [exact(ours, one), *(ours.state[one][name] for name in MOMENTS)]
+        right = [exact(theirs, other), *(theirs.state[other][name] for name in MOMENTS)]
+        for a, b in zip(left, right, strict=True):
+            torch.testing.assert_close(a, b, equal_nan=True, **CLOSE)
+            if a.numel():
+                largest = max(largest, float((a - b).abs().nan_to_num().max()))
+        assert ours.state[one]["step"] == theirs.state[other]["step"]
+    print(f"{label}: largest difference {largest:.2e}")
+
+
+def compare_steps(
+    device: str, dtype: torch.dtype, settings: LaunchSettings, most: float | None, *, graph: bool = False
+) -> None:
+    """Several steps by the kernel and by plain torch, from the same gradients: with one that is no number,
+    with weights that have none, and clipped by their norm."""
+    both = two_models(device, dtype)
+    groups = [[{"params": list(m)[:3]}, {"params": list(m)[3:], "weight_decay": 0.0}] for m in both]
+    plain, launched = (MasterAdamW(one, lr=1e-2) for one in groups)
+    draw = torch.Generator().manual_seed(11)
+    played: Any = None
+    for step in range(5):
         for ours, theirs in zip(*both, strict=True):
-            theirs.grad = (torch.randn(ours.shape, generator=draw) / 10).bfloat16().to(device)
+            slope = (torch.randn(ours.shape, generator=draw) / 10).to(device, ours.dtype)
             if step == 2 and ours.numel() == 1000:
-                theirs.grad[:3] = float("nan")
-            ours.grad = theirs.grad.clone()
-        with patch.object(adamw, "has_kernel", lambda weight: False):
+                slope[:3] = float("nan")
+            skipped = step == 1 and ours.numel() == 2048 and not graph
+            ours.grad = None if skipped else slope.clone()
+            if graph and theirs.grad is not None:
+                theirs.grad.copy_(slope)
+            else:
+                theirs.grad = None if skipped else slope.clone()
+        with updated_by(False):
+            if most is not None:
+                norm = gradient_norm(plain, both[0])
+                scale(both[0], most, norm, plain)
             plain.step()
-        with by_kernel(device):
+        with updated_by(True, settings):
+            if graph and step > 0:
+                played = played or captured(launched, both[1], most)
+                launched.prepare()
+                played.replay()
+                continue
+            if most is not None:
+                taken = gradient_norm(launched, both[1])
+                torch.testing.assert_close(taken, norm, rtol=1e-6, atol=0.0, equal_nan=True)
+                scale(both[1], most, taken, launched)
             launched.step()
-    for ours, theirs in zip(*both, strict=True):
-        left, right = plain.state[ours], launched.state[theirs]
-        exact = join(ours.data, left[RESIDUAL]), join(theirs.data, right[RESIDUAL])
-        torch.testing.assert_close(*exact, equal_nan=True, **CLOSE)
-        for name in MOMENTS:
-            torch.testing.assert_close(left[name], right[name], equal_nan=True, **CLOSE)
-    assert int(both[1][1].isnan().sum()) == 3
+    name = f"{dtype}, {settings}, clip {most}, {'a graph' if graph else 'launched'}"
+    compare_states(name, list(zip(*both, strict=True)), plain, launched)
+    if dtype is torch.bfloat16:
+        bad = int(both[1][1].isnan().sum())
+        assert bad == (3 if most is None else 0), "a step with a norm that is no number is left out"
+
+
+def captured(optimizer: MasterAdamW, weights: Any, most: float | None) -> Any:
+    """A graph of norm, clipping and update."""
+    graph = torch.cuda.CUDAGraph()
+    optimizer.find_gradients()
+    with torch.cuda.graph(graph):
+        if most is not None:
+            scale(weights, most, gradient_norm(optimizer, weights), optimizer)
+        optimizer.launch()
+    return graph
+
+
+def compare_stop(device: str) -> None:
+    """A number that is not 0 leaves all as it is."""
+    both = two_models(device, torch.bfloat16)
+    optimizer = MasterAdamW(both[0], lr=1e-2)
+    for stop in (0.0, 1.0, 1.0):
+        for weight in both[0]:
+            weight.grad = torch.ones_like(weight)
+        with updated_by(True):
+            optimizer.prepare()
+            optimizer.launch(torch.tensor(stop, device=device))
+        if stop:
+            optimizer.forget_step()
+    for weight in both[1]:
+        weight.grad = torch.ones_like(weight)
+    with updated_by(False):
+        plain = MasterAdamW(both[1], lr=1e-2)
+        plain.step()
+    compare_states("stopped", list(zip(*reversed(both), strict=True)), plain, optimizer)
+
+
+# ---- seconds ---------------------------------------------------------------------------------------------
+
+MODELS = {
+    "llama-3.2-1b's layers, 940M": [(2048, 8192)] * 56 + [(2048,)] * 64,
+    "bert-large, 335M": (
+        [(30522, 1024), (512, 1024), (2, 1024)]
+        + [(1024, 1024)] * 97 + [(4096, 1024)] * 24 + [(1024, 4096)] * 24 + [(1024,)] * 220 + [(4096,)] * 24
+    ),
+}  # fmt: skip
+"""Shapes of weights."""
+
+
+SHARES = ((512, 4), (1024, 4), (1024, 8), (2048, 4), (2048, 8), (4096, 8))
+"""Elements of a block and warps: 4, 8 or 16 elements for a thread."""
+
+
+def settings_to_time(shares: tuple[tuple[int, int], ...]) -> list[LaunchSettings]:
+    """Some, for each takes seconds to compile: each share of a block, and one thing changed at a time."""
+    tried = [LaunchSettings(block, warps) for block, warps in shares]
+    tried += [one._replace(evict="evict_first") for one in tried]
+    usual = LaunchSettings()
+    few_threads = LaunchSettings(1024, 4, exact=False)
+    return [*tried, usual._replace(narrow=16), usual._replace(exact=False), few_threads]
+
+
+def launched_with(optimizer: MasterAdamW, settings: LaunchSettings) -> None:
+    """One step, with tables made anew for these settings."""
+    with patch.object(table, "SETTINGS", settings):
+        vars(optimizer)["_tables"] = None
+        optimizer.step()
+
+
+def milliseconds(run: Callable[[], Any], repeats: int = 20) -> float:
+    """The median of a few runs, by CUDA's events."""
+    for _ in range(3):
+        run()
+    taken = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end))
+    return sorted(taken)[repeats // 2]
+
+
+def say(what: str, model: str, count: int, taken: float, nbytes: float, **more: Any) -> None:
+    rate = nbytes * count / taken / 1e6
+    print(json.dumps({"what": what, "model": model, "ms": round(taken, 4), "GB/s": round(rate), **more}))
+
+
+def weights_on_gpu(sizes: list[Any], *, halves: bool) -> torch.nn.ParameterList:
+    weights = torch.nn.ParameterList(
+        [torch.nn.Parameter(torch.randn(size, device="cuda") / 50) for size in sizes]
+    )
+    if halves:
+        split_weights(weights)
+    for weight in weights:
+        weight.grad = torch.randn_like(weight) / 100
+    return weights
+
+
+def time_kernels(model: str, sizes: list[Any], *, halves: bool) -> None:
+    """Norm, host's half and update, with many settings."""
+    weights = weights_on_gpu(sizes, halves=halves)
+    count, nbytes = sum(weight.numel() for weight in weights), 26 if halves else 28
+    kind = "halves" if halves else "fp32"
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    tried = settings_to_time(SHARES)
+    tried += [LaunchSettings(1024, 8, programs * multiprocessors) for programs in (4, 5)]
+    tried += [LaunchSettings(2048, 8, programs * multiprocessors) for programs in (2, 3)]
+    optimizer = MasterAdamW(weights)
+    best: tuple[float, Any] = (float("inf"), None)
+    for settings in tried:
+        launched_with(optimizer, settings)
+        taken = milliseconds(optimizer.launch, 7)
+        say(f"update, {kind}", model, count, taken, nbytes, **settings._asdict())
+        best = min(best, (taken, settings), key=lambda one: one[0])
+    print(json.dumps({"what": f"best update, {kind}", "model": model, "ms": best[0], **best[1]._asdict()}))
+    launched_with(optimizer, best[1])
+    say("norm", model, count, milliseconds(optimizer.gradient_norm), 2 if halves else 4)
+    norm = optimizer.gradient_norm()
+
+    def clipped() -> None:
+        optimizer.clip_by(norm, 1.0)
+        optimizer.launch()
+
+    say(f"clip and update, {kind}", model, count, milliseconds(clipped), nbytes)
+    say(f"step, host and device, {kind}", model, count, milliseconds(optimizer.step), nbytes)
+    gradients = [weight.grad for weight in weights]
+    torch_norm = milliseconds(lambda: torch._foreach_norm(gradients, 2.0, torch.float32))
+    say("torch._foreach_norm", model, count, torch_norm, 2 if halves else 4)
+
+
+def time_torch(model: str, sizes: list[Any]) -> None:
+    """torch's fused AdamW over fp32, alone and with clipping before it."""
+    weights = weights_on_gpu(sizes, halves=False)
+    count = sum(weight.numel() for weight in weights)
+    optimizer = torch.optim.AdamW(weights, fused=True)
+    say("torch fused", model, count, milliseconds(optimizer.step), 28)
+
+    def clipped() -> None:
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+
+    say("torch clip and fused", model, count, milliseconds(clipped), 40)
+    scaled: Any = optimizer
+    scaled.grad_scale = torch.ones((), device="cuda")
+    say("torch fused that scales", model, count, milliseconds(optimizer.step), 32)
 
 
 def time_updates() -> None:
-    """Seconds of an update of about a billion weights, beside torch's fused AdamW over fp32."""
-    sizes = [(2048, 8192)] * 56 + [(2048,)] * 64
-    for name in ("halves", "fp32"):
-        weights = torch.nn.ParameterList(
-            [torch.nn.Parameter(torch.zeros(size, device="cuda")) for size in sizes]
-        )
-        if name == "halves":
-            split_weights(weights)
-        optimizer: Any = MasterAdamW(weights) if name == "halves" else torch.optim.AdamW(weights, fused=True)
-        for weight in weights:
-            weight.grad = torch.full_like(weight, 0.1)
-        for repeat in range(12):
-            if repeat == 2:
-                torch.cuda.synchronize()
-                begin = time.perf_counter()
-            optimizer.step()
-        torch.cuda.synchronize()
-        seconds = (time.perf_counter() - begin) / 10
-        count = sum(weight.numel() for weight in weights)
-        moved = (26 if name == "halves" else 28) * count / seconds
-        print(f"{name}: {1e3 * seconds:.3f} ms for {count:,} weights, {moved / 1e12:.2f} TB/s")
-        del weights, optimizer
+    for model, sizes in MODELS.items():
+        for halves in (True, False):
+            time_kernels(model, sizes, halves=halves)
+            torch.cuda.empty_cache()
+        time_torch(model, sizes)
         torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
     asked = sys.argv[1] if len(sys.argv) > 1 else "cpu"
-    compare_steps(asked)
-    print("as the reference")
+    for kind in (torch.bfloat16, torch.float32):
+        for chosen in SETTINGS:
+            for largest_norm in (None, 0.5, 1e6):
+                compare_steps(asked, kind, chosen, largest_norm)
+    compare_stop(asked)
     if asked == "cuda":
+        for largest_norm in (None, 0.5):
+            compare_steps(asked, torch.bfloat16, SETTINGS[0], largest_norm, graph=True)
+    print("as the reference")
+    if sys.argv[2:] == ["time"]:
         time_updates()

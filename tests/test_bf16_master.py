@@ -33,7 +33,6 @@ from snugfit.step.wishes.masters import adamw, halves
 from snugfit.step.wishes.masters.adamw import MasterAdamW
 from snugfit.step.wishes.masters.halves import flat, join, split, split_weights
 from snugfit.step.wishes.masters.marks import RESIDUAL
-from snugfit.step.wishes.mesh.spread_tensors import clip
 from snugfit.techniques.recipe import Recipe
 from third_step import hold_third_step
 
@@ -239,12 +238,12 @@ def test_a_run_is_that_of_masters_in_32_bits(family: str, recipe: str, job_clip:
             share = loss if len(pieces) == 1 else loss * (1 / len(pieces))
             total += float(share.detach().float())
             share.backward()
-        if job_clip:
-            grads = [weight.grad for weight in working.parameters() if weight.grad is not None]
-            norm = torch.stack([grad.float().norm() for grad in grads]).norm()
-            torch.nn.utils.clip_grads_with_norm_(working.parameters(), job_clip, norm)
         for weight, exact in zip(working.parameters(), wide.parameters(), strict=True):
             exact.grad = None if weight.grad is None else weight.grad.float()
+        if job_clip:  # in 32 bits, where nothing is rounded once more
+            grads = [weight.grad for weight in working.parameters() if weight.grad is not None]
+            norm = torch.stack([grad.float().norm() for grad in grads]).norm()
+            torch.nn.utils.clip_grads_with_norm_(wide.parameters(), job_clip, norm)
         optimizer.step()
         for weight, exact in zip(working.parameters(), wide.parameters(), strict=True):
             weight.data.copy_(halves.halves_of(exact.data)[0])
@@ -254,18 +253,6 @@ def test_a_run_is_that_of_masters_in_32_bits(family: str, recipe: str, job_clip:
     assert ours == pytest.approx(losses, rel=1e-6)
     for weight, exact in zip(step.model.parameters(), wide.parameters(), strict=True):
         assert torch.equal(masters(step.optimizer, weight), flat(exact))  # type: ignore[arg-type]
-
-
-def test_the_norm_of_gradients_is_that_of_32_bits() -> None:
-    """torch's own is rounded to 8 bits: 0.4 % here."""
-    weights = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(1000)) for _ in range(3)])
-    split_weights(weights)
-    for weight in weights:
-        weight.grad = torch.full_like(weight, 0.33)
-    exact = torch.stack([weight.grad.float().norm() for weight in weights if weight.grad is not None]).norm()
-    clip(weights, float(exact) / 2)
-    assert all(weight.grad is not None for weight in weights)
-    assert (weights[0].grad == torch.tensor(0.33).bfloat16() * 0.5).all()
 
 
 @pytest.mark.whole
@@ -285,10 +272,10 @@ def test_an_element_takes_fourteen_bytes_and_the_update_moves_twenty_six() -> No
     kinds = {name: dict(one.footprint.kinds) for name, one in predicted.items()}
     assert kinds[RECIPE]["weights"] == kinds["bf16_pure"]["weights"]
     elements = kinds[RECIPE]["weights"] / 2
-    assert kinds[RECIPE]["optimizer states"] == pytest.approx(10 * elements, rel=0.01)
+    assert kinds[RECIPE]["optimizer states"] == pytest.approx(10 * elements, abs=12_000), "and tables"
     assert "caches" not in kinds[RECIPE], "no autocast, and no copies"
     trace = rehearse(job, Recipe.parse(RECIPE).setup(), CudaPolicy())
-    updates = [kernel for kernel in trace.kernels if kernel.operator == "triton::adamw_of_halves"]
+    updates = [kernel for kernel in trace.kernels if kernel.operator == "triton::adamw_of_weights"]
     assert len(updates) == 1
     assert updates[0].nbytes == pytest.approx(26 * elements, rel=0.01)
 

@@ -38,7 +38,7 @@ RECIPES = (
     "bf16_master + adamw_fused",
     "lora + adamw_fused",
 )
-PLAYED_UPDATES = ("plain", "bf16 + adamw_fused", "lora + adamw_fused")
+PLAYED_UPDATES = ("plain", "bf16 + adamw_fused", "bf16_master + adamw_fused", "lora + adamw_fused")
 """Whose optimizers can be recorded."""
 
 

@@ -140,7 +140,7 @@ class OptimizerLoop(Step):
         if self.passes is not None:
             self.passes.clip(built.model.parameters(), self.job.clip)
         else:
-            clip(built.model.parameters(), self.job.clip)
+            clip(built.model.parameters(), self.job.clip, built.optimizer)
 
     def _batches(self) -> Generator[list[dict[str, Any]], None, None]:
         return micro_batches(self.job, self.setup, self.device, always_mask=self.always_mask)

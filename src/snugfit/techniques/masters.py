@@ -1,4 +1,4 @@
-"""Which optimizer updates masters of weights that are kept in halves: AdamW alone has one."""
+"""Which optimizers update masters of weights that are kept in halves: two AdamWs of our own."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ from snugfit.techniques.setup import Call, OptimizerWish, Setup
 
 MASTER_ADAMW = OptimizerWish(
     factory=Call(path="snugfit.step.wishes.masters.adamw:MasterAdamW"),
-    shapes=Call(path="snugfit.step.wishes.masters.adamw:shapes"),
+    shapes=Call(path="snugfit.step.wishes.masters.launches:shapes"),
 )
 """Our own optimizer; the HF Trainer has no name for it."""
+
+COMPACT_ADAMW = OptimizerWish(
+    factory=Call(path="snugfit.step.wishes.masters.compact_adamw:CompactAdamW"),
+    shapes=Call(path="snugfit.step.wishes.masters.launches:shapes"),
+)
+"""The same with moments in 8 bits, which updates weights in fp32 too."""
 
 
 def with_adamw(setup: Setup, wish: OptimizerWish) -> Setup:
@@ -21,4 +27,4 @@ def with_adamw(setup: Setup, wish: OptimizerWish) -> Setup:
 
 def keeps_masters(setup: Setup) -> bool:
     """Whether this Setup's optimizer updates masters."""
-    return setup.optimizer.factory == MASTER_ADAMW.factory
+    return setup.optimizer.factory in (MASTER_ADAMW.factory, COMPACT_ADAMW.factory)

@@ -223,6 +223,8 @@ def apart(args: tuple[Any, ...], kwargs: dict[str, Any], cost: KernelCost) -> li
 
 def copies_in(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether this operator copies a host's tensor to the device."""
+    if func is _COPY:
+        return bool(args[0].device.type != "cpu" and args[1].device.type == "cpu")
     return func is _TO_COPY and args[0].device.type == "cpu"
 
 
@@ -298,6 +300,7 @@ PRODUCTS = MATRIX_PRODUCTS | {"aten::convolution", "aten::convolution_backward"}
 """Operators of fp32 tensors that torch hands to cuBLAS and cuDNN, which may compute them in TF32."""
 
 _TO_COPY = torch.ops.aten._to_copy.default
+_COPY = torch.ops.aten.copy_.default
 
 _COPYING = frozenset({"aten::_to_copy", "aten::clone", "aten::copy_"})
 

@@ -14,8 +14,8 @@ else is fixed: its micro-batches are as long as each other, and what their losse
 device.
 
 Gradients lie in the graphs' memory. Where the update is recorded too, nobody but the graphs needs to know
-where, and the next layout's passes use the same bytes; where it is not, the gradients of each layout are
-held for it.
+where, and the next layout's passes use the same bytes; where it is not, or is told anew where they are, the
+gradients of each layout are held for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from snugfit.step.capture.batch import fill_up, layout_of
 from snugfit.step.capture.graphs import NotRecorded
 from snugfit.step.capture.update import RecordableUpdate
 from snugfit.step.transformers_internals import masks_by_shape
-from snugfit.step.wishes.mesh.spread_tensors import norm_of_gradients, scale
+from snugfit.step.wishes.mesh.spread_tensors import gradient_norm, scale
 
 if TYPE_CHECKING:
     import torch
@@ -100,7 +100,7 @@ class LayoutGraphs:
     """What the step's losses come to so far."""
     norm: torch.Tensor | None = None
     gradients: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """Weights with their gradients, where the update is not recorded."""
+    """Weights with their gradients, where the update is not recorded, or looks for them."""
     passes: list[tuple[Play, Play]] = field(default_factory=list)
     """Of the first micro-batch, and of any other."""
     plays_norm: Play | None = None
@@ -142,6 +142,8 @@ class CapturedStep:
         layouts = {layout_of(piece) for piece in pieces}
         key = (*layouts, len(pieces) > 1)
         alike = len(layouts) == 1 and 0 not in shares
+        if self._update is not None and self._update.has_moved():
+            self._recordings.clear()
         if alike and key not in self._recordings and key in self._met and self._has_room():
             self._record(key, built, pieces[0], shares)
         if not alike or key not in self._recordings:
@@ -173,11 +175,12 @@ class CapturedStep:
                 self._loop.computed(recording.total)
             observer.phase("backward")
             backward()
-        if recording.plays_norm is not None:
-            observer.phase("clip")
-            recording.plays_norm()
         for weight, gradient in recording.gradients:
             weight.grad = gradient
+        if recording.plays_norm is not None and self._update is not None:
+            observer.phase("clip")
+            self._update.locate()
+            recording.plays_norm()
         self._played = recording
         return recording.total
 
@@ -209,14 +212,15 @@ class CapturedStep:
             forward = record(partial(self._forward, recording, built, is_first=number == 0))
             observer.phase("backward")
             recording.passes.append((forward, record(lambda: _backward(recording))))
+        self._update = self._update or RecordableUpdate(built.optimizer, self._loop.device)
+        self._update.locate()
         if self._loop.job.clip:
             observer.phase("clip")
             recording.plays_norm = record(lambda: self._take_norm(recording, built))
-        self._update = self._update or RecordableUpdate(built.optimizer, self._loop.device)
         if self._update.can_be_recorded:
             observer.phase("update")
             recording.plays_update = record(lambda: self._clip_and_update(recording, built))
-        else:
+        if not self._update.can_be_recorded or self._update.finds_gradients:
             recording.gradients = [
                 (weight, weight.grad) for weight in built.model.parameters() if weight.grad is not None
             ]
@@ -236,7 +240,7 @@ class CapturedStep:
             recording.total.add_(loss.detach())
 
     def _take_norm(self, recording: LayoutGraphs, built: TrainedParts) -> None:
-        recording.norm = norm_of_gradients(built.model.parameters())
+        recording.norm = gradient_norm(built.optimizer, built.model.parameters())
 
     # ---- update ----------------------------------------------------------------------------------------
 
@@ -257,7 +261,8 @@ class CapturedStep:
     def _clip(self, built: TrainedParts, norm: torch.Tensor | None) -> None:
         if most := self._loop.job.clip:
             weights = [weight for weight in built.model.parameters() if weight.grad is not None]
-            scale(weights, most, norm_of_gradients(weights) if norm is None else norm)
+            norm = gradient_norm(built.optimizer, weights) if norm is None else norm
+            scale(weights, most, norm, built.optimizer)
 
     def _clip_and_update(self, recording: LayoutGraphs, built: TrainedParts) -> None:
         assert self._update is not None

@@ -5,8 +5,8 @@ place, and count their steps on the device, where they are told that they may be
 are told so around each update only, and the rates of their groups are numbers before and after: schedules and
 checkpoints see what they always see.
 
-An optimizer of ours says it otherwise: it has `prepare`, which brings its numbers to the device, and
-`launch`, which computes nothing on the host.
+An optimizer of ours says it otherwise (`masters/adamw.py`): it has `find_gradients`, which tells the device
+where they are, `prepare`, which brings its numbers there, and `launch`, which computes nothing on the host.
 """
 
 from __future__ import annotations
@@ -33,9 +33,26 @@ class RecordableUpdate:
         self._is_ours = hasattr(optimizer, "prepare") and hasattr(optimizer, "launch")
         self._is_torchs = not self._is_ours and all(RECORDABLE in group for group in groups)
         self._is_on_host = device.type == "cpu"
+        self._generation = getattr(optimizer, "generation", 0)
         self._rates: list[torch.Tensor] = []
         if self._is_torchs:
             self._rates = [torch.zeros((), dtype=torch.float32, device=device) for _ in groups]
+
+    @property
+    def finds_gradients(self) -> bool:
+        """Whether it looks where gradients are, so that they must be the weights' before each update."""
+        return self._is_ours
+
+    def locate(self) -> None:
+        """Tells the device where the gradients are."""
+        if self._is_ours:
+            self._optimizer.find_gradients()
+
+    def has_moved(self) -> bool:
+        """Whether what it updates lies elsewhere than when this was asked before, so that what is recorded of
+        it is void."""
+        before, self._generation = self._generation, getattr(self._optimizer, "generation", 0)
+        return before != self._generation
 
     @property
     def can_be_recorded(self) -> bool:

@@ -51,8 +51,8 @@ class Bf16Master(Technique):
             yield "an evaluation updates nothing, so there are no masters. Try 'bf16_pure'."
         elif not keeps_masters(setup):
             yield (
-                f"{recipe[Slot.OPTIMIZER]} does not update masters in two halves. Try 'adamw' or "
-                "'adamw_fused', or 'bf16' with this optimizer."
+                f"{recipe[Slot.OPTIMIZER]} does not update masters in two halves. Try 'adamw', "
+                "'adamw_fused' or 'adamw_compact', or 'bf16' with this optimizer."
             )
         if setup.adapt is not None or setup.quantize is not None:
             yield (

@@ -24,7 +24,7 @@ from snugfit.step.applier import after_update
 from snugfit.step.memory_errors import memory_cause
 from snugfit.step.plain_loop import Built, PlainStep
 from snugfit.step.step import Observer
-from snugfit.step.wishes.mesh.spread_tensors import norm_of_gradients, scale, whole
+from snugfit.step.wishes.mesh.spread_tensors import gradient_norm, scale, whole
 from snugfit.training.recovery import Exhausted
 from snugfit.training.run.finite_check import FiniteCheck, all_finite
 
@@ -267,7 +267,7 @@ class TrainingStep(PlainStep):
             state.scaler.unscale_(state.optimizer)
         if self.passes is not None:
             return self.passes.norm_of_all(trained)
-        return whole(norm_of_gradients(trained))
+        return whole(gradient_norm(state.optimizer, trained))
 
     def _raise_if_non_finite(self, state: TrainState, trained: list[torch.nn.Parameter], loss: float) -> None:
         """Raises `NonFinite`; waits for the gradients."""
@@ -285,7 +285,7 @@ class TrainingStep(PlainStep):
     ) -> bool:
         """Whether there was one: a scaler leaves out the steps that overflow."""
         if norm is not None:
-            scale(trained, self.job.clip or 0.0, norm)
+            scale(trained, self.job.clip or 0.0, norm, state.optimizer)
         self.phases.phase("update")
         optimizer, scaler = state.optimizer, state.scaler
         if scaler is None:

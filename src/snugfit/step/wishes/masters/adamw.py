@@ -6,31 +6,32 @@ halves make (`halves.py`); then it is cut in halves again. No copy of a weight i
 
 On a GPU one kernel goes over all weights (`kernel.py`): it reads 14 bytes an element and writes 12, where
 torch's fused AdamW over weights in fp32 reads 16 and writes 12, and autocast casts every weight besides.
-Elsewhere, and for weights that are no bfloat16, it is plain torch, `AT_ONCE` numbers at a time.
+Elsewhere it is plain torch, `AT_ONCE` numbers at a time.
+
+A step has two halves. `prepare` is the host's: it looks where gradients are, counts the step, and copies its
+numbers to the device. `launch` launches kernels and reads nothing, so a CUDA graph can have it, and `prepare`
+is called before each time that graph is played back. Gradients are clipped within the update (`clip_by`), so
+that no pass over them goes before it, and are left as they are; with a norm that is no number the update
+leaves everything as it is.
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from operator import is_
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from snugfit.errors import RecipeError
 from snugfit.step.wishes.adamw_in_pieces import STEP, OwnAdamW
+from snugfit.step.wishes.masters.block import NUMBERS
+from snugfit.step.wishes.masters.device_copy import DeviceCopy
 from snugfit.step.wishes.masters.halves import flat, join, pieces, split, take_residual
+from snugfit.step.wishes.masters.launches import is_on_gpu, new_sums, norm_of, update_weights
 from snugfit.step.wishes.masters.marks import HAS_MASTER, RESIDUAL
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-MOST_TENSORS = 512
-"""Weights that one launch of the kernel updates at most (chosen): each of its programs looks among them for
-its own."""
-
-_KERNEL_ON_META = False
-"""Whether a rehearsal's step is one on a GPU."""
+from snugfit.step.wishes.masters.table import MOMENTS, WeightTable, laid_out_as
+from snugfit.step.wishes.mesh.spread_tensors import clip_coefficient
 
 
 class Numbers(NamedTuple):
@@ -61,11 +62,25 @@ class Numbers(NamedTuple):
 
 
 class MasterAdamW(OwnAdamW):
-    """AdamW over weights of bfloat16, the other half of whose masters is among its states."""
+    """AdamW over weights of bfloat16, the other half of whose masters is among its states; also over fp32."""
+
+    clips_inside: ClassVar = True
+    """Whether it has `gradient_norm` and `clip_by` (`mesh/spread_tensors.py`)."""
+
+    generation = 0
+    """Grows when weights or states lie elsewhere than before: a CUDA graph that has a launch of before then
+    updates what is no longer there."""
+
+    table_of: ClassVar[type[WeightTable]] = WeightTable
+    """What tells kernels of weights, and launches the one that updates them."""
+
+    _tables: Sequence[WeightTable] | None = None
+    _clip: tuple[torch.Tensor, float] | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As every optimizer does, and takes over what its weights have of their masters."""
         super().add_param_group(param_group)
+        self._tables = None
         for weight in self.param_groups[-1]["params"]:
             if (residual := take_residual(weight)) is not None:
                 self.state[weight] = {RESIDUAL: residual}
@@ -73,6 +88,7 @@ class MasterAdamW(OwnAdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As every optimizer does, but states keep their dtypes: torch's own would cast them to bfloat16."""
         super().load_state_dict(state_dict)
+        self._tables = None
         weights = [weight for group in self.param_groups for weight in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for weight, number in zip(weights, numbers, strict=True):
@@ -85,39 +101,121 @@ class MasterAdamW(OwnAdamW):
         """One step of all weights that have a gradient."""
         if closure is not None:
             raise ValueError("It takes no closure: it computes no loss")
-        for group in self.param_groups:
-            by_kernel: dict[int, list[torch.Tensor]] = {}
-            for weight in group["params"]:
-                if weight.grad is None or not weight.numel():
-                    continue
-                step = self._count(weight)
-                if has_kernel(weight):
-                    by_kernel.setdefault(step, []).append(weight)
-                else:
-                    self._update(weight, Numbers.of(group, step))
-            for step, weights in by_kernel.items():
-                for at in range(0, len(weights), MOST_TENSORS):
-                    self._update_by_kernel(weights[at : at + MOST_TENSORS], Numbers.of(group, step))
+        self.prepare()
+        self.launch()
 
-    def _count(self, weight: torch.Tensor) -> int:
-        """The number of this step of a weight, whose states are made before its first."""
+    # ---- the host's half ---------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Looks where gradients are, counts a step of each weight that has one, and writes the step's numbers
+        to the device, behind what is launched already."""
+        self.find_gradients()
+        self.count_step()
+
+    @torch.no_grad()
+    def find_gradients(self) -> None:
+        """Makes the states of weights that have their first gradient, and tells the kernels where all are."""
+        for weight in self._new_weights():
+            if weight.grad is not None:
+                self._make_states(weight)
+                self._tables = None
+        if self._tables is None or not self._states_are_as_before():
+            self._make_tables()
+        for table in self._tables or ():
+            table.find()
+
+    def count_step(self) -> None:
+        """Counts a step, where `find_gradients` has found everything. What follows it is `launch`, or
+        `forget_step`."""
+        rows: dict[tuple[int, int], int] = {}
+        self._counted = [self.state[weight] for weight, _ in self._plain if weight.grad is not None]
+        for table, groups in zip(self._tables or (), self._groups_of_tables, strict=True):
+            chosen = []
+            for state, has_one, group in zip(table.states, table.has_gradient, groups, strict=True):
+                row = 0
+                if has_one:
+                    self._counted.append(state)
+                    row = rows.setdefault((group, state[STEP] + 1), len(rows))
+                chosen.append(row)
+            table.number_rows(chosen)
+        for state in self._counted:
+            state[STEP] += 1
+        if rows:
+            self._numbers.write([(*Numbers.of(self.param_groups[n], step), step) for n, step in rows])
+
+    def forget_step(self) -> None:
+        """Takes a counted step back that was not launched, or that changed nothing because the norm was no
+        number."""
+        for state in self._counted:
+            state[STEP] -= 1
+        self._counted = []
+
+    # ---- the device's half -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def launch(self, stop: torch.Tensor | None = None) -> None:
+        """Updates what `prepare` has prepared, clipped where `clip_by` has said so since the last time; a
+        scalar `stop` on the device that is not 0 leaves everything as it is, and so does a norm to clip by
+        that is no number."""
+        clip, self._clip = self._clip, None
+        norm, most = clip if clip is not None else (None, 0.0)
+        for table in self._tables or ():
+            update_weights(table, self._numbers.value, norm, most, stop)
+        if not self._plain or _is_refused(norm, stop):
+            return
+        coefficient = None if norm is None else clip_coefficient(norm, most)
+        for weight, group in self._plain:
+            if weight.grad is not None:
+                step = self.state[weight][STEP]
+                self._update(weight, weight.grad, Numbers.of(self.param_groups[group], step), coefficient)
+
+    @torch.no_grad()
+    def gradient_norm(self) -> torch.Tensor:
+        """The norm of all gradients as of one vector, in 32 bits: a scalar on the device. On a GPU it is
+        written to the same place each time."""
+        self.find_gradients()
+        gradients = [weight.grad for weight, _ in self._plain if weight.grad is not None]
+        if not self._tables:
+            return norm_in_fp32(gradients) if gradients else torch.zeros(())
+        norm_of(self._tables, self._sums, self._norm)
+        return self._norm
+
+    def clip_by(self, norm: torch.Tensor, most: float) -> None:
+        """Has the next `launch` scale gradients of this norm, a scalar in fp32 on the device, down to the
+        norm `most`, as `torch.nn.utils.clip_grads_with_norm_` does, but for its rounding of the products."""
+        self._clip = norm, most
+
+    # ---- states, tables ----------------------------------------------------------------------------------
+
+    def _new_weights(self) -> Sequence[torch.Tensor]:
+        if self._tables is None or not self._states_are_as_before():
+            weights = (weight for group in self.param_groups for weight in group["params"])
+            return [weight for weight in weights if weight.numel() and STEP not in self.state.get(weight, {})]
+        return self._without_states
+
+    def _states_are_as_before(self) -> bool:
+        """Whether nobody has put other states in their place, as a checkpoint does."""
+        return len(self.state) == len(self._known) and all(map(is_, self.state.values(), self._known))
+
+    def _make_states(self, weight: torch.Tensor) -> None:
+        """Before a weight's first step."""
+        if weight.dtype not in (torch.bfloat16, torch.float32):
+            raise RecipeError(
+                f"Weights with masters are bfloat16, and others fp32, but one is {weight.dtype}. Try 'bf16'."
+            )
         state = self.state[weight]
-        if STEP not in state:
-            if weight.dtype not in (torch.bfloat16, torch.float32):
-                raise RecipeError(
-                    f"Weights with masters are bfloat16, and others fp32, but one is {weight.dtype}. Try "
-                    "'bf16'."
-                )
-            if weight.dtype is torch.bfloat16:
-                state[RESIDUAL] = self._residual(weight)
-                setattr(weight, HAS_MASTER, True)
-            for name in MOMENTS:
-                state[name] = torch.zeros_like(
-                    weight, dtype=torch.float32, memory_format=torch.preserve_format
-                )
-            state[STEP] = 0
-        state[STEP] += 1
-        return int(state[STEP])
+        if weight.dtype is torch.bfloat16:
+            state[RESIDUAL] = self._residual(weight)
+            setattr(weight, HAS_MASTER, True)
+        state.update(self.new_moments(weight))
+        state[STEP] = 0
+
+    def new_moments(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Both moments of a weight before its first step."""
+        return {
+            name: torch.zeros_like(weight, dtype=torch.float32, memory_format=torch.preserve_format)
+            for name in MOMENTS
+        }
 
     def _residual(self, weight: torch.Tensor) -> torch.Tensor:
         """What it was given, where the weight is; zeros for a weight that was bfloat16 from the start."""
@@ -127,41 +225,64 @@ class MasterAdamW(OwnAdamW):
         residual: torch.Tensor = known.to(weight.device)
         return residual
 
-    def _update(self, weight: torch.Tensor, numbers: Numbers) -> None:
+    def _make_tables(self) -> None:
+        """Sorts the weights that have states by how they are updated."""
+        kinds: dict[torch.dtype, list[tuple[torch.Tensor, int]]] = {}
+        self._plain: list[tuple[torch.Tensor, int]] = []
+        self._without_states: list[torch.Tensor] = []
+        for number, group in enumerate(self.param_groups):
+            for weight in group["params"]:
+                if STEP in self.state.get(weight, {}):
+                    by_kernel = is_on_gpu(weight)
+                    kind = kinds.setdefault(weight.dtype, []) if by_kernel else self._plain
+                    kind.append((weight, number))
+                elif weight.numel():
+                    self._without_states.append(weight)
+        self._known = list(self.state.values())
+        self._groups_of_tables = [[number for _, number in kind] for kind in kinds.values()]
+        self._tables = [
+            self.table_of([weight for weight, _ in kind], [self.state[weight] for weight, _ in kind])
+            for kind in kinds.values()
+        ]
+        self.generation += 1
+        if self._tables:
+            rows, device = sum(map(len, self._groups_of_tables)), self._tables[0].weights[0].device
+            self._numbers = DeviceCopy((rows, NUMBERS), torch.float32, device)
+            self._sums = new_sums(self._tables)
+            self._norm = torch.empty((), dtype=torch.float32, device=device)
+
+    # ---- plain torch -------------------------------------------------------------------------------------
+
+    def _update(
+        self,
+        weight: torch.Tensor,
+        gradient: torch.Tensor,
+        numbers: Numbers,
+        coefficient: torch.Tensor | None,
+    ) -> None:
         state = self.state[weight]
-        gradient = flat(laid_out_as(weight))
+        slopes = flat(laid_out_as(weight, gradient))
         first, second = (flat(state[name]) for name in MOMENTS)
         if weight.dtype is torch.float32:
-            for part, slope, one, two in pieces(flat(weight), gradient, first, second):
-                update(part, slope.to(torch.float32), one, two, numbers)
+            for exact, slope, one, two in pieces(flat(weight), slopes, first, second):
+                update(exact, widen(slope, coefficient), one, two, numbers)
             return
         halves = flat(weight), flat(state[RESIDUAL])
-        for high, low, slope, one, two in pieces(*halves, gradient, first, second):
+        for high, low, slope, one, two in pieces(*halves, slopes, first, second):
             exact = join(high, low)
-            update(exact, slope.to(torch.float32), one, two, numbers)
+            update(exact, widen(slope, coefficient), one, two, numbers)
             split(exact, high, low)
 
-    def _update_by_kernel(self, weights: list[torch.Tensor], numbers: Numbers) -> None:
-        states = [self.state[weight] for weight in weights]
-        for weight in weights:
-            flat(weight)  # or it is refused
-        update_by_kernel(
-            weights, [state[RESIDUAL] for state in states], [state[MOMENTS[0]] for state in states],
-            [state[MOMENTS[1]] for state in states], [laid_out_as(weight) for weight in weights],
-            list(numbers),
-        )  # fmt: skip
+
+def _is_refused(norm: torch.Tensor | None, stop: torch.Tensor | None) -> bool:
+    """Whether an update must not be made, which kernels ask on their own; on shapes nobody knows."""
+    stopped = stop is not None and not stop.is_meta and bool(stop != 0)
+    return stopped or (norm is not None and not norm.is_meta and not bool(norm.isfinite()))
 
 
-def laid_out_as(weight: torch.Tensor) -> torch.Tensor:
-    """The gradient with the strides of its weight, as autograd gives it wherever it can. Raises `RecipeError`
-    for a sparse one."""
-    gradient = weight.grad
-    assert gradient is not None
-    if gradient.layout is not torch.strided:
-        raise RecipeError("Weights with masters take no sparse gradients. Try 'bf16', or sparse=False.")
-    if gradient.stride() == weight.stride() or weight.numel() < 2:
-        return gradient
-    return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
+def widen(slope: torch.Tensor, coefficient: torch.Tensor | None) -> torch.Tensor:
+    """Gradients in 32 bits, scaled where there is a coefficient."""
+    return slope.to(torch.float32) if coefficient is None else slope.to(torch.float32) * coefficient
 
 
 def update(
@@ -177,99 +298,7 @@ def update(
 
 def norm_in_fp32(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """The norm of gradients as of one vector, with that of each in 32 bits: torch's own has their dtype, and
-    of bfloat16 it would have 8 significant bits. A CPU's kernel widens them first, a GPU's on the way."""
-    norms: Sequence[torch.Tensor]
-    if _is_on_gpu(gradients[0]):
-        norms = torch._foreach_norm(list(gradients), 2.0, torch.float32)
-    else:
-        norms = [torch.linalg.vector_norm(gradient.to(torch.float32)) for gradient in gradients]
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
+    of bfloat16 it would have 8 significant bits."""
+    norms = [torch.linalg.vector_norm(gradient.to(torch.float32)) for gradient in gradients]
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
-
-
-# ---- on a GPU --------------------------------------------------------------------------------------------
-
-
-def has_kernel(weight: torch.Tensor) -> bool:
-    """Whether the kernel updates it: in bfloat16, as its gradient, on a GPU or a rehearsal of one."""
-    gradient = weight.grad
-    in_halves = weight.dtype is torch.bfloat16 and gradient is not None and gradient.dtype is torch.bfloat16
-    return in_halves and _is_on_gpu(weight)
-
-
-def _is_on_gpu(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda or (tensor.is_meta and _KERNEL_ON_META)
-
-
-@contextlib.contextmanager
-def shapes(*, on_gpu: bool = True) -> Iterator[None]:
-    """Within it a step on `meta` is one on a GPU, or one on a CPU."""
-    global _KERNEL_ON_META
-    before, _KERNEL_ON_META = _KERNEL_ON_META, on_gpu
-    try:
-        yield
-    finally:
-        _KERNEL_ON_META = before
-
-
-def update_by_kernel(
-    weights: Sequence[torch.Tensor],
-    residuals: Sequence[torch.Tensor],
-    firsts: Sequence[torch.Tensor],
-    seconds: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-    numbers: Sequence[float],
-) -> None:
-    """AdamW's step of all these weights, which lie as their gradients and states do, in one kernel. Where
-    they are is copied to the device first, from page-locked memory, so that the host goes on."""
-    lists = weights, residuals, firsts, seconds, gradients
-    places = places_of(lists)
-    if weights[0].is_cuda:
-        places = places.pin_memory()
-    places = places.to(weights[0].device, non_blocking=True)
-    adamw_of_halves(*map(list, lists), places, list(numbers))
-
-
-def places_of(lists: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """For each weight the first of its blocks, how many elements it has, and the addresses of what belongs to
-    it (7, N); N is a power of two, and beyond the last weight stands the number of all blocks."""
-    from snugfit.step.wishes.masters.block import BLOCK
-
-    counts = [weight.numel() for weight in lists[0]]
-    starts = [0]
-    for count in counts:
-        starts.append(starts[-1] + math.ceil(count / BLOCK))
-    columns = 1 << (len(counts) - 1).bit_length()
-    rows = [starts[:-1], counts, *([tensor.data_ptr() for tensor in tensors] for tensors in lists)]
-    filled = [row + [starts[-1]] * (columns - len(row)) for row in rows]
-    return torch.tensor(filled, dtype=torch.int64, device="cpu")
-
-
-@torch.library.custom_op(
-    "triton::adamw_of_halves",  # as traces name kernels that Triton compiles when they are first launched
-    mutates_args=("weights", "residuals", "firsts", "seconds"),
-    device_types="cuda",
-)
-def adamw_of_halves(
-    weights: list[torch.Tensor],
-    residuals: list[torch.Tensor],
-    firsts: list[torch.Tensor],
-    seconds: list[torch.Tensor],
-    gradients: list[torch.Tensor],
-    places: torch.Tensor,
-    numbers: list[float],
-) -> None:
-    """The kernel's launch, as one operator with a shape function."""
-    try:
-        from snugfit.step.wishes.masters.kernel import launch
-    except ImportError as fault:
-        raise RecipeError(
-            f"The update of weights with masters is a kernel that Triton compiles, which cannot be imported: "
-            f"{fault}. Try: pip install triton, or the recipe 'bf16'."
-        ) from None
-    launch((weights, residuals, firsts, seconds, gradients), places, numbers)
-
-
-@adamw_of_halves.register_fake
-def _writes_in_place(*arguments: Any) -> None:
-    """Its results are written in place, so it allocates nothing."""

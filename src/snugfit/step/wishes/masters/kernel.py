@@ -1,93 +1,200 @@
-"""One kernel that updates many weights and the halves of their masters, in Triton.
+"""Kernels that update many weights at once and take the norm of their gradients, in Triton.
 
-A program finds the weight that its block belongs to in the table of `places_of`, reads 14 bytes an element,
-computes in fp32 in the order of `adamw.update`, and writes 12. The table has addresses, since a launch takes
-a few pointers and a model has hundreds of weights.
+A program finds the weight that its block belongs to (`owners`), and where that lies (a record of `places`),
+since a launch takes a few pointers and a model has hundreds of weights. The numbers of a step are on the
+device too, as is the norm that gradients are clipped by: a launch is always the same, and a CUDA graph can
+have it.
+
+A weight in halves takes 14 bytes an element to read and 12 to write, computed in fp32; a weight in fp32 takes
+16 and 12. Where moments have 8 bits it is 8.06 and 6.06, or 10.06 and 6.06 (`compact_kernel.py`).
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
-from snugfit.step.wishes.masters.block import BLOCK, WARPS
+from snugfit.step.wishes.masters.block import NORM_WARPS, NUMBERS, LaunchTable
+from snugfit.step.wishes.masters.compact_kernel import update_compact
+from snugfit.step.wishes.masters.elements import (
+    adamw,
+    clip_coefficient,
+    is_finite,
+    join_halves,
+    pointer,
+    upper_half,
+)
 
-ALIGNED = 16
-"""Bytes that a thread reads or writes at once, at addresses that are multiples of it."""
+WIDE = 16
+"""Bytes that a thread reads at once of what has 32 bits, at addresses that are multiples of it."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def update_part(  # type: ignore[no-untyped-def]
+    record, begin, left, own, coefficient,
+    HALVES: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, CLIPS: tl.constexpr,
+    ALIGNED: tl.constexpr, NARROW: tl.constexpr, EVICT: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Updates the `BLOCK` elements from `begin`; with `MASKED`, the `left` first of them."""
+    at = tl.arange(0, BLOCK)
+    mask = at < left if MASKED else None
+    firsts = pointer(tl.load(record + 4), tl.float32, ALIGNED) + begin + at
+    seconds = pointer(tl.load(record + 5), tl.float32, ALIGNED) + begin + at
+    if HALVES:
+        weights = pointer(tl.load(record + 2), tl.int16, NARROW) + begin + at
+        residuals = pointer(tl.load(record + 3), tl.int16, NARROW) + begin + at
+        gradients = pointer(tl.load(record + 6), tl.bfloat16, NARROW) + begin + at
+        upper = tl.load(weights, mask=mask, eviction_policy=EVICT)
+        lower = tl.load(residuals, mask=mask, eviction_policy=EVICT)
+        exact = join_halves(upper, lower)
+    else:
+        weights = pointer(tl.load(record + 2), tl.float32, ALIGNED) + begin + at
+        gradients = pointer(tl.load(record + 6), tl.float32, ALIGNED) + begin + at
+        exact = tl.load(weights, mask=mask, eviction_policy=EVICT)
+    slope = tl.load(gradients, mask=mask, eviction_policy=EVICT).to(tl.float32)
+    first = tl.load(firsts, mask=mask, eviction_policy=EVICT)
+    second = tl.load(seconds, mask=mask, eviction_policy=EVICT)
+    if CLIPS:
+        slope = slope * coefficient
+    exact, first, second = adamw(exact, slope, first, second, own, EXACT)
+
+    tl.store(firsts, first, mask=mask, eviction_policy=EVICT)
+    tl.store(seconds, second, mask=mask, eviction_policy=EVICT)
+    if HALVES:
+        upper, lower = upper_half(exact)
+        tl.store(weights, upper, mask=mask)
+        tl.store(residuals, lower, mask=mask, eviction_policy=EVICT)
+    else:
+        tl.store(weights, exact, mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def update_block(  # type: ignore[no-untyped-def]
-    weights, residuals, firsts, seconds, gradients, at, count,
-    keep, first_share, second_keep, second_share, root, eps, rate, MASKED: tl.constexpr,
+    places, owners, which, numbers, block, coefficient,
+    HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CLIPS: tl.constexpr, RECORD: tl.constexpr,
+    ROW: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr, EVICT: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Updates the elements `at`; with `MASKED`, those of them that a weight of `count` elements has."""
-    mask = at < count if MASKED else None
-    upper = tl.load(weights + at, mask=mask).to(tl.int32)
-    lower = tl.load(residuals + at, mask=mask).to(tl.int32)
-    exact = ((upper << 16) + lower).to(tl.float32, bitcast=True)
-    slope = tl.load(gradients + at, mask=mask).to(tl.float32)
-    first = tl.load(firsts + at, mask=mask)
-    second = tl.load(seconds + at, mask=mask)
-
-    exact = exact * keep
-    way = slope - first
-    first = tl.where(first_share < 0.5, first + first_share * way, slope - way * (1.0 - first_share))
-    second = second * second_keep + second_share * slope * slope
-    spread = tl.div_rn(tl.sqrt_rn(second), root) + eps
-    exact = exact + tl.div_rn(rate * first, spread)
-
-    bits = exact.to(tl.int32, bitcast=True)
-    bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # what is not a number
-    upper = (bits + 0x8000) >> 16
-    tl.store(weights + at, upper.to(tl.int16), mask=mask)
-    tl.store(residuals + at, (bits - (upper << 16)).to(tl.int16), mask=mask)
-    tl.store(firsts + at, first, mask=mask)
-    tl.store(seconds + at, second, mask=mask)
+    """Updates one block of the weight that it belongs to, if that has a gradient."""
+    column = tl.load(owners + block)
+    record = places + column * RECORD
+    if tl.load(record + 6) != 0:
+        begin = (block - tl.load(record)) * BLOCK
+        left = tl.load(record + 1) - begin
+        own = numbers + tl.load(which + column) * ROW
+        if left >= BLOCK:
+            if GROUP:
+                update_compact(
+                    record, begin, left, own, coefficient,
+                    HALVES, BLOCK, GROUP, False, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
+                )  # fmt: skip
+            else:
+                update_part(
+                    record, begin, left, own, coefficient,
+                    HALVES, BLOCK, False, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
+                )  # fmt: skip
+        elif GROUP:
+            update_compact(
+                record, begin, left, own, coefficient,
+                HALVES, BLOCK, GROUP, True, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
+            )  # fmt: skip
+        else:
+            update_part(
+                record, begin, left, own, coefficient,
+                HALVES, BLOCK, True, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
+            )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def update_weights(  # type: ignore[no-untyped-def]
-    places, keep, first_share, second_keep, second_share, root, eps, rate,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+    places, owners, which, numbers, norm, stop, blocks, most,
+    HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CLIPS: tl.constexpr, STOPS: tl.constexpr,
+    RECORD: tl.constexpr, ROW: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr,
+    EVICT: tl.constexpr, EXACT: tl.constexpr, LOOPS: tl.constexpr,
 ):  # fmt: skip
-    """Updates one block of one of the weights whose `places` these are (7, COLUMNS)."""
-    program = tl.program_id(0).to(tl.int64)
-    starts = tl.load(places + tl.arange(0, COLUMNS))
-    column = tl.sum((starts <= program).to(tl.int32), 0) - 1
-    own = places + column
-    begin = (program - tl.load(own)) * BLOCK
-    count = tl.load(own + COLUMNS)
-    weights = tl.load(own + 2 * COLUMNS).to(tl.pointer_type(tl.int16))
-    residuals = tl.load(own + 3 * COLUMNS).to(tl.pointer_type(tl.int16))
-    firsts = tl.load(own + 4 * COLUMNS).to(tl.pointer_type(tl.float32))
-    seconds = tl.load(own + 5 * COLUMNS).to(tl.pointer_type(tl.float32))
-    gradients = tl.load(own + 6 * COLUMNS).to(tl.pointer_type(tl.bfloat16))
-    weights, residuals = tl.multiple_of(weights, ALIGNED), tl.multiple_of(residuals, ALIGNED)
-    firsts, seconds = tl.multiple_of(firsts, ALIGNED), tl.multiple_of(seconds, ALIGNED)
-    gradients = tl.multiple_of(gradients, ALIGNED)
-    at = begin + tl.arange(0, BLOCK)
-    if begin + BLOCK <= count:
-        update_block(
-            weights, residuals, firsts, seconds, gradients, at, count,
-            keep, first_share, second_keep, second_share, root, eps, rate, False,
-        )  # fmt: skip
-    else:
-        update_block(
-            weights, residuals, firsts, seconds, gradients, at, count,
-            keep, first_share, second_keep, second_share, root, eps, rate, True,
-        )  # fmt: skip
+    """Updates the blocks of a program, unless the norm is no number or `stop` is not 0."""
+    coefficient, goes_on = 1.0, True
+    if CLIPS:
+        length = tl.load(norm)
+        coefficient = clip_coefficient(length, most)
+        goes_on = is_finite(length)
+    if STOPS:
+        goes_on = goes_on & (tl.load(stop) == 0)
+    if goes_on:
+        program = tl.program_id(0)
+        if LOOPS:
+            for block in range(program, blocks, tl.num_programs(0)):
+                update_block(
+                    places, owners, which, numbers, block, coefficient, HALVES, BLOCK, GROUP, CLIPS, RECORD,
+                    ROW, ALIGNED, NARROW, EVICT, EXACT,
+                )  # fmt: skip
+        else:
+            update_block(
+                places, owners, which, numbers, program, coefficient, HALVES, BLOCK, GROUP, CLIPS, RECORD,
+                ROW, ALIGNED, NARROW, EVICT, EXACT,
+            )  # fmt: skip
 
 
-def launch(lists: Sequence[Sequence[torch.Tensor]], places: torch.Tensor, numbers: Sequence[float]) -> None:
-    """Runs the kernel over these weights, residuals, both moments and gradients, whose table `places` is,
-    with the numbers of `adamw.Numbers`."""
-    blocks = sum(triton.cdiv(weight.numel(), BLOCK) for weight in lists[0])
-    aligned = all(tensor.data_ptr() % ALIGNED == 0 for tensors in lists for tensor in tensors)
-    update_weights[(blocks,)](
-        places, *numbers, COLUMNS=places.size(1), BLOCK=BLOCK, ALIGNED=ALIGNED if aligned else 1,
-        num_warps=WARPS,
+@triton.jit  # type: ignore[untyped-decorator]
+def sum_squares(  # type: ignore[no-untyped-def]
+    places, owners, sums, blocks, HALVES: tl.constexpr, BLOCK: tl.constexpr, RECORD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Of the gradients in the blocks of a program the sum of squares, in fp32."""
+    at = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        record = places + tl.load(owners + block) * RECORD
+        address = tl.load(record + 6)
+        begin = (block - tl.load(record)) * BLOCK
+        left = tl.where(address != 0, tl.load(record + 1) - begin, 0)
+        if HALVES:
+            gradients = pointer(address, tl.bfloat16, ALIGNED) + begin + at
+        else:
+            gradients = pointer(address, tl.float32, ALIGNED) + begin + at
+        slope = tl.load(gradients, mask=at < left, other=0.0).to(tl.float32)
+        total += slope * slope
+    tl.store(sums + tl.program_id(0), tl.sum(total, 0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def root_of_sums(sums, norm, count, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The square root of all these sums together, a scalar."""
+    at = tl.arange(0, WIDTH)
+    total = tl.sum(tl.load(sums + at, mask=at < count, other=0.0), 0)
+    tl.store(norm, tl.sqrt_rn(total))
+
+
+def launch_update(
+    table: LaunchTable,
+    numbers: torch.Tensor,
+    norm: torch.Tensor | None,
+    most: float,
+    stop: torch.Tensor | None,
+) -> None:
+    """Updates the weights of this table by rows of numbers (N, 8), their gradients clipped to the norm `most`
+    where a norm is given, a scalar in fp32; nothing where a scalar `stop` is not 0."""
+    settings, aligned = table.settings, table.is_aligned
+    programs = min(settings.programs or table.blocks, table.blocks)
+    update_weights[(programs,)](
+        table.places, table.owners, table.which, numbers, numbers if norm is None else norm,
+        numbers if stop is None else stop, table.blocks, float(most),
+        HALVES=table.halves, BLOCK=settings.block, GROUP=table.group, CLIPS=norm is not None,
+        STOPS=stop is not None,
+        RECORD=table.places.size(1), ROW=NUMBERS, ALIGNED=WIDE if aligned else 1,
+        NARROW=settings.narrow if aligned else 1, EVICT=settings.evict, EXACT=settings.exact,
+        LOOPS=programs < table.blocks, num_warps=settings.warps,
     )  # fmt: skip
+
+
+def launch_sums(table: LaunchTable, sums: torch.Tensor) -> None:
+    """Sums of squares of this table's gradients, in fp32: one for each program."""
+    sum_squares[(sums.numel(),)](
+        table.places, table.owners, sums, table.blocks, HALVES=table.halves, BLOCK=table.settings.block,
+        RECORD=table.places.size(1), ALIGNED=WIDE if table.is_aligned else 1, num_warps=NORM_WARPS,
+    )  # fmt: skip
+
+
+def launch_norm(sums: torch.Tensor, norm: torch.Tensor) -> None:
+    """The norm, a scalar, from sums of squares."""
+    root_of_sums[(1,)](sums, norm, sums.numel(), WIDTH=triton.next_power_of_2(sums.numel()), num_warps=8)

@@ -13,8 +13,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from snugfit.step.wishes.masters.marks import HAS_MASTER
-
 if TYPE_CHECKING:
     import torch
 
@@ -77,27 +75,39 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def clip(weights: Iterable[torch.Tensor], most: float) -> None:
-    """Scales all gradients down, where their norm is more than this (`torch.nn.utils.clip_grad_norm_`)."""
-    weights = [weight for weight in weights if weight.grad is not None]
-    if weights:
-        scale(weights, most, norm_of_gradients(weights))
+def gradient_norm(optimizer: Any, weights: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The norm of these weights' gradients as of one vector, a scalar on their device. An optimizer that
+    clips within its update (`clips_inside`) takes that of all it updates itself, in 32 bits."""
+    if getattr(optimizer, "clips_inside", False):
+        norm: torch.Tensor = optimizer.gradient_norm()
+        return norm
+    return total_norm(weight.grad for weight in weights if weight.grad is not None)
 
 
-def norm_of_gradients(weights: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The norm of all gradients as of one vector, a scalar; in 32 bits where weights have masters."""
-    weights = [weight for weight in weights if weight.grad is not None]
-    gradients = [weight.grad for weight in weights if weight.grad is not None]
-    if any(hasattr(weight, HAS_MASTER) for weight in weights):
-        from snugfit.step.wishes.masters.adamw import norm_in_fp32
-
-        return norm_in_fp32(gradients)
-    return total_norm(gradients)
-
-
-def scale(weights: Iterable[torch.Tensor], most: float, norm: torch.Tensor) -> None:
-    """The same, where the norm is known."""
+def clip(weights: Iterable[torch.Tensor], most: float, optimizer: Any = None) -> None:
+    """Has all gradients scaled down, where their norm is more than this (`torch.nn.utils.clip_grad_norm_`):
+    now, or by an optimizer's update (`scale`)."""
     import torch
 
+    weights = [weight for weight in weights if weight.grad is not None]
+    if not getattr(optimizer, "clips_inside", False) and len(split(weights, mesh)) == 1:
+        torch.nn.utils.clip_grad_norm_(weights, most)
+    else:
+        scale(weights, most, gradient_norm(optimizer, weights), optimizer)
+
+
+def scale(weights: Iterable[torch.Tensor], most: float, norm: torch.Tensor, optimizer: Any = None) -> None:
+    """The same, where the norm is known. An optimizer that clips within its update is told so, and gradients
+    stay as they are; it must be the one whose next step follows."""
+    import torch
+
+    if getattr(optimizer, "clips_inside", False):
+        optimizer.clip_by(norm, most)
+        return
     for part in split(weights, mesh):
         torch.nn.utils.clip_grads_with_norm_(part, most, norm)
+
+
+def clip_coefficient(norm: torch.Tensor, most: float) -> torch.Tensor:
+    """What gradients of this norm are multiplied by, a scalar (`torch.nn.utils.clip_grads_with_norm_`)."""
+    return (most / (norm + 1e-6)).clamp(max=1.0)

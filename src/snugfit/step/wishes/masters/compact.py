@@ -1,0 +1,119 @@
+"""Moments of AdamW in 8 bits each, in groups of elements that share a scale.
+
+A group keeps the largest of its moments in fp32, and of each element a whole number that says which share of
+it the element's moment is: for the first moment -127 to 127, whose squares stand for it, and for the second
+one 0 to 255, whose fourth powers do. So neighbours are a few hundredths apart near the largest and lie closer
+towards zero, where most moments of a group are; a second moment that is not zero never becomes zero, for an
+update divides by its root.
+
+The second moment moves by a thousandth of itself in a step: rounded to the nearest it would stand still. So
+both are rounded up or down by chance, with the odds of how near either neighbour is, and are right on
+average. What chance gives is a hash of the step's number and the element's, and not drawn: a step that is
+taken again from a checkpoint gives the same bits, on a CPU and on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+GROUP = 64
+"""Elements that share a scale."""
+
+FIRST_TOP = 127
+SECOND_TOP = 255
+"""The largest codes of first and second moments."""
+
+STRIDE = 0x9E3779B9
+"""What a step's number is multiplied by, so that steps lie far apart among 32-bit numbers: 2^32 by the golden
+ratio."""
+
+MIXES = (0x7FEB352D, 0x846CA68B)
+"""Factors of the hash (Wellons, "Prospecting for Hash Functions", 2018)."""
+
+SMALLEST = 1.2e-38
+"""A scale below it, which has no reciprocal in 32 bits, stands for zeros."""
+
+_ALL = 0xFFFFFFFF
+
+
+class Chances(NamedTuple):
+    """Numbers between 0 and 1, one of each for an element."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+def chances(begin: int, count: int, step: int, device: torch.device) -> Chances:
+    """Those of `count` elements of a weight from this one, in a step of this number."""
+    bits = torch.arange(begin, begin + count, dtype=torch.int64, device=device)
+    bits.add_(step * STRIDE).bitwise_and_(_ALL)
+    bits ^= bits >> 16
+    bits.mul_(MIXES[0]).bitwise_and_(_ALL)
+    bits ^= bits >> 15
+    bits.mul_(MIXES[1]).bitwise_and_(_ALL)
+    bits ^= bits >> 16
+    return Chances(_share(bits & 0xFFFF), _share(bits >> 16))
+
+
+def _share(bits: torch.Tensor) -> torch.Tensor:
+    return bits.to(torch.float32).add_(0.5).mul_(1.0 / 65536)
+
+
+def cut_in_groups(numbers: torch.Tensor) -> torch.Tensor:
+    """Flat numbers in groups (N, `GROUP`), filled up with zeros."""
+    return torch.nn.functional.pad(numbers, (0, -numbers.numel() % GROUP)).view(-1, GROUP)
+
+
+def scale_count(elements: int) -> int:
+    """How many groups so many elements have."""
+    return -(-elements // GROUP)
+
+
+def widen_first(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """First moments in 32 bits (N,) from codes (N,) and their groups' scales."""
+    wide = cut_in_groups(codes.to(torch.float32))
+    share = scales.unsqueeze(1) * (1.0 / FIRST_TOP**2)
+    return (wide * wide.abs() * share).flatten()[: codes.numel()]
+
+
+def widen_second(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Second moments in 32 bits (N,) from codes (N,) and their groups' scales."""
+    square = cut_in_groups(codes.to(torch.float32)).square_()
+    share = scales.unsqueeze(1) * (1.0 / SECOND_TOP**4)
+    return (square * square * share).flatten()[: codes.numel()]
+
+
+def narrow_first(
+    exact: torch.Tensor, chance: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
+) -> None:
+    """Writes codes (N,) and scales of first moments in 32 bits (N,)."""
+    sizes = cut_in_groups(exact.abs())
+    shares = _shares(sizes, scales) * FIRST_TOP**2
+    below = shares.sqrt().floor_()
+    above = cut_in_groups(chance) * (2.0 * below + 1.0) < shares - below * below
+    whole = (below + above.to(torch.float32)).clamp_(max=FIRST_TOP).flatten()[: codes.numel()]
+    codes.copy_(torch.where(exact < 0, -whole, whole))
+
+
+def narrow_second(
+    exact: torch.Tensor, chance: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
+) -> None:
+    """Writes codes (N,) and scales of second moments in 32 bits (N,)."""
+    sizes = cut_in_groups(exact)
+    shares = _shares(sizes, scales) * float(SECOND_TOP**4)
+    below = shares.sqrt().sqrt_().floor_()
+    low, next_one = below * below, (below + 1.0) * (below + 1.0)
+    low, high = low * low, next_one * next_one
+    above = cut_in_groups(chance) * (high - low) < shares - low
+    whole = (below + above.to(torch.float32)).clamp_(max=SECOND_TOP)
+    codes.copy_(torch.where(sizes > 0, whole.clamp_(min=1.0), whole).flatten()[: codes.numel()])
+
+
+def _shares(sizes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Of the largest of each group, which is written as its scale."""
+    largest = sizes.amax(1)
+    scales.copy_(largest)
+    reciprocal = torch.where(largest > SMALLEST, 1.0 / largest, 0.0)
+    return sizes * reciprocal.unsqueeze(1)

@@ -1,0 +1,116 @@
+"""The update of a block whose moments have 8 bits (`compact.py`, which is its reference), in Triton."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from snugfit.step.wishes.masters.compact import FIRST_TOP, MIXES, SECOND_TOP, SMALLEST, STRIDE
+from snugfit.step.wishes.masters.elements import adamw, join_halves, pointer, upper_half
+
+FIRST = tl.constexpr(FIRST_TOP)
+FIRST_SQUARE = tl.constexpr(float(FIRST_TOP**2))
+FIRST_SHARE = tl.constexpr(1.0 / FIRST_TOP**2)
+SECOND = tl.constexpr(SECOND_TOP)
+SECOND_FOURTH = tl.constexpr(float(SECOND_TOP**4))
+SECOND_SHARE = tl.constexpr(1.0 / SECOND_TOP**4)
+LEAST_SCALE = tl.constexpr(SMALLEST)
+STEP_STRIDE = tl.constexpr(STRIDE)
+FIRST_MIX, SECOND_MIX = tl.constexpr(MIXES[0]), tl.constexpr(MIXES[1])
+
+
+@triton.jit
+def hash_of(at, step):  # type: ignore[no-untyped-def]
+    """32 bits for each element in this step (`compact.chances`)."""
+    bits = at.to(tl.uint32) + step.to(tl.uint32) * STEP_STRIDE
+    bits ^= bits >> 16
+    bits *= FIRST_MIX
+    bits ^= bits >> 15
+    bits *= SECOND_MIX
+    bits ^= bits >> 16
+    return bits
+
+
+@triton.jit
+def reciprocal(largest):  # type: ignore[no-untyped-def]
+    """Of a scale; 0 of one that stands for zeros."""
+    return tl.where(largest > LEAST_SCALE, tl.div_rn(1.0, tl.where(largest > LEAST_SCALE, largest, 1.0)), 0.0)
+
+
+@triton.jit
+def first_codes(first, largest, chance):  # type: ignore[no-untyped-def]
+    """Codes of first moments, in fp32 (`compact.narrow_first`)."""
+    shares = tl.abs(first) * reciprocal(largest)[:, None] * FIRST_SQUARE
+    below = tl.floor(tl.sqrt_rn(shares))
+    above = chance * (2.0 * below + 1.0) < shares - below * below
+    whole = tl.minimum(below + above.to(tl.float32), FIRST)
+    return tl.where(first < 0, -whole, whole)
+
+
+@triton.jit
+def second_codes(second, largest, chance):  # type: ignore[no-untyped-def]
+    """Codes of second moments, in fp32 (`compact.narrow_second`)."""
+    shares = second * reciprocal(largest)[:, None] * SECOND_FOURTH
+    below = tl.floor(tl.sqrt_rn(tl.sqrt_rn(shares)))
+    low, high = below * below, (below + 1.0) * (below + 1.0)
+    low, high = low * low, high * high
+    above = chance * (high - low) < shares - low
+    whole = tl.minimum(below + above.to(tl.float32), SECOND)
+    return tl.where(second > 0, tl.maximum(whole, 1.0), whole)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def update_compact(  # type: ignore[no-untyped-def]
+    record, begin, left, own, coefficient,
+    HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
+    CLIPS: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr, EVICT: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """Updates the `BLOCK` elements from `begin`, a group in each row; with `MASKED`, the `left` first."""
+    rows = tl.arange(0, BLOCK // GROUP)
+    at = rows[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    mask = at < left if MASKED else None
+    inside = rows * GROUP < left if MASKED else None
+    fill = 0 if MASKED else None
+    first_at = pointer(tl.load(record + 4), tl.int8, NARROW // 2 if NARROW > 1 else 1) + begin + at
+    second_at = pointer(tl.load(record + 5), tl.uint8, NARROW // 2 if NARROW > 1 else 1) + begin + at
+    first_scales = tl.load(record + 7).to(tl.pointer_type(tl.float32)) + begin // GROUP + rows
+    second_scales = tl.load(record + 8).to(tl.pointer_type(tl.float32)) + begin // GROUP + rows
+    if HALVES:
+        weights = pointer(tl.load(record + 2), tl.int16, NARROW) + begin + at
+        residuals = pointer(tl.load(record + 3), tl.int16, NARROW) + begin + at
+        gradients = pointer(tl.load(record + 6), tl.bfloat16, NARROW) + begin + at
+        upper = tl.load(weights, mask=mask, other=fill, eviction_policy=EVICT)
+        lower = tl.load(residuals, mask=mask, other=fill, eviction_policy=EVICT)
+        exact = join_halves(upper, lower)
+    else:
+        weights = pointer(tl.load(record + 2), tl.float32, ALIGNED) + begin + at
+        gradients = pointer(tl.load(record + 6), tl.float32, ALIGNED) + begin + at
+        exact = tl.load(weights, mask=mask, other=fill, eviction_policy=EVICT)
+    slope = tl.load(gradients, mask=mask, other=fill, eviction_policy=EVICT).to(tl.float32)
+    first = tl.load(first_at, mask=mask, other=fill, eviction_policy=EVICT).to(tl.float32)
+    second = tl.load(second_at, mask=mask, other=fill, eviction_policy=EVICT).to(tl.float32)
+    first_scale = tl.load(first_scales, mask=inside, other=fill)
+    second_scale = tl.load(second_scales, mask=inside, other=fill)
+    first = first * tl.abs(first) * (first_scale * FIRST_SHARE)[:, None]
+    second = second * second
+    second = second * second * (second_scale * SECOND_SHARE)[:, None]
+
+    if CLIPS:
+        slope = slope * coefficient
+    exact, first, second = adamw(exact, slope, first, second, own, EXACT)
+    bits = hash_of(begin + at, tl.load(own + 7).to(tl.int32))
+    first_scale, second_scale = tl.max(tl.abs(first), 1), tl.max(second, 1)
+    first_chance = ((bits & 0xFFFF).to(tl.float32) + 0.5) * (1.0 / 65536)
+    second_chance = ((bits >> 16).to(tl.float32) + 0.5) * (1.0 / 65536)
+
+    tl.store(first_at, first_codes(first, first_scale, first_chance).to(tl.int8), mask=mask)
+    tl.store(second_at, second_codes(second, second_scale, second_chance).to(tl.uint8), mask=mask)
+    tl.store(first_scales, first_scale, mask=inside)
+    tl.store(second_scales, second_scale, mask=inside)
+    if HALVES:
+        upper, lower = upper_half(exact)
+        tl.store(weights, upper, mask=mask)
+        tl.store(residuals, lower, mask=mask, eviction_policy=EVICT)
+    else:
+        tl.store(weights, exact, mask=mask)

@@ -1,0 +1,41 @@
+"""A small tensor on a device whose contents the host writes in one step after the other, and waits for none.
+
+The host writes into page-locked memory, from which the device copies when it gets there; until then the host
+must not write there again. So it has a few such buffers in turn, and waits only when it is that many writes
+ahead. The tensor on the device stays where it is, so a CUDA graph that reads it reads what was written last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+RING = 4
+"""Buffers of the host (chosen): it is a step ahead at most, and a step writes once."""
+
+
+class DeviceCopy:
+    """A tensor on the device, and the host's buffers that it is written from."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self.value = torch.zeros(shape, dtype=dtype, device=device)
+        """The tensor on the device, which stays where it is."""
+        self._buffers = [
+            torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=on_gpu)
+            for _ in range(RING if on_gpu else 1)
+        ]
+        self._arrays = [buffer.numpy() for buffer in self._buffers]
+        self._copied = [torch.cuda.Event() for _ in self._buffers] if on_gpu else None
+        self._turn = 0
+
+    def write(self, rows: Sequence[object]) -> None:
+        """Writes the first rows, on the current stream; the rest stays as some write before left it."""
+        self._turn = turn = (self._turn + 1) % len(self._buffers)
+        if self._copied is not None:
+            self._copied[turn].synchronize()
+        self._arrays[turn][: len(rows)] = rows
+        self.value.copy_(self._buffers[turn], non_blocking=True)
+        if self._copied is not None:
+            self._copied[turn].record()

@@ -1,0 +1,56 @@
+"""What kernels do with single elements: clip, join and cut halves, AdamW's arithmetic. In Triton."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def clip_coefficient(norm, most):  # type: ignore[no-untyped-def]
+    """What torch multiplies gradients of this norm by (`torch.nn.utils.clip_grads_with_norm_`)."""
+    return tl.minimum(tl.div_rn(most, norm + 1e-6), 1.0)
+
+
+@triton.jit
+def is_finite(number):  # type: ignore[no-untyped-def]
+    """Whether it is neither infinite nor no number."""
+    return (number.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
+
+
+@triton.jit
+def join_halves(upper, lower):  # type: ignore[no-untyped-def]
+    """The number in 32 bits that has these halves, of 16 bits each."""
+    return ((upper.to(tl.int32) << 16) + lower.to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def upper_half(exact):  # type: ignore[no-untyped-def]
+    """The upper half of a number as 16 bits, and as how many the lower one must come to."""
+    bits = exact.to(tl.int32, bitcast=True)
+    bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # what is not a number
+    upper = (bits + 0x8000) >> 16
+    return upper.to(tl.int16), (bits - (upper << 16)).to(tl.int16)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def pointer(address, element, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """An address as a pointer to such elements."""
+    return tl.multiple_of(address.to(tl.pointer_type(element)), ALIGNED)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def adamw(exact, slope, first, second, own, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """New weights and moments, all in fp32, by a row of numbers, in the order of `adamw.update`."""
+    keep, first_share, second_keep = tl.load(own), tl.load(own + 1), tl.load(own + 2)
+    second_share, root = tl.load(own + 3), tl.load(own + 4)
+    eps, rate = tl.load(own + 5), tl.load(own + 6)
+    exact = exact * keep
+    way = slope - first
+    first = tl.where(first_share < 0.5, first + first_share * way, slope - way * (1.0 - first_share))
+    second = second * second_keep + second_share * slope * slope
+    if EXACT:
+        exact = exact + tl.div_rn(rate * first, tl.div_rn(tl.sqrt_rn(second), root) + eps)
+    else:
+        exact = exact + (rate * first) / (tl.sqrt(second) / root + eps)
+    return exact, first, second

@@ -1,0 +1,112 @@
+"""What runs on a GPU of an update with masters: the kernels' launches, and their shapes for a rehearsal.
+
+A rehearsal's step calls an operator for each launch, which allocates nothing and moves what the kernel does.
+A step on a GPU launches the kernels themselves, for an operator over lists of hundreds of tensors takes the
+host longer than the launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from snugfit.errors import RecipeError
+from snugfit.step.wishes.masters.block import NORM_PROGRAMS
+
+if TYPE_CHECKING:
+    from snugfit.step.wishes.masters.table import WeightTable
+
+_KERNEL_ON_META = False
+"""Whether a rehearsal's step is one on a GPU."""
+
+_OPERATORS = torch.library.Library("triton", "FRAGMENT")
+"""As traces name kernels that Triton compiles when they are first launched."""
+
+_OPERATORS.define(
+    "adamw_of_weights(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor[] gradients, Tensor places, "
+    "Tensor numbers) -> ()"
+)
+_OPERATORS.define("squares_of_gradients(Tensor[] gradients, Tensor places, Tensor(a!) sums) -> ()")
+_OPERATORS.define("norm_of_squares(Tensor sums, Tensor(a!) norm) -> ()")
+
+
+def _writes_in_place(*arguments: Any) -> None:
+    """Their results are written in place, so they allocate nothing."""
+
+
+for _name in ("adamw_of_weights", "squares_of_gradients", "norm_of_squares"):
+    _OPERATORS.impl(_name, _writes_in_place, "Meta")
+
+
+def is_on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether kernels read it: on a GPU, or in a rehearsal of one."""
+    return tensor.is_cuda or (tensor.is_meta and _KERNEL_ON_META)
+
+
+@contextlib.contextmanager
+def shapes(*, on_gpu: bool = True) -> Iterator[None]:
+    """Within it a step on `meta` is one on a GPU, or one on a CPU."""
+    global _KERNEL_ON_META
+    before, _KERNEL_ON_META = _KERNEL_ON_META, on_gpu
+    try:
+        yield
+    finally:
+        _KERNEL_ON_META = before
+
+
+def update_weights(
+    table: WeightTable,
+    numbers: torch.Tensor,
+    norm: torch.Tensor | None,
+    most: float,
+    stop: torch.Tensor | None,
+) -> None:
+    """AdamW's step of this table's weights (`kernel.launch_update`)."""
+    if not numbers.is_meta:
+        with _triton_named():
+            table.launch(numbers, norm, most, stop)
+        torch.autograd.graph.increment_version(table.weights)
+        table.forget_copies()
+        return
+    among = [number for number, has_one in enumerate(table.has_gradient) if has_one]
+    states = [tensor for number in among for tensor in table.tensors_kept(table.states[number])]
+    torch.ops.triton.adamw_of_weights(
+        [table.weights[number] for number in among], [state for state in states if state is not None],
+        table.gradients(), table.places, numbers,
+    )  # fmt: skip
+    table.forget_copies()
+
+
+def norm_of(tables: Sequence[WeightTable], sums: torch.Tensor, norm: torch.Tensor) -> None:
+    """Writes the norm of these tables' gradients, a scalar, by way of sums of squares for each of them
+    (tables, `NORM_PROGRAMS`)."""
+    if norm.is_meta:
+        for table, row in zip(tables, sums.unbind(), strict=True):
+            torch.ops.triton.squares_of_gradients(table.gradients(), table.places, row)
+        torch.ops.triton.norm_of_squares(sums, norm)
+        return
+    with _triton_named():
+        from snugfit.step.wishes.masters import kernel
+    for table, row in zip(tables, sums.unbind(), strict=True):
+        kernel.launch_sums(table.as_launched(), row)
+    kernel.launch_norm(sums, norm)
+
+
+def new_sums(tables: Sequence[WeightTable]) -> torch.Tensor:
+    """Room for the sums of squares (tables, `NORM_PROGRAMS`), in fp32."""
+    return torch.empty((len(tables), NORM_PROGRAMS), dtype=torch.float32, device=tables[0].weights[0].device)
+
+
+@contextlib.contextmanager
+def _triton_named() -> Iterator[None]:
+    """Within it kernels are imported. Raises `RecipeError` where Triton is missing."""
+    try:
+        yield
+    except ImportError as fault:
+        raise RecipeError(
+            f"The update of weights with masters is a kernel that Triton compiles, which cannot be imported: "
+            f"{fault}. Try: pip install triton, or the recipe 'bf16'."
+        ) from None

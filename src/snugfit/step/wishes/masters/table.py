@@ -1,0 +1,144 @@
+"""Where the weights of one kind lie, with all that their update reads and writes, as the kernels look it up.
+
+The table is written once, and again when an address has changed: gradients that an allocator gives the same
+places step by step, or that a CUDA graph keeps, need no new one. A weight without a gradient stays in it,
+with the address 0, so that the launch is the same whichever weights have one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from snugfit.errors import RecipeError
+from snugfit.step.wishes.masters.block import SETTINGS, LaunchSettings, LaunchTable
+from snugfit.step.wishes.masters.device_copy import DeviceCopy
+from snugfit.step.wishes.masters.halves import flat
+from snugfit.step.wishes.masters.marks import RESIDUAL
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Keys of AdamW's states."""
+
+ALIGNMENT = 16
+"""Bytes of which addresses are multiples, as torch's allocator gives them; a tensor that begins within
+another may lie elsewhere, and is read more slowly."""
+
+
+class WeightTable:
+    """Weights of one device and dtype, in halves or in 32 bits, in the order in which they are updated.
+
+    `places` has a record of int64 for each: the first of its blocks, how many elements it has, and the
+    addresses of weight, residual (0 without), states and, seventh, gradient (0 without). `owners` has the
+    weight's number for each block, and `which` for each weight its row of the step's numbers.
+    """
+
+    record = 7
+    group = 0
+    """Elements of which moments share a scale; 0 where moments have 32 bits."""
+
+    def __init__(self, weights: Sequence[torch.Tensor], states: Sequence[dict[str, Any]]) -> None:
+        self.settings: LaunchSettings = SETTINGS
+        self.weights, self.states = list(weights), list(states)
+        self.halves = weights[0].dtype is torch.bfloat16
+        for weight in weights:
+            flat(weight)  # or it is refused
+        device, block = weights[0].device, self.settings.block
+        counts = torch.tensor([weight.numel() for weight in weights], dtype=torch.int64, device="cpu")
+        blocks = (counts + block - 1) // block
+        numbers = torch.arange(len(weights), dtype=torch.int32, device="cpu")
+        self.owners = numbers.repeat_interleave(blocks).to(device)
+        self.blocks = int(blocks.sum())
+        self.has_gradient: list[bool] = []
+        """Of each weight, when `find` was last called."""
+        self.is_aligned = True
+        self._starts: list[int] = (blocks.cumsum(0) - blocks).tolist()
+        self._counts: list[int] = counts.tolist()
+        self._kept = [[*map(_address, self.tensors_kept(state))] for state in states]
+        self._places = DeviceCopy((len(weights), self.record), torch.int64, device)
+        self._which = DeviceCopy((len(weights),), torch.int32, device)
+        self._copies: Sequence[torch.Tensor | None] = ()
+        self._found: list[int] | None = None
+        self._rows: list[int] | None = None
+
+    @property
+    def places(self) -> torch.Tensor:
+        """Records on the device (N, `record`), int64."""
+        return self._places.value
+
+    def as_launched(self) -> LaunchTable:
+        """What kernels are told of it."""
+        return LaunchTable(
+            self.places, self.owners, self._which.value, self.blocks, self.halves, self.is_aligned,
+            self.settings, self.group,
+        )  # fmt: skip
+
+    def tensors_kept(self, state: dict[str, Any]) -> list[torch.Tensor | None]:
+        """What the update keeps of a weight, in the order of a record: its residual and both moments."""
+        return [state.get(RESIDUAL), *(state[name] for name in MOMENTS)]
+
+    def find(self) -> None:
+        """Looks where weights and gradients are, and writes the records where that has changed. Raises
+        `RecipeError` for a gradient that is sparse or of another dtype than its weight."""
+        given = [weight.grad for weight in self.weights]
+        self.has_gradient = [gradient is not None for gradient in given]
+        addresses = [weight.data_ptr() for weight in self.weights]
+        try:
+            addresses += map(_address, given)
+        except RuntimeError:  # a sparse one has no address
+            addresses = []
+        if addresses and addresses == self._found:
+            return
+        read = [
+            None if gradient is None else laid_out_as(weight, gradient)
+            for weight, gradient in zip(self.weights, given, strict=True)
+        ]
+        self._copies = [ours for ours, theirs in zip(read, given, strict=True) if ours is not theirs]
+        self._found = None if self._copies else addresses  # copies are made anew in each step
+        records = [
+            [start, count, weight, *of_state[:3], slope, *of_state[3:]]
+            for start, count, weight, of_state, slope in zip(
+                self._starts, self._counts, addresses, self._kept, map(_address, read), strict=False
+            )
+        ]
+        self.is_aligned = not any(address % ALIGNMENT for record in records for address in record[2:])
+        self._places.write(records)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Those that there are. None is held here: they are dropped when a step ends."""
+        return [weight.grad for weight in self.weights if weight.grad is not None]
+
+    def forget_copies(self) -> None:
+        """Lets go of copies of gradients that were not laid out as their weights, which kernels have read."""
+        self._copies = []
+
+    def number_rows(self, rows: list[int]) -> None:
+        """Which row of numbers each weight is updated with."""
+        if rows != self._rows:
+            self._rows = list(rows)
+            self._which.write(rows)
+
+    def launch(
+        self, numbers: torch.Tensor, norm: torch.Tensor | None, most: float, stop: torch.Tensor | None
+    ) -> None:
+        """Launches the update (`kernel.launch_update`). Raises `ImportError` without Triton."""
+        from snugfit.step.wishes.masters.kernel import launch_update
+
+        launch_update(self.as_launched(), numbers, norm, most, stop)
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def laid_out_as(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient with the strides of its weight, as autograd gives it wherever it can. Raises `RecipeError`
+    for a sparse one, and for one of another dtype."""
+    if gradient.layout is not torch.strided:
+        raise RecipeError("Weights with masters take no sparse gradients. Try 'bf16', or sparse=False.")
+    if gradient.dtype is not weight.dtype:
+        raise RecipeError(f"A weight that is {weight.dtype} has a gradient that is {gradient.dtype}.")
+    if gradient.stride() == weight.stride() or weight.numel() < 2:
+        return gradient
+    return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)

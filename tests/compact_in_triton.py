@@ -1,0 +1,103 @@
+"""The kernel that keeps moments in 8 bits, beside plain torch; as `masters_in_triton.py`, whose arguments it
+takes.
+
+Before each step both begin with the same states: a code that chance rounds otherwise in the last bit is one
+code of hundreds, and would make the next step another."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from typing import Any
+
+import torch
+
+import masters_in_triton as exact_moments
+from masters_in_triton import CLOSE, MODELS, exact, milliseconds, say, two_models, updated_by, weights_on_gpu
+from snugfit.step.wishes.masters.block import LaunchSettings
+from snugfit.step.wishes.masters.compact_adamw import SCALES, CompactAdamW
+from snugfit.step.wishes.masters.table import MOMENTS
+from snugfit.step.wishes.mesh.spread_tensors import gradient_norm, scale
+
+SETTINGS = (LaunchSettings(), LaunchSettings(block=2048, warps=8, programs=3, narrow=16))
+
+SHARES = ((512, 4), (1024, 4), (1024, 8), (2048, 8))
+"""Elements of a block and warps."""
+
+MOST_DIFFERENT = 1e-3
+"""Share of codes that chance may round otherwise, where a product and a sum are one operation."""
+
+
+def begin_alike(ours: CompactAdamW, theirs: CompactAdamW, pairs: list[tuple[Any, Any]]) -> None:
+    for one, other in pairs:
+        other.data.copy_(one.data)
+        for name, value in ours.state[one].items():
+            if isinstance(value, torch.Tensor):
+                theirs.state[other][name].copy_(value)
+
+
+def compare(device: str, dtype: torch.dtype, settings: LaunchSettings, most: float | None) -> None:
+    """Several steps by the kernel and by plain torch, from the same gradients."""
+    both = two_models(device, dtype)
+    pairs = list(zip(*both, strict=True))
+    plain, launched = (CompactAdamW(model, lr=1e-2) for model in both)
+    draw = torch.Generator().manual_seed(11)
+    elements = differ = 0
+    largest = 0.0
+    for step in range(4):
+        if step:
+            begin_alike(plain, launched, pairs)
+        for one, other in pairs:
+            slope = (torch.randn(one.shape, generator=draw) ** 3 / 10).to(device, one.dtype)
+            one.grad, other.grad = slope, slope.clone()
+        for kernel, optimizer, model in ((False, plain, both[0]), (True, launched, both[1])):
+            with updated_by(kernel, settings):
+                if most is not None:
+                    scale(model, most, gradient_norm(optimizer, model), optimizer)
+                optimizer.step()
+        for one, other in pairs:
+            left, right = exact(plain, one), exact(launched, other)
+            torch.testing.assert_close(left, right, **CLOSE)
+            largest = max(largest, float((left - right).abs().max()))
+            for name in SCALES:
+                torch.testing.assert_close(plain.state[one][name], launched.state[other][name], **CLOSE)
+            for name in MOMENTS:
+                apart = (plain.state[one][name].int() - launched.state[other][name].int()).abs()
+                assert int(apart.max()) <= 1, (name, int(apart.max()))
+                differ, elements = differ + int(apart.sum()), elements + apart.numel()
+    name = f"{dtype}, {settings}, clip {most}"
+    print(f"{name}: largest difference {largest:.2e}, {differ} of {elements} codes differ by one")
+    assert differ <= MOST_DIFFERENT * elements
+
+
+def time_updates() -> None:
+    """Updates with many settings: 14.25 bytes an element in halves, 16.25 in fp32."""
+    for (model, sizes), halves in itertools.product(MODELS.items(), (True, False)):
+        weights = weights_on_gpu(sizes, halves=halves)
+        count, nbytes = sum(weight.numel() for weight in weights), 14.25 if halves else 16.25
+        optimizer = CompactAdamW(weights)
+        best: tuple[float, Any] = (float("inf"), None)
+        for settings in exact_moments.settings_to_time(SHARES):
+            exact_moments.launched_with(optimizer, settings)
+            taken = milliseconds(optimizer.launch, 7)
+            kind = "halves" if halves else "fp32"
+            say(f"8-bit update, {kind}", model, count, taken, nbytes, **settings._asdict())
+            best = min(best, (taken, settings), key=lambda one: one[0])
+        print(
+            json.dumps(
+                {"what": f"best 8-bit update, {kind}", "model": model, "ms": best[0], **best[1]._asdict()}
+            )
+        )
+        exact_moments.time_torch(model, sizes)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    asked = sys.argv[1] if len(sys.argv) > 1 else "cpu"
+    for kind in (torch.bfloat16, torch.float32):
+        for chosen in SETTINGS:
+            compare(asked, kind, chosen, 0.5 if chosen.programs else None)
+    print("as the reference")
+    if sys.argv[2:] == ["time"]:
+        time_updates()
