@@ -81,7 +81,8 @@ BELOW: dict[str, set[str]] = {
     "techniques": GROUND | {"job"},
 }
 BELOW["results"] = BELOW["techniques"] | {"techniques"}
-BELOW["step"] = BELOW["results"] | {"results"}
+BELOW["kernels"] = {"errors"}
+BELOW["step"] = BELOW["results"] | {"results", "kernels"}
 BELOW["rehearsal"] = BELOW["measurement"] = BELOW["exchange"] = BELOW["data"] = BELOW["step"] | {"step"}
 BELOW["training"] = BELOW["data"] | {"data"}
 BELOW["prediction"] = BELOW["rehearsal"] | {"rehearsal"}

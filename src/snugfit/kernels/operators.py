@@ -1,0 +1,83 @@
+"""How an operation gets its operators: a schema, the program that it launches on a GPU, nothing on shapes.
+
+Operators are defined by torch's plain `Library`, which costs the host less a call than `custom_op` does. They
+return nothing: results are written into arguments after the schema's `*`, which a rehearsal takes for written
+and not read. Their names begin with `triton::`, as traces name kernels that Triton compiles when they are
+first launched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import RecipeError
+
+if TYPE_CHECKING:
+    import torch
+
+NAMESPACE = "triton"
+
+_ON_CPU: list[bool] = []
+
+
+def has_kernel(tensor: torch.Tensor) -> bool:
+    """Whether a kernel computes with it: on a GPU, or in the rehearsal of one. Elsewhere plain torch does."""
+    return tensor.is_cuda or (tensor.is_meta and not _ON_CPU)
+
+
+@contextlib.contextmanager
+def rehearsed_on_the_cpu() -> Iterator[None]:
+    """Within it, shapes go the way of a CPU: through plain torch."""
+    _ON_CPU.append(True)
+    try:
+        yield
+    finally:
+        _ON_CPU.pop()
+
+
+def define(schema: str, program: str) -> Callable[..., None]:
+    """The operator of this schema, without namespace: `add_norm(Tensor x, *, Tensor(a!) y) -> ()`. On a GPU
+    it calls the function of its name in `programs/PROGRAM.py` with all of its arguments, whose kernels write
+    the tensors after `*`."""
+    import torch
+
+    name = schema.partition("(")[0]
+    library = _library()
+    library.define(schema)
+    library.impl(name, functools.partial(_launch, program, name), "CUDA")
+    library.impl(name, _write_nothing, "Meta")
+    operator: Callable[..., None] = getattr(torch.ops, NAMESPACE).__getattr__(name).default
+    return operator
+
+
+@functools.cache
+def _library() -> torch.library.Library:
+    import torch
+
+    return torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+def _launch(program: str, name: str, *arguments: Any, **written: Any) -> None:
+    program_of(program, name)(*arguments, **written)
+
+
+@functools.cache
+def program_of(program: str, name: str) -> Callable[..., None]:
+    """The function that launches kernels. Raises `RecipeError` where Triton cannot be imported."""
+    try:
+        module = importlib.import_module(f"snugfit.kernels.programs.{program}")
+    except ImportError as fault:
+        raise RecipeError(
+            f"The kernels of 'fused' are compiled by Triton, which cannot be imported: {fault}. Try: pip "
+            "install triton, or the recipe 'torch_kernels'."
+        ) from None
+    launch: Callable[..., None] = getattr(module, name)
+    return launch
+
+
+def _write_nothing(*arguments: Any, **written: Any) -> None:
+    """On shapes nothing is computed; what is written was allocated before."""
