@@ -66,6 +66,16 @@ HEAVY_THEMSELVES = {
     "rehearsal/sharded/ranks.py",
     "rehearsal/sharded/spreading.py",
     "step/muon.py",
+    "kernels/adjacent.py",
+    "kernels/attention_inputs.py",
+    "kernels/gated_mlp.py",
+    "kernels/products.py",
+    "kernels/programs/gated.py",
+    "kernels/programs/rms_norm.py",
+    "kernels/programs/rotary.py",
+    "kernels/rms_norm.py",
+    "kernels/rotary.py",
+    "step/wishes/kernels/decoders.py",
 }
 """Their classes derive from torch's, or they run at every operator of a rehearsal."""
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 ENCODERS: tuple[str, ...] = ()
 """Model types of transformers that `step/wishes/kernels/encoders.py` knows."""
 
-DECODERS: tuple[str, ...] = ()
-"""Those that its decoders' patcher will know."""
+DECODERS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text")
+"""Those that `step/wishes/kernels/decoders.py` knows."""
 
 KNOWN = (*ENCODERS, *DECODERS)
 """All model types that some patcher knows."""
@@ -83,5 +83,6 @@ def _why_not_covered(job: Job) -> str:
     else:
         model_type = type(module).__name__
         files = {type(one).__module__ for one in module.modules()}
-        known = any(f"transformers.models.{name}.modeling_{name}" in files for name in KNOWN)
+        names = {name.removesuffix("_text") for name in KNOWN}  # of files, which have other modules besides
+        known = any(f"transformers.models.{name}.modeling_{name}" in files for name in names)
     return "" if known else f"fused has no kernels for {model_type}. It covers {', '.join(KNOWN)}."

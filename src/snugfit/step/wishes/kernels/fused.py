@@ -16,7 +16,7 @@ from snugfit.errors import RecipeError
 if TYPE_CHECKING:
     import torch
 
-PATCHERS = ("encoders",)
+PATCHERS = ("encoders", "decoders")
 """Files beside this one. Each has `fuse(model)`, which changes what it knows in place and gives the classes
 that it changed, by name, once each."""
 
