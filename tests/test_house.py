@@ -66,6 +66,15 @@ HEAVY_THEMSELVES = {
     "rehearsal/sharded/ranks.py",
     "rehearsal/sharded/spreading.py",
     "step/muon.py",
+    "kernels/add_norm.py",
+    "kernels/bias_gelu.py",
+    "kernels/column_sums.py",
+    "kernels/joint_linear.py",
+    "kernels/philox.py",
+    "kernels/programs/add_norm.py",
+    "kernels/programs/bias_gelu.py",
+    "kernels/seeds.py",
+    "step/wishes/kernels/encoders.py",
 }
 """Their classes derive from torch's, or they run at every operator of a rehearsal."""
 
