@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 
-from snugfit.kernels import gated_mlp, operators, rms_norm, rotary
+from snugfit.kernels import column_sums, gated_mlp, operators, rms_norm, rotary
 from snugfit.kernels.rotary import Heads, Norms
 
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
@@ -27,7 +27,7 @@ BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 CUT_OFF = 4
 """So many times as large is that of bfloat16 in the interpreter, which cuts numbers off and rounds none."""
 
-FILES = {rms_norm: "rms_norm", rotary: "rotary", gated_mlp: "gated"}
+FILES = {rms_norm: "rms_norm", rotary: "rotary", gated_mlp: "gated", column_sums: "column_sums"}
 """Our operations, and the file of each one's programs."""
 
 Case = tuple[str, Callable[[], list[torch.Tensor]]]
@@ -48,7 +48,7 @@ def by_kernels(wanted: bool) -> Iterator[None]:
     """Within it kernels run, or plain torch."""
     with contextlib.ExitStack() as undo:
         for file in FILES:
-            undo.enter_context(patch.object(file, "has_kernel", lambda tensor: wanted))
+            undo.enter_context(patch.object(file, "has_kernel", lambda tensor: wanted, create=True))
         yield
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from small_models import small_job
-from snugfit.kernels.adjacent import is_adjacent
+from snugfit.kernels.joint_linear import joint_view
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CudaPolicy
@@ -201,10 +201,10 @@ def test_weights_lie_together_and_may_be_taken_apart(tmp_path: Path) -> None:
     use_fused(fused)
     attention = fused.model.layers[0].self_attn
     layers = [attention.q_proj, attention.k_proj, attention.v_proj]
-    assert is_adjacent([layer.weight for layer in layers])
-    assert is_adjacent([layer.bias for layer in layers])
+    assert joint_view([layer.weight for layer in layers]) is not None
+    assert joint_view([layer.bias for layer in layers]) is not None
     apart = copy.deepcopy(fused).double().float()
-    assert not is_adjacent(
+    assert None is joint_view(
         [getattr(apart.model.layers[0].self_attn, f"{name}_proj").weight for name in "qkv"]
     )
     (logits, gradients), (other_logits, other_gradients) = run(fused), run(apart)
@@ -248,7 +248,7 @@ def test_without_a_gpu_its_kernels_are_predicted() -> None:
     launched = Counter(kernel.operator.removeprefix(TRITON) for kernel in kernels)
     assert launched == {
         "rms_norm": 4, "add_rms_norm": 3, "rms_norm_backward": 7, "rotate": 3, "rotate_backward": 3,
-        "gate": 3, "gate_backward": 3, "adamw_of_halves": 1,
+        "gate": 3, "gate_backward": 3, "column_sums": 7, "adamw_of_halves": 1,
     }  # fmt: skip
     tokens, hidden, inner = 2 * 16, 64, 112
     moved = {kernel.operator.removeprefix(TRITON): kernel.nbytes for kernel in kernels}

@@ -66,7 +66,6 @@ HEAVY_THEMSELVES = {
     "rehearsal/sharded/ranks.py",
     "rehearsal/sharded/spreading.py",
     "step/muon.py",
-    "kernels/adjacent.py",
     "kernels/attention_inputs.py",
     "kernels/gated_mlp.py",
     "kernels/products.py",
@@ -76,6 +75,15 @@ HEAVY_THEMSELVES = {
     "kernels/rms_norm.py",
     "kernels/rotary.py",
     "step/wishes/kernels/decoders.py",
+    "kernels/add_norm.py",
+    "kernels/bias_gelu.py",
+    "kernels/column_sums.py",
+    "kernels/joint_linear.py",
+    "kernels/philox.py",
+    "kernels/programs/add_norm.py",
+    "kernels/programs/bias_gelu.py",
+    "kernels/seeds.py",
+    "step/wishes/kernels/encoders.py",
 }
 """Their classes derive from torch's, or they run at every operator of a rehearsal."""
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from snugfit.kernels.adjacent import join_rows
-from snugfit.kernels.products import product_dtype, weight_gradient
+from snugfit.kernels.operators import activation_dtype
+from snugfit.kernels.products import join_weights, weight_gradient
 from snugfit.kernels.rotary import Angles, Heads, Norms, rotate, rotate_backward
 
 
@@ -56,12 +56,12 @@ class AttentionInputs(torch.autograd.Function):
         *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Keeps its input and the weights as they were multiplied, and the product where heads are normed."""
-        dtype = product_dtype(hidden)
+        dtype = activation_dtype(hidden)
         batch, length, _ = hidden.shape
         rows = hidden.reshape(batch * length, -1).to(dtype)
-        matrix = join_rows(parameters[:3], dtype)
+        matrix = join_weights(parameters[:3], dtype)
         if len(parameters) > 3:
-            product = torch.addmm(join_rows(parameters[3:], dtype), rows, matrix.t())
+            product = torch.addmm(join_weights(parameters[3:], dtype), rows, matrix.t())
         else:
             product = torch.mm(rows, matrix.t())
         angles = cosines.contiguous(), sines.contiguous()

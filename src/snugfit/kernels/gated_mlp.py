@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from snugfit.kernels.adjacent import join_rows
-from snugfit.kernels.operators import define, has_kernel
-from snugfit.kernels.products import product_dtype, weight_gradient
+from snugfit.kernels.operators import activation_dtype, define, has_kernel
+from snugfit.kernels.products import join_weights, weight_gradient
 
 _GATE = define("gate(Tensor product, bool tanh, *, Tensor(a!) out) -> ()", "gated")
 _GATE_BACKWARD = define(
@@ -45,9 +44,9 @@ class GatedMLP(torch.autograd.Function):
         tanh: bool,
     ) -> torch.Tensor:
         """Keeps its input, the product of gate and up, and the weights as they were multiplied."""
-        dtype = product_dtype(hidden)
+        dtype = activation_dtype(hidden)
         rows = hidden.reshape(-1, hidden.size(-1)).to(dtype)
-        wide, narrow = join_rows((gate, up), dtype), down.detach().to(dtype)
+        wide, narrow = join_weights((gate, up), dtype), down.detach().to(dtype)
         product = torch.mm(rows, wide.t())
         out = torch.mm(activate(product, tanh), narrow.t())
         ctx.save_for_backward(rows, product, wide, narrow)

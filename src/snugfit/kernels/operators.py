@@ -39,6 +39,19 @@ def rehearsed_on_the_cpu() -> Iterator[None]:
         _ON_CPU.pop()
 
 
+def activation_dtype(x: torch.Tensor) -> torch.dtype:
+    """What lies between a model's products: autocast's dtype where that is on, or that of `x`."""
+    import torch
+
+    kind = autocast_device(x)
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def autocast_device(x: torch.Tensor) -> str:
+    """The kind of device whose autocast counts; a rehearsal's is the CPU's."""
+    return "cpu" if x.is_meta else x.device.type
+
+
 def define(schema: str, program: str) -> Callable[..., None]:
     """The operator of this schema, without namespace: `add_norm(Tensor x, *, Tensor(a!) y) -> ()`. On a GPU
     it calls the function of its name in `programs/PROGRAM.py` with all of its arguments, whose kernels write

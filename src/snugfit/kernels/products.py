@@ -1,19 +1,22 @@
-"""What products within our operations compute in, and how a weight's gradient is made."""
+"""Products within our operations: of weights that lie side by side, and of gradients of weights."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from snugfit.kernels.joint_linear import joint_view
 from snugfit.kernels.operators import has_kernel
 
 NARROW = (torch.bfloat16, torch.float16)
 
 
-def product_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """What autocast multiplies in, where it is on; else what the tensor is in. A rehearsal's autocast uses
-    the CPU's switch."""
-    switch = "cpu" if tensor.is_meta else tensor.device.type
-    return torch.get_autocast_dtype(switch) if torch.is_autocast_enabled(switch) else tensor.dtype
+def join_weights(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """All of them as one, along the first dimension, in this dtype: a view where they lie side by side and
+    have it."""
+    view = joint_view(tensors)
+    return (torch.cat([one.detach() for one in tensors]) if view is None else view).to(dtype)
 
 
 def weight_gradient(of_product: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from snugfit.kernels.column_sums import add_partials
 from snugfit.kernels.operators import define, has_kernel
 
 PROGRAMS = 528
@@ -165,7 +166,7 @@ def _norm_backward(
         of_normed, of_stream, stream, scale, roots, from_one, into=into, into_branch=into_branch, sums=sums,
         programs=programs,
     )  # fmt: skip
-    return into, into_branch, None if sums is None else sums.sum(0).to(scale.dtype)
+    return into, into_branch, None if sums is None else add_partials(sums[None], scale.dtype)[0]
 
 
 def reference(

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from snugfit.kernels.column_sums import add_partials
 from snugfit.kernels.operators import define, has_kernel
 
 PROGRAMS = 528
@@ -101,8 +102,8 @@ def rotate_backward(
         return into, None, None
     sums = query.new_empty((min(tokens, PROGRAMS), 2 * width), dtype=torch.float32)
     _NORM_AND_ROTATE_BACKWARD(query, key, value, product, *angles, *norms, into=into, sums=sums)
-    of_queries, of_keys = sums.sum(0).chunk(2)
-    return into, of_queries.to(norms.queries.dtype), of_keys.to(norms.keys.dtype)
+    of_queries, of_keys = add_partials(sums[None], norms.queries.dtype)[0].chunk(2)
+    return into, of_queries, of_keys
 
 
 # ---- plain torch ----------------------------------------------------------------------------------------

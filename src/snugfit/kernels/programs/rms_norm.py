@@ -41,7 +41,7 @@ def norm_row(  # type: ignore[no-untyped-def]
     tl.store(normed + begin + at, value.to(normed.dtype.element_ty), mask=mask)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=("rows",))  # type: ignore[untyped-decorator]
 def norm_rows_backward(  # type: ignore[no-untyped-def]
     of_normed, of_stream, stream, scale, roots, into, into_branch, sums, rows, columns,
     ADDS: tl.constexpr, TWICE: tl.constexpr, SCALES: tl.constexpr, FROM_ONE: tl.constexpr,

@@ -31,7 +31,7 @@ def angles_of(cosines, sines, begin, lane, HALF: tl.constexpr):  # type: ignore[
     return cosine, cosine_2, sine, sine_2
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=("length",))  # type: ignore[untyped-decorator]
 def turn(  # type: ignore[no-untyped-def]
     product, out, cosines, sines, query_scale, key_scale, eps, length, row_in, row_out, apart,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, HALF: tl.constexpr, NORMS: tl.constexpr,
@@ -115,7 +115,7 @@ def copy_heads(  # type: ignore[no-untyped-def]
         tl.store(into + at + HALF, right.to(into.dtype.element_ty), mask=mask)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=("tokens", "length"))  # type: ignore[untyped-decorator]
 def turn_back(  # type: ignore[no-untyped-def]
     of_query, of_key, of_value, product, into, cosines, sines, query_scale, key_scale, sums, eps, tokens,
     length, apart, row_in, row_out, query_batch, query_head, query_token, key_batch, key_head, key_token,

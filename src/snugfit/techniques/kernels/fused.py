@@ -22,7 +22,7 @@ from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueByS
 if TYPE_CHECKING:
     from snugfit.job.job import Job
 
-ENCODERS: tuple[str, ...] = ()
+ENCODERS = ("bert", "distilbert", "electra", "gpt2", "roberta", "vit")
 """Model types of transformers that `step/wishes/kernels/encoders.py` knows."""
 
 DECODERS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text")

@@ -10,19 +10,19 @@ layers, runs its own code; so does every module outside training.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 
-from snugfit.kernels.adjacent import lay_together
 from snugfit.kernels.attention_inputs import Projections, attention_inputs
 from snugfit.kernels.gated_mlp import gated_mlp
-from snugfit.kernels.products import product_dtype
+from snugfit.kernels.joint_linear import lay_side_by_side
+from snugfit.kernels.operators import activation_dtype
 from snugfit.kernels.rms_norm import add_rms_norm
 from snugfit.kernels.rotary import Heads, Norms
+from snugfit.step.wishes.kernels.attention import attend
 
 SLIDING, CAPPED = "sliding_window", "attn_logit_softcapping"
 
@@ -117,7 +117,7 @@ def _add_and_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The stream with a branch added to it, and its norm in the dtype of the products to come."""
     whole = branch if stream is None else stream
-    dtype = product_dtype(whole)
+    dtype = activation_dtype(whole)
     if dtype == whole.dtype and not family.from_one:
         dtype = torch.promote_types(dtype, norm.weight.dtype)
     return add_rms_norm(branch, stream, norm.weight, _eps(norm), dtype, from_one=family.from_one)
@@ -137,9 +137,9 @@ def _fuse_attention(module: Any, family: DecoderFamily) -> bool:
     biased = layers[0].bias is not None if _is_plain(layers) else False
     if not _is_plain(layers, biased=biased) or module.head_dim % 2:
         return False
-    lay_together([layer.weight for layer in layers])
+    lay_side_by_side([layer.weight for layer in layers])
     if biased:
-        lay_together([layer.bias for layer in layers])
+        lay_side_by_side([layer.bias for layer in layers])
     _replace(module, _attend, family)
     return True
 
@@ -171,16 +171,11 @@ def _attend(
     query, key, value = attention_inputs(hidden_states, position_embeddings, heads, weights, norms)
     if past_key_values is not None:
         key, value = _remember(past_key_values, key, value, self.layer_idx)
-    file: Any = sys.modules[type(self).__module__]
-    attend = file.ALL_ATTENTION_FUNCTIONS.get_interface(
-        self.config._attn_implementation, file.eager_attention_forward
-    )
     extras = {NAMES[name]: getattr(self, name, getattr(self.config, name, None)) for name in family.extras}
-    given, shares = attend(
-        self, query, key, value, attention_mask, dropout=self.attention_dropout, scaling=self.scaling,
-        **extras, **keywords,
-    )  # fmt: skip
-    return self.o_proj(given.reshape(*hidden_states.shape[:-1], -1).contiguous()), shares
+    given, scores = attend(
+        self, (query, key, value), attention_mask, self.attention_dropout, self.scaling, extras | keywords
+    )
+    return self.o_proj(given.contiguous()), scores
 
 
 def _remember(
@@ -204,7 +199,7 @@ def _remember(
 def _fuse_mlp(module: Any, family: DecoderFamily) -> bool:
     if not _is_plain(_mlp_layers(module), biased=False) or _activation(module) not in TANH:
         return False
-    lay_together([module.gate_proj.weight, module.up_proj.weight])
+    lay_side_by_side([module.gate_proj.weight, module.up_proj.weight])
     _replace(module, _gate, family)
     return True
 
