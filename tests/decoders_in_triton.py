@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 
-from snugfit.kernels import column_sums, gated_mlp, operators, rms_norm, rotary
+from snugfit.kernels import column_sums, cross_entropy, gated_mlp, operators, rms_norm, rotary
 from snugfit.kernels.rotary import Heads, Norms
 
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
@@ -27,8 +27,16 @@ BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 CUT_OFF = 4
 """So many times as large is that of bfloat16 in the interpreter, which cuts numbers off and rounds none."""
 
-FILES = {rms_norm: "rms_norm", rotary: "rotary", gated_mlp: "gated", column_sums: "column_sums"}
+FILES = {
+    rms_norm: "rms_norm",
+    rotary: "rotary",
+    gated_mlp: "gated",
+    column_sums: "column_sums",
+    cross_entropy: "cross_entropy",
+}
 """Our operations, and the file of each one's programs."""
+
+USES_KERNELS = [True]
 
 Case = tuple[str, Callable[[], list[torch.Tensor]]]
 """A name, and what gives tensors that are the same by the kernel and by the reference."""
@@ -46,9 +54,11 @@ def launch_on_the_cpu() -> None:
 @contextlib.contextmanager
 def by_kernels(wanted: bool) -> Iterator[None]:
     """Within it kernels run, or plain torch."""
+    USES_KERNELS.append(wanted)
     with contextlib.ExitStack() as undo:
         for file in FILES:
             undo.enter_context(patch.object(file, "has_kernel", lambda tensor: wanted, create=True))
+        undo.callback(USES_KERNELS.pop)
         yield
 
 
@@ -147,10 +157,28 @@ def turn(
     return [turned, product, *(one for one in back if one is not None)]
 
 
+def loss_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Of less than a block of logits and of more, and of tokens that are ignored."""
+    for rows, columns in ((1, 5), (7, 1000), (3, 9001)):
+        yield f"loss {rows} x {columns}", functools.partial(lose, device, dtype, rows, columns)
+
+
+def lose(device: str, dtype: torch.dtype, rows: int, columns: int) -> list[torch.Tensor]:
+    """The losses, and the gradient in the place of the logits."""
+    logits = 3 * drawn(device, dtype, rows, columns)
+    labels = torch.arange(rows, device=device) * 991 % columns
+    labels[rows // 2 :: 3] = -100 if rows > 1 else 2
+    share = torch.tensor(0.25, device=device)
+    run = cross_entropy.write_gradient if USES_KERNELS[-1] else cross_entropy.reference
+    return [run(logits, labels, share, -100), logits]
+
+
 def compare(device: str) -> bool:
     """Prints a line for each case, and says whether all are close."""
     close = True
-    for (dtype, bound), cases in itertools.product(BOUNDS.items(), (norm_cases, gated_cases, rotary_cases)):
+    for (dtype, bound), cases in itertools.product(
+        BOUNDS.items(), (norm_cases, gated_cases, rotary_cases, loss_cases)
+    ):
         for name, run in cases(device, dtype):
             with by_kernels(False):
                 expected = run()
@@ -174,7 +202,7 @@ def largest_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 # ---- seconds ---------------------------------------------------------------------------------------------
 
-TOKENS, HIDDEN, INNER = 4096, 2048, 8192
+TOKENS, HIDDEN, INNER, VOCABULARY = 4096, 2048, 8192, 128256
 LLAMA = Heads(32, 8, 64)
 
 
@@ -199,6 +227,15 @@ def timed_cases() -> Iterator[tuple[str, int, Callable[[], Any]]]:
     inner = 2 * TOKENS * INNER
     yield "gate", 3 * inner, lambda: gated_mlp.activate(product, False)
     yield "gate_backward", 6 * inner, lambda: gated_mlp.activate_backward(product, of_out, False, again=True)
+    logits, labels = given(1024, VOCABULARY), torch.arange(1024, device="cuda")
+    share = torch.tensor(1 / TOKENS, device="cuda")
+    yield (
+        "cross_entropy_gradient of 1024 tokens",
+        3 * logits.nbytes,
+        lambda: (cross_entropy.write_gradient if USES_KERNELS[-1] else cross_entropy.reference)(
+            logits, labels, share, -100
+        ),
+    )
     width = LLAMA.width
     whole = given(TOKENS, (LLAMA.queries + 2 * LLAMA.keys) * width)
     angles = given(1, TOKENS // 2, width), given(1, TOKENS // 2, width)

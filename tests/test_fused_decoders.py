@@ -16,14 +16,18 @@ import pytest
 import torch
 
 from small_models import small_job
+from snugfit.kernels import cross_entropy
 from snugfit.kernels.joint_linear import joint_view
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import TRITON
+from snugfit.step import chunked_loss
+from snugfit.step.deferred_logits import defer_logits
 from snugfit.step.wishes.kernels.fused import use_fused
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import LogitsWish
 from third_step import hold_third_step
 
 SIZES: dict[str, Any] = {
@@ -256,6 +260,39 @@ def test_without_a_gpu_its_kernels_are_predicted() -> None:
     assert moved["gate_backward"] == 2 * tokens * 6 * inner
     assert moved["add_rms_norm"] == 2 * (4 * tokens * hidden + hidden) + 4 * tokens
     assert not any(kernel.operator == "aten::cat" for kernel in trace.kernels if "layers" in kernel.module)
+
+
+@pytest.mark.parametrize(("family", "by_kernel"), [("llama", True), ("gemma2", False)])
+def test_a_loss_in_chunks_has_a_kernel(family: str, by_kernel: bool) -> None:
+    """One launch a chunk, where the model does no more to its logits than cast them; and no second tensor of
+    their size."""
+    job = small_job(family, 2, batch_size=4)
+    trace = rehearse(job, Recipe.parse("bf16_pure + fused + chunked_loss(tokens=16)").setup(), CudaPolicy())
+    launched = Counter(kernel.operator for kernel in trace.kernels)
+    assert launched[f"{TRITON}cross_entropy_gradient"] == (4 if by_kernel else 0)
+    assert launched["aten::_log_softmax"] == (0 if by_kernel else 4)
+
+
+@pytest.mark.parametrize("tokens", [5, 64])
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_the_loss_and_its_gradients_are_those_of_whole_logits(
+    tokens: int, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what the kernel does in plain torch; some tokens are ignored."""
+    monkeypatch.setattr(chunked_loss, "write_gradient", cross_entropy.reference)
+    monkeypatch.setattr(chunked_loss, "has_kernel", lambda tensor: True)
+    plain = small("llama")
+    fused = copy.deepcopy(plain)
+    use_fused(fused)
+    defer_logits(fused, LogitsWish(tokens=tokens))
+    labels = ids().clone()
+    labels[0, 2:5] = -100
+    losses = [model(input_ids=ids(), labels=labels).loss for model in (plain, fused)]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        (scale * loss).backward()
+    for one, other in zip(plain.parameters(), fused.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=2e-5, atol=2e-6)
 
 
 def test_what_it_keeps_is_less_than_the_model_s_own_code_keeps() -> None:

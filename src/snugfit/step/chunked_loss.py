@@ -6,7 +6,8 @@ along with the loss, in the forward pass, so no chunk is computed twice, and the
 of hidden states and head as ever:
 
 1. logits of the chunk, and what the model does to them (Gemma's soft cap, Granite's scale);
-2. their loss in 32 bits, and by autograd its gradient with respect to the head's own output;
+2. their loss in 32 bits, and its gradient with respect to the head's own output: by autograd, or by a kernel
+   that writes it in their place, where the model has kernels of ours (`kernels/cross_entropy.py`);
 3. from it the chunk's rows of the hidden states' gradient, and its share of the head's, which is added up.
 
 The backward pass only multiplies both by the gradient that it is handed. Each sum is the one of whole logits;
@@ -33,6 +34,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from snugfit.kernels.cross_entropy import write_gradient
+from snugfit.kernels.operators import has_kernel
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 
@@ -50,6 +53,8 @@ class Loss(NamedTuple):
     label_smoothing: float
     scores: Callable[[torch.Tensor], torch.Tensor]
     """What the model makes of the head's output, (tokens, V)."""
+    by_kernel: bool = False
+    """Whether a GPU makes loss and gradient in one kernel: of scores that are the logits, in any dtype."""
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -81,18 +86,12 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             rows = slice(begin, begin + tokens)
             some = hidden[rows].to(dtype)
             logits = functional.linear(some, matrix, offset)
-            with torch.enable_grad():
-                scores = loss.scores(logits.requires_grad_()).to(wide)
-                summed = functional.cross_entropy(
-                    scores, labels[rows], ignore_index=loss.ignore_index, reduction="sum",
-                    label_smoothing=loss.label_smoothing,
-                )  # fmt: skip
-            del scores
-            summed.backward(share, inputs=[logits])
-            gradient, logits.grad = logits.grad, None
-            assert gradient is not None
-            total += summed.detach()
-            del logits, summed
+            if loss.by_kernel and has_kernel(logits):
+                total += write_gradient(logits, labels[rows], share, loss.ignore_index).sum()
+                gradient = logits
+            else:
+                gradient = _gradient_in_torch(logits, labels[rows], loss, share, total)
+            del logits
             _add(gradients, gradient, rows, some, matrix)
             del gradient, some
         ctx.gradients = [
@@ -117,6 +116,24 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             if sum_of_chunks is not None:
                 sum_of_chunks.mul_(factor)
         return (*gradients, None, None, None, None)
+
+
+def _gradient_in_torch(
+    logits: torch.Tensor, labels: torch.Tensor, loss: Loss, share: torch.Tensor, total: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of `share` times a chunk's loss by autograd; the loss is added to the `total`."""
+    with torch.enable_grad():
+        scores = loss.scores(logits.requires_grad_()).to(total.dtype)
+        summed = functional.cross_entropy(
+            scores, labels, ignore_index=loss.ignore_index, reduction="sum",
+            label_smoothing=loss.label_smoothing,
+        )  # fmt: skip
+    del scores
+    summed.backward(share, inputs=[logits])
+    gradient, logits.grad = logits.grad, None
+    assert gradient is not None
+    total += summed.detach()
+    return gradient
 
 
 def _empty_gradients(

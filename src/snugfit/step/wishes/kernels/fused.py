@@ -30,13 +30,19 @@ def import_code() -> None:
 
 def use_fused(model: torch.nn.Module) -> None:
     """Has our kernels run in this model's modules. Raises `RecipeError` for a model of which nothing is
-    known."""
+    known. A loss in chunks, which the model may get besides, knows by a mark of its head that it has a
+    kernel."""
+    from snugfit.kernels.cross_entropy import LOSS_KERNEL
+
     changed = [name for patcher in PATCHERS for name in _patcher(patcher)(model)]
     if not changed:
         raise RecipeError(
             f"fused has no kernels for {type(model).__name__}: it knows none of its modules. Try "
             "'torch_kernels'."
         )
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if head is not None:
+        setattr(head, LOSS_KERNEL, True)
 
 
 def _patcher(name: str) -> Callable[[torch.nn.Module], list[str]]:
