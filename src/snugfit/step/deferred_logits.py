@@ -145,8 +145,9 @@ class DeferredLogits(torch.Tensor):
             ]
             dtype = CASTS.get(name) or functools.reduce(torch.promote_types, operand_dtypes, self.dtype)
             after = functools.partial(_call, function, tuple(operands), keywords)
-            functions, only_cast = (*self.functions, after), self.only_cast and name in CASTING
-            return DeferredLogits(self.hidden, self.head, functions, (dtypes or [dtype])[0], only_cast)
+            only_cast = self.only_cast and name in CASTING
+            dtype = (dtypes or [dtype])[0]
+            return DeferredLogits(self.hidden, self.head, (*self.functions, after), dtype, only_cast)
         return None
 
     def _with(self, hidden: torch.Tensor) -> DeferredLogits:
@@ -159,7 +160,7 @@ class DeferredLogits(torch.Tensor):
     def compute(self) -> torch.Tensor:
         """All logits, which are kept."""
         if self.whole is None:
-            weight, bias, _, dtype = self.head
+            (weight, bias), dtype = self.head[:2], self.head.dtype
             offset = None if bias is None else bias.to(dtype)
             self.whole = self.scores(functional.linear(self.hidden.to(dtype), weight.to(dtype), offset))
         return self.whole

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
 
@@ -40,7 +40,8 @@ def use_fused(model: torch.nn.Module) -> None:
             f"fused has no kernels for {type(model).__name__}: it knows none of its modules. Try "
             "'torch_kernels'."
         )
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    find_head: Any = getattr(model, "get_output_embeddings", None)
+    head = find_head() if find_head else None
     if head is not None:
         setattr(head, LOSS_KERNEL, True)
 
