@@ -14,6 +14,7 @@ import torch
 
 from snugfit.kernels.operators import activation_dtype
 from snugfit.kernels.products import join_weights, weight_gradient
+from snugfit.kernels.rms_norm import rows_again, rows_to_keep
 from snugfit.kernels.rotary import Angles, Heads, Norms, rotate, rotate_backward
 
 
@@ -55,7 +56,8 @@ class AttentionInputs(torch.autograd.Function):
         key_scale: torch.Tensor | None,
         *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """Keeps its input and the weights as they were multiplied, and the product where heads are normed."""
+        """Keeps the weights as they were multiplied, and the product where heads are normed; and of its input
+        that from which it is normed again."""
         dtype = activation_dtype(hidden)
         batch, length, _ = hidden.shape
         rows = hidden.reshape(batch * length, -1).to(dtype)
@@ -67,7 +69,8 @@ class AttentionInputs(torch.autograd.Function):
         angles = cosines.contiguous(), sines.contiguous()
         turned = rotate(product, angles, length, heads, _norms(kind, query_scale, key_scale))
         product_to_keep = product if kind is not None else None
-        ctx.save_for_backward(rows, matrix, *angles, query_scale, key_scale, product_to_keep)
+        *source, ctx.from_one = rows_to_keep(hidden, rows, wanted=any(ctx.needs_input_grad[7:10]))
+        ctx.save_for_backward(matrix, *angles, query_scale, key_scale, product_to_keep, *source)
         ctx.kind, ctx.hidden_dtype = kind, hidden.dtype
         ctx.parameters = [(len(one), one.dtype) for one in parameters]
         ends = [heads.queries * heads.width, (heads.queries + heads.keys) * heads.width]
@@ -77,7 +80,7 @@ class AttentionInputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """One kernel over all three gradients, and a product for the weights and for the input each."""
-        rows, matrix, cosines, sines, query_scale, key_scale, product = ctx.saved_tensors
+        matrix, cosines, sines, query_scale, key_scale, product, *source = ctx.saved_tensors
         of_query, of_key, of_value = gradients
         norms = _norms(ctx.kind, query_scale, key_scale)
         of_product, *of_scales = rotate_backward(
@@ -87,20 +90,23 @@ class AttentionInputs(torch.autograd.Function):
             of_scale if needed else None
             for of_scale, needed in zip(of_scales, ctx.needs_input_grad[5:7], strict=True)
         ]
-        of_parameters = _of_parameters(ctx, of_product, rows)
+        of_parameters = _of_parameters(ctx, of_product, source)
         of_hidden = None
         if ctx.needs_input_grad[0]:
             batch, _, length, _ = of_query.shape
             of_hidden = torch.mm(of_product, matrix).view(batch, length, -1).to(ctx.hidden_dtype)
-        return of_hidden, None, None, None, None, *of_scales, *of_parameters
+        return of_hidden, *[None] * 4, *of_scales, *of_parameters
 
 
-def _of_parameters(ctx: Any, of_product: torch.Tensor, rows: torch.Tensor) -> list[torch.Tensor | None]:
+def _of_parameters(
+    ctx: Any, of_product: torch.Tensor, source: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
     """The gradients of weights, and of biases where there are some: parts of one tensor each."""
     needed = ctx.needs_input_grad[7:]
     sizes, dtypes = zip(*ctx.parameters, strict=True)
     given: list[torch.Tensor | None] = [None] * len(needed)
     if any(needed[:3]):
+        rows = rows_again(source, ctx.from_one, of_product.dtype)
         given[:3] = weight_gradient(of_product, rows, dtypes[0]).split(list(sizes[:3]))
     if any(needed[3:]):
         given[3:] = of_product.sum(0).to(dtypes[3]).split(list(sizes[3:]))

@@ -2,8 +2,9 @@
 
 Gate and up are one product (T, 2 * I). What the third product takes is computed again in the backward pass:
 by the same kernel that makes the gradients of gate and up, in the place of its own gradient. Those gradients
-take the place of gate and up, so one more product gives the gradient of both weights, and one that of x. A
-second backward pass through the same step is refused by autograd, which sees that what was kept is another.
+take the place of gate and up, so one more product gives the gradient of both weights, and one that of x,
+which is normed again for it. A second backward pass through the same step is refused by autograd, which sees
+that what it has kept is another.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.nn import functional
 
 from snugfit.kernels.operators import activation_dtype, define, has_kernel
 from snugfit.kernels.products import join_weights, weight_gradient
+from snugfit.kernels.rms_norm import rows_again, rows_to_keep
 
 _GATE = define("gate(Tensor product, bool tanh, *, Tensor(a!) out) -> ()", "gated")
 _GATE_BACKWARD = define(
@@ -43,22 +45,24 @@ class GatedMLP(torch.autograd.Function):
         down: torch.Tensor,
         tanh: bool,
     ) -> torch.Tensor:
-        """Keeps its input, the product of gate and up, and the weights as they were multiplied."""
+        """Keeps the product of gate and up, the weights as they were multiplied, and from what its input is
+        normed again."""
         dtype = activation_dtype(hidden)
         rows = hidden.reshape(-1, hidden.size(-1)).to(dtype)
         wide, narrow = join_weights((gate, up), dtype), down.detach().to(dtype)
         product = torch.mm(rows, wide.t())
         out = torch.mm(activate(product, tanh), narrow.t())
-        ctx.save_for_backward(rows, product, wide, narrow)
+        *source, ctx.from_one = rows_to_keep(hidden, rows, wanted=any(ctx.needs_input_grad[1:3]))
+        ctx.save_for_backward(product, wide, narrow, *source)
         ctx.tanh, ctx.hidden_dtype, ctx.weight_dtypes = tanh, hidden.dtype, (gate.dtype, down.dtype)
         return out.view(*hidden.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Two products for the third weight, two for the first two together, and one kernel between."""
-        rows, product, wide, narrow = ctx.saved_tensors
-        needs_hidden, needs_gate, needs_up, needs_down, _ = ctx.needs_input_grad
-        of_out = gradient.reshape(-1, gradient.size(-1)).to(rows.dtype)
+        product, wide, narrow, *source = ctx.saved_tensors
+        needs_hidden, needs_gate, needs_up, needs_down = ctx.needs_input_grad[:4]
+        of_out = gradient.reshape(-1, gradient.size(-1)).to(product.dtype)
         between = torch.mm(of_out, narrow)
         activate_backward(product, between, ctx.tanh, again=needs_down)
         of_down = of_gate = of_up = of_hidden = None
@@ -66,10 +70,12 @@ class GatedMLP(torch.autograd.Function):
             of_down = weight_gradient(of_out, between, ctx.weight_dtypes[1])
         del between
         if needs_gate or needs_up:
+            rows = rows_again(source, ctx.from_one, product.dtype)
             of_gate, of_up = weight_gradient(product, rows, ctx.weight_dtypes[0]).chunk(2)
         if needs_hidden:
             of_hidden = torch.mm(product, wide).view(*gradient.shape[:-1], -1).to(ctx.hidden_dtype)
-        return of_hidden, of_gate if needs_gate else None, of_up if needs_up else None, of_down, None
+        of_both = of_gate if needs_gate else None, of_up if needs_up else None
+        return of_hidden, *of_both, of_down, None
 
 
 # ---- the kernels ----------------------------------------------------------------------------------------

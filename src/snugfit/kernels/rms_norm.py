@@ -2,7 +2,9 @@
 
 A decoder adds what a branch gives to the stream of its tokens, and norms the sum for the next branch. The sum
 goes on as the stream, so it is there anyway; beside it one number a row is kept. Backward one kernel gives
-the gradient that the stream and the branch have in common, the stream's own added to it.
+the gradient that the stream and the branch have in common, the stream's own added to it. The product that
+follows needs what it took once more, for its weight's gradient. It keeps none of it, but has it made again
+from the sum (`rows_again`), for a read and a write of its bytes.
 
 Numbers are those of transformers' modules: the norm is computed in 32 bits, rounded to the stream's dtype and
 multiplied by its scale (Llama), or multiplied by one plus the scale and then rounded (Gemma, `from_one`).
@@ -12,7 +14,8 @@ that take it, to which autocast would cast it.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +26,13 @@ PROGRAMS = 528
 """Programs of a backward pass (chosen): four for each multiprocessor of an H100 or H200. Each writes a row
 of sums."""
 
+_SOURCE = "normed_from"
+"""The attribute of a tensor that was normed which says of what."""
+
+_RMS_NORM_AGAIN = define(
+    "rms_norm_again(Tensor stream, Tensor scale, Tensor roots, bool from_one, *, Tensor(a!) normed) -> ()",
+    "rms_norm",
+)
 _RMS_NORM = define(
     "rms_norm(Tensor stream, Tensor scale, float eps, bool from_one, *, Tensor(a!) normed, Tensor(b!) roots) "
     "-> ()",
@@ -40,6 +50,15 @@ _RMS_NORM_BACKWARD = define(
 )
 
 
+class Source(NamedTuple):
+    """All that it takes to norm a stream again."""
+
+    stream: torch.Tensor  # (..., H)
+    scale: torch.Tensor  # (H,)
+    roots: torch.Tensor  # (T,)
+    from_one: bool
+
+
 def add_rms_norm(
     branch: torch.Tensor,
     residual: torch.Tensor | None,
@@ -50,11 +69,35 @@ def add_rms_norm(
     from_one: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The stream, residual + branch, and its norm in `dtype`, both (..., H); without a residual the branch
-    is the stream."""
-    given: tuple[torch.Tensor, torch.Tensor] = AddRMSNorm.apply(  # type: ignore[no-untyped-call]
+    is the stream. What is normed knows its `Source`."""
+    stream, normed, roots = AddRMSNorm.apply(  # type: ignore[no-untyped-call]
         branch, residual, scale, eps, dtype, from_one
     )
-    return given
+    setattr(normed, _SOURCE, Source(stream, scale, roots, from_one))
+    return stream, normed
+
+
+def rows_to_keep(hidden: torch.Tensor, rows: torch.Tensor, *, wanted: bool) -> Sequence[Any]:
+    """What a product of hidden states keeps for the gradient of its weight: where they come from, or the rows
+    (T, H) that it took; nothing where no weight is to have one."""
+    source: Source | None = getattr(hidden, _SOURCE, None)
+    if not wanted:
+        return (None,) * 4
+    return (rows, None, None, None) if source is None else source
+
+
+def rows_again(source: Sequence[torch.Tensor], from_one: bool | None, dtype: torch.dtype) -> torch.Tensor:
+    """The rows that a product took, from what it source. `from_one` says how they are normed again; None where
+    they are there."""
+    if from_one is None:
+        return source[0]
+    stream, scale, roots = source
+    stream = _rows(stream)
+    if not has_kernel(stream):
+        return _scale_rows(stream, scale, roots, from_one, dtype)
+    normed = torch.empty_like(stream, dtype=dtype)
+    _RMS_NORM_AGAIN(stream, scale, roots, from_one, normed=normed)
+    return normed
 
 
 class AddRMSNorm(torch.autograd.Function):
@@ -69,8 +112,8 @@ class AddRMSNorm(torch.autograd.Function):
         eps: float,
         dtype: torch.dtype,
         from_one: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keeps the stream and the inverse root of each row's mean square."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Keeps the stream and the inverse root of each row's mean square, which it gives too."""
         rows = _rows(branch)
         if residual is None:
             stream = branch
@@ -82,11 +125,12 @@ class AddRMSNorm(torch.autograd.Function):
         ctx.from_one, ctx.branch_dtype = from_one, branch.dtype
         ctx.residual_dtype = None if residual is None else residual.dtype
         ctx.set_materialize_grads(False)
-        return stream, normed.view(branch.shape)
+        ctx.mark_non_differentiable(roots)
+        return stream, normed.view(branch.shape), roots
 
     @staticmethod
     def backward(
-        ctx: Any, of_stream: torch.Tensor | None, of_normed: torch.Tensor | None
+        ctx: Any, of_stream: torch.Tensor | None, of_normed: torch.Tensor | None, _: None
     ) -> tuple[torch.Tensor | None, ...]:
         """One kernel, and the sum of what its programs have of the scale's gradient."""
         stream, scale, roots = ctx.saved_tensors
@@ -174,12 +218,18 @@ def reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernel computes, in plain torch."""
     wide = torch.promote_types(stream.dtype, torch.float32)
-    value = stream.to(wide)
-    roots = torch.rsqrt(value.square().mean(-1) + eps)
-    value = value * roots[:, None]
+    roots = torch.rsqrt(stream.to(wide).square().mean(-1) + eps)
+    return _scale_rows(stream, scale, roots, from_one, dtype), roots
+
+
+def _scale_rows(
+    stream: torch.Tensor, scale: torch.Tensor, roots: torch.Tensor, from_one: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    wide = roots.dtype
+    value = stream.to(wide) * roots[:, None]
     if from_one:
-        return (value * (1.0 + scale.to(wide))).to(dtype), roots
-    return (value.to(stream.dtype).to(wide) * scale.to(wide)).to(dtype), roots
+        return (value * (1.0 + scale.to(wide))).to(dtype)
+    return (value.to(stream.dtype).to(wide) * scale.to(wide)).to(dtype)
 
 
 def reference_backward(

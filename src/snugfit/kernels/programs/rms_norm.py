@@ -14,9 +14,10 @@ import triton.language as tl
 @triton.jit  # type: ignore[untyped-decorator]
 def norm_row(  # type: ignore[no-untyped-def]
     branch, residual, scale, stream, normed, roots, columns, eps,
-    ADDS: tl.constexpr, FROM_ONE: tl.constexpr, BLOCK: tl.constexpr,
+    ADDS: tl.constexpr, AGAIN: tl.constexpr, FROM_ONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes a row of the stream (where `ADDS`), of its norm, and the inverse root of its mean square."""
+    """Writes a row of the stream (where `ADDS`), of its norm, and the inverse root of its mean square, which
+    with `AGAIN` is known."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < columns
@@ -28,8 +29,11 @@ def norm_row(  # type: ignore[no-untyped-def]
         rounded = value.to(stream.dtype.element_ty)
         tl.store(stream + begin + at, rounded, mask=mask)
         value = rounded.to(tl.float32)
-    root = 1.0 / tl.sqrt_rn(tl.sum(value * value, 0) / columns + eps)
-    tl.store(roots + row, root)
+    if AGAIN:
+        root = tl.load(roots + row)
+    else:
+        root = 1.0 / tl.sqrt_rn(tl.sum(value * value, 0) / columns + eps)
+        tl.store(roots + row, root)
     factor = tl.load(scale + at, mask=mask, other=0.0).to(tl.float32)
     value = value * root
     if FROM_ONE:
@@ -91,7 +95,19 @@ def rms_norm(
     rows, columns = stream.shape
     block = triton.next_power_of_2(columns)
     norm_row[(rows,)](
-        stream, stream, scale, stream, normed, roots, columns, eps, ADDS=False, FROM_ONE=from_one,
+        stream, stream, scale, stream, normed, roots, columns, eps, ADDS=False, AGAIN=False,
+        FROM_ONE=from_one, BLOCK=block, num_warps=warps_of(block),
+    )  # fmt: skip
+
+
+def rms_norm_again(
+    stream: torch.Tensor, scale: torch.Tensor, roots: torch.Tensor, from_one: bool, *, normed: torch.Tensor
+) -> None:
+    """Norms rows (T, H) whose roots are known."""
+    rows, columns = stream.shape
+    block = triton.next_power_of_2(columns)
+    norm_row[(rows,)](
+        stream, stream, scale, stream, normed, roots, columns, 0.0, ADDS=False, AGAIN=True, FROM_ONE=from_one,
         BLOCK=block, num_warps=warps_of(block),
     )  # fmt: skip
 
@@ -111,8 +127,8 @@ def add_rms_norm(
     rows, columns = branch.shape
     block = triton.next_power_of_2(columns)
     norm_row[(rows,)](
-        branch, residual, scale, stream, normed, roots, columns, eps, ADDS=True, FROM_ONE=from_one,
-        BLOCK=block, num_warps=warps_of(block),
+        branch, residual, scale, stream, normed, roots, columns, eps, ADDS=True, AGAIN=False,
+        FROM_ONE=from_one, BLOCK=block, num_warps=warps_of(block),
     )  # fmt: skip
 
 
