@@ -1,4 +1,4 @@
-"""The technique `fused`: what it goes with, what a rehearsal of it allocates and launches, and its kernels."""
+"""The technique `fused`: what it goes with, what a rehearsal allocates and launches, and its kernels."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ def launches(trace: Trace) -> Counter[tuple[str, str]]:
     [
         ("t5", "fused", r"no kernels for t5\. It covers bert, .*vit.*'torch_kernels'"),
         ("bert", "fused + compiled", r"compiled.* compiles what it would replace"),
-        ("bert", "fused + eager", r"calls torch's attention, and eager is another"),
+        ("bert", "fused + eager", r"wants torch's attention, and eager is another"),
         ("bert", "fused + qlora", r"qlora.* quantizes weights"),
+        ("bert", "fused + fsdp", "several processes do not share"),
     ],
 )
 def test_what_it_does_not_go_with_is_said(family: str, recipe: str, says: str) -> None:

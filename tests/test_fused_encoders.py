@@ -141,6 +141,25 @@ def test_a_layer_with_an_adapter_is_called_as_it_is() -> None:
     close(pass_of(plain, batch_for("bert")), pass_of(fused, batch_for("bert")))
 
 
+def test_a_batch_without_padding_goes_through_them_too() -> None:
+    """One row of two sequences, with positions that are given."""
+    from snugfit.step.wishes.padding_free import drop_padding, register
+
+    register()
+    model = build("bert", dtype=torch.float32)
+    model.set_attn_implementation("padding_free")
+    fused = copy.deepcopy(model)
+    use_fused(fused)
+    states = []
+    for one in (model.bert, fused.bert):
+        drop_padding(one)
+        batch = batch_for("bert", mask=True)
+        del batch["labels"]
+        states.append(one(**batch).last_hidden_state)
+    assert states[0].shape == (1, 3 * 11 - 4, 48)
+    torch.testing.assert_close(*states, rtol=1e-5, atol=1e-5)
+
+
 # ---- dropout ---------------------------------------------------------------------------------------------
 
 

@@ -53,9 +53,9 @@ def autocast_device(x: torch.Tensor) -> str:
 
 
 def define(schema: str, program: str) -> Callable[..., None]:
-    """The operator of this schema, without namespace: `add_norm(Tensor x, *, Tensor(a!) y) -> ()`. On a GPU
-    it calls the function of its name in `programs/PROGRAM.py` with all of its arguments, whose kernels write
-    the tensors after `*`."""
+    """What runs the operator of this schema, without namespace: `add_norm(Tensor x, *, Tensor(a!) y) -> ()`.
+    On a GPU, where its first argument is, it calls the function of its name in `programs/PROGRAM.py` with all
+    of them, whose kernels write the tensors after `*`."""
     import torch
 
     name = schema.partition("(")[0]
@@ -63,8 +63,15 @@ def define(schema: str, program: str) -> Callable[..., None]:
     library.define(schema)
     library.impl(name, functools.partial(_launch, program, name), "CUDA")
     library.impl(name, _write_nothing, "Meta")
-    operator: Callable[..., None] = getattr(torch.ops, NAMESPACE).__getattr__(name).default
-    return operator
+    operator: Callable[..., None] = getattr(getattr(torch.ops, NAMESPACE), name).default
+
+    def run(first: torch.Tensor, *arguments: Any, **written: Any) -> None:
+        if first.is_cuda:  # past torch's dispatcher, which would only cost the host time
+            program_of(program, name)(first, *arguments, **written)
+        else:
+            operator(first, *arguments, **written)
+
+    return run
 
 
 @functools.cache

@@ -6,7 +6,8 @@ resumed bit for bit. The products of queries, keys and values are one. Weights s
 their own names. What is between the products stays in the dtype of the products: under autocast a norm gives
 bfloat16, with its statistics in fp32, where torch's gives fp32.
 
-Dropout draws other numbers than torch's does. Attention is torch's own, so this wants `sdpa`.
+Dropout draws other numbers than torch's does. Attention is torch's own: `sdpa`, which takes its fast kernels
+where a batch comes without a mask, or `padding_free`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from snugfit.techniques import roster
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import Call, Setup
+from snugfit.techniques.setup import PADDING_FREE, Call, Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
@@ -57,8 +59,10 @@ class Fused(Technique):
             yield "its kernels are those of training. Try 'torch_kernels'."
         if recipe[Slot.ENGINE].install(Setup()).compile is not None:
             yield f"{recipe[Slot.ENGINE]} compiles what it would replace, and was not tried with it."
-        if recipe[Slot.ATTENTION].install(Setup()).attention != "sdpa":
-            yield f"it calls torch's attention, and {recipe[Slot.ATTENTION]} is another. Take 'sdpa'."
+        if recipe[Slot.ATTENTION].install(Setup()).attention not in ("sdpa", PADDING_FREE):
+            yield f"it wants torch's attention, and {recipe[Slot.ATTENTION]} is another. Take 'sdpa'."
+        if any(recipe[slot] != roster.plain(slot) for slot in roster.slots_of_several_gpus()):
+            yield "several processes do not share weights that lie side by side. Try 'torch_kernels'."
         if recipe[Slot.ADAPTERS].install(Setup()).quantize is not None:
             yield f"{recipe[Slot.ADAPTERS]} quantizes weights that its products read. Try 'torch_kernels'."
 
