@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import itertools
 import json
 import statistics
@@ -18,7 +19,7 @@ from unittest.mock import patch
 
 import torch
 
-from snugfit.kernels import column_sums, cross_entropy, gated_mlp, operators, rms_norm, rotary
+from snugfit.kernels import column_sums, cross_entropy, gated_mlp, rms_norm, rotary
 from snugfit.kernels.rotary import Heads, Norms
 
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
@@ -43,12 +44,14 @@ Case = tuple[str, Callable[[], list[torch.Tensor]]]
 
 
 def launch_on_the_cpu() -> None:
-    """Has operators launch their programs also for tensors on the CPU, in Triton's interpreter."""
+    """Has operators launch their programs also for tensors on the CPU, in Triton's interpreter. They stand
+    under their own names, as constants or not."""
     for file, programs in FILES.items():
-        for name, value in list(vars(file).items()):
-            if isinstance(value, torch._ops.OpOverload):
-                operator = value._schema.name.rpartition("::")[2]
-                setattr(file, name, operators.program_of(programs, operator))
+        there = importlib.import_module(f"snugfit.kernels.programs.{programs}")
+        for name in list(vars(file)):
+            program = getattr(there, name.lower().lstrip("_"), None)
+            if (name.startswith("_") or file is column_sums) and callable(program):
+                setattr(file, name, program)
 
 
 @contextlib.contextmanager
@@ -101,6 +104,8 @@ def norm(
     slopes = [drawn(device, one.dtype, rows, columns, seed=3 + at) for at, one in enumerate(both)]
     torch.autograd.backward(both, slopes)
     leaves = (branch, scale) if residual is None else (branch, scale, residual)
+    *source, again = rms_norm.rows_to_keep(both[1], both[1], needs_it=True)
+    both = (*both, rms_norm.rows_again(source, again, dtype))
     return [*both, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 

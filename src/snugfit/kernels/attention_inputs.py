@@ -69,7 +69,7 @@ class AttentionInputs(torch.autograd.Function):
         angles = cosines.contiguous(), sines.contiguous()
         turned = rotate(product, angles, length, heads, _norms(kind, query_scale, key_scale))
         product_to_keep = product if kind is not None else None
-        *source, ctx.from_one = rows_to_keep(hidden, rows, wanted=any(ctx.needs_input_grad[7:10]))
+        *source, ctx.from_one = rows_to_keep(hidden, rows, needs_it=any(ctx.needs_input_grad[7:10]))
         ctx.save_for_backward(matrix, *angles, query_scale, key_scale, product_to_keep, *source)
         ctx.kind, ctx.hidden_dtype = kind, hidden.dtype
         ctx.parameters = [(len(one), one.dtype) for one in parameters]

@@ -15,7 +15,7 @@ from snugfit.kernels.operators import define
 LOSS_KERNEL = "loss_kernel"
 """The attribute of a head whose loss in chunks uses the kernel."""
 
-_WRITE_GRADIENT = define(
+_CROSS_ENTROPY_GRADIENT = define(
     "cross_entropy_gradient(Tensor(a!) logits, Tensor labels, Tensor share, int ignore_index, *, Tensor(b!) "
     "losses) -> ()",
     "cross_entropy",
@@ -28,7 +28,7 @@ def write_gradient(
     """The loss of each token (T,) in 32 bits; logits (T, V) become the gradient of `share` times the sum of
     the losses. Tokens with the ignored label have none of both."""
     losses = logits.new_empty(len(logits), dtype=torch.float32)
-    _WRITE_GRADIENT(logits, labels, share, ignore_index, losses=losses)
+    _CROSS_ENTROPY_GRADIENT(logits, labels, share, ignore_index, losses=losses)
     return losses
 
 

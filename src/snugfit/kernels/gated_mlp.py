@@ -52,7 +52,7 @@ class GatedMLP(torch.autograd.Function):
         wide, narrow = join_weights((gate, up), dtype), down.detach().to(dtype)
         product = torch.mm(rows, wide.t())
         out = torch.mm(activate(product, tanh), narrow.t())
-        *source, ctx.from_one = rows_to_keep(hidden, rows, wanted=any(ctx.needs_input_grad[1:3]))
+        *source, ctx.from_one = rows_to_keep(hidden, rows, needs_it=any(ctx.needs_input_grad[1:3]))
         ctx.save_for_backward(product, wide, narrow, *source)
         ctx.tanh, ctx.hidden_dtype, ctx.weight_dtypes = tanh, hidden.dtype, (gate.dtype, down.dtype)
         return out.view(*hidden.shape[:-1], -1)

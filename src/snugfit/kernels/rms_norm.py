@@ -77,17 +77,17 @@ def add_rms_norm(
     return stream, normed
 
 
-def rows_to_keep(hidden: torch.Tensor, rows: torch.Tensor, *, wanted: bool) -> Sequence[Any]:
+def rows_to_keep(hidden: torch.Tensor, rows: torch.Tensor, *, needs_it: bool) -> Sequence[Any]:
     """What a product of hidden states keeps for the gradient of its weight: where they come from, or the rows
     (T, H) that it took; nothing where no weight is to have one."""
     source: Source | None = getattr(hidden, _SOURCE, None)
-    if not wanted:
+    if not needs_it:
         return (None,) * 4
     return (rows, None, None, None) if source is None else source
 
 
 def rows_again(source: Sequence[torch.Tensor], from_one: bool | None, dtype: torch.dtype) -> torch.Tensor:
-    """The rows that a product took, from what it source. `from_one` says how they are normed again; None where
+    """The rows that a product took, from what it kept. `from_one` says how they are normed again; None where
     they are there."""
     if from_one is None:
         return source[0]

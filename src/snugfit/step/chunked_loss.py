@@ -77,7 +77,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         given = (hidden, weight, bias)
         wide = torch.promote_types(dtype, torch.float32)
         matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
-        gradients = _empty_gradients(ctx.needs_input_grad, hidden, matrix, offset)
+        by_kernel = loss.by_kernel and has_kernel(hidden)
+        gradients = _empty_gradients(ctx.needs_input_grad, hidden, matrix, offset, zeros=not by_kernel)
         count = (labels != loss.ignore_index).sum().to(wide)
         scale = FP16_SCALE if dtype == torch.float16 else 1.0
         share = scale / count.clamp(min=1)
@@ -86,13 +87,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             rows = slice(begin, begin + tokens)
             some = hidden[rows].to(dtype)
             logits = functional.linear(some, matrix, offset)
-            if loss.by_kernel and has_kernel(logits):
+            if by_kernel:
                 total += write_gradient(logits, labels[rows], share, loss.ignore_index).sum()
                 gradient = logits
             else:
                 gradient = _gradient_in_torch(logits, labels[rows], loss, share, total)
             del logits
-            _add(gradients, gradient, rows, some, matrix)
+            _add(gradients, gradient, rows, some, matrix, is_first=by_kernel and not begin)
             del gradient, some
         ctx.gradients = [
             sum_of_chunks if sum_of_chunks is None or like is None else sum_of_chunks.to(like.dtype)
@@ -137,12 +138,19 @@ def _gradient_in_torch(
 
 
 def _empty_gradients(
-    needed: tuple[bool, ...], hidden: torch.Tensor, matrix: torch.Tensor, offset: torch.Tensor | None
+    needed: tuple[bool, ...],
+    hidden: torch.Tensor,
+    matrix: torch.Tensor,
+    offset: torch.Tensor | None,
+    *,
+    zeros: bool,
 ) -> list[torch.Tensor | None]:
-    """Of hidden states, head and bias, in the dtype of the products; None for what needs none."""
+    """Of hidden states, head and bias, in the dtype of the products; None for what needs none. The head's has
+    no numbers yet where it is not to be `zeros`."""
+    make = torch.zeros_like if zeros else torch.empty_like
     return [
         torch.empty_like(hidden, dtype=matrix.dtype) if needed[0] else None,
-        torch.zeros_like(matrix) if needed[1] else None,
+        make(matrix) if needed[1] else None,
         torch.zeros_like(offset) if needed[2] and offset is not None else None,
     ]
 
@@ -153,12 +161,16 @@ def _add(
     rows: slice,
     hidden: torch.Tensor,  # (tokens, H)
     matrix: torch.Tensor,  # (V, H)
+    *,
+    is_first: bool,
 ) -> None:
-    """Adds a chunk's share."""
+    """Adds a chunk's share; that of a chunk known as the first is written over what is there."""
     of_hidden, of_weight, of_bias = gradients
     if of_hidden is not None:
         torch.mm(gradient, matrix, out=of_hidden[rows])
-    if of_weight is not None:
+    if of_weight is not None and is_first:
+        torch.mm(gradient.t(), hidden, out=of_weight)
+    elif of_weight is not None:
         of_weight.addmm_(gradient.t(), hidden)
     if of_bias is not None:
         of_bias.add_(gradient.sum(0))
