@@ -24,10 +24,11 @@ from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import TRITON
 from snugfit.step import chunked_loss
+from snugfit.step.checkpointing import checkpoint_layers
 from snugfit.step.deferred_logits import defer_logits
 from snugfit.step.wishes.kernels.fused import use_fused
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import LogitsWish
+from snugfit.techniques.setup import CheckpointWish, LogitsWish
 from third_step import hold_third_step
 
 SIZES: dict[str, Any] = {
@@ -130,6 +131,19 @@ def test_layers_that_are_computed_again_give_the_same_gradients(family: str) -> 
     use_fused(fused)
     again = copy.deepcopy(fused)
     again.gradient_checkpointing_enable({"use_reentrant": False})
+    (logits, gradients), (other_logits, other_gradients) = run(fused), run(again)
+    assert torch.equal(logits, other_logits)
+    assert all(torch.equal(gradients[name], other_gradients[name]) for name in gradients)
+
+
+@pytest.mark.parametrize("keep", ["attention", "products", "every_other_product"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_products_that_are_kept_are_not_changed(family: str, keep: str) -> None:
+    """Selective checkpointing hands a product out again, which is rotated once more."""
+    fused = small(family, "sdpa")
+    use_fused(fused)
+    again = copy.deepcopy(fused)
+    checkpoint_layers(again, CheckpointWish(keep=keep))
     (logits, gradients), (other_logits, other_gradients) = run(fused), run(again)
     assert torch.equal(logits, other_logits)
     assert all(torch.equal(gradients[name], other_gradients[name]) for name in gradients)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from snugfit.kernels.operators import activation_dtype
-from snugfit.kernels.products import join_weights, weight_gradient
+from snugfit.kernels.products import join_weights, results_are_kept, weight_gradient
 from snugfit.kernels.rms_norm import rows_again, rows_to_keep
 from snugfit.kernels.rotary import Angles, Heads, Norms, rotate, rotate_backward
 
@@ -66,6 +66,8 @@ class AttentionInputs(torch.autograd.Function):
             product = torch.addmm(join_weights(parameters[3:], dtype), rows, matrix.t())
         else:
             product = torch.mm(rows, matrix.t())
+        if kind is None and results_are_kept():
+            product = product.clone()  # which is rotated in place
         angles = cosines.contiguous(), sines.contiguous()
         turned = rotate(product, angles, length, heads, _norms(kind, query_scale, key_scale))
         product_to_keep = product if kind is not None else None

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from snugfit.kernels.joint_linear import joint_view
 from snugfit.kernels.operators import has_kernel
 
 NARROW = (torch.bfloat16, torch.float16)
+
+_KEEPING = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+"""Modes of `torch.utils.checkpoint`."""
 
 
 def join_weights(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -17,6 +21,13 @@ def join_weights(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.T
     have it."""
     view = joint_view(tensors)
     return (torch.cat([one.detach() for one in tensors]) if view is None else view).to(dtype)
+
+
+def results_are_kept() -> bool:
+    """Whether selective checkpointing may hand out a product's result again, which then must not be changed:
+    whether one of its modes is on, of the forward pass or of the recomputation."""
+    modes = _get_current_dispatch_mode_stack()  # type: ignore[no-untyped-call]
+    return any(type(mode).__name__ in _KEEPING for mode in modes)
 
 
 def weight_gradient(of_product: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
