@@ -148,6 +148,35 @@ def sums_are_those_of_torch(device: str) -> bool:
     return worst < 1e-4
 
 
+def padded_attention_is_that_under_a_mask() -> bool:
+    """On a GPU: what tokens give, and the gradients, without dropout."""
+    from snugfit.step.wishes.kernels import padded
+
+    mask = torch.ones((4, 77), dtype=torch.int64, device="cuda")
+    mask[0, 50:], mask[1, :30], mask[2, 5:] = 0, 0, 0
+    draw = torch.Generator().manual_seed(8)
+    joint = torch.randn((4, 77, 3 * 128), generator=draw).to("cuda", torch.bfloat16).requires_grad_()
+    slope = torch.randn((4, 77, 128), generator=draw).to("cuda", torch.bfloat16) * mask.unsqueeze(-1)
+    results = []
+    for stretches in (False, True):
+        heads = [one.view(4, 77, 2, 64).transpose(1, 2) for one in joint.split(128, dim=-1)]
+        if stretches:
+            keywords = {"cu_seq_lens_q": padded.stretches(mask), "max_length_q": 77}
+            out = padded.attend_in_stretches(torch.nn.Module(), heads, 0.0, 0.125, keywords)
+        else:
+            visible = mask.bool()[:, None, None, :]
+            out = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=visible, scale=0.125)
+            out = out.transpose(1, 2).reshape(4, 77, 128)
+        (gradient,) = torch.autograd.grad(out, joint, slope)
+        results.append((out * mask.unsqueeze(-1), gradient))
+    worst = max(
+        float((a.float() - b.float()).abs().max() / a.float().abs().max())
+        for a, b in zip(*results, strict=True)
+    )
+    print(f"{'ok' if worst < 3e-2 else 'WRONG'} padded attention (4, 77): {worst:.1e}")
+    return worst < 3e-2
+
+
 # ---- how long they take ----------------------------------------------------------------------------------
 
 
@@ -256,6 +285,7 @@ def main() -> int:
     device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
     good = True
     good &= sums_are_those_of_torch(device)
+    good &= device == "cpu" or padded_attention_is_that_under_a_mask()
     for shape in SHAPES if device == "cpu" else (*SHAPES, *MORE_SHAPES):
         for dtype in TOLERANCE:
             if device == "cpu" and dtype is torch.float16:

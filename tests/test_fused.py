@@ -115,13 +115,24 @@ def test_it_launches_less_and_keeps_less() -> None:
     assert kept[1] < 0.7 * kept[0]
 
 
+def test_padded_batches_have_no_mask_and_no_wait() -> None:
+    job = small_job("bert", LAYERS, batch_size=4, padding=0.25)
+    plain, fused = (
+        rehearse(job, Recipe.parse(recipe).setup(), CudaPolicy()) for recipe in ("bf16", "bf16 + fused")
+    )
+    attention = [kernel.operator for kernel in fused.kernels if "attention" in kernel.operator]
+    assert set(attention) == {"aten::_flash_attention_forward", "aten::_flash_attention_backward"}
+    assert fused.syncs == plain.syncs - 1
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize(
     "recipe", ["fused", "bf16_master + adamw_fused + fused", "bf16 + every_layer + fused"]
 )
 @pytest.mark.parametrize("family", ["bert", "vit", "gpt2"])
 def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> None:
-    hold_third_step(replace(small_job(family, 2), clip=1.0), Recipe.parse(recipe).setup())
+    padding = {"padding": 0.25, "batch_size": 4} if family == "bert" else {}
+    hold_third_step(replace(small_job(family, 2, **padding), clip=1.0), Recipe.parse(recipe).setup())
 
 
 # ---- the kernels -----------------------------------------------------------------------------------------

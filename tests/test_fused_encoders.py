@@ -12,11 +12,12 @@ from snugfit.errors import RecipeError
 from snugfit.kernels import seeds
 from snugfit.kernels.joint_linear import joint_view
 from snugfit.step.checkpointing import checkpoint_layers
+from snugfit.step.wishes.kernels import attention, padded
 from snugfit.step.wishes.kernels.fused import use_fused
 from snugfit.techniques.setup import CheckpointWish
 
 WIDE = {
-    "hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 80,
+    "hidden_size": 48, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 80,
     "vocab_size": 60, "max_position_embeddings": 24,
 }  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -24,11 +25,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "roberta": WIDE,
     "electra": {**WIDE, "embedding_size": 32},
     "distilbert": {
-        "dim": 48, "n_heads": 4, "n_layers": 2, "hidden_dim": 80, "vocab_size": 60,
+        "dim": 48, "n_heads": 3, "n_layers": 2, "hidden_dim": 80, "vocab_size": 60,
         "max_position_embeddings": 24,
     },
     "vit": {
-        "hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 80,
+        "hidden_size": 48, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 80,
         "image_size": 16, "patch_size": 8,
     },
     "gpt2": {"n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 24, "vocab_size": 60},
@@ -139,6 +140,42 @@ def test_a_layer_with_an_adapter_is_called_as_it_is() -> None:
     fused = copy.deepcopy(plain)
     use_fused(fused)
     close(pass_of(plain, batch_for("bert")), pass_of(fused, batch_for("bert")))
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "electra", "distilbert"])
+def test_padded_batches_need_no_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding on the right, on both sides and none: tokens and all gradients are those under a mask."""
+    monkeypatch.setattr(padded, "HALVES", ("torch.float64",))
+    monkeypatch.setattr(padded, "has_kernel", lambda tensor: True)
+    called = []
+
+    def attend(*arguments: Any) -> Any:
+        called.append(arguments)
+        return padded.attend_in_stretches(*arguments)
+
+    monkeypatch.setattr(attention, "attend_in_stretches", attend)
+    model = build(family)
+    fused = copy.deepcopy(model)
+    use_fused(fused)
+    batch = batch_for(family, mask=True)
+    del batch["labels"]
+    mask = batch["attention_mask"]
+    mask[2, :2], mask[2, 9:] = 0, 0
+    results = []
+    for one in (model, fused):
+        loss = (one.base_model(**batch).last_hidden_state * mask.unsqueeze(-1)).square().sum()
+        loss.backward()
+        gradients = {name: weight.grad for name, weight in one.named_parameters() if weight.grad is not None}
+        results.append((loss.detach(), gradients))
+    assert len(called) == 2
+    close(*results)
+
+
+def test_a_mask_with_gaps_is_refused() -> None:
+    ends = padded.stretches(torch.tensor([[1, 1, 0], [0, 1, 0], [1, 1, 1], [0, 0, 0]]))
+    assert ends.tolist() == [0, 0, 2, 3, 4, 5, 6, 6, 9, 9, 9, 9, 12]
+    with pytest.raises(RuntimeError, match=r"gaps among its tokens\. Take 'torch_kernels'"):
+        padded.stretches(torch.tensor([[1, 0, 1]]))
 
 
 def test_a_batch_without_padding_goes_through_them_too() -> None:

@@ -124,7 +124,7 @@ class AddNorm(torch.autograd.Function):
         dresidual = None
         if needs[1]:
             shape, dtype = ctx.residual
-            dresidual = repeated_sum(slope, shape).to(dtype)
+            dresidual = repeated_sum(slope, shape, dtype)
         dweight, dshift, dbias = (*sums, None)[:3] if sums is not None else (None, None, None)
         return dx.to(ctx.x_dtype) if needs[0] else None, dresidual, dweight, dshift, dbias, None, None
 
@@ -161,12 +161,11 @@ def rows_at_once(columns: int) -> int:
     return max(1, TILE // (1 << max(columns - 1, 1).bit_length()))
 
 
-def repeated_sum(gradient: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def repeated_sum(gradient: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """The gradient of what repeated along the first dimensions: (..., H) summed to this shape."""
     if gradient.shape == shape:
-        return gradient
-    summed: torch.Tensor = gradient.view(-1, *shape).sum(0)
-    return summed
+        return gradient.to(dtype)
+    return gradient.view(-1, *shape).sum(0, dtype=dtype)
 
 
 # ---- plain torch -----------------------------------------------------------------------------------------

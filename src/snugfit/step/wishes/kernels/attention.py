@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from snugfit.step.wishes.kernels.padded import attend_in_stretches
+
 if TYPE_CHECKING:
     import torch
 
@@ -22,9 +24,12 @@ def attend(
     scores where the implementation has them. `keywords` are those that the module was called with."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    eager = sys.modules[type(module).__module__].eager_attention_forward
-    run = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
-    query, key, value = heads
     dropout = dropout if module.training else 0.0
+    implementation = module.config._attn_implementation
+    if implementation == "sdpa" and keywords.get("cu_seq_lens_q") is not None:
+        return attend_in_stretches(module, list(heads), dropout, scaling, keywords), None
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    run = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
+    query, key, value = heads
     out, scores = run(module, query, key, value, mask, dropout=dropout, scaling=scaling, **keywords)
     return out.reshape(*out.shape[:-2], -1), scores

@@ -9,7 +9,7 @@ around it or a hook waits there, is called as the model would call it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -21,6 +21,7 @@ from snugfit.kernels.bias_gelu import bias_gelu
 from snugfit.kernels.joint_linear import joint_linear, lay_side_by_side
 from snugfit.kernels.seeds import Seeds
 from snugfit.step.wishes.kernels.attention import attend
+from snugfit.step.wishes.kernels.padded import without_mask
 
 SITE = "fused_site"
 """The attribute of a module that holds its `Site`."""
@@ -48,7 +49,8 @@ class Site:
 class Patch:
     """Another forward pass for the modules of a class."""
 
-    forward: Callable[..., Any]
+    forward: Callable[..., Any] | None
+    """None for an encoder whose batches get no mask (`padded.py`)."""
     fits: Callable[[Any], bool] = lambda module: True
     """Whether this module of the class is as the forward pass takes it to be."""
     joins: tuple[str, ...] = ()
@@ -61,6 +63,11 @@ def fuse(model: torch.nn.Module) -> list[str]:
     for number, module in enumerate(model.modules()):
         patch = patch_of(type(module))
         if patch is None or not patch.fits(module):
+            continue
+        if patch.forward is None:
+            if SITE not in vars(module):
+                module.register_forward_pre_hook(without_mask, with_kwargs=True)
+            setattr(module, SITE, Site(seeds, number))
             continue
         setattr(module, SITE, Site(seeds, number))
         changed[type(module).__name__] = None
@@ -197,22 +204,19 @@ def attend_bert(
     **keywords: Any,
 ) -> Any:
     """Attention over one product's queries, keys and values."""
-    layers = self.query, self.key, self.value
-    if past_key_values is not None or not all(map(is_plain, layers)):
+    if past_key_values is not None:
         return type(self).forward(
             self, hidden_states, attention_mask, past_key_values=past_key_values, **keywords
         )
-    width = self.attention_head_size
-    return attend(
-        self, project(layers, hidden_states, width), attention_mask, self.dropout.p, self.scaling, keywords
-    )
+    heads = project((self.query, self.key, self.value), hidden_states, self.attention_head_size)
+    return attend(self, heads, attention_mask, self.dropout.p, self.scaling, keywords)
 
 
-def project(layers: Iterable[Any], x: torch.Tensor, width: int) -> list[torch.Tensor]:
-    """Queries, keys and values (B, heads, S, width) of linear layers over (B, S, H), by one product."""
-    layers = list(layers)
-    biases = [layer.bias for layer in layers if layer.bias is not None]
-    if len(biases) not in (0, len(layers)):
+def project(layers: Sequence[Any], x: torch.Tensor, width: int) -> list[torch.Tensor]:
+    """Queries, keys and values (B, heads, S, width) of linear layers over (B, S, H), by one product where all
+    are torch's own."""
+    biases = [layer.bias for layer in layers if getattr(layer, "bias", None) is not None]
+    if not all(map(is_plain, layers)) or len(biases) not in (0, len(layers)):
         results: Iterable[torch.Tensor] = [layer(x) for layer in layers]
     else:
         results = joint_linear(x, [layer.weight for layer in layers], biases)
@@ -239,10 +243,7 @@ def attend_distilbert(
     self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **keywords: Any
 ) -> Any:
     """Attention over one product's queries, keys and values, and its output's product."""
-    layers = self.q_lin, self.k_lin, self.v_lin
-    if not all(map(is_plain, layers)):
-        return type(self).forward(self, hidden_states, attention_mask, **keywords)
-    heads = project(layers, hidden_states, self.attention_head_size)
+    heads = project((self.q_lin, self.k_lin, self.v_lin), hidden_states, self.attention_head_size)
     out, scores = attend(self, heads, attention_mask, self.dropout.p, self.scaling, keywords)
     return self.out_lin(out), scores
 
@@ -273,10 +274,7 @@ def attend_vit(
     self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **keywords: Any
 ) -> Any:
     """Attention over one product's queries, keys and values, and its output's product."""
-    layers = self.q_proj, self.k_proj, self.v_proj
-    if not all(map(is_plain, layers)):
-        return type(self).forward(self, hidden_states, attention_mask, **keywords)
-    heads = project(layers, hidden_states, self.head_dim)
+    heads = project((self.q_proj, self.k_proj, self.v_proj), hidden_states, self.head_dim)
     out, scores = attend(self, heads, attention_mask, self.attention_dropout, self.scaling, keywords)
     return self.o_proj(out), scores
 
@@ -332,6 +330,7 @@ def run_gpt2_mlp(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 def _like_bert(family: str, prefix: str) -> dict[tuple[str, str], Patch]:
     normed = is_layer_norm("LayerNorm")
     return {
+        (family, f"{prefix}Model"): Patch(None),
         (family, f"{prefix}Embeddings"): Patch(embed_bert, embeds_plainly),
         (family, f"{prefix}SelfAttention"): Patch(attend_bert, joins=("query", "key", "value")),
         (family, f"{prefix}SelfOutput"): Patch(close_bert, normed),
@@ -344,6 +343,7 @@ PATCHES: dict[tuple[str, str], Patch] = {
     **_like_bert("bert", "Bert"),
     **_like_bert("roberta", "Roberta"),
     **_like_bert("electra", "Electra"),
+    ("distilbert", "DistilBertModel"): Patch(None),
     ("distilbert", "Embeddings"): Patch(embed_distilbert, embeds_plainly),
     ("distilbert", "DistilBertSelfAttention"): Patch(attend_distilbert, joins=("q_lin", "k_lin", "v_lin")),
     ("distilbert", "TransformerBlock"): Patch(
