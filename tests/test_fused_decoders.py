@@ -158,6 +158,15 @@ def test_padding_is_masked_as_ever() -> None:
     hold(plain, fused, 2e-5, attention_mask=mask)
 
 
+def test_where_sequences_end_is_no_encoder_s_business() -> None:
+    """A collator of packed rows says it; sdpa reads the mask, which is causal, and not that."""
+    plain = small("llama", "sdpa")
+    fused = copy.deepcopy(plain)
+    use_fused(fused)
+    ends = torch.tensor([0, 7, 14], dtype=torch.int32)
+    hold(plain, fused, 2e-5, cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=7, max_length_k=7)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_it_generates_as_before(family: str) -> None:
     """Outside training its modules run their own code, with a cache; in training a cache is filled."""

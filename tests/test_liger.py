@@ -119,7 +119,7 @@ def test_plans_take_it_without_its_loss() -> None:
         {str(one) for one in space_of(job).offers(Slot.KERNELS)} for job in (llama(), small_job("bert", 2))
     ]
     assert offered == [
-        {"torch_kernels", "liger(fused_linear_cross_entropy=false)"},
+        {"torch_kernels", "liger(fused_linear_cross_entropy=false)", "fused"},
         {"torch_kernels", "fused"},
     ]
 

@@ -13,7 +13,7 @@ from snugfit.kernels.operators import has_kernel
 NARROW = (torch.bfloat16, torch.float16)
 
 _KEEPING = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
-"""Modes of `torch.utils.checkpoint`."""
+"""Classes of the modes by which `torch.utils.checkpoint` keeps results of operators and hands them out."""
 
 
 def join_weights(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -26,7 +26,7 @@ def join_weights(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.T
 def results_are_kept() -> bool:
     """Whether selective checkpointing may hand out a product's result again, which then must not be changed:
     whether one of its modes is on, of the forward pass or of the recomputation."""
-    modes = _get_current_dispatch_mode_stack()  # type: ignore[no-untyped-call]
+    modes = _get_current_dispatch_mode_stack()
     return any(type(mode).__name__ in _KEEPING for mode in modes)
 
 

@@ -172,8 +172,11 @@ def _attend(
     if past_key_values is not None:
         key, value = _remember(past_key_values, key, value, self.layer_idx)
     extras = {NAMES[name]: getattr(self, name, getattr(self.config, name, None)) for name in family.extras}
+    options = extras | keywords
+    if self.config._attn_implementation == "sdpa":
+        options.pop("cu_seq_lens_q", None)  # which sdpa does not read, and which means an encoder's stretches
     given, scores = attend(
-        self, (query, key, value), attention_mask, self.attention_dropout, self.scaling, extras | keywords
+        self, (query, key, value), attention_mask, self.attention_dropout, self.scaling, options
     )
     return self.o_proj(given.contiguous()), scores
 
