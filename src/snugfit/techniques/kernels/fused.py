@@ -8,9 +8,9 @@ bfloat16, with its statistics in fp32, where torch's gives fp32.
 
 Of decoders, the addition of a branch and the norm behind it are one kernel, and so is the rotation of
 queries and keys, in place in the product that has them, and the gated activation. The stream of tokens stays
-in 32 bits where autocast leaves it there. Layers keep the stream, queries, keys and values, and the product of gate and
-up: what was normed and what the last product takes are made again. Beside `chunked_loss` a kernel writes the
-gradient of logits in their place. A layer that an adapter changed keeps its own code.
+in 32 bits where autocast leaves it there. Layers keep the stream, queries, keys and values, and the product
+of gate and up: what was normed and what the last product takes are made again. Beside `chunked_loss` a kernel
+writes the gradient of logits in their place. A layer that an adapter changed keeps its own code.
 
 Dropout draws other numbers than torch's does. Attention is torch's own: `sdpa`, which takes its fast kernels
 where a batch comes without a mask, or `padding_free`.
