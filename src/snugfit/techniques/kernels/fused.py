@@ -7,7 +7,8 @@ their own names. What is between the products stays in the dtype of the products
 bfloat16, with its statistics in fp32, where torch's gives fp32.
 
 Dropout draws other numbers than torch's does. Attention is torch's own: `sdpa`, which takes its fast kernels
-where a batch comes without a mask, or `padding_free`.
+where a batch comes without a mask, or `padding_free`. A padded batch of an encoder in 16 bits gets the
+kernels for sequences of several lengths, and no mask is made.
 """
 
 from __future__ import annotations
