@@ -13,7 +13,8 @@ of gate and up: what was normed and what the last product takes are made again. 
 writes the gradient of logits in their place. A layer that an adapter changed keeps its own code.
 
 Dropout draws other numbers than torch's does. Attention is torch's own: `sdpa`, which takes its fast kernels
-where a batch comes without a mask, or `padding_free`.
+where a batch comes without a mask, or `padding_free`. A padded batch of an encoder in 16 bits gets the
+kernels for sequences of several lengths, and no mask is made.
 """
 
 from __future__ import annotations
