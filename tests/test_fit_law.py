@@ -27,6 +27,7 @@ LINES += [("bert", (2, 2), "adamw_4bit"), ("bert", (2, 2), "apollo(rank=4, renew
 LINES += [("llama", (2, 2), "bf16_pure"), ("bert", (2, 2), "bf16_pure")]
 LINES += [("bert", (2, 2), "galore(rank=4, update_proj_gap=3)")]
 LINES += [("llama", (2, 2), "bf16 + padding_free"), ("llama", (4, 1), "bf16 + every_layer + padding_free")]
+LINES += [("bert", (2, 2), "fused"), ("bert", (2, 2), "bf16 + every_layer + fused")]
 
 
 @pytest.mark.parametrize(("family", "cut", "recipe"), LINES)

@@ -73,6 +73,26 @@ HEAVY_THEMSELVES = {
     "rehearsal/sharded/ranks.py",
     "rehearsal/sharded/spreading.py",
     "step/muon.py",
+    "kernels/attention_inputs.py",
+    "kernels/cross_entropy.py",
+    "kernels/gated_mlp.py",
+    "kernels/programs/cross_entropy.py",
+    "kernels/products.py",
+    "kernels/programs/gated.py",
+    "kernels/programs/rms_norm.py",
+    "kernels/programs/rotary.py",
+    "kernels/rms_norm.py",
+    "kernels/rotary.py",
+    "step/wishes/kernels/decoders.py",
+    "kernels/add_norm.py",
+    "kernels/bias_gelu.py",
+    "kernels/column_sums.py",
+    "kernels/joint_linear.py",
+    "kernels/philox.py",
+    "kernels/programs/add_norm.py",
+    "kernels/programs/bias_gelu.py",
+    "kernels/seeds.py",
+    "step/wishes/kernels/encoders.py",
 }
 """Their classes derive from torch's, or they run at every operator of a rehearsal."""
 
@@ -88,7 +108,8 @@ BELOW: dict[str, set[str]] = {
     "techniques": GROUND | {"job"},
 }
 BELOW["results"] = BELOW["techniques"] | {"techniques"}
-BELOW["step"] = BELOW["results"] | {"results"}
+BELOW["kernels"] = {"errors"}
+BELOW["step"] = BELOW["results"] | {"results", "kernels"}
 BELOW["rehearsal"] = BELOW["measurement"] = BELOW["exchange"] = BELOW["data"] = BELOW["step"] | {"step"}
 BELOW["training"] = BELOW["data"] | {"data"}
 BELOW["prediction"] = BELOW["rehearsal"] | {"rehearsal"}

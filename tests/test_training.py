@@ -51,6 +51,7 @@ RECIPES = (
     "apollo(rank=4, renew=3)",
     "galore(rank=4, update_proj_gap=3)",
     "fp8 + micro_batches(2)",
+    "bf16_master + adamw_fused + fused",
 )
 
 

@@ -20,7 +20,7 @@ from reported import foreseen, reports
 from small_models import small_job
 from snugfit.rehearsal.device.policy import CpuPolicy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.step.wishes.liger import import_liger, use_liger
+from snugfit.step.wishes.kernels.liger import import_code, use_liger
 from snugfit.techniques.recipe import Recipe
 
 CLOSE = 1e-6
@@ -87,7 +87,7 @@ def compare_allocations() -> None:
 
 
 if __name__ == "__main__":
-    import_liger()
+    import_code()
     complete_the_interpreter()
     compare_gradients()
     compare_allocations()

@@ -4,7 +4,8 @@ Non-reentrant throughout (`torch.utils.checkpoint`, `use_reentrant=False`): it k
 and unused inputs right, and peft needs no input that requires a gradient.
 
 Single layers are recomputed by transformers' own switch where the model has one, because that is what its
-users get; any other module's layers are wrapped by torch's own checkpoint wrapper. Spans of several layers
+users get; any other module's layers, and those whose forward pass is another than their class's (the switch
+may stand inside of that one), are wrapped by torch's own checkpoint wrapper. Spans of several layers
 have no library behind them: a model calls its layers one by one, each with arguments of its own (a sliding
 layer's mask differs from its neighbour's). So the first layers of a span only note how they were called and
 hand their input on; the last one runs all noted calls inside one checkpoint. That is right exactly when every
@@ -116,8 +117,8 @@ def _checkpoint_single(
     model: torch.nn.Module, layers: list[torch.nn.Module], more: Mapping[str, Any]
 ) -> None:
     holders = _switch_holders(model, layers)
-    compiled = any(hasattr(layer.forward, COMPILED) for layer in layers)
-    if compiled or not holders or not all(hasattr(layer, "gradient_checkpointing") for layer in layers):
+    replaced = any(hasattr(layer.forward, COMPILED) or "forward" in vars(layer) for layer in layers)
+    if replaced or not holders or not all(hasattr(layer, "gradient_checkpointing") for layer in layers):
         for layer in layers:
             layer.forward = _recompute(layer.forward, more)
         return

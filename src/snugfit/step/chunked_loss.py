@@ -6,7 +6,8 @@ along with the loss, in the forward pass, so no chunk is computed twice, and the
 of hidden states and head as ever:
 
 1. logits of the chunk, and what the model does to them (Gemma's soft cap, Granite's scale);
-2. their loss in 32 bits, and by autograd its gradient with respect to the head's own output;
+2. their loss in 32 bits, and its gradient with respect to the head's own output: by autograd, or by a kernel
+   that writes it in their place, where the model has kernels of ours (`kernels/cross_entropy.py`);
 3. from it the chunk's rows of the hidden states' gradient, and its share of the head's, which is added up.
 
 The backward pass only multiplies both by the gradient that it is handed. Each sum is the one of whole logits;
@@ -33,6 +34,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from snugfit.kernels.cross_entropy import write_gradient
+from snugfit.kernels.operators import has_kernel
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 
@@ -50,6 +53,8 @@ class Loss(NamedTuple):
     label_smoothing: float
     scores: Callable[[torch.Tensor], torch.Tensor]
     """What the model makes of the head's output, (tokens, V)."""
+    by_kernel: bool = False
+    """Whether a GPU makes loss and gradient in one kernel: of scores that are the logits, in any dtype."""
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -72,7 +77,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         given = (hidden, weight, bias)
         wide = torch.promote_types(dtype, torch.float32)
         matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
-        gradients = _empty_gradients(ctx.needs_input_grad, hidden, matrix, offset)
+        by_kernel = loss.by_kernel and has_kernel(hidden)
+        gradients = _empty_gradients(ctx.needs_input_grad, hidden, matrix, offset, zeros=not by_kernel)
         count = (labels != loss.ignore_index).sum().to(wide)
         scale = FP16_SCALE if dtype == torch.float16 else 1.0
         share = scale / count.clamp(min=1)
@@ -81,19 +87,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             rows = slice(begin, begin + tokens)
             some = hidden[rows].to(dtype)
             logits = functional.linear(some, matrix, offset)
-            with torch.enable_grad():
-                scores = loss.scores(logits.requires_grad_()).to(wide)
-                summed = functional.cross_entropy(
-                    scores, labels[rows], ignore_index=loss.ignore_index, reduction="sum",
-                    label_smoothing=loss.label_smoothing,
-                )  # fmt: skip
-            del scores
-            summed.backward(share, inputs=[logits])
-            gradient, logits.grad = logits.grad, None
-            assert gradient is not None
-            total += summed.detach()
-            del logits, summed
-            _add(gradients, gradient, rows, some, matrix)
+            if by_kernel:
+                total += write_gradient(logits, labels[rows], share, loss.ignore_index).sum()
+                gradient = logits
+            else:
+                gradient = _gradient_in_torch(logits, labels[rows], loss, share, total)
+            del logits
+            _add(gradients, gradient, rows, some, matrix, is_first=by_kernel and not begin)
             del gradient, some
         ctx.gradients = [
             sum_of_chunks if sum_of_chunks is None or like is None else sum_of_chunks.to(like.dtype)
@@ -119,13 +119,38 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return (*gradients, None, None, None, None)
 
 
+def _gradient_in_torch(
+    logits: torch.Tensor, labels: torch.Tensor, loss: Loss, share: torch.Tensor, total: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of `share` times a chunk's loss by autograd; the loss is added to the `total`."""
+    with torch.enable_grad():
+        scores = loss.scores(logits.requires_grad_()).to(total.dtype)
+        summed = functional.cross_entropy(
+            scores, labels, ignore_index=loss.ignore_index, reduction="sum",
+            label_smoothing=loss.label_smoothing,
+        )  # fmt: skip
+    del scores
+    summed.backward(share, inputs=[logits])
+    gradient, logits.grad = logits.grad, None
+    assert gradient is not None
+    total += summed.detach()
+    return gradient
+
+
 def _empty_gradients(
-    needed: tuple[bool, ...], hidden: torch.Tensor, matrix: torch.Tensor, offset: torch.Tensor | None
+    needed: tuple[bool, ...],
+    hidden: torch.Tensor,
+    matrix: torch.Tensor,
+    offset: torch.Tensor | None,
+    *,
+    zeros: bool,
 ) -> list[torch.Tensor | None]:
-    """Of hidden states, head and bias, in the dtype of the products; None for what needs none."""
+    """Of hidden states, head and bias, in the dtype of the products; None for what needs none. The head's has
+    no numbers yet where it is not to be `zeros`."""
+    make = torch.zeros_like if zeros else torch.empty_like
     return [
         torch.empty_like(hidden, dtype=matrix.dtype) if needed[0] else None,
-        torch.zeros_like(matrix) if needed[1] else None,
+        make(matrix) if needed[1] else None,
         torch.zeros_like(offset) if needed[2] and offset is not None else None,
     ]
 
@@ -136,12 +161,16 @@ def _add(
     rows: slice,
     hidden: torch.Tensor,  # (tokens, H)
     matrix: torch.Tensor,  # (V, H)
+    *,
+    is_first: bool,
 ) -> None:
-    """Adds a chunk's share."""
+    """Adds a chunk's share; that of a chunk known as the first is written over what is there."""
     of_hidden, of_weight, of_bias = gradients
     if of_hidden is not None:
         torch.mm(gradient, matrix, out=of_hidden[rows])
-    if of_weight is not None:
+    if of_weight is not None and is_first:
+        torch.mm(gradient.t(), hidden, out=of_weight)
+    elif of_weight is not None:
         of_weight.addmm_(gradient.t(), hidden)
     if of_bias is not None:
         of_bias.add_(gradient.sum(0))

@@ -26,6 +26,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from snugfit.errors import RecipeError
+from snugfit.kernels.cross_entropy import LOSS_KERNEL
 from snugfit.step.chunked_loss import ChunkedCrossEntropy, Loss
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
@@ -50,6 +51,9 @@ OF_EACH_NUMBER = frozenset({
 
 ARRANGING = frozenset({"view", "reshape"})
 
+CASTING = frozenset({*CASTS, "to", "contiguous"})
+"""What leaves each number as it is, but for its dtype."""
+
 
 class LogitsComputedWhole(UserWarning):
     """A model asks for its logits whole, so a chunked loss saves nothing."""
@@ -64,6 +68,8 @@ class Head(NamedTuple):
     """So many to a chunk."""
     dtype: torch.dtype
     """That the product is computed in."""
+    by_kernel: bool = False
+    """Whether a GPU makes a chunk's loss and gradient in one kernel of ours."""
 
 
 class DeferredLogits(torch.Tensor):
@@ -73,6 +79,8 @@ class DeferredLogits(torch.Tensor):
     head: Head
     functions: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
     whole: torch.Tensor | None
+    only_cast: bool
+    """Whether the functions do no more than cast."""
 
     @staticmethod
     def __new__(
@@ -81,6 +89,7 @@ class DeferredLogits(torch.Tensor):
         head: Head,
         functions: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (),
         dtype: torch.dtype | None = None,
+        only_cast: bool = True,
     ) -> DeferredLogits:
         """`dtype` is that after the functions."""
         shape = (*hidden.shape[:-1], len(head.weight))
@@ -89,6 +98,7 @@ class DeferredLogits(torch.Tensor):
             cls, shape, dtype=dtype or head.dtype, device=hidden.device, requires_grad=True
         )
         new.hidden, new.head, new.functions, new.whole = hidden, head, functions, None
+        new.only_cast = only_cast
         return new
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -135,11 +145,13 @@ class DeferredLogits(torch.Tensor):
             ]
             dtype = CASTS.get(name) or functools.reduce(torch.promote_types, operand_dtypes, self.dtype)
             after = functools.partial(_call, function, tuple(operands), keywords)
-            return DeferredLogits(self.hidden, self.head, (*self.functions, after), *(dtypes or [dtype]))
+            only_cast = self.only_cast and name in CASTING
+            dtype = (dtypes or [dtype])[0]
+            return DeferredLogits(self.hidden, self.head, (*self.functions, after), dtype, only_cast)
         return None
 
     def _with(self, hidden: torch.Tensor) -> DeferredLogits:
-        return DeferredLogits(hidden, self.head, self.functions, self.dtype)
+        return DeferredLogits(hidden, self.head, self.functions, self.dtype, self.only_cast)
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """What the model makes of the head's output."""
@@ -148,7 +160,7 @@ class DeferredLogits(torch.Tensor):
     def compute(self) -> torch.Tensor:
         """All logits, which are kept."""
         if self.whole is None:
-            weight, bias, _, dtype = self.head
+            (weight, bias), dtype = self.head[:2], self.head.dtype
             offset = None if bias is None else bias.to(dtype)
             self.whole = self.scores(functional.linear(self.hidden.to(dtype), weight.to(dtype), offset))
         return self.whole
@@ -214,8 +226,9 @@ def _cross_entropy(
         return None
     if input.dim() != 2 or target.dim() != 1:
         return None
-    loss = Loss(reduction == "mean", ignore_index, label_smoothing, input.scores)
     head = input.head
+    by_kernel = head.by_kernel and input.only_cast and not label_smoothing
+    loss = Loss(reduction == "mean", ignore_index, label_smoothing, input.scores, by_kernel)
     value: torch.Tensor = ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         input.hidden, head.weight, head.bias, target, loss, head.tokens, head.dtype
     )
@@ -240,14 +253,16 @@ def defer_logits(model: Any, wish: LogitsWish | None) -> None:
             f"torch.nn.Linear that no adapter changes, and it has {kind}. Choose "
             f"{roster.plain(Slot.HEAD).name!r}."
         )
-    head.__dict__["forward"] = _deferring(head, head.forward, wish.tokens_at_once(head.out_features))
+    head.__dict__["forward"] = _deferring(head, head.forward, wish)
 
 
-def _deferring(head: torch.nn.Linear, forward: Callable[..., Any], tokens: int) -> Callable[..., Any]:
+def _deferring(head: torch.nn.Linear, forward: Callable[..., Any], wish: LogitsWish) -> Callable[..., Any]:
     def plain_or_deferred(input: torch.Tensor) -> torch.Tensor:
         if not head.training or not torch.is_grad_enabled():
             return forward(input)  # type: ignore[no-any-return]
-        return DeferredLogits(input, Head(head.weight, head.bias, tokens, _product_dtype(input)))
+        dtype, by_kernel = _product_dtype(input), hasattr(head, LOSS_KERNEL)
+        tokens = wish.tokens_at_once(head.out_features, dtype.itemsize if by_kernel else 4)
+        return DeferredLogits(input, Head(head.weight, head.bias, tokens, dtype, by_kernel))
 
     plain_or_deferred.plain_forward = forward  # type: ignore[attr-defined]
     return plain_or_deferred

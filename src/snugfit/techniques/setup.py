@@ -159,9 +159,10 @@ class LogitsWish:
     tokens: int | None = None
     """So many at a time; None cuts by `LOGITS_BYTES`."""
 
-    def tokens_at_once(self, vocabulary: int) -> int:
-        """Tokens of a chunk: by default the largest power of two whose logits stay within `LOGITS_BYTES`."""
-        return self.tokens or 1 << max(0, (LOGITS_BYTES // (4 * vocabulary)).bit_length() - 1)
+    def tokens_at_once(self, vocabulary: int, itemsize: int = 4) -> int:
+        """Tokens of a chunk: by default the largest power of two whose logits, of so many bytes each, stay
+        within `LOGITS_BYTES`."""
+        return self.tokens or 1 << max(0, (LOGITS_BYTES // (itemsize * vocabulary)).bit_length() - 1)
 
 
 WITH_GRAPHS = ("reduce-overhead", "max-autotune")

@@ -118,7 +118,8 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     """What the kernel of this operator costs; None for views and for operators that run no kernel."""
     if func.is_view or func._schema.name in _NO_KERNEL:
         return None
-    inputs = list(tensors_in((args, tuple(value for name, value in kwargs.items() if name != "out"))))
+    only_written = _only_written(func)
+    inputs = list(tensors_in((args, tuple(kwargs[name] for name in kwargs if name not in only_written))))
     outputs = list(tensors_in(out))
     if not any(tensor.device.type == "meta" for tensor in (*inputs, *outputs)):
         return None
@@ -239,6 +240,14 @@ def _tensors_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         for at, name in _arguments_written(func)
         if at < len(args) or name in kwargs
     ]
+
+
+@functools.cache
+def _only_written(func: Any) -> frozenset[str]:
+    """Arguments, by name alone, that hold a result and nothing before: `out`, and those of our kernels."""
+    schema = func._schema.arguments
+    written = {schema[at].name for at, _ in _arguments_written(func) if schema[at].kwarg_only}
+    return frozenset(written | {"out"})
 
 
 @functools.cache

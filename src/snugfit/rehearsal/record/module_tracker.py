@@ -12,8 +12,9 @@ rehearsal those pairs are counted. Of selective checkpointing's layers each oper
 mode, in Python, and is counted there: those that are handed their result never reach the recorder.
 
 An autograd Function that a library writes in Python, as Liger and bitsandbytes do, costs the host time beside
-what it launches, forward and backward, and is counted when it begins. Torch's own and ours are not: what they
-cost is in other constants, or they stand for a part of torch that is no Function on a GPU.
+what it launches, forward and backward, and is counted when it begins; so are those of our own kernels.
+Torch's own and others of ours are not: what they cost is in other constants, or they stand for a part of
+torch that is no Function on a GPU.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ import torch
 
 Hook = Callable[[Any], Any]
 
-_NO_LIBRARY = ("torch.", "snugfit.")
-"""Where autograd Functions stand that are not counted."""
+_NO_LIBRARY, _OUR_KERNELS = ("torch.", "snugfit."), "snugfit.kernels."
+"""Where autograd Functions stand that are not counted, and which of these are counted all the same."""
 
 
 class ModuleTracker:
@@ -145,11 +146,11 @@ class ModuleTracker:
         backward: Callable[..., Any] = BackwardCFunction.apply
 
         def apply(kind: type[Function], *arguments: Any, **keywords: Any) -> Any:
-            self.functions += not kind.__module__.startswith(_NO_LIBRARY)
+            self.functions += _is_counted(kind)
             return forward(kind, *arguments, **keywords)
 
         def apply_backward(node: Any, *gradients: Any) -> Any:
-            self.functions += not node._forward_cls.__module__.startswith(_NO_LIBRARY)
+            self.functions += _is_counted(node._forward_cls)
             return backward(node, *gradients)
 
         with (
@@ -157,3 +158,8 @@ class ModuleTracker:
             patch.object(BackwardCFunction, "apply", apply_backward),
         ):
             yield
+
+
+def _is_counted(function: type[Any]) -> bool:
+    where = function.__module__
+    return where.startswith(_OUR_KERNELS) or not where.startswith(_NO_LIBRARY)

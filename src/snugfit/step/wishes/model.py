@@ -7,6 +7,7 @@ when changed later. A user's model stands already, and is changed by its own swi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from snugfit.errors import RecipeError
@@ -204,16 +205,20 @@ class KernelsHandler(Handler):
     wish, slot = "kernels", Slot.KERNELS
 
     def import_code(self, value: Call | None) -> None:
-        """Liger is imported, with Triton, before anything is timed or overridden."""
+        """Liger is imported, with Triton, or our operators, before anything is timed or overridden."""
         if value is not None:
-            from snugfit.step.wishes.liger import import_liger
-
-            import_liger()
+            import_module(value.path.partition(":")[0]).import_code()
 
     def wrap(self, value: Call | None, model: Any) -> None:
         """The wished function changes the model's modules."""
         if value is not None:
             value.run(model)
+
+    def around_rehearsal(self, value: Call | None, *, on_gpu: bool) -> Context | None:
+        """On a CPU our operations are plain torch."""
+        from snugfit.kernels.operators import rehearsed_on_the_cpu
+
+        return None if value is None or on_gpu else rehearsed_on_the_cpu
 
     def change(self, value: Call | None, live: LiveTraining) -> Iterator[str]:
         """As when it is built."""
@@ -223,7 +228,11 @@ class KernelsHandler(Handler):
 
     def script(self, value: Call | None, context: ScriptContext) -> dict[str, Any]:
         """As a call of the function that the Trainer calls, which is told of it in its arguments."""
-        if value is None or context.trainer:
+        if value is None:
+            return {}
+        if not value.path.endswith(":use_liger"):
+            raise context.refusal(self.slot, "its kernels are snugfit's own code")
+        if context.trainer:
             return {}
         options = "".join(f", {name}={given}" for name, given in value.arguments.items())
         return {

@@ -66,7 +66,6 @@ class Captured(Technique):
         for slot, wish in (
             (Slot.CHECKPOINTING, "checkpoint"),
             (Slot.ACTIVATION_OFFLOAD, "activation_offload"),
-            (Slot.HEAD, "logits"),
         ):
             if getattr(recipe[slot].install(Setup()), wish) is not None:
                 yield f"{recipe[slot]} was not tried in a step that is recorded. Leave one of them out."

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _FILES = "transformers.models."
 
 
-def import_liger() -> None:
+def import_code() -> None:
     """Imports Liger, and peft before it, for which it looks. What other devices' kernels lack is not logged:
     Liger looks for them when a kernel is first used."""
     import_peft()
@@ -38,7 +38,7 @@ def import_liger() -> None:
 def use_liger(model: torch.nn.Module, **parts: bool) -> None:
     """Has Liger's kernels run in this model's modules; `parts` are those that shall or shall not run where
     Liger's default is another. Raises `RecipeError` for a model that Liger does not cover, or fails on."""
-    import_liger()
+    import_code()
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     wrapped: Any = model

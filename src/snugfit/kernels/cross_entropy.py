@@ -1,0 +1,46 @@
+"""Cross-entropy of logits in one kernel, which writes their gradient in their place.
+
+In plain torch logits of 16 bits are cast to 32, their softmax is kept, and its gradient and that of the cast
+follow: six tensors of their size, all in 32 bits but two. Here a program goes over a token's logits twice,
+once for the sum of their exponentials and once for the gradient, and writes one number of loss.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from snugfit.kernels.operators import define
+
+LOSS_KERNEL = "loss_kernel"
+"""The attribute of a head whose loss in chunks uses the kernel."""
+
+_CROSS_ENTROPY_GRADIENT = define(
+    "cross_entropy_gradient(Tensor(a!) logits, Tensor labels, Tensor share, int ignore_index, *, Tensor(b!) "
+    "losses) -> ()",
+    "cross_entropy",
+)
+
+
+def write_gradient(
+    logits: torch.Tensor, labels: torch.Tensor, share: torch.Tensor, ignore_index: int
+) -> torch.Tensor:
+    """The loss of each token (T,) in 32 bits; logits (T, V) become the gradient of `share` times the sum of
+    the losses. Tokens with the ignored label have none of both."""
+    losses = logits.new_empty(len(logits), dtype=torch.float32)
+    _CROSS_ENTROPY_GRADIENT(logits, labels, share, ignore_index, losses=losses)
+    return losses
+
+
+def reference(
+    logits: torch.Tensor, labels: torch.Tensor, share: torch.Tensor, ignore_index: int
+) -> torch.Tensor:
+    """The same in plain torch."""
+    with torch.enable_grad():
+        leaf = logits.detach().clone().requires_grad_()
+        losses = functional.cross_entropy(
+            leaf.to(torch.float32), labels, ignore_index=ignore_index, reduction="none"
+        )
+        summed = losses.sum()
+    logits.copy_(torch.autograd.grad(summed, leaf, share.to(summed.dtype))[0])
+    return losses.detach()

@@ -1,0 +1,62 @@
+"""Which elements dropout keeps: Philox in counter mode, in plain torch, bit for bit what the programs draw.
+
+An element's fate follows from a seed, the number of the call site in the model, its row and its column. So a
+backward pass draws the mask of its forward pass again, and nothing is kept. A draw of Philox has 128 bits,
+which decide for eight neighbours in a row, 16 bits each; a probability is rounded to 1/65,536 (0.1 to
+0.100006), and what is kept is scaled by the rounded one.
+"""
+
+from __future__ import annotations
+
+import torch
+
+LEVELS = 1 << 16
+"""How finely a probability is told apart."""
+
+GROUP = 8
+"""Neighbours in a row that one draw decides for."""
+
+_ROUNDS = 10
+_FACTORS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_MASK = 0xFFFFFFFF
+
+
+def threshold(probability: float) -> int:
+    """Of 65,536 equally likely numbers, how many drop an element; 0 to 65,535."""
+    return min(round(probability * LEVELS), LEVELS - 1)
+
+
+def scale(drops: int) -> float:
+    """What is kept is multiplied by this, where so many numbers drop an element."""
+    return LEVELS / (LEVELS - drops)
+
+
+def keep_mask(seed: torch.Tensor, site: int, rows: int, columns: int, drops: int) -> torch.Tensor:
+    """Which elements stay: (rows, columns), bool, on the seed's device. `seed` is one int64."""
+    groups = -(-columns // GROUP)
+    counters = torch.arange(rows * groups, device=seed.device)
+    words = _philox(seed, counters, site)
+    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
+    numbers = torch.stack(halves, dim=-1).view(rows, groups * GROUP)[:, :columns]
+    return numbers >= drops
+
+
+def _philox(seed: torch.Tensor, counters: torch.Tensor, site: int) -> tuple[torch.Tensor, ...]:
+    """Four words of 32 bits for each counter, as int64 (Salmon et al., SC 2011, Philox-4x32-10)."""
+    low, high = seed & _MASK, (seed >> 32) & _MASK
+    first, second = counters & _MASK, torch.full_like(counters, site)
+    third, fourth = torch.zeros_like(counters), torch.zeros_like(counters)
+    for _ in range(_ROUNDS):
+        upper_third, lower_third = _product(third, _FACTORS[1])
+        upper_first, lower_first = _product(first, _FACTORS[0])
+        first, third = upper_third ^ second ^ low, upper_first ^ fourth ^ high
+        second, fourth = lower_third, lower_first
+        low, high = (low + _KEY_STEPS[0]) & _MASK, (high + _KEY_STEPS[1]) & _MASK
+    return first, second, third, fourth
+
+
+def _product(words: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The upper and the lower 32 bits of products of numbers of 32 bits, which int64 cannot hold."""
+    lower, upper = words * (factor & 0xFFFF), words * (factor >> 16)
+    return (upper + (lower >> 16)) >> 16, ((upper << 16) + lower) & _MASK

@@ -1,0 +1,59 @@
+"""Cross-entropy in Triton: a program goes over the logits of a token in blocks, twice."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 8192
+"""Logits that a program reads at a time, at most (chosen)."""
+
+
+@triton.jit(do_not_specialize=("ignore_index",))  # type: ignore[untyped-decorator]
+def write_row(  # type: ignore[no-untyped-def]
+    logits, labels, share, losses, ignore_index, columns, stride, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Writes a token's loss, and its gradient in the place of its logits. The largest logit and the sum of
+    exponentials are each lane's own until the end of the first pass."""
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    counts = label != ignore_index
+    own = tl.load(logits + row * stride + tl.where(counts, label, 0)).to(tl.float32)
+    lane = tl.arange(0, BLOCK)
+    largest = tl.full((BLOCK,), -1.0e38, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, columns, BLOCK):
+        inside = start + lane < columns
+        value = tl.load(logits + row * stride + start + lane, mask=inside, other=-1.0e38).to(tl.float32)
+        higher = tl.maximum(largest, value)
+        total = total * tl.exp(largest - higher) + tl.where(inside, tl.exp(value - higher), 0.0)
+        largest = higher
+    top = tl.max(largest, 0)
+    whole = tl.sum(total * tl.exp(largest - top), 0)
+    tl.store(losses + row, tl.where(counts, top + tl.log(whole) - own, 0.0))
+    factor = tl.where(counts, tl.load(share), 0.0).to(tl.float32)
+    for start in range(0, columns, BLOCK):
+        column = start + lane
+        inside = column < columns
+        value = tl.load(logits + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+        slope = tl.exp(value - top) / whole - tl.where(column == label, 1.0, 0.0)
+        slope = tl.where(counts, slope * factor, 0.0)
+        tl.store(logits + row * stride + column, slope.to(logits.dtype.element_ty), mask=inside)
+
+
+def cross_entropy_gradient(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    share: torch.Tensor,
+    ignore_index: int,
+    *,
+    losses: torch.Tensor,
+) -> None:
+    """Runs it over logits (T, V), whose rows have no gaps in them."""
+    rows, columns = logits.shape
+    block = min(BLOCK, triton.next_power_of_2(columns))
+    write_row[(rows,)](
+        logits, labels, share, losses, ignore_index, columns, logits.stride(0), BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+    )  # fmt: skip

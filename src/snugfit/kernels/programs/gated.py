@@ -1,0 +1,90 @@
+"""The gated activation in Triton: act(gate) * up, and its gradients, over halves of rows of one product."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 2048
+"""Elements of a row that one program goes over."""
+
+WARPS = 8
+
+
+@triton.jit
+def sigmoid(value):  # type: ignore[no-untyped-def]
+    """1 / (1 + exp(-value)), which neither end overflows."""
+    return 1.0 / (1.0 + tl.exp(-value))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def activate(gate, TANH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """SiLU, or with `TANH` GELU by its approximation with a tanh; and the slope of it at the gate."""
+    if TANH:
+        # 0.5 * (1 + tanh(x)) is sigmoid(2 * x)
+        inner = 1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)
+        share = sigmoid(inner)
+        steep = 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
+    else:
+        share = sigmoid(gate)
+        steep = 1.0
+    value = gate * share
+    slope = share + value * (1.0 - share) * steep
+    return value, slope
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def gate_row(product, out, columns, TANH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of rows (2 * columns), gate and up, writes act(gate) * up (columns)."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < columns
+    begin = 2 * row * columns
+    read = tl.load(product + begin + at, mask=mask, other=0.0)
+    up = tl.load(product + begin + columns + at, mask=mask, other=0.0).to(tl.float32)
+    value, _ = activate(read.to(tl.float32), TANH)
+    value = value.to(read.dtype).to(tl.float32) * up
+    tl.store(out + row * columns + at, value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def gate_row_backward(  # type: ignore[no-untyped-def]
+    product, of_out, columns, TANH: tl.constexpr, AGAIN: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Writes the gradients of gate and up in their place; and with `AGAIN` what the forward pass gave in that
+    of its gradient."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < columns
+    begin = 2 * row * columns
+    read = tl.load(product + begin + at, mask=mask, other=0.0)
+    up = tl.load(product + begin + columns + at, mask=mask, other=0.0).to(tl.float32)
+    given = tl.load(of_out + row * columns + at, mask=mask, other=0.0).to(tl.float32)
+    value, slope = activate(read.to(tl.float32), TANH)
+    tl.store(product + begin + at, (given * up * slope).to(product.dtype.element_ty), mask=mask)
+    tl.store(product + begin + columns + at, (given * value).to(product.dtype.element_ty), mask=mask)
+    if AGAIN:
+        value = value.to(read.dtype).to(tl.float32) * up
+        tl.store(of_out + row * columns + at, value.to(of_out.dtype.element_ty), mask=mask)
+
+
+def gate(product: torch.Tensor, tanh: bool, *, out: torch.Tensor) -> None:
+    """Runs the forward kernel over a product (T, 2 * I)."""
+    rows, columns = out.shape
+    gate_row[(rows, triton.cdiv(columns, BLOCK))](
+        product, out, columns, TANH=tanh, BLOCK=block_of(columns), num_warps=WARPS
+    )
+
+
+def gate_backward(product: torch.Tensor, of_out: torch.Tensor, tanh: bool, again: bool) -> None:
+    """Runs the backward kernel, in place."""
+    rows, columns = of_out.shape
+    gate_row_backward[(rows, triton.cdiv(columns, BLOCK))](
+        product, of_out, columns, TANH=tanh, AGAIN=again, BLOCK=block_of(columns), num_warps=WARPS
+    )
+
+
+def block_of(columns: int) -> int:
+    """Elements to a program: a whole row, where it is short."""
+    return min(BLOCK, int(triton.next_power_of_2(columns)))

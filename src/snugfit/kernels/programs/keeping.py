@@ -1,0 +1,22 @@
+"""Which elements dropout keeps, for programs: what `philox.keep_mask` draws in plain torch."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def keep_tile(seed, site, rows, columns, drops, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BEGIN):  # type: ignore[no-untyped-def]
+    """Which elements of a tile stay, (ROWS, COLUMNS): of these `rows` (ROWS), from the column BEGIN on, which
+    is a multiple of 8; `columns` is how many a row has, `seed` an address. A row has a draw for each 8 of
+    them."""
+    GROUPS: tl.constexpr = COLUMNS // 8
+    groups = BEGIN // 8 + tl.arange(0, GROUPS)
+    counters = rows[:, None] * ((columns + 7) // 8) + groups[None, :]
+    zeros = counters * 0
+    first, second, third, fourth = tl.philox(tl.load(seed), counters, zeros + site, zeros, zeros)
+    even = tl.join(tl.join(first & 0xFFFF, third & 0xFFFF), tl.join(second & 0xFFFF, fourth & 0xFFFF))
+    odd = tl.join(tl.join(first >> 16, third >> 16), tl.join(second >> 16, fourth >> 16))
+    numbers = tl.reshape(tl.join(even, odd), (ROWS, COLUMNS))
+    return numbers.to(tl.int32) >= drops

@@ -1,0 +1,161 @@
+"""RMSNorm in Triton, with the addition before it: one row a program, which goes over memory once.
+
+Backward a program takes every so-manyth row and keeps the sum of the scale's gradient in registers, so that
+of the sums of all rows only `PROGRAMS` rows are written.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def norm_row(  # type: ignore[no-untyped-def]
+    branch, residual, scale, stream, normed, roots, columns, eps,
+    ADDS: tl.constexpr, AGAIN: tl.constexpr, FROM_ONE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes a row of the stream (where `ADDS`), of its norm, and the inverse root of its mean square, which
+    with `AGAIN` is known."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    mask = at < columns
+    begin = row * columns
+    given = tl.load(branch + begin + at, mask=mask, other=0.0)
+    value = given.to(tl.float32)
+    if ADDS:
+        value += tl.load(residual + begin + at, mask=mask, other=0.0).to(tl.float32)
+        rounded = value.to(stream.dtype.element_ty)
+        tl.store(stream + begin + at, rounded, mask=mask)
+        value = rounded.to(tl.float32)
+    if AGAIN:
+        root = tl.load(roots + row)
+    else:
+        root = 1.0 / tl.sqrt_rn(tl.sum(value * value, 0) / columns + eps)
+        tl.store(roots + row, root)
+    factor = tl.load(scale + at, mask=mask, other=0.0).to(tl.float32)
+    value = value * root
+    if FROM_ONE:
+        value = value * (1.0 + factor)
+    elif ADDS:
+        value = value.to(stream.dtype.element_ty).to(tl.float32) * factor
+    else:
+        value = value.to(branch.dtype.element_ty).to(tl.float32) * factor
+    tl.store(normed + begin + at, value.to(normed.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=("rows",))  # type: ignore[untyped-decorator]
+def norm_rows_backward(  # type: ignore[no-untyped-def]
+    of_normed, of_stream, stream, scale, roots, into, into_branch, sums, rows, columns,
+    ADDS: tl.constexpr, TWICE: tl.constexpr, SCALES: tl.constexpr, FROM_ONE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes the gradient of the rows' stream, which with `ADDS` has one of its own besides, with `TWICE` in
+    the branch's dtype too; and with `SCALES` a row of sums for the gradient of the scale."""
+    program = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    mask = at < columns
+    factor = tl.load(scale + at, mask=mask, other=0.0).to(tl.float32)
+    if FROM_ONE:
+        factor += 1.0
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    programs = tl.num_programs(0)
+    for index in range(tl.cdiv(rows - program, programs)):
+        row = (program + index * programs).to(tl.int64)
+        begin = row * columns
+        slope = tl.load(of_normed + begin + at, mask=mask, other=0.0).to(tl.float32)
+        value = tl.load(stream + begin + at, mask=mask, other=0.0).to(tl.float32)
+        root = tl.load(roots + row)
+        value = value * root
+        if SCALES:
+            total += slope * value
+        slope = slope * factor
+        share = tl.sum(slope * value, 0) / columns
+        slope = (slope - value * share) * root
+        if ADDS:
+            slope += tl.load(of_stream + begin + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(into + begin + at, slope.to(into.dtype.element_ty), mask=mask)
+        if TWICE:
+            tl.store(into_branch + begin + at, slope.to(into_branch.dtype.element_ty), mask=mask)
+    if SCALES:
+        tl.store(sums + program.to(tl.int64) * columns + at, total, mask=mask)
+
+
+def rms_norm(
+    stream: torch.Tensor,
+    scale: torch.Tensor,
+    eps: float,
+    from_one: bool,
+    *,
+    normed: torch.Tensor,
+    roots: torch.Tensor,
+) -> None:
+    """Norms rows (T, H) that lie without gaps."""
+    rows, columns = stream.shape
+    block = triton.next_power_of_2(columns)
+    norm_row[(rows,)](
+        stream, stream, scale, stream, normed, roots, columns, eps, ADDS=False, AGAIN=False,
+        FROM_ONE=from_one, BLOCK=block, num_warps=warps_of(block),
+    )  # fmt: skip
+
+
+def rms_norm_again(
+    stream: torch.Tensor, scale: torch.Tensor, roots: torch.Tensor, from_one: bool, *, normed: torch.Tensor
+) -> None:
+    """Norms rows (T, H) whose roots are known."""
+    rows, columns = stream.shape
+    block = triton.next_power_of_2(columns)
+    norm_row[(rows,)](
+        stream, stream, scale, stream, normed, roots, columns, 0.0, ADDS=False, AGAIN=True, FROM_ONE=from_one,
+        BLOCK=block, num_warps=warps_of(block),
+    )  # fmt: skip
+
+
+def add_rms_norm(
+    branch: torch.Tensor,
+    residual: torch.Tensor,
+    scale: torch.Tensor,
+    eps: float,
+    from_one: bool,
+    *,
+    stream: torch.Tensor,
+    normed: torch.Tensor,
+    roots: torch.Tensor,
+) -> None:
+    """Adds rows (T, H), which lie without gaps, and norms the sums."""
+    rows, columns = branch.shape
+    block = triton.next_power_of_2(columns)
+    norm_row[(rows,)](
+        branch, residual, scale, stream, normed, roots, columns, eps, ADDS=True, AGAIN=False,
+        FROM_ONE=from_one, BLOCK=block, num_warps=warps_of(block),
+    )  # fmt: skip
+
+
+def rms_norm_backward(
+    of_normed: torch.Tensor,
+    of_stream: torch.Tensor | None,
+    stream: torch.Tensor,
+    scale: torch.Tensor,
+    roots: torch.Tensor,
+    from_one: bool,
+    *,
+    into: torch.Tensor,
+    into_branch: torch.Tensor | None,
+    sums: torch.Tensor | None,
+    programs: int,
+) -> None:
+    """Runs the backward kernel in so many programs, each of which writes a row of `sums`, where those are."""
+    rows, columns = stream.shape
+    block = triton.next_power_of_2(columns)
+    norm_rows_backward[(programs,)](
+        of_normed, stream if of_stream is None else of_stream, stream, scale, roots, into,
+        into if into_branch is None else into_branch, roots if sums is None else sums, rows, columns,
+        ADDS=of_stream is not None, TWICE=into_branch is not None, SCALES=sums is not None, FROM_ONE=from_one,
+        BLOCK=block, num_warps=warps_of(block),
+    )  # fmt: skip
+
+
+def warps_of(block: int) -> int:
+    """Warps for a row: some eight elements for each thread, of 32 a warp."""
+    return min(max(block // 256, 1), 16)

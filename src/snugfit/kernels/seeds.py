@@ -1,0 +1,69 @@
+"""The seeds of a model's dropout: one for each forward pass, drawn by torch's own generator on the device.
+
+A draw on the device, so that a captured step draws anew in each replay, and by torch's generator, so that
+what keeps and restores that keeps dropout too. The seed travels with the residual stream: an operation that
+was given one keeps it at its node of autograd's graph (`CARRIED`), and the next one finds it there. So a
+layer that is recomputed finds the seed of its own forward pass, whatever passes began since: checkpoints give
+it its inputs with the nodes that made them.
+
+Where nothing was carried (the first layer of some models), the pass's seed is taken, and by a layer that is
+recomputed one of its own, which it draws again when recomputation restores the generator.
+"""
+
+from __future__ import annotations
+
+import torch
+
+HIGHEST = 1 << 62
+"""Seeds are below it (chosen: half of what int64 holds)."""
+
+CARRIED = "dropout_seed"
+"""The attribute of a node of autograd's graph that holds the seed of its pass."""
+
+
+class Seeds:
+    """Gives out seeds to the call sites of one model."""
+
+    def __init__(self) -> None:
+        self._of_pass: torch.Tensor | None = None
+
+    def begin(self) -> None:
+        """A forward pass begins."""
+        self._of_pass = None
+
+    def draw(self, stream: torch.Tensor) -> torch.Tensor:
+        """The seed of a call site whose residual stream this is: one int64 on its device."""
+        device, checkpoint = stream.device, checkpoint_around()
+        if checkpoint is REENTRANT:
+            return _draw(device)  # nothing is carried there, forward or again
+        carried: torch.Tensor | None = getattr(stream.grad_fn, CARRIED, None)
+        if carried is not None:
+            return carried
+        if checkpoint:
+            return _draw(device)
+        if self._of_pass is None or self._of_pass.device != device:
+            self._of_pass = _draw(device)
+        return self._of_pass
+
+
+def _draw(device: torch.device) -> torch.Tensor:
+    return torch.randint(HIGHEST, (1,), dtype=torch.int64, device=device)
+
+
+HOOKS, REENTRANT = "hooks", "reentrant"
+
+
+def checkpoint_around() -> str:
+    """Which of torch's checkpoints stands around what runs now, for the first time or again: one that takes
+    what is kept by hooks (`torch/utils/checkpoint.py`); the reentrant one, which runs without gradients first
+    and within the backward pass again; or none, an empty word. Where torch does not tell, hooks may stand
+    there."""
+    if not torch.is_grad_enabled():
+        return REENTRANT
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if top is None:
+        return HOOKS
+    hooks = top(True)
+    if hooks is not None and hooks[0].__qualname__.startswith(("_checkpoint_hook", "_recomputation_hook")):
+        return HOOKS
+    return REENTRANT if torch._C._current_graph_task_id() != -1 else ""

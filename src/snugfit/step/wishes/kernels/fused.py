@@ -1,0 +1,52 @@
+"""snugfit's own kernels in the place of a model's code, for the families that a patcher knows.
+
+A patcher (`encoders.py`) looks through a model's modules for classes of transformers that it knows by name,
+and gives those instances another forward pass over the same parameters. So a state dict keeps its names and
+shapes, what is not known runs as it was written, and no other model of the process is changed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import RecipeError
+
+if TYPE_CHECKING:
+    import torch
+
+PATCHERS = ("encoders", "decoders")
+"""Files beside this one. Each has `fuse(model)`, which changes what it knows in place and gives the classes
+that it changed, by name, once each."""
+
+
+def import_code() -> None:
+    """Imports the patchers and with them the operators, before anything is timed or overridden. Triton is
+    imported when the first kernel is launched."""
+    for name in PATCHERS:
+        _patcher(name)
+
+
+def use_fused(model: torch.nn.Module) -> None:
+    """Has our kernels run in this model's modules. Raises `RecipeError` for a model of which nothing is
+    known. A loss in chunks, which the model may get besides, knows by a mark of its head that it has a
+    kernel."""
+    from snugfit.kernels.cross_entropy import LOSS_KERNEL
+
+    changed = [name for patcher in PATCHERS for name in _patcher(patcher)(model)]
+    if not changed:
+        raise RecipeError(
+            f"fused has no kernels for {type(model).__name__}: it knows none of its modules. Try "
+            "'torch_kernels'."
+        )
+    find_head: Any = getattr(model, "get_output_embeddings", None)
+    head = find_head() if find_head else None
+    if head is not None:
+        setattr(head, LOSS_KERNEL, True)
+
+
+def _patcher(name: str) -> Callable[[torch.nn.Module], list[str]]:
+    module = importlib.import_module(f"{__package__}.{name}")
+    fuse: Callable[[torch.nn.Module], list[str]] = module.fuse
+    return fuse

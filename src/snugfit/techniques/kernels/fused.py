@@ -1,0 +1,99 @@
+"""snugfit's own kernels: what stands between a layer's products, in one kernel each, forward and backward.
+
+Dropout, residual and norm are one kernel, bias and GELU another. Masks of dropout are not kept but drawn
+again in the backward pass, from a seed that each forward pass draws by torch's own generator, so a run is
+resumed bit for bit. The products of queries, keys and values are one. Weights stay the model's own, under
+their own names. What is between the products stays in the dtype of the products: under autocast a norm gives
+bfloat16, with its statistics in fp32, where torch's gives fp32.
+
+Of decoders, the addition of a branch and the norm behind it are one kernel, and so is the rotation of
+queries and keys, in place in the product that has them, and the gated activation. The stream of tokens stays
+in 32 bits where autocast leaves it there. Layers keep the stream, queries, keys and values, and the product
+of gate and up: what was normed and what the last product takes are made again. Beside `chunked_loss` a kernel
+writes the gradient of logits in their place. A layer that an adapter changed keeps its own code.
+
+Dropout draws other numbers than torch's does. Attention is torch's own: `sdpa`, which takes its fast kernels
+where a batch comes without a mask, or `padding_free`. A padded batch of an encoder in 16 bits gets the
+kernels for sequences of several lengths, and no mask is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from snugfit.techniques import roster
+from snugfit.techniques.counterpart import Counterpart
+from snugfit.techniques.setup import PADDING_FREE, Call, Setup
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+ENCODERS = ("bert", "distilbert", "electra", "gpt2", "roberta", "vit")
+"""Model types of transformers that `step/wishes/kernels/encoders.py` knows."""
+
+DECODERS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text")
+"""Those that `step/wishes/kernels/decoders.py` knows."""
+
+KNOWN = (*ENCODERS, *DECODERS)
+"""All model types that some patcher knows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fused(Technique):
+    """Runs snugfit's Triton kernels for norms, activations and dropout, and attention's products as one."""
+
+    fidelity: ClassVar = Fidelity.ROUNDS
+    needs: ClassVar = ("triton>=3.0",)
+    extra: ClassVar = "compile"
+    source: ClassVar = (
+        "the fusions of Ivanov et al., arXiv 2007.00072; dropout as in Tillet et al.'s Triton tutorials; "
+        "Philox: Salmon et al., SC 2011"
+    )
+    counterparts: ClassVar[tuple[Counterpart, ...]] = ()
+
+    def install(self, setup: Setup) -> Setup:
+        """Has our kernels take the place of code of the model's modules."""
+        return replace(setup, kernels=Call(path="snugfit.step.wishes.kernels.fused:use_fused"))
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """The model must be known, its attention torch's, and nothing else change its code."""
+        if why := _why_not_covered(job):
+            yield f"{why} Try 'torch_kernels'."
+        if not job.trains:
+            yield "its kernels are those of training. Try 'torch_kernels'."
+        if recipe[Slot.ENGINE].install(Setup()).compile is not None:
+            yield f"{recipe[Slot.ENGINE]} compiles what it would replace, and was not tried with it."
+        if recipe[Slot.ATTENTION].install(Setup()).attention not in ("sdpa", PADDING_FREE):
+            yield f"it wants torch's attention, and {recipe[Slot.ATTENTION]} is another. Take 'sdpa'."
+        if any(recipe[slot] != roster.plain(slot) for slot in roster.slots_of_several_gpus()):
+            yield "several processes do not share weights that lie side by side. Try 'torch_kernels'."
+        if recipe[Slot.ADAPTERS].install(Setup()).quantize is not None:
+            yield f"{recipe[Slot.ADAPTERS]} quantizes weights that its products read. Try 'torch_kernels'."
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """As it stands, for models that it knows."""
+        if not _why_not_covered(job):
+            yield cls()
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """What it does not cover."""
+        return _why_not_covered(job)
+
+
+def _why_not_covered(job: Job) -> str:
+    """Why it does nothing for this job's model; empty where it does."""
+    module = job.model.module
+    if module is None:
+        model_type = str(job.model.config.get("model_type"))
+        known = model_type in KNOWN
+    else:
+        model_type = type(module).__name__
+        files = {type(one).__module__ for one in module.modules()}
+        names = {name.removesuffix("_text") for name in KNOWN}  # of files, which have other modules besides
+        known = any(f"transformers.models.{name}.modeling_{name}" in files for name in names)
+    return "" if known else f"fused has no kernels for {model_type}. It covers {', '.join(KNOWN)}."

@@ -1,0 +1,153 @@
+"""The technique `fused`: what it goes with, what a rehearsal allocates and launches, and its kernels."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from small_models import small_job
+from snugfit.errors import RecipeError
+from snugfit.exchange.export import export
+from snugfit.planning.search.space import space_of
+from snugfit.rehearsal.device.policy import CudaPolicy
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.trace.trace import TRITON, Trace
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Slot
+from third_step import hold_third_step
+
+LAYERS = 3
+
+
+def trace_of(recipe: str, family: str = "bert") -> Trace:
+    return rehearse(small_job(family, LAYERS), Recipe.parse(recipe).setup(), CudaPolicy())
+
+
+def launches(trace: Trace) -> Counter[tuple[str, str]]:
+    """How often each of our kernels is launched, by name and phase."""
+    return Counter(
+        (kernel.operator.removeprefix(TRITON), kernel.phase)
+        for kernel in trace.kernels
+        if kernel.operator.startswith(TRITON)
+    )
+
+
+# ---- what it goes with -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe", "says"),
+    [
+        ("t5", "fused", r"no kernels for t5\. It covers bert, .*vit.*'torch_kernels'"),
+        ("bert", "fused + compiled", r"compiled.* compiles what it would replace"),
+        ("bert", "fused + eager", r"wants torch's attention, and eager is another"),
+        ("bert", "fused + qlora", r"qlora.* quantizes weights"),
+        ("bert", "fused + fsdp", "several processes do not share"),
+    ],
+)
+def test_what_it_does_not_go_with_is_said(family: str, recipe: str, says: str) -> None:
+    with pytest.raises(RecipeError, match=says):
+        Recipe.parse(recipe).check(small_job(family, 2), installed=False)
+
+
+def test_plans_may_take_it_for_models_that_it_knows() -> None:
+    offered = [
+        {str(one) for one in space_of(small_job(family, 2)).offers(Slot.KERNELS)} for family in ("bert", "t5")
+    ]
+    assert ["fused" in names for names in offered] == [True, False]
+
+
+def test_no_script_has_it() -> None:
+    with pytest.raises(RecipeError, match="fused cannot be exported: its kernels are snugfit's own code"):
+        export(small_job("bert", 2), Recipe.parse("fused"), "torch")
+
+
+# ---- a rehearsal -----------------------------------------------------------------------------------------
+
+
+def test_every_kernel_that_should_run_is_launched() -> None:
+    norms = 2 * LAYERS + 1
+    assert launches(trace_of("bf16 + fused")) == {
+        ("add_norm_forward", "forward"): norms,
+        ("add_norm_backward", "backward"): norms,
+        ("bias_gelu_forward", "forward"): LAYERS,
+        ("bias_gelu_backward", "backward"): LAYERS,
+        ("column_sums", "backward"): norms + LAYERS,
+    }
+
+
+def test_layers_that_are_recomputed_launch_theirs_again() -> None:
+    for family in ("bert", "vit", "gpt2"):
+        kept, again = (
+            launches(trace_of(recipe, family)) for recipe in ("bf16 + fused", "bf16 + fused + every_layer")
+        )
+        assert again["bias_gelu_forward", "backward"] == LAYERS
+        assert kept["bias_gelu_forward", "backward"] == 0
+
+
+def test_bytes_are_those_of_what_a_kernel_reads_and_writes() -> None:
+    """The activation reads a product and a bias and writes as much as the product; its backward pass reads
+    two, and writes one and the partial sums of the bias."""
+    job, trace = small_job("bert", LAYERS), trace_of("bf16_pure + fused")
+    width = int(job.transformers_config().intermediate_size)
+    rows = job.batch_size * job.sequence_length
+    moved = {kernel.operator.removeprefix(TRITON): kernel.nbytes for kernel in trace.kernels}
+    assert moved["bias_gelu_forward"] == 2 * (2 * rows * width + width)
+    partials = -(-rows // 8)
+    assert moved["bias_gelu_backward"] == 2 * (3 * rows * width + width) + 4 * partials * width
+    assert 8 * rows in {block.nbytes for block in trace.blocks}, "means and deviations of a norm"
+
+
+def test_it_launches_less_and_keeps_less() -> None:
+    plain, fused = trace_of("bf16"), trace_of("bf16 + fused")
+    assert len(fused.kernels) < 0.7 * len(plain.kernels)
+    kept = [
+        sum(block.nbytes for block in trace.blocks if block.phase == "forward" and block.step == 2)
+        for trace in (plain, fused)
+    ]
+    assert kept[1] < 0.7 * kept[0]
+
+
+def test_padded_batches_have_no_mask_and_no_wait() -> None:
+    job = small_job("bert", LAYERS, batch_size=4, padding=0.25)
+    plain, fused = (
+        rehearse(job, Recipe.parse(recipe).setup(), CudaPolicy()) for recipe in ("bf16", "bf16 + fused")
+    )
+    attention = [kernel.operator for kernel in fused.kernels if "attention" in kernel.operator]
+    assert set(attention) == {"aten::_flash_attention_forward", "aten::_flash_attention_backward"}
+    assert fused.syncs == plain.syncs - 1
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    "recipe", ["fused", "bf16_master + adamw_fused + fused", "bf16 + every_layer + fused"]
+)
+@pytest.mark.parametrize("family", ["bert", "vit", "gpt2"])
+def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> None:
+    padding = {"padding": 0.25, "batch_size": 4} if family == "bert" else {}
+    hold_third_step(replace(small_job(family, 2, **padding), clip=1.0), Recipe.parse(recipe).setup())
+
+
+# ---- the kernels -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_kernels_do_what_their_references_do(device: str) -> None:
+    """In Triton's interpreter, and on a GPU."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    script = Path(__file__).with_name("fused_in_triton.py")
+    variables = os.environ | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
+    done = subprocess.run(
+        [sys.executable, script, device], env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "as the reference" in done.stdout
