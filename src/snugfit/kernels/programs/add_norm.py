@@ -19,6 +19,9 @@ from snugfit.kernels.programs.keeping import keep_tile
 if TYPE_CHECKING:
     import torch
 
+WARPS = 4
+"""Warps of 32 threads of a program of the backward kernel: with 8 it took twice as long (docs/log.md)."""
+
 FORWARD_TILE = 1024
 """Elements that a program of the forward kernel has at hand (chosen)."""
 
@@ -178,5 +181,5 @@ def add_norm_backward(
         dy, dtotal, total, statistics, weight, seed, dresidual, dx, partials,
         rows, columns, site, drops, scale(drops),
         SUM_SLOPE=dtotal is not None, DROPS=seed is not None, DROPS_LAST=drops_last,
-        SUMS=0 if partials is None else partials.size(0), ROWS=at_once, COLUMNS=_width(columns), num_warps=8,
+        SUMS=0 if partials is None else partials.size(0), ROWS=at_once, COLUMNS=_width(columns), num_warps=WARPS,
     )  # fmt: skip

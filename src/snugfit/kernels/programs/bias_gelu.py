@@ -12,8 +12,8 @@ from snugfit.kernels.bias_gelu import BLOCK_COLUMNS, BLOCK_ROWS
 if TYPE_CHECKING:
     import torch
 
-WARPS = 8
-"""Warps of 32 threads of one program (chosen)."""
+WARPS = 4
+"""Warps of 32 threads of one program: with 8 the backward kernel took twice as long (docs/log.md)."""
 
 
 @triton.jit
