@@ -181,5 +181,6 @@ def add_norm_backward(
         dy, dtotal, total, statistics, weight, seed, dresidual, dx, partials,
         rows, columns, site, drops, scale(drops),
         SUM_SLOPE=dtotal is not None, DROPS=seed is not None, DROPS_LAST=drops_last,
-        SUMS=0 if partials is None else partials.size(0), ROWS=at_once, COLUMNS=_width(columns), num_warps=WARPS,
+        SUMS=0 if partials is None else partials.size(0), ROWS=at_once, COLUMNS=_width(columns),
+        num_warps=WARPS,
     )  # fmt: skip
