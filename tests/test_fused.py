@@ -15,6 +15,8 @@ import torch
 from small_models import small_job
 from snugfit.errors import RecipeError
 from snugfit.exchange.export import export
+from snugfit.kernels.bias_gelu import BLOCK_ROWS
+from snugfit.planning.keep import kept_of
 from snugfit.planning.search.space import space_of
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
@@ -57,11 +59,11 @@ def test_what_it_does_not_go_with_is_said(family: str, recipe: str, says: str) -
         Recipe.parse(recipe).check(small_job(family, 2), installed=False)
 
 
-def test_plans_may_take_it_for_models_that_it_knows() -> None:
-    offered = [
-        {str(one) for one in space_of(small_job(family, 2)).offers(Slot.KERNELS)} for family in ("bert", "t5")
-    ]
-    assert ["fused" in names for names in offered] == [True, False]
+def test_a_plan_takes_it_only_where_it_is_kept() -> None:
+    job = small_job("bert", 2)
+    assert {str(one) for one in space_of(job).offers(Slot.KERNELS)} == {"torch_kernels"}
+    kept = kept_of(job, "fused")
+    assert {str(one) for one in space_of(job, fixed=kept).offers(Slot.KERNELS)} == {"fused"}
 
 
 def test_no_script_has_it() -> None:
@@ -100,7 +102,7 @@ def test_bytes_are_those_of_what_a_kernel_reads_and_writes() -> None:
     rows = job.batch_size * job.sequence_length
     moved = {kernel.operator.removeprefix(TRITON): kernel.nbytes for kernel in trace.kernels}
     assert moved["bias_gelu_forward"] == 2 * (2 * rows * width + width)
-    partials = -(-rows // 8)
+    partials = -(-rows // BLOCK_ROWS)
     assert moved["bias_gelu_backward"] == 2 * (3 * rows * width + width) + 4 * partials * width
     assert 8 * rows in {block.nbytes for block in trace.blocks}, "means and deviations of a norm"
 

@@ -94,7 +94,7 @@ class WeightTable:
             None if gradient is None else laid_out_as(weight, gradient)
             for weight, gradient in zip(self.weights, given, strict=True)
         ]
-        self._copies = [ours for ours, theirs in zip(read, given, strict=True) if ours is not theirs]
+        self._copies = [copy for copy, slope in zip(read, given, strict=True) if copy is not slope]
         self._found = None if self._copies else addresses  # copies are made anew in each step
         records = [
             [start, count, weight, *of_state[:3], slope, *of_state[3:]]
