@@ -243,10 +243,10 @@ def runs_alone(technique: Technique) -> bool:
 def settings() -> dict[Slot, list[Technique]]:
     """What a planner may try of every technique whose packages are here, by slot. DeepSpeed's engines wait on
     the host, and on a CPU that is the device: without offload `test_sharding.py` holds them to this law, and
-    `test_ranks.py` what takes several processes."""
+    `test_ranks.py` what takes several processes. A CPU records no graphs: `captured` is nothing there."""
     found: dict[Slot, list[Technique]] = {slot: [] for slot in Slot}
     for technique in roster.techniques():
-        if not technique.missing_package():
+        if not technique.missing_package() and technique.name != "captured":
             settings = technique.settings(job("bert"))
             found[technique.slot] += [one for one in settings if runs_alone(one)]
     return found
