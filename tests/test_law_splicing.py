@@ -38,6 +38,9 @@ GIVEN = {"selective": "products", "host": "all", "budget": 0.5}
 GOES_WITH = {"budget(0.5)": ("compiled",), "adamw_stochastic": ("bf16_pure",)}
 """Techniques that need another."""
 
+WHOLE = {"fused", "chunked_loss"}
+"""Whose parts do not meet: together they are simulated as a whole, in plans too."""
+
 FAMILIES = ("bert", "gpt2", "llama", "t5")
 
 EVERY_RECIPE = ("bert", "llama")
@@ -49,8 +52,8 @@ Words = tuple[str, ...]
 
 def is_spliced(technique: type[Technique]) -> bool:
     """Whether plans put recipes with it together from parts; DeepSpeed's engine is around a whole step, and a
-    step of several GPUs is simulated as a whole."""
-    return technique.searched and not technique.needs_several_gpus
+    step of several GPUs is simulated as a whole, and so is one that is recorded as graphs."""
+    return technique.searched and not technique.needs_several_gpus and technique.name != "captured"
 
 
 def notations() -> list[list[str]]:
@@ -68,6 +71,8 @@ def notations() -> list[list[str]]:
 @functools.cache
 def taken(words: Words) -> bool:
     """Whether a small job takes a recipe with these techniques, and plain ones beside them."""
+    if set(words) >= WHOLE:
+        return False
     recipe = Recipe.parse(" + ".join(words))
     for family in EVERY_RECIPE:
         with contextlib.suppress(RecipeError):  # a classifier has no vocabulary
