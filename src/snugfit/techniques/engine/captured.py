@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from snugfit.errors import RecipeError
+from snugfit.techniques.setting import between
 from snugfit.techniques.setup import CaptureWish, Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
@@ -41,14 +41,8 @@ class Captured(Technique):
     source: ClassVar = "torch.cuda.CUDAGraph; NVIDIA, CUDA C++ Programming Guide, CUDA Graphs"
     elsewhere: ClassVar = ("cuda_graphs", "cudagraphs", "cuda_graph")
 
-    multiple: int = 64
+    multiple: int = between(1, 4_096, default=64)
     """Of padded batches: lengths are filled up to a multiple of so many tokens."""
-
-    def __post_init__(self) -> None:
-        """Raises `RecipeError` for a multiple that is none."""
-        super().__post_init__()
-        if self.multiple < 1:
-            raise RecipeError(f"captured: multiple is {self.multiple}; it must be at least 1.")
 
     def install(self, setup: Setup) -> Setup:
         """Has the loop record its steps."""
