@@ -64,6 +64,11 @@ class Captured(Technique):
             if getattr(recipe[slot].install(Setup()), wish) is not None:
                 yield f"{recipe[slot]} was not tried in a step that is recorded. Leave one of them out."
 
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """What is recorded is not put together from parts yet."""
+        return "plans do not look at steps that are recorded yet; snugfit predict tells of one"
+
     def is_searched(self) -> bool:
         """Its first steps are not alike, as a search takes steps to be."""
         return False
