@@ -39,9 +39,6 @@ class RunAgain(Graphs):
 
     refill = CudaGraphs.refill
 
-    def __repr__(self) -> str:
-        return f"{self.recorded} recorded, {self.played} played"
-
 
 @contextlib.contextmanager
 def captured_on_cpu(refused: int = 0) -> Iterator[list[RunAgain]]:
