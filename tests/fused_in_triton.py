@@ -20,6 +20,7 @@ import torch
 from snugfit.kernels import add_norm as norms
 from snugfit.kernels import bias_gelu as gelus
 from snugfit.kernels import column_sums as sums
+from snugfit.kernels import join_slopes as joins
 from snugfit.kernels.joint_linear import joint_linear, lay_side_by_side
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -44,16 +45,17 @@ MORE_SHAPES = (
 def by_kernel(device: str, *, kernels: bool) -> Iterator[None]:
     """Within it the kernels compute, on a GPU or in the interpreter, or plain torch does."""
     with contextlib.ExitStack() as undo:
-        for module in (norms, gelus):
+        for module in (norms, gelus, joins):
             undo.enter_context(patch.object(module, "has_kernel", lambda tensor: kernels))
         if device == "cpu" and kernels:
-            from snugfit.kernels.programs import add_norm, bias_gelu, column_sums
+            from snugfit.kernels.programs import add_norm, bias_gelu, column_sums, join_slopes
 
-            for module in (norms, gelus):  # so that programs take turns though there are few rows
+            for module in (norms, gelus, joins):  # so that programs take turns though there are few rows
                 undo.enter_context(patch.object(module, "PARTIALS", 2))
             for module, program, names in (
                 (norms, add_norm, ("add_norm_forward", "add_norm_backward")),
                 (gelus, bias_gelu, ("bias_gelu_forward", "bias_gelu_backward")),
+                (joins, join_slopes, ("copy_slopes",)),
                 (sums, column_sums, ("column_sums",)),
             ):
                 for name in names:
@@ -103,7 +105,12 @@ def norm_cases(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> Itera
         def make(*size: int, of: torch.dtype = dtype) -> torch.Tensor:
             return torch.randn(size, generator=draw).to(device, of)
 
-        other = {"whole": make(*shape), "repeats": make(*shape[1:], of=torch.float32), "none": None}[residual]
+        other = {
+            "whole": make(*shape),
+            "stream": make(*shape, of=torch.float32),
+            "repeats": make(*shape[1:], of=torch.float32),
+            "none": None,
+        }[residual]
         operands = [make(*shape), other, make(columns), make(columns), make(columns) if bias else None]
 
         def run(x: Any, rest: Any, weight: Any, shift: Any, added: Any) -> Any:
@@ -122,6 +129,32 @@ def norm_cases(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> Itera
     yield case(residual="repeats", bias=False, dropout=0.3, drops_last=True)
     yield case(residual="whole", bias=False, dropout=0.5, gives_sum=True)
     yield case(residual="none", bias=False)
+    yield case(residual="stream", bias=True, dropout=0.1, gives_stream=True)
+    yield case(residual="repeats", bias=False, dropout=0.3, drops_last=True, gives_stream=True)
+
+
+def join_cases(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[bool]:
+    """Three gradients as one, and their column sums."""
+    draw = torch.Generator().manual_seed(7)
+    slopes = [torch.randn(shape, generator=draw).to(device, dtype) for _ in range(3)]
+    found = []
+    for kernels in (False, True):
+        with by_kernel(device, kernels=kernels):
+            found.append(joins.join_slopes(slopes, torch.float32))
+            copied, nothing = joins.join_slopes(slopes, None)
+        assert nothing is None
+        assert torch.equal(copied, found[-1][0])
+    (plain, of_bias), (own, sums_of) = found
+    assert of_bias is not None
+    assert sums_of is not None
+    worst = float((slopes_in_fp32(slopes).sum(0) - sums_of).abs().max())
+    good = torch.equal(plain, own) and worst <= 1e-3
+    print(f"{'ok' if good else 'WRONG'} join_slopes {shape} {str(dtype).removeprefix('torch.')}: {worst:.1e}")
+    yield good
+
+
+def slopes_in_fp32(slopes: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(slopes, dim=-1).flatten(0, -2).float()
 
 
 def gelu_cases(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[bool]:
@@ -290,7 +323,11 @@ def main() -> int:
         for dtype in TOLERANCE:
             if device == "cpu" and dtype is torch.float16:
                 continue
-            for case in (*norm_cases(device, shape, dtype), *gelu_cases(device, shape, dtype)):
+            for case in (
+                *norm_cases(device, shape, dtype),
+                *gelu_cases(device, shape, dtype),
+                *join_cases(device, shape, dtype),
+            ):
                 good &= case
     if good:
         print("as the reference")

@@ -4,10 +4,13 @@ The same kernel serves a model's embeddings: the residual may have fewer rows, w
 dropout may come last: y = dropout(norm(x + residual)).
 
 What is kept for the backward pass is the sum before the norm, in the dtype of the result, and its rows' means
-and inverse deviations in fp32. Statistics are of the rounded sum, as in plain torch. Where the sum is wanted
-too, as in models that norm before a layer, the kernel gives both.
+and inverse deviations in fp32, which are of the sum before it was rounded. Where the sum is wanted too, as in
+models that norm before a layer, the kernel gives both.
 
-Under autocast the result has autocast's dtype, where torch's norm would give fp32.
+Under autocast the result has autocast's dtype, where torch's norm would give fp32. Products read no more than
+that; but the next residual would be rounded again in each layer. So the result can be had a second time as
+what the next residual is (`gives_stream`), in fp32. Both have gradients of their own, which the backward
+kernel adds up: autograd would launch a kernel for that.
 """
 
 from __future__ import annotations
@@ -26,15 +29,15 @@ TILE = 4096
 
 add_norm_forward = define(
     "add_norm_forward(Tensor x, Tensor? residual, Tensor weight, Tensor shift, Tensor? bias, Tensor? seed, "
-    "int site, int drops, bool drops_last, float eps, *, Tensor(a!) y, Tensor(b!)? total, "
-    "Tensor(c!) statistics) -> ()",
+    "int site, int drops, bool drops_last, float eps, *, Tensor(a!) y, Tensor(b!)? stream, "
+    "Tensor(c!)? total, Tensor(d!) statistics) -> ()",
     "add_norm",
 )
 
 add_norm_backward = define(
-    "add_norm_backward(Tensor dy, Tensor? dtotal, Tensor total, Tensor statistics, Tensor weight, "
-    "Tensor? seed, int site, int drops, bool drops_last, *, Tensor(a!) dresidual, Tensor(b!)? dx, "
-    "Tensor(c!)? partials) -> ()",
+    "add_norm_backward(Tensor dy, Tensor? dstream, Tensor? dtotal, Tensor total, Tensor statistics, "
+    "Tensor weight, Tensor? seed, int site, int drops, bool drops_last, *, Tensor(a!) dresidual, "
+    "Tensor(b!)? dx, Tensor(c!)? partials) -> ()",
     "add_norm",
 )
 
@@ -48,6 +51,7 @@ class Form(NamedTuple):
     site: int = 0
     drops_last: bool = False
     gives_sum: bool = False
+    gives_stream: bool = False
     dtype: torch.dtype = torch.float32
     """Of the result and of the sum."""
 
@@ -63,17 +67,37 @@ def add_norm(
     site: int = 0,
     drops_last: bool = False,
     gives_sum: bool = False,
+    gives_stream: bool = False,
 ) -> Any:
     """The norm of `residual` plus `x` with its `bias`, of which `dropout` drops some by `seed` (one int64)
     and the number of the call site; `drops_last` drops of the result instead. `x` is (..., H); `residual` is
     as large, or has the last dimensions of `x`, and repeats; with None only `x` is normed. The result is
     (..., H), in autocast's dtype or that of `x`; with `gives_sum` it is the result and the sum before the
-    norm."""
+    norm, with `gives_stream` the result and the same in fp32 or wider, of which only the residual to come
+    may be made."""
     drops = threshold(dropout) if seed is not None else 0
-    form = Form(norm.eps, drops, site, drops_last, gives_sum, activation_dtype(x))
+    form = Form(norm.eps, drops, site, drops_last, gives_sum, gives_stream, activation_dtype(x))
     return AddNorm.apply(  # type: ignore[no-untyped-call]
         x, residual, norm.weight, norm.bias, bias, seed if drops else None, form
     )
+
+
+class Slopes(NamedTuple):
+    """Gradients that come in."""
+
+    of_result: torch.Tensor  # (..., H)
+    of_stream: torch.Tensor | None  # (..., H)
+    of_sum: torch.Tensor | None  # (..., H)
+
+
+class Wanted(NamedTuple):
+    """What of the gradients is asked for."""
+
+    residual_dtype: torch.dtype
+    x_dtype: torch.dtype
+    has_bias: bool
+    has_sums: bool
+    """Whether the norm's weights or the bias train."""
 
 
 class AddNorm(torch.autograd.Function):
@@ -94,62 +118,76 @@ class AddNorm(torch.autograd.Function):
         x, residual = x.contiguous(), None if residual is None else residual.contiguous()
         if has_kernel(x):
             y = torch.empty_like(x, dtype=form.dtype)
+            stream = _room_for_stream(y) if form.gives_stream else None
             alone = residual is None and bias is None and (seed is None or form.drops_last)
             total = None if alone and x.dtype is form.dtype else torch.empty_like(y)
             statistics = x.new_empty((2, x.numel() // x.size(-1)), dtype=torch.float32)
             add_norm_forward(
                 x, residual, weight, shift, bias, seed, form.site, form.drops, form.drops_last, form.eps,
-                y=y, total=total, statistics=statistics,
+                y=y, stream=stream, total=total, statistics=statistics,
             )  # fmt: skip
             total = x if total is None else total
         else:
-            y, total, statistics = forward_in_torch(x, residual, weight, shift, bias, seed, form)
+            y, stream, total, statistics = forward_in_torch(x, residual, weight, shift, bias, seed, form)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(total, statistics, weight)
         setattr(ctx, CARRIED, seed)
         ctx.form, ctx.x_dtype = form, x.dtype
         ctx.residual = None if residual is None else (residual.shape, residual.dtype)
+        if form.gives_stream:
+            return y, y.detach() if stream is None else stream
         return (y, total) if form.gives_sum else y
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor | None, dtotal: torch.Tensor | None = None) -> Any:
+    def backward(ctx: Any, dy: torch.Tensor | None, other: torch.Tensor | None = None) -> Any:
         """The gradients of `x`, the residual, the norm's weights and the bias."""
         total, statistics, weight = ctx.saved_tensors
         seed, form = getattr(ctx, CARRIED), ctx.form
-        dy = torch.zeros_like(total) if dy is None else dy.contiguous()
-        dtotal = None if dtotal is None else dtotal.contiguous()
+        if dy is None and form.gives_stream:
+            dy, other = other, None
+        slopes = Slopes(
+            torch.zeros_like(total) if dy is None else dy.contiguous(),
+            other.contiguous() if other is not None and form.gives_stream else None,
+            other.contiguous() if other is not None and form.gives_sum else None,
+        )
         needs = ctx.needs_input_grad
         run = _backward_by_kernel if has_kernel(total) else backward_in_torch
-        slope, dx, sums = run(dy, dtotal, total, statistics, weight, seed, form, needs[4], any(needs[2:5]))
+        residual_dtype = ctx.x_dtype if ctx.residual is None else ctx.residual[1]
+        wanted = Wanted(residual_dtype, ctx.x_dtype, has_bias=needs[4], has_sums=any(needs[2:5]))
+        slope, dx, sums = run(slopes, total, statistics, weight, seed, form, wanted)
         dresidual = None
         if needs[1]:
             shape, dtype = ctx.residual
             dresidual = repeated_sum(slope, shape, dtype)
         dweight, dshift, dbias = (*sums, None)[:3] if sums is not None else (None, None, None)
-        return dx.to(ctx.x_dtype) if needs[0] else None, dresidual, dweight, dshift, dbias, None, None
+        return dx if needs[0] else None, dresidual, dweight, dshift, dbias, None, None
+
+
+def _room_for_stream(y: torch.Tensor) -> torch.Tensor | None:
+    """For the result in fp32; None where it has that many bits."""
+    return torch.empty_like(y, dtype=torch.float32) if y.element_size() < 4 else None
 
 
 def _backward_by_kernel(
-    dy: torch.Tensor,
-    dtotal: torch.Tensor | None,
+    slopes: Slopes,
     total: torch.Tensor,
     statistics: torch.Tensor,
     weight: torch.Tensor,
     seed: torch.Tensor | None,
     form: Form,
-    has_bias: bool,
-    wants_sums: bool,
+    wanted: Wanted,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     columns, drops_first = total.size(-1), seed is not None and not form.drops_last
     rows = total.numel() // columns
-    dresidual = torch.empty_like(total)
-    dx = torch.empty_like(total) if drops_first else None
+    apart = drops_first or wanted.residual_dtype is not wanted.x_dtype
+    dresidual = torch.empty_like(total, dtype=wanted.residual_dtype)
+    dx = torch.empty_like(total, dtype=wanted.x_dtype) if apart else None
     partials = None
-    if wants_sums:
+    if wanted.has_sums:
         programs = min(-(-rows // rows_at_once(columns)), PARTIALS)
-        partials = total.new_empty((3 if has_bias else 2, programs, columns), dtype=torch.float32)
+        partials = total.new_empty((3 if wanted.has_bias else 2, programs, columns), dtype=torch.float32)
     add_norm_backward(
-        dy, dtotal, total, statistics, weight, seed, form.site, form.drops, form.drops_last,
+        *slopes, total, statistics, weight, seed, form.site, form.drops, form.drops_last,
         dresidual=dresidual, dx=dx, partials=partials,
     )  # fmt: skip
     sums = None if partials is None else add_partials(partials, weight.dtype)
@@ -189,8 +227,9 @@ def forward_in_torch(
     bias: torch.Tensor | None,
     seed: torch.Tensor | None,
     form: Form,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The result and the sum, shaped as `x`, and statistics (2, rows): means and inverse deviations."""
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """The result, the stream if that is another tensor and the sum, shaped as `x`, and statistics (2, rows):
+    means and inverse deviations."""
     wide, columns = _wide(x.dtype), x.size(-1)
     value = x.reshape(-1, columns).to(wide)
     value = value if bias is None else value + bias.to(wide)
@@ -199,43 +238,45 @@ def forward_in_torch(
     if residual is not None:
         other = residual.reshape(-1, columns).to(wide)
         value = value + other.repeat(value.size(0) // other.size(0), 1)
-    total = value.to(form.dtype)
-    value = total.to(wide)
+    total = value.to(form.dtype).view(x.shape)
     mean = value.mean(1, keepdim=True)
     inverse = ((value - mean).square().mean(1, keepdim=True) + form.eps).rsqrt()
     y = (value - mean) * inverse * weight.to(wide) + shift.to(wide)
     if seed is not None and form.drops_last:
         y = y * _mask(seed, form, y)
-    return y.to(form.dtype).view(x.shape), total.view(x.shape), torch.cat([mean, inverse], 1).t().contiguous()
+    y = y.view(x.shape)
+    stream = y if form.gives_stream and y.dtype is not form.dtype else None
+    return y.to(form.dtype), stream, total, torch.cat([mean, inverse], 1).t().contiguous()
 
 
 def backward_in_torch(
-    dy: torch.Tensor,
-    dtotal: torch.Tensor | None,
+    slopes: Slopes,
     total: torch.Tensor,
     statistics: torch.Tensor,
     weight: torch.Tensor,
     seed: torch.Tensor | None,
     form: Form,
-    has_bias: bool,
-    wants_sums: bool,
+    wanted: Wanted,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The gradients of the residual, before it is summed where it repeats, and of `x`, both shaped as `x`,
     and those of weight, shift and bias (2 or 3, columns)."""
     wide, columns = _wide(total.dtype), total.size(-1)
     mean, inverse = statistics.to(wide).unsqueeze(-1)
-    slope, value = (one.reshape(-1, columns).to(wide) for one in (dy, total))
+    slope, value = (one.reshape(-1, columns).to(wide) for one in (slopes.of_result, total))
+    if slopes.of_stream is not None:
+        slope = slope + slopes.of_stream.reshape(-1, columns).to(wide)
     if seed is not None and form.drops_last:
         slope = slope * _mask(seed, form, slope)
     normed = (value - mean) * inverse
     inner = slope * weight.to(wide)
     shared = inner.mean(1, keepdim=True) + normed * (inner * normed).mean(1, keepdim=True)
     through = (inner - shared) * inverse
-    if dtotal is not None:
-        through = through + dtotal.reshape(-1, columns).to(wide)
+    if slopes.of_sum is not None:
+        through = through + slopes.of_sum.reshape(-1, columns).to(wide)
     dx = through * _mask(seed, form, through) if seed is not None and not form.drops_last else through
     sums = None
-    if wants_sums:
-        terms = [slope * normed, slope, dx][: 3 if has_bias else 2]
+    if wanted.has_sums:
+        terms = [slope * normed, slope, dx][: 3 if wanted.has_bias else 2]
         sums = torch.stack([term.sum(0) for term in terms]).to(weight.dtype)
-    return through.to(total.dtype).view(total.shape), dx.to(total.dtype).view(total.shape), sums
+    shape = total.shape
+    return through.to(wanted.residual_dtype).view(shape), dx.to(wanted.x_dtype).view(shape), sums

@@ -17,7 +17,7 @@ from snugfit.kernels.operators import define, has_kernel
 BLOCK_COLUMNS = 1024
 """Columns that a program computes, at most: with 512 its backward kernel took longer (docs/log.md)."""
 
-BLOCK_ROWS = 4
+BLOCK_ROWS = 2
 """Rows that it has at hand at once (chosen)."""
 
 bias_gelu_forward = define(

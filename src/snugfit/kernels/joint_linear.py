@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from snugfit.kernels.join_slopes import join_slopes
 from snugfit.kernels.operators import activation_dtype, autocast_device
 
 
@@ -78,16 +79,17 @@ class JointLinear(torch.autograd.Function):
         """The gradients of `x`, and of each weight and bias a slice of one tensor."""
         x, weight = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        slope = torch.cat(slopes, dim=-1).flatten(0, -2)  # (rows, all columns)
         needs = ctx.needs_input_grad
-        dx = torch.mm(slope, weight).view(x.shape).to(x_dtype) if needs[0] else None
         count = len(ctx.sizes)
+        trains_bias = bias_dtype is not None and any(needs[2 + count :])
+        slope, dbias = join_slopes(slopes, bias_dtype if trains_bias else None)  # (rows, all columns)
+        dx = torch.mm(slope, weight).view(x.shape).to(x_dtype) if needs[0] else None
         dweights: Sequence[torch.Tensor | None] = [None] * count
         dbiases: Sequence[torch.Tensor | None] = [None] * count if bias_dtype else []
         if any(needs[2 : 2 + count]):
             dweights = torch.mm(slope.t(), x.flatten(0, -2)).to(weight_dtype).split(ctx.sizes)
-        if bias_dtype and any(needs[2 + count :]):
-            dbiases = slope.sum(0).to(bias_dtype).split(ctx.sizes)
+        if dbias is not None:
+            dbiases = dbias.split(ctx.sizes)
         return dx, None, *dweights, *dbiases
 
 

@@ -31,12 +31,12 @@ VARYING = ("rows", "residual_rows", "site", "drops")
 
 @triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
 def norm_forward(  # type: ignore[no-untyped-def]
-    x, residual, weight, shift, bias, seed, y, total, statistics,
+    x, residual, weight, shift, bias, seed, y, stream, total, statistics,
     rows, columns, residual_rows, site, drops, factor, eps,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SUM: tl.constexpr, DROPS: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, STREAM: tl.constexpr, SUM: tl.constexpr, DROPS: tl.constexpr,
     DROPS_LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of the result, of the sum and of the statistics (2, rows)."""
+    """Some rows of the result, of the stream, of the sum and of the statistics (2, rows)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     has_column = column < columns
@@ -51,10 +51,9 @@ def norm_forward(  # type: ignore[no-untyped-def]
         from_row = (row % residual_rows).to(tl.int64)
         other = residual + from_row[:, None] * columns + column[None, :]
         value += tl.load(other, mask=inside, other=0.0).to(tl.float32)
-    rounded = value.to(y.dtype.element_ty)
     if SUM:
-        tl.store(total + at, rounded, mask=inside)
-    value = tl.where(inside, rounded.to(tl.float32), 0.0)
+        tl.store(total + at, value, mask=inside)
+    value = tl.where(inside, value, 0.0)
     mean = tl.sum(value, 1) / columns
     centred = tl.where(inside, value - mean[:, None], 0.0)
     inverse = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / columns + eps)
@@ -66,14 +65,16 @@ def norm_forward(  # type: ignore[no-untyped-def]
     if DROPS and DROPS_LAST:
         result = tl.where(keep_tile(seed, site, row, columns, drops, ROWS, COLUMNS, 0), result * factor, 0.0)
     tl.store(y + at, result, mask=inside)
+    if STREAM:
+        tl.store(stream + at, result, mask=inside)
 
 
 @triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
 def norm_backward(  # type: ignore[no-untyped-def]
-    dy, dtotal, total, statistics, weight, seed, dresidual, dx, partials,
+    dy, dstream, dtotal, total, statistics, weight, seed, dresidual, dx, partials,
     rows, columns, site, drops, factor,
-    SUM_SLOPE: tl.constexpr, DROPS: tl.constexpr, DROPS_LAST: tl.constexpr, SUMS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STREAM_SLOPE: tl.constexpr, SUM_SLOPE: tl.constexpr, DROPS: tl.constexpr, DROPS_LAST: tl.constexpr,
+    APART: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Every so-many-th block of rows of the gradients, and the sums of what weight (the first of SUMS), shift
     and bias get of them."""
@@ -88,6 +89,8 @@ def norm_backward(  # type: ignore[no-untyped-def]
         inside = (row < rows)[:, None] & has_column[None, :]
         at = row.to(tl.int64)[:, None] * columns + column[None, :]
         slope = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        if STREAM_SLOPE:
+            slope += tl.load(dstream + at, mask=inside, other=0.0).to(tl.float32)
         value = tl.load(total + at, mask=inside, other=0.0).to(tl.float32)
         mean = tl.load(statistics + row, mask=row < rows, other=0.0)
         inverse = tl.load(statistics + rows + row, mask=row < rows, other=0.0)
@@ -106,6 +109,7 @@ def norm_backward(  # type: ignore[no-untyped-def]
         tl.store(dresidual + at, through, mask=inside)
         if DROPS and not DROPS_LAST:
             through = tl.where(keep, through * factor, 0.0)
+        if APART:
             tl.store(dx + at, through, mask=inside)
         if SUMS:
             of_weight += tl.sum(slope * normed, 0)
@@ -139,26 +143,28 @@ def add_norm_forward(
     eps: float,
     *,
     y: torch.Tensor,
+    stream: torch.Tensor | None,
     total: torch.Tensor | None,
     statistics: torch.Tensor,
 ) -> None:
-    """Writes the result and the sum, if it is another than `x`, both shaped as `x` (..., H), and the
-    statistics (2, rows)."""
+    """Writes the result, again as the stream if there is one, and the sum, if it is another than `x`, all
+    shaped as `x` (..., H), and the statistics (2, rows)."""
     columns = x.size(-1)
     rows, width = x.numel() // columns, _width(columns)
     repeats = rows if residual is None else residual.numel() // columns
     at_once = max(1, FORWARD_TILE // width)
     norm_forward[(triton.cdiv(rows, at_once),)](
-        x, residual, weight, shift, bias, seed, y, total, statistics,
+        x, residual, weight, shift, bias, seed, y, stream, total, statistics,
         rows, columns, repeats, site, drops, scale(drops), eps,
-        BIAS=bias is not None, RESIDUAL=residual is not None, SUM=total is not None, DROPS=seed is not None,
-        DROPS_LAST=drops_last, ROWS=at_once, COLUMNS=width,
+        BIAS=bias is not None, RESIDUAL=residual is not None, STREAM=stream is not None,
+        SUM=total is not None, DROPS=seed is not None, DROPS_LAST=drops_last, ROWS=at_once, COLUMNS=width,
         num_warps=4 if width <= 2048 else 8,
     )  # fmt: skip
 
 
 def add_norm_backward(
     dy: torch.Tensor,
+    dstream: torch.Tensor | None,
     dtotal: torch.Tensor | None,
     total: torch.Tensor,
     statistics: torch.Tensor,
@@ -172,15 +178,15 @@ def add_norm_backward(
     dx: torch.Tensor | None,
     partials: torch.Tensor | None,
 ) -> None:
-    """Writes the gradients of the residual and of `x` (where dropout tells them apart), and partial sums
-    (2 or 3, P, H)."""
+    """Writes the gradients of the residual and of `x` (where dropout or a dtype tells them apart), and
+    partial sums (2 or 3, P, H)."""
     columns = total.size(-1)
     rows, at_once = total.numel() // columns, rows_at_once(columns)
     programs = triton.cdiv(rows, at_once) if partials is None else partials.size(1)
     norm_backward[(programs,)](
-        dy, dtotal, total, statistics, weight, seed, dresidual, dx, partials,
+        dy, dstream, dtotal, total, statistics, weight, seed, dresidual, dx, partials,
         rows, columns, site, drops, scale(drops),
-        SUM_SLOPE=dtotal is not None, DROPS=seed is not None, DROPS_LAST=drops_last,
-        SUMS=0 if partials is None else partials.size(0), ROWS=at_once, COLUMNS=_width(columns),
-        num_warps=WARPS,
+        STREAM_SLOPE=dstream is not None, SUM_SLOPE=dtotal is not None, DROPS=seed is not None,
+        DROPS_LAST=drops_last, APART=dx is not None, SUMS=0 if partials is None else partials.size(0),
+        ROWS=at_once, COLUMNS=_width(columns), num_warps=WARPS,
     )  # fmt: skip

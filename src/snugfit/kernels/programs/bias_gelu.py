@@ -1,4 +1,8 @@
-"""The kernels of `kernels/bias_gelu.py`: a block of rows and columns at a time, computed in fp32."""
+"""The kernels of `kernels/bias_gelu.py`: a block of rows and columns at a time, computed in fp32.
+
+The exact form needs the normal distribution's share below a value, and backward its density too. Both come
+from one exponential here: with the library's `erf` the kernels computed for longer than they moved bytes.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,21 @@ def tanh(value):  # type: ignore[no-untyped-def]
     return 1.0 - 2.0 / (tl.exp(2.0 * value) + 1.0)
 
 
+@triton.jit
+def share_below(value):  # type: ignore[no-untyped-def]
+    """The normal distribution's share below a value, and exp(-value * value / 2), of which its density is
+    made. By Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26, whose error is at most 1.5e-7
+    of erf: less than a unit in the last place of fp32 near one, and 4,000 times less than bfloat16's."""
+    height = tl.exp(-0.5 * value * value)
+    t = 1.0 / (1.0 + 0.3275911 * 0.7071067811865476 * tl.abs(value))
+    bent = 1.061405429 * t - 1.453152027
+    bent = bent * t + 1.421413741
+    bent = bent * t - 0.284496736
+    bent = bent * t + 0.254829592
+    tail = 0.5 * bent * t * height
+    return tl.where(value < 0.0, tail, 1.0 - tail), height
+
+
 @triton.jit(do_not_specialize=("rows",))  # type: ignore[untyped-decorator]
 def gelu_forward(x, bias, y, rows, columns, TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     """A block of the result."""
@@ -34,7 +53,7 @@ def gelu_forward(x, bias, y, rows, columns, TANH: tl.constexpr, ROWS: tl.constex
     if TANH:
         share = 0.5 * (1.0 + tanh(0.7978845608028654 * (value + 0.044715 * value * value * value)))
     else:
-        share = 0.5 * (1.0 + tl.erf(value * 0.7071067811865476))
+        share, _ = share_below(value)
     tl.store(y + at, value * share, mask=inside)
 
 
@@ -58,8 +77,8 @@ def gelu_backward(  # type: ignore[no-untyped-def]
             inner = 0.7978845608028654 * (1.0 + 0.134145 * value * value)
             slope = 0.5 * (1.0 + bent) + 0.5 * value * (1.0 - bent * bent) * inner
         else:
-            density = 0.3989422804014327 * tl.exp(-0.5 * value * value)
-            slope = 0.5 * (1.0 + tl.erf(value * 0.7071067811865476)) + value * density
+            share, height = share_below(value)
+            slope = share + value * (0.3989422804014327 * height)
         result = above * slope
         tl.store(dx + at, result, mask=inside)
         total += tl.sum(result, 0)

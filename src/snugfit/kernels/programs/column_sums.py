@@ -10,7 +10,7 @@ import triton.language as tl
 if TYPE_CHECKING:
     import torch
 
-COLUMNS, ROWS = 32, 64
+COLUMNS, ROWS = 16, 64
 """What a program adds up at once (chosen)."""
 
 

@@ -19,12 +19,17 @@ import torch
 from snugfit.kernels.add_norm import add_norm
 from snugfit.kernels.bias_gelu import bias_gelu
 from snugfit.kernels.joint_linear import joint_linear, lay_side_by_side
-from snugfit.kernels.seeds import Seeds
+from snugfit.kernels.seeds import Seeds, checkpoint_around
 from snugfit.step.wishes.kernels.attention import attend
 from snugfit.step.wishes.kernels.padded import without_mask
 
 SITE = "fused_site"
 """The attribute of a module that holds its `Site`."""
+
+STREAM = "fused_stream"
+"""The attribute of a norm's result that holds it again, for the residual to come (`add_norm`). Between two
+layers there is the model's own code, which hands the result on; where it makes another tensor of it, that is
+the residual."""
 
 BY_TANH = {"GELUActivation": False, "GELU": False, "NewGELUActivation": True, "GELUTanh": True}
 """Activations that are GELU, by the names of their classes: whether they are its form by tanh."""
@@ -116,6 +121,23 @@ def activate(layer: Any, activation: Any, x: torch.Tensor) -> torch.Tensor:
     return bias_gelu(product, bias, by_tanh=by_tanh)
 
 
+def norm_with_stream(
+    x: torch.Tensor, residual: torch.Tensor, norm: torch.nn.LayerNorm, **options: Any
+) -> torch.Tensor:
+    """The norm of a residual and what a branch gives (B, S, H). The residual is taken as it was before it was
+    rounded for products, where the norm that made it has left that beside it (`STREAM`). Within a checkpoint
+    none does, for a layer's input is kept there with all that stands beside it; and it is taken away when it
+    is read, for the rounded result stays until the backward pass."""
+    residual = vars(residual).pop(STREAM, residual)
+    if checkpoint_around():
+        rounded: torch.Tensor = add_norm(x, residual, norm, **options)
+        return rounded
+    normed, stream = add_norm(x, residual, norm, gives_stream=True, **options)
+    setattr(normed, STREAM, stream)
+    made: torch.Tensor = normed
+    return made
+
+
 def is_layer_norm(*names: str) -> Callable[[Any], bool]:
     """Whether these modules of a module are torch's LayerNorm over the last dimension, with both weights."""
 
@@ -192,8 +214,7 @@ def norm_embeddings(module: Any, words: torch.Tensor, places: torch.Tensor) -> t
     site: Site = getattr(module, SITE)
     site.seeds.begin()
     drop = site.draw(module, module.dropout.p, words)
-    normed: torch.Tensor = add_norm(words, places, module.LayerNorm, drops_last=True, **drop)
-    return normed
+    return norm_with_stream(words, places, module.LayerNorm, drops_last=True, **drop)
 
 
 def attend_bert(
@@ -227,8 +248,7 @@ def close_bert(self: Any, hidden_states: torch.Tensor, input_tensor: torch.Tenso
     """The norm of a residual and what a linear layer gives, some of it dropped."""
     product, bias = product_of(self.dense, hidden_states)
     drop = getattr(self, SITE).draw(self, self.dropout.p, input_tensor)
-    normed: torch.Tensor = add_norm(product, input_tensor, self.LayerNorm, bias=bias, **drop)
-    return normed
+    return norm_with_stream(product, input_tensor, self.LayerNorm, bias=bias, **drop)
 
 
 def widen_bert(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -253,12 +273,11 @@ def run_distilbert_layer(
 ) -> torch.Tensor:
     """A layer: each half's norm with its residual."""
     attended, _ = self.attention(hidden_states, attention_mask=attention_mask, **keywords)
-    hidden: torch.Tensor = add_norm(attended, hidden_states, self.sa_layer_norm)
+    hidden = norm_with_stream(attended, hidden_states, self.sa_layer_norm)
     ffn = self.ffn
     product, bias = product_of(ffn.lin2, activate(ffn.lin1, ffn.activation, hidden))
     drop = getattr(self, SITE).draw(self, ffn.dropout.p, hidden_states)
-    closed: torch.Tensor = add_norm(product, hidden, self.output_layer_norm, bias=bias, **drop)
-    return closed
+    return norm_with_stream(product, hidden, self.output_layer_norm, bias=bias, **drop)
 
 
 # ---- models that norm before a layer: ViT, GPT-2 ---------------------------------------------------------
