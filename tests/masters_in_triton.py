@@ -16,11 +16,13 @@ from unittest.mock import patch
 
 import torch
 
-from snugfit.step.wishes.masters import adamw, launches, table
+from snugfit.step.wishes.masters import adamw, launches
 from snugfit.step.wishes.masters.adamw import MOMENTS, MasterAdamW
 from snugfit.step.wishes.masters.block import LaunchSettings
+from snugfit.step.wishes.masters.compact_adamw import CompactTable
 from snugfit.step.wishes.masters.halves import join, split_weights
 from snugfit.step.wishes.masters.marks import RESIDUAL
+from snugfit.step.wishes.masters.table import WeightTable
 from snugfit.step.wishes.mesh.spread_tensors import gradient_norm, scale
 
 SIZES = ((33, 200), (1000,), (3, 4, 5, 6), (), (4099,), (2048,), (1,), (65, 64))
@@ -44,7 +46,8 @@ def updated_by(kernel: bool, settings: LaunchSettings = SETTINGS[0]) -> Iterator
     """Within it kernels update, on a GPU or in the interpreter; or plain torch does."""
     with (
         patch.object(adamw, "is_on_gpu", lambda tensor: kernel),
-        patch.object(table, "SETTINGS", settings),
+        patch.object(WeightTable, "usual_settings", settings),
+        patch.object(CompactTable, "usual_settings", settings),
         patch.object(launches, "NORM_PROGRAMS", 3 if INTERPRETED else launches.NORM_PROGRAMS),
     ):
         yield
@@ -184,7 +187,7 @@ def settings_to_time(shares: tuple[tuple[int, int], ...]) -> list[LaunchSettings
 
 def launched_with(optimizer: MasterAdamW, settings: LaunchSettings) -> None:
     """One step, with tables made anew for these settings."""
-    with patch.object(table, "SETTINGS", settings):
+    with patch.object(type(optimizer).table_of, "usual_settings", settings):
         vars(optimizer)["_tables"] = None
         optimizer.step()
 

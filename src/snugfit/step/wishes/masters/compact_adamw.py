@@ -15,6 +15,7 @@ import torch
 from snugfit.step.wishes.adamw_in_pieces import STEP
 from snugfit.step.wishes.masters import compact
 from snugfit.step.wishes.masters.adamw import MasterAdamW, Numbers, update, widen
+from snugfit.step.wishes.masters.block import COMPACT_SETTINGS
 from snugfit.step.wishes.masters.halves import AT_ONCE, flat, join, split
 from snugfit.step.wishes.masters.marks import RESIDUAL
 from snugfit.step.wishes.masters.table import MOMENTS, WeightTable, laid_out_as
@@ -28,6 +29,7 @@ class CompactTable(WeightTable):
 
     record = 9
     group = compact.GROUP
+    usual_settings = COMPACT_SETTINGS
 
     def tensors_kept(self, state: dict[str, Any]) -> list[torch.Tensor | None]:
         """Residual, both moments and both scales."""

@@ -1,4 +1,10 @@
-"""The update of a block whose moments have 8 bits (`compact.py`, which is its reference), in Triton."""
+"""The update of a block whose moments have 8 bits (`compact.py`, which is its reference), in Triton.
+
+It moves half the bytes of the update with whole moments, so what it computes is what it takes: with roots and
+quotients that are rounded to the nearest it took as long as that one (docs/log.md). Those of the hardware are
+off by a unit or two in the last place. A code's root may then be the whole number above or below the one that
+it is next to, where chance decides between the same two codes.
+"""
 
 from __future__ import annotations
 
@@ -37,21 +43,27 @@ def reciprocal(largest):  # type: ignore[no-untyped-def]
     return tl.where(largest > LEAST_SCALE, tl.div_rn(1.0, tl.where(largest > LEAST_SCALE, largest, 1.0)), 0.0)
 
 
-@triton.jit
-def first_codes(first, largest, chance):  # type: ignore[no-untyped-def]
+@triton.jit  # type: ignore[untyped-decorator]
+def root_of(number, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The square root, rounded to the nearest or as the hardware gives it."""
+    return tl.sqrt_rn(number) if EXACT else tl.sqrt(number)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def first_codes(first, largest, chance, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Codes of first moments, in fp32 (`compact.narrow_first`)."""
     shares = tl.abs(first) * reciprocal(largest)[:, None] * FIRST_SQUARE
-    below = tl.floor(tl.sqrt_rn(shares))
+    below = tl.floor(root_of(shares, EXACT))
     above = chance * (2.0 * below + 1.0) < shares - below * below
     whole = tl.minimum(below + above.to(tl.float32), FIRST)
     return tl.where(first < 0, -whole, whole)
 
 
-@triton.jit
-def second_codes(second, largest, chance):  # type: ignore[no-untyped-def]
+@triton.jit  # type: ignore[untyped-decorator]
+def second_codes(second, largest, chance, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Codes of second moments, in fp32 (`compact.narrow_second`)."""
     shares = second * reciprocal(largest)[:, None] * SECOND_FOURTH
-    below = tl.floor(tl.sqrt_rn(tl.sqrt_rn(shares)))
+    below = tl.floor(root_of(root_of(shares, EXACT), EXACT))
     low, high = below * below, (below + 1.0) * (below + 1.0)
     low, high = low * low, high * high
     above = chance * (high - low) < shares - low
@@ -104,8 +116,10 @@ def update_compact(  # type: ignore[no-untyped-def]
     first_chance = ((bits & 0xFFFF).to(tl.float32) + 0.5) * (1.0 / 65536)
     second_chance = ((bits >> 16).to(tl.float32) + 0.5) * (1.0 / 65536)
 
-    tl.store(first_at, first_codes(first, first_scale, first_chance).to(tl.int8), mask=mask)
-    tl.store(second_at, second_codes(second, second_scale, second_chance).to(tl.uint8), mask=mask)
+    first = first_codes(first, first_scale, first_chance, EXACT)
+    second = second_codes(second, second_scale, second_chance, EXACT)
+    tl.store(first_at, first.to(tl.int8), mask=mask)
+    tl.store(second_at, second.to(tl.uint8), mask=mask)
     tl.store(first_scales, first_scale, mask=inside)
     tl.store(second_scales, second_scale, mask=inside)
     if HALVES:

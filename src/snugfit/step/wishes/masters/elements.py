@@ -52,5 +52,5 @@ def adamw(exact, slope, first, second, own, EXACT: tl.constexpr):  # type: ignor
     if EXACT:
         exact = exact + tl.div_rn(rate * first, tl.div_rn(tl.sqrt_rn(second), root) + eps)
     else:
-        exact = exact + (rate * first) / (tl.sqrt(second) / root + eps)
+        exact = exact + (rate * first) / (tl.sqrt(second) * (1.0 / root) + eps)
     return exact, first, second

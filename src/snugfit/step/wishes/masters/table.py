@@ -8,7 +8,7 @@ with the address 0, so that the launch is the same whichever weights have one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -37,9 +37,11 @@ class WeightTable:
     record = 7
     group = 0
     """Elements of which moments share a scale; 0 where moments have 32 bits."""
+    usual_settings: ClassVar[LaunchSettings] = SETTINGS
+    """How kernels are launched of a table that is made."""
 
     def __init__(self, weights: Sequence[torch.Tensor], states: Sequence[dict[str, Any]]) -> None:
-        self.settings: LaunchSettings = SETTINGS
+        self.settings = self.usual_settings
         self.weights, self.states = list(weights), list(states)
         self.halves = weights[0].dtype is torch.bfloat16
         for weight in weights:
