@@ -76,6 +76,15 @@ def compare_plain(name: str, job: Job, recipe: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def refused_one(name: str, job: Job, recipe: str) -> dict[str, Any]:
+    """A step that is not recorded, and says why; it trains as it is written."""
+    written, _ = plain_losses(job, recipe)
+    played, other = plain_losses(job, f"{recipe} + captured")
+    why_not = other.captured.why_not
+    right = "draws random numbers" in why_not and written == played
+    return {"case": name, "recipe": recipe, "why_not": why_not, "right": right}
+
+
 def run_of(folder: Path, recipe: str, job: Job, **options: Any) -> Run:
     """A run of 12 steps over rows of several lengths, on the GPU."""
     run = small_run(folder, recipe, job=job, samples=rows(42, vocabulary=96), **options)
@@ -123,6 +132,15 @@ def cases() -> list[Callable[[], dict[str, Any]]]:
         partial(compare_plain, "bert, fused", job_of(BERT), "bf16_master + adamw_fused + fused"),
         partial(compare_plain, "fused, padding", job_of(still, padding=0.3), "bf16 + adamw_fused + fused"),
         partial(compare_plain, "llama, fused", job_of(LLAMA), "bf16 + adamw_fused + fused + chunked_loss"),
+        partial(compare_plain, "llama, recomputed", job_of(LLAMA), "bf16 + adamw_fused + every_layer"),
+        partial(compare_plain, "llama, selective", job_of(LLAMA), "bf16 + adamw_fused + selective(products)"),
+        partial(
+            compare_plain,
+            "llama, fused, recomputed",
+            job_of(LLAMA),
+            "bf16_master + adamw_fused + fused + chunked_loss + first_layers(k=2)",
+        ),  # fmt: skip
+        partial(refused_one, "dropout, recomputed", job_of(BERT), "bf16 + adamw_fused + every_layer"),
         partial(compare_plain, "bert, compact", job_of(BERT), "bf16_master + adamw_compact"),
         partial(compare_runs, "a run", still, "bf16 + adamw_fused"),
         partial(compare_runs, "a run with dropout", BERT, "bf16 + adamw_fused + micro_batches(2)"),

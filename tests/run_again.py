@@ -26,7 +26,7 @@ class RunAgain(Graphs):
     def own_memory(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+    def record(self, work: Callable[[], None], *, may_draw: bool = True) -> Callable[[], None]:
         self.recorded += 1
         if self.recorded == self._refused:
             raise NotRecorded("it waits")

@@ -239,6 +239,30 @@ def test_code_that_reads_the_device_is_not_recorded_and_that_is_said() -> None:
     assert bool(waits) == any("is not recorded" in doubt for doubt in played.doubts)
 
 
+def test_layers_are_recomputed_where_they_draw_no_random_numbers() -> None:
+    """A model with dropout is not recorded then; one without is, and recomputes while it is played."""
+    played = rehearsed("bf16 + adamw_fused + every_layer + captured", "llama")
+    products = [
+        kernel.phase
+        for kernel in played.kernels
+        if kernel.played and "scaled_dot_product" in kernel.operator and "backward" not in kernel.operator
+    ]
+    assert products == ["forward"] * 2 + ["backward"] * 2
+    drawing = rehearsed("bf16 + adamw_fused + every_layer + captured")
+    assert not any(kernel.played for kernel in drawing.kernels)
+    assert any("draws random numbers in a layer that is recomputed" in doubt for doubt in drawing.doubts)
+
+
+@pytest.mark.whole
+def test_layers_that_are_recomputed_give_the_same_numbers() -> None:
+    written, expected = run("bf16 + every_layer", "llama")
+    with captured_on_cpu() as graphs:
+        played, ours = run("bf16 + every_layer + captured", "llama")
+    assert ours == expected
+    assert_same_weights(played.model, written.model)
+    assert graphs[0].played
+
+
 def test_the_host_no_longer_decides() -> None:
     job = replace(small_job("bert", 4, batch_size=4), clip=1.0)
     written, played = (predict(job, f"bf16 + adamw_fused{more}", gpu="h200") for more in ("", " + captured"))
@@ -255,7 +279,7 @@ def test_the_host_no_longer_decides() -> None:
     ("recipe", "why"),
     [
         ("fp16 + captured", "cannot be recorded"),
-        ("every_layer + captured", "was not tried in a step that is recorded"),
+        ("host(what=all) + captured", "was not tried in a step that is recorded"),
         ("captured(multiple=0)", "from 1 to"),
         ("captured + compiled", "engine"),
     ],

@@ -41,7 +41,7 @@ class RehearsedGraphs(Graphs):
         """Blocks of the graphs' pool."""
         return self._recorder.memory.allocating(Memory.GRAPHS)
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+    def record(self, work: Callable[[], None], *, may_draw: bool = True) -> Callable[[], None]:
         """The work runs once in the graphs' memory. Raises `NotRecorded` where it waits for the device."""
         import torch
 
@@ -53,8 +53,12 @@ class RehearsedGraphs(Graphs):
                 torch.empty(GENERATOR_BYTES, dtype=torch.uint8, device="meta") for _ in range(2)
             ]
         waited = recorder.times_waited
-        with self.own_memory():
-            work()
+        try:
+            with self.own_memory():
+                work()
+        except NotRecorded as fault:
+            recorder.doubt(f"The step is not recorded, and runs as it is written: {fault}.")
+            raise
         if recorder.times_waited != waited:
             recorder.doubt(f"The step is not recorded, and runs as it is written: {WAITS}.")
             raise NotRecorded(WAITS)

@@ -37,10 +37,11 @@ class Graphs(ABC):
         """Within it, what is allocated on the device is allocated in the graphs' memory."""
 
     @abstractmethod
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+    def record(self, work: Callable[[], None], *, may_draw: bool = True) -> Callable[[], None]:
         """Records what `work` asks of the device, and gives what does it. The work is not done by that: what
-        it has computed is undefined until it is played. Raises `NotRecorded`, and what torch raises where
-        memory runs out."""
+        it has computed is undefined until it is played. Work that may not draw random numbers ends the run
+        when it is played first and has drawn some. Raises `NotRecorded`, and what torch raises where memory
+        runs out."""
 
     @abstractmethod
     def refill(self, batch: dict[str, Any], piece: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -72,7 +73,7 @@ class CudaGraphs(Graphs):
             torch._C._cuda_endAllocateToPool(self._number, self._pool.id)
             torch._C._cuda_releasePool(self._number, self._pool.id)
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+    def record(self, work: Callable[[], None], *, may_draw: bool = True) -> Callable[[], None]:
         """Other threads may go on meanwhile, as the one that copies batches to page-locked memory; the
         collector may not, for what it frees may be of another graph."""
         import torch
@@ -95,7 +96,7 @@ class CudaGraphs(Graphs):
             if memory_cause(why):
                 raise why from None
             raise NotRecorded(str(why).splitlines()[0] if str(why) else type(why).__name__) from why
-        return graph.replay
+        return graph.replay if may_draw else _FirstReplay(graph, torch.cuda.default_generators[self._number])
 
     def refill(self, batch: dict[str, Any], piece: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         """Beside the computation, when the host's memory is pinned."""
@@ -107,6 +108,26 @@ class CudaGraphs(Graphs):
             elif isinstance(value, torch.Tensor):
                 batch[name].copy_(value, non_blocking=True)
         return batch
+
+
+class _FirstReplay:
+    """Plays a graph, and looks the first time whether it has taken numbers from the device's generator."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, generator: torch.Generator) -> None:
+        self._graph, self._generator, self._is_first = graph, generator, True
+
+    def __call__(self) -> None:
+        if not self._is_first:
+            self._graph.replay()
+            return
+        before, self._is_first = self._generator.get_offset(), False
+        self._graph.replay()
+        if self._generator.get_offset() != before:
+            raise SnugfitError(
+                "A layer that is recomputed draws random numbers, and others than in its forward pass where "
+                "the step is recorded. Leave 'captured' or the checkpointing out. No weight was changed by "
+                "this step."
+            )
 
 
 @contextlib.contextmanager

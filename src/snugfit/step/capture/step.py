@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from snugfit.step.batches import place
 from snugfit.step.capture.batch import fill_up, layout_of
 from snugfit.step.capture.graphs import NotRecorded
+from snugfit.step.capture.recomputed import generators_left_alone
 from snugfit.step.capture.update import RecordableUpdate
 from snugfit.step.transformers_internals import masks_by_shape
 from snugfit.step.wishes.mesh.spread_tensors import gradient_norm, scale
@@ -211,7 +212,7 @@ class CapturedStep:
             observer.phase("forward")
             forward = record(partial(self._forward, recording, built, is_first=number == 0))
             observer.phase("backward")
-            recording.passes.append((forward, record(lambda: _backward(recording))))
+            recording.passes.append((forward, record(partial(_backward, recording), may_draw=False)))
         self._update = self._update or RecordableUpdate(built.optimizer, self._loop.device)
         self._update.locate()
         if self._loop.job.clip:
@@ -227,7 +228,8 @@ class CapturedStep:
 
     def _forward(self, recording: LayoutGraphs, built: TrainedParts, *, is_first: bool) -> None:
         loop = self._loop
-        with loop.forward_context(), masks_by_shape(packed="position_ids" in recording.batch):
+        packed = "position_ids" in recording.batch
+        with loop.forward_context(), masks_by_shape(packed=packed), generators_left_alone():
             loss = loop.loss_of(built.runs, recording.batch)
         if recording.share is not None:
             loss = loss * recording.share.to(loss.dtype)
@@ -273,4 +275,5 @@ class CapturedStep:
 def _backward(recording: LayoutGraphs) -> None:
     loss, recording.loss = recording.loss, None
     assert loss is not None
-    loss.backward()
+    with generators_left_alone():
+        loss.backward()

@@ -15,7 +15,9 @@ Padded batches are filled up to a multiple of so many tokens, so that a few leng
 graphs have one memory, which is as large as what the longest needs.
 
 What a graph cannot do is ask: code that reads a number from the device, as many routers of experts do, cannot
-be recorded. Such a step stays as it is, and says so. With optimizers that compute on the host (bitsandbytes',
+be recorded. Such a step stays as it is, and says so. Nor can a layer be recomputed that draws random numbers,
+for the state of a GPU's generator cannot be set back there: with checkpointing, models without dropout are
+recorded. With optimizers that compute on the host (bitsandbytes',
 Adafactor, Muon) the passes are played, and the update is launched as ever.
 """
 
@@ -57,12 +59,9 @@ class Captured(Technique):
                 f"{recipe[Slot.PRECISION]} asks after each step whether a gradient overflowed, which cannot "
                 "be recorded. Try 'bf16'."
             )
-        for slot, wish in (
-            (Slot.CHECKPOINTING, "checkpoint"),
-            (Slot.ACTIVATION_OFFLOAD, "activation_offload"),
-        ):
-            if getattr(recipe[slot].install(Setup()), wish) is not None:
-                yield f"{recipe[slot]} was not tried in a step that is recorded. Leave one of them out."
+        offload = recipe[Slot.ACTIVATION_OFFLOAD]
+        if offload.install(Setup()).activation_offload is not None:
+            yield f"{offload} was not tried in a step that is recorded. Leave one of them out."
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:

@@ -1,0 +1,72 @@
+"""Layers that are recomputed within a backward pass that is recorded.
+
+torch's checkpoints keep the states of the random number generators before a layer, and set them again before
+it is recomputed. The state of a GPU's generator cannot be read while work is recorded, nor set back by what a
+graph plays. A layer that draws no random numbers needs neither; nor does one whose dropout draws from a seed
+that is kept (`kernels/seeds.py`), nor attention whose results are kept. So a recorded pass leaves the GPU's
+generator alone, and a recomputation that asks it for numbers cannot be recorded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from snugfit.step.capture.graphs import NotRecorded
+
+DRAWING = {
+    "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "bernoulli",
+    "bernoulli_", "multinomial", "normal", "normal_", "uniform_", "random_", "exponential_", "rrelu",
+    "rrelu_",
+}  # fmt: skip
+"""Names of functions that draw random numbers, beside dropout's and attention's."""
+
+
+@contextlib.contextmanager
+def generators_left_alone() -> Iterator[None]:
+    """Within it torch's checkpoints neither keep nor set the state of a GPU's generator. Raises `NotRecorded`
+    for a layer that draws random numbers when it is recomputed."""
+    fork = torch.random.fork_rng
+
+    @contextlib.contextmanager
+    def recompute(*arguments: Any, **keywords: Any) -> Iterator[None]:
+        with fork(*arguments, **keywords), DrawsNothing():
+            yield
+
+    states = patch("torch.utils.checkpoint.get_device_states", _no_states)
+    with states, patch("torch.random.fork_rng", recompute):
+        yield
+
+
+def _no_states(*arguments: Any) -> tuple[list[int], list[torch.Tensor]]:
+    return [], []
+
+
+class DrawsNothing(TorchFunctionMode):
+    """Within it no function of torch's may draw random numbers on a device. Raises `NotRecorded`.
+
+    It looks at functions and not at operators: while those are looked at, autograd adds no gradients in
+    place, which would take memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function that draws none."""
+        if draws(func, args, kwargs or {}):
+            raise NotRecorded(f"{func.__name__} draws random numbers in a layer that is recomputed")
+        return func(*args, **kwargs or {})
+
+
+def draws(function: Any, arguments: Any, keywords: Any) -> bool:
+    """Whether this call of a function of torch's draws random numbers."""
+    name = getattr(function, "__name__", "")
+    if name == "scaled_dot_product_attention":
+        return bool(keywords.get("dropout_p", arguments[4] if len(arguments) > 4 else 0.0))
+    if "dropout" in name:
+        share = keywords.get("p", arguments[1] if len(arguments) > 1 else 0.5)
+        trains = keywords.get("training", keywords.get("train", arguments[2] if len(arguments) > 2 else True))
+        return bool(share) and bool(trains)
+    return name in DRAWING
