@@ -3,8 +3,10 @@
     python benchmarks/exact_steps.py OUT.json spread [--recipe 'RECIPE'] ...   losses of 300 steps
     python benchmarks/exact_steps.py OUT.json error [--recipe 'RECIPE'] ...    weights after 50 steps
 
-`spread` trains from one seed in fp32 with three seeds for dropout, and each recipe with one of them: a curve
-of losses (a mean over 25 steps) may not leave the mean of the three by more than they do. `error` trains
+`spread` trains from one seed in fp32 with three seeds for dropout, or reads the losses of such runs from a
+file that it wrote before (`--known`), and each recipe with three others. A curve of losses is a mean over 25
+steps. Of the three in fp32, each is some way from the mean of the other two: no curve of a recipe may be
+further from the mean of the three than the furthest of them. `error` trains
 without dropout, and says how far all weights are from those of a run in 64 bits, as a share of how far that
 has moved them; and which weights a recipe has not moved, as a gradient of zero would have it."""
 
@@ -70,18 +72,22 @@ def smooth(losses: list[float]) -> torch.Tensor:
     return torch.tensor(losses).unfold(0, WINDOW, 1).mean(dim=1)
 
 
-def spread(recipes: list[str], steps: int) -> dict[str, Any]:
+def apart(curve: torch.Tensor, others: list[torch.Tensor]) -> float:
+    """The most by which a curve leaves the mean of others."""
+    return float((curve - torch.stack(others).mean(dim=0)).abs().max())
+
+
+def spread(recipes: list[str], steps: int, known: list[list[float]] | None) -> dict[str, Any]:
     job = guide_job()
-    known = [trained(job, "adamw_fused", steps, seed)[1] for seed in (11, 12, 13)]
-    curves = torch.stack([smooth(one) for one in known])
-    middle = curves.mean(dim=0)
-    apart = float((curves - middle).abs().max())
-    found: dict[str, Any] = {"fp32": known, "fp32_apart": apart, "recipes": {}}
+    known = known or [trained(job, "adamw_fused", steps, seed)[1] for seed in (11, 12, 13)]
+    curves = [smooth(one[:steps]) for one in known]
+    bound = max(apart(curve, [other for other in curves if other is not curve]) for curve in curves)
+    found: dict[str, Any] = {"fp32": known, "fp32_apart": bound, "recipes": {}}
     for recipe in recipes:
-        losses = trained(job, recipe, steps, 11)[1]
-        away = float((smooth(losses) - middle).abs().max())
-        found["recipes"][recipe] = {"losses": losses, "apart": away, "inside": away <= apart}
-        print(recipe, "apart", round(away, 4), "fp32 apart", round(apart, 4), flush=True)
+        runs = [trained(job, recipe, steps, seed)[1] for seed in (21, 22, 23)]
+        away = [apart(smooth(one), curves) for one in runs]
+        found["recipes"][recipe] = {"losses": runs, "apart": away, "inside": max(away) <= bound}
+        print(recipe, "apart", [round(one, 4) for one in away], "fp32", round(bound, 4), flush=True)
     return found
 
 
@@ -136,11 +142,16 @@ def main() -> None:
     parser.add_argument("what", choices=("spread", "error"))
     parser.add_argument("--recipe", action="append", default=[])
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--known", type=Path, help="a file of `spread`, whose runs in fp32 are taken")
     given = parser.parse_args()
     began = time.time()
     recipes = given.recipe or [*RECIPES]
     steps = given.steps or (300 if given.what == "spread" else 50)
-    found = (spread if given.what == "spread" else error)(recipes, steps)
+    if given.what == "spread":
+        known = json.loads(given.known.read_text())["spread"]["fp32"] if given.known else None
+        found = spread(recipes, steps, known)
+    else:
+        found = error(recipes, steps)
     about = {"gpu": torch.cuda.get_device_name(CUDA), "torch": torch.__version__, "steps": steps}
     document = {**about, "seconds": round(time.time() - began, 1), given.what: found}
     given.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

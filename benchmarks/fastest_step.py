@@ -3,8 +3,9 @@
     python benchmarks/fastest_step.py OUT.json [JOB ...] [--ours 'RECIPE'] [--no-peers]
 
 A peer is the installed HF Trainer with the flags that help it, measured through `--loop trainer`: its own
-step and none of its logic copied. Ours is snugfit's loop. Every contender trains the same model on batches of
-the same size, and a row says its seconds, its bytes, and how many times as fast it is as the best peer."""
+step and none of its logic copied; or FlashOptim (`peer_flashoptim.py`), where it is installed. Ours is
+snugfit's loop. Every contender trains the same model on batches of the same size, and a row says its seconds,
+its bytes, and how many times as fast it is as the best peer."""
 
 from __future__ import annotations
 
@@ -30,34 +31,45 @@ class Contest:
     """Recipes of snugfit's loop."""
     peers: tuple[str, ...] = (FUSED, COMPILED)
     """Recipes of the Trainer, which gets them as its arguments."""
+    flashoptim: dict[str, Any] | None = None
+    """The job, for FlashOptim's AdamW in a plain loop."""
 
 
 CAPTURED = ("bf16 + adamw_fused", f"{FUSED} + captured", "bf16_master + adamw_fused + captured")
+BEST = "bf16_master + adamw_fused + captured + fused"
+COMPACT = "bf16_master + adamw_compact + captured + fused"
 CONTESTS = {
     "bert-large": Contest(
         ("bert-large-uncased", "--task", "sequence-classification", "--clip", "1"),
-        (*CAPTURED, "bf16_master + adamw_fused + captured + fused"),
+        (*CAPTURED, BEST, COMPACT),
+        flashoptim={"model": "bert-large-uncased", "task": "sequence-classification", "clip": 1.0},
     ),
     "llama-1b": Contest(
         (
             "meta-llama/Llama-3.2-1B", "--task", "causal-lm", "--batch-size", "2",
             "--sequence-length", "2048", "--clip", "1", "--dtype", "float32",
         ),
-        (*CAPTURED, "bf16_master + adamw_fused + captured + fused"),
+        (*CAPTURED, f"{BEST} + chunked_loss", f"{BEST} + chunked_loss + first_layers(k=7)"),
+        (FUSED, f"{FUSED} + liger", COMPILED),
+        {
+            "model": "meta-llama/Llama-3.2-1B", "task": "causal-lm", "batch_size": 2,
+            "sequence_length": 2048, "clip": 1.0, "dtype": "float32",
+        },
     ),
     "qwen-half-b": Contest(
         (
             "Qwen/Qwen2.5-0.5B", "--task", "causal-lm", "--batch-size", "1", "--sequence-length", "512",
             "--clip", "1", "--dtype", "float32",
         ),
-        (*CAPTURED, "bf16_master + adamw_fused + captured + fused"),
+        (*CAPTURED, BEST),
+        (FUSED, f"{FUSED} + liger", COMPILED),
     ),
     "roberta-padded": Contest(
         (
             "FacebookAI/roberta-large", "--task", "sequence-classification", "--batch-size", "8",
             "--sequence-length", "384", "--padding", "0.25", "--clip", "1",
         ),
-        (*CAPTURED, "bf16_master + adamw_fused + captured + fused"),
+        (*CAPTURED, BEST),
     ),
 }  # fmt: skip
 
@@ -86,12 +98,24 @@ def measured(options: tuple[str, ...], loop: str, recipe: str) -> dict[str, Any]
     }
 
 
+def with_flashoptim(job: dict[str, Any]) -> dict[str, Any]:
+    """A row of FlashOptim's."""
+    command = [sys.executable, str(Path(__file__).with_name("peer_flashoptim.py")), json.dumps(job)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    if done.returncode:
+        return {"loop": "flashoptim", "recipe": "24 bits", "error": done.stderr.strip()[-600:]}
+    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
 def contest(one: Contest, ours: tuple[str, ...], *, peers: bool) -> list[dict[str, Any]]:
     """All rows of a job, each with its speed beside that of the fastest peer."""
     rows = [measured(one.options, "trainer", recipe) for recipe in one.peers if peers]
+    if peers and one.flashoptim is not None:
+        rows.append(with_flashoptim(one.flashoptim))
     rows += [measured(one.options, "plain", recipe) for recipe in ours]
     best = min(
-        (row["step_seconds"] for row in rows if row["loop"] == "trainer" and row.get("step_seconds")),
+        (row["step_seconds"] for row in rows if row["loop"] != "plain" and row.get("step_seconds")),
         default=None,
     )
     for row in rows:

@@ -37,6 +37,7 @@ LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 512,
 }  # fmt: skip
+RECOMPUTED = "bf16_master + adamw_fused + fused + chunked_loss + first_layers(k=2)"
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -134,12 +135,7 @@ def cases() -> list[Callable[[], dict[str, Any]]]:
         partial(compare_plain, "llama, fused", job_of(LLAMA), "bf16 + adamw_fused + fused + chunked_loss"),
         partial(compare_plain, "llama, recomputed", job_of(LLAMA), "bf16 + adamw_fused + every_layer"),
         partial(compare_plain, "llama, selective", job_of(LLAMA), "bf16 + adamw_fused + selective(products)"),
-        partial(
-            compare_plain,
-            "llama, fused, recomputed",
-            job_of(LLAMA),
-            "bf16_master + adamw_fused + fused + chunked_loss + first_layers(k=2)",
-        ),  # fmt: skip
+        partial(compare_plain, "llama, fused, recomputed", job_of(LLAMA), RECOMPUTED),
         partial(refused_one, "dropout, recomputed", job_of(BERT), "bf16 + adamw_fused + every_layer"),
         partial(compare_plain, "bert, compact", job_of(BERT), "bf16_master + adamw_compact"),
         partial(compare_runs, "a run", still, "bf16 + adamw_fused"),
