@@ -13,6 +13,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,22 +109,31 @@ def with_flashoptim(job: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def contest(one: Contest, ours: tuple[str, ...], *, peers: bool) -> list[dict[str, Any]]:
-    """All rows of a job, each with its speed beside that of the fastest peer."""
-    rows = [measured(one.options, "trainer", recipe) for recipe in one.peers if peers]
+def contest(one: Contest, ours: tuple[str, ...], *, peers: bool) -> Iterator[list[dict[str, Any]]]:
+    """The rows of a job, each time that there is one more, with its speed beside that of the fastest peer."""
+    rows: list[dict[str, Any]] = []
+    races = [("trainer", recipe) for recipe in one.peers if peers]
     if peers and one.flashoptim is not None:
-        rows.append(with_flashoptim(one.flashoptim))
-    rows += [measured(one.options, "plain", recipe) for recipe in ours]
-    best = min(
-        (row["step_seconds"] for row in rows if row["loop"] != "plain" and row.get("step_seconds")),
-        default=None,
-    )
-    for row in rows:
-        seconds = row.get("step_seconds")
-        row["times_the_best_peer"] = best / seconds if best and seconds else None
-        brief = {key: value for key, value in row.items() if key not in ("startup", "versions", "message")}
-        print(json.dumps(brief), row.get("message") if row.get("outcome") != "ok" else "", flush=True)
-    return rows
+        races.append(("flashoptim", ""))
+    for loop, recipe in [*races, *(("plain", recipe) for recipe in ours)]:
+        if loop == "flashoptim":
+            assert one.flashoptim is not None
+            rows.append(with_flashoptim(one.flashoptim))
+        else:
+            rows.append(measured(one.options, loop, recipe))
+        best = min(
+            (row["step_seconds"] for row in rows if row["loop"] != "plain" and row.get("step_seconds")),
+            default=None,
+        )
+        seconds = rows[-1].get("step_seconds")
+        rows[-1]["times_the_best_peer"] = best / seconds if best and seconds else None
+        brief = {
+            key: value for key, value in rows[-1].items() if key not in ("startup", "versions", "message")
+        }
+        print(
+            json.dumps(brief), rows[-1].get("message") if rows[-1].get("outcome") != "ok" else "", flush=True
+        )
+        yield rows
 
 
 def main() -> None:
@@ -137,9 +147,9 @@ def main() -> None:
     for name in given.jobs:
         one = CONTESTS[name]
         print(name, *one.options, flush=True)
-        rows = contest(one, tuple(given.ours) or one.ours, peers=not given.no_peers)
-        found[name] = {"options": one.options, "rows": rows}
-        given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        for rows in contest(one, tuple(given.ours) or one.ours, peers=not given.no_peers):
+            found[name] = {"options": one.options, "rows": rows}
+            given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
