@@ -461,7 +461,7 @@ def test_where_nothing_fits_a_plan_names_it() -> None:
 @pytest.mark.whole
 def test_a_plan_that_keeps_it_gives_what_a_prediction_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     this, gpu = deeper(batch_size=64), find_gpu("h200")
-    found = plan(this, gpu=gpu, keep="bf16 + host(all) + adamw", workers=1)
+    found = plan(this, gpu=gpu, keep="bf16 + host(all) + adamw + keep_all + uncompiled", workers=1)
     assert found.best is not None
     assert found.verified
     predicted = predict(this, found.best.recipe, gpu=gpu)

@@ -19,7 +19,9 @@ from snugfit.techniques.recipe import Recipe, without_auto
 from snugfit.techniques.setup import OffloadWish
 from snugfit.techniques.technique import Slot
 
-LAYERS = 8
+LAYERS = 4
+MORE_LAYERS = 8
+"""For what travels to the host, of which the first and the last layers keep some here."""
 REST = "lora(r=4) + bf16"
 HOST = Slot.ACTIVATION_OFFLOAD
 
@@ -73,7 +75,7 @@ def test_a_headroom_is_left(this: Job, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_layers_wait_on_the_host_where_that_costs_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mixture is taken where its step is predicted to be shorter; never over a link that is too slow."""
-    this = small_job("llama", LAYERS, batch_size=16, sequence_length=8192)
+    this = small_job("llama", MORE_LAYERS, batch_size=16, sequence_length=8192)
     most, least = needed(this, REST), needed(this, f"{REST} + every_layer")
     memory = (most + least) // 2
     mixed, why = resolve(this, REST, gpu="h200", memory_bytes=memory)
@@ -92,7 +94,7 @@ def test_layers_wait_on_the_host_where_that_costs_less(monkeypatch: pytest.Monke
 
 
 def test_inputs_wait_on_the_host_where_recomputing_is_not_enough() -> None:
-    this = small_job("llama", LAYERS, batch_size=16, sequence_length=8192)
+    this = small_job("llama", MORE_LAYERS, batch_size=16, sequence_length=8192)
     least = needed(this, f"{REST} + every_layer")
     sent = needed(this, f"{REST} + every_layer + host(all)")
     assert sent < least

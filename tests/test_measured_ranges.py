@@ -86,7 +86,16 @@ def stated(name: str) -> tuple[int, int, int]:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("name", ["fp8", "budget", "zero2", "zero3", "padding_free"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("fp8", marks=pytest.mark.slow),  # many steps are predicted again
+        "budget",
+        "zero2",
+        pytest.param("zero3", marks=pytest.mark.slow),
+        "padding_free",
+    ],
+)
 def test_a_warning_s_numbers_are_the_files(name: str) -> None:
     if lacking := next(one for one in roster.techniques() if one.name == name).missing_package():
         pytest.skip(lacking)
