@@ -31,6 +31,7 @@ from snugfit.rehearsal.trace.repeat import (
     repeat,
     split_steps,
 )
+from snugfit.rehearsal.trace.trace import MarkKind
 from snugfit.results.footprint import Kind
 from snugfit.step.applier import run_context
 from snugfit.step.plain_loop import Built, OptimizerLoop, PlainStep
@@ -70,6 +71,11 @@ class Part:
     @cached_property
     def _with_gradient(self) -> frozenset[int]:
         return frozenset(self.gradients)
+
+    @property
+    def waits(self) -> int:
+        """How often the host waits for the device in its last step."""
+        return sum(move is MarkKind.WAIT for move in self.trace.moves)
 
     @cached_property
     def split(self) -> SplitSteps:
@@ -112,7 +118,7 @@ def rehearse_passes(job: Job, setup: Setup, policy: Policy) -> Part:
 
 def rehearse_update(job: Job, setup: Setup, policy: Policy, gradients: tuple[int, ...]) -> Part:
     """Clipping and the optimizer's step under this Setup, where these parameters have gradients."""
-    step = _UpdateAlone(job, replace(setup, micro_batches=1, checkpoint=None), _meta())
+    step = UpdateAlone(job, replace(setup, micro_batches=1, checkpoint=None), _meta())
     step.gradients = gradients
     recording = record_step(step, policy, RECORDED_STEPS)
     return Part(RelativeTrace.of(recording.trace, recording.marks), gradients)
@@ -212,7 +218,7 @@ def _gradients_freed(moves: Sequence[Move], live: LiveSet) -> list[int]:
     return [trial.free(move) for move in frees]
 
 
-class _UpdateAlone(OptimizerLoop):
+class UpdateAlone(OptimizerLoop):
     """The plain loop with gradients that come from nowhere."""
 
     gradients: tuple[int, ...] = ()

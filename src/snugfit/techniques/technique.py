@@ -107,8 +107,8 @@ class Technique(ABC):
     otherwise may fit with it; empty elsewhere."""
 
     lowered: ClassVar[bool] = False
-    """Whether a rehearsal lowers the model's code for each kind of GPU anew, which takes long: plans for many
-    GPUs look at it only where it is kept."""
+    """Whether a rehearsal lowers the model's code for each kind of GPU anew, or simulates its steps in full
+    for each, which takes long: plans for many GPUs look at it only where it is kept."""
 
     searched: ClassVar[bool] = True
     """Whether a plan can look for recipes around it; otherwise one predicts a recipe that has it."""

@@ -17,6 +17,9 @@ graphs have one memory, which is as large as what the longest needs.
 What a graph cannot do is ask: code that reads a number from the device, as many routers of experts do, cannot
 be recorded. Such a step stays as it is, and says so. With optimizers that compute on the host (bitsandbytes',
 Adafactor, Muon) the passes are played, and the update is launched as ever.
+
+Plans for one GPU look at it where batches are not padded: its passes are those that are written, so nothing
+of them is rehearsed anew (`rehearsal/captured_parts.py`).
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ class Captured(Technique):
 
     fidelity: ClassVar = Fidelity.SAME
     source: ClassVar = "torch.cuda.CUDAGraph; NVIDIA, CUDA C++ Programming Guide, CUDA Graphs"
+    lowered: ClassVar = True
     elsewhere: ClassVar = ("cuda_graphs", "cudagraphs", "cuda_graph")
 
     multiple: int = between(1, 4_096, default=64)
@@ -66,9 +70,5 @@ class Captured(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """What is recorded is not put together from parts yet."""
-        return "plans do not look at steps that are recorded yet; snugfit predict tells of one"
-
-    def is_searched(self) -> bool:
-        """Its first steps are not alike, as a search takes steps to be."""
-        return False
+        """Padded batches are filled up, and need no look at their masks: other passes than are written."""
+        return "of padded batches its passes are simulated in full: predict it" if job.padding else ""
