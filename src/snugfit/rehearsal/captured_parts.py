@@ -22,7 +22,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.errors import RehearsalError
 from snugfit.rehearsal.rehearse import STEPS, record_step
-from snugfit.rehearsal.splice import Part, UpdateAlone, rehearse_update, split_update
+from snugfit.rehearsal.splice import (
+    Part,
+    SharedBlock,
+    UpdateAlone,
+    make_gradients,
+    rehearse_update,
+    split_update,
+)
 from snugfit.rehearsal.trace.relative import Alloc, Free, LiveSet, Move, PhaseStart, RelativeTrace
 from snugfit.rehearsal.trace.repeat import PeriodicRun, Piece, micro_batch_starts, widen
 from snugfit.rehearsal.trace.trace import GRAPH_STREAM, Kernel, MarkKind
@@ -60,25 +67,38 @@ def refuse_waits(waits: int) -> None:
 # ---- the update ------------------------------------------------------------------------------------------
 
 
-def rehearse_any_update(job: Job, setup: Setup, policy: Policy, gradients: tuple[int, ...]) -> Part:
+def rehearse_any_update(
+    job: Job,
+    setup: Setup,
+    policy: Policy,
+    gradients: tuple[int, ...],
+    shared: tuple[SharedBlock, ...] = (),
+) -> Part:
     """Clipping and the optimizer's step under this Setup, recorded or as it is written. Raises
     `CannotBeRecorded` where it is to be recorded and waits for the device."""
     rehearse = rehearse_update if setup.capture is None else rehearse_captured_update
-    return rehearse(job, setup, policy, gradients)
+    return rehearse(job, setup, policy, gradients, shared)
 
 
-def rehearse_captured_update(job: Job, setup: Setup, policy: Policy, gradients: tuple[int, ...]) -> Part:
+def rehearse_captured_update(
+    job: Job,
+    setup: Setup,
+    policy: Policy,
+    gradients: tuple[int, ...],
+    shared: tuple[SharedBlock, ...] = (),
+) -> Part:
     """Clipping and the optimizer's step under this Setup, recorded where it can be, where these parameters
-    have gradients. Raises `CannotBeRecorded` where it waits for the device."""
+    have gradients, of which some may lie in `shared` blocks. Raises `CannotBeRecorded` where it waits for the
+    device."""
     import torch
 
     setup = replace(setup, micro_batches=1, checkpoint=None)
     step = _CapturedUpdateAlone(job, setup, torch.device("meta"))
-    step.gradients = gradients
+    step.gradients, step.shared = gradients, shared
     recording = record_step(step, policy, RECORDED)
     if step.captured is None or step.captured.why_not or not recording.settled:
         raise CannotBeRecorded("its update cannot be recorded")
-    return Part(RelativeTrace.of(recording.trace, recording.marks), gradients)
+    return Part(RelativeTrace.of(recording.trace, recording.marks), gradients, shared=shared)
 
 
 class _CapturedUpdateAlone(UpdateAlone):
@@ -88,7 +108,7 @@ class _CapturedUpdateAlone(UpdateAlone):
     computed: Callable[[Any], None]
 
     def _train(self, steps: int, observer: Observer) -> list[float]:
-        self.loss_of = lambda model, batch: _Gradients(model, self.gradients)
+        self.loss_of = lambda model, batch: _Gradients(model, self.gradients, self.shared)
         self.captured = capture(self)
         return super()._train(steps, observer)
 
@@ -101,7 +121,7 @@ class _CapturedUpdateAlone(UpdateAlone):
     ) -> None:
         """The gradients, as the first step makes them."""
         built.observer.phase("backward")
-        _Gradients(built.model, self.gradients).backward()
+        make_gradients(built.model, self.gradients, self.shared)
 
     def _clip_and_update(self, built: Built) -> None:
         assert self.captured is not None
@@ -111,16 +131,12 @@ class _CapturedUpdateAlone(UpdateAlone):
 class _Gradients:
     """Stands for a loss, of which nothing but the gradients is made."""
 
-    def __init__(self, model: torch.nn.Module, numbers: tuple[int, ...]) -> None:
-        self._model, self._numbers = model, numbers
+    def __init__(self, *gradients: Any) -> None:
+        self._gradients = gradients
 
     def backward(self) -> None:
         """Leaves the gradients in the parameters."""
-        import torch
-
-        training = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        for number in self._numbers:
-            training[number].grad = torch.empty_like(training[number])
+        make_gradients(*self._gradients)
 
 
 # ---- the step --------------------------------------------------------------------------------------------

@@ -262,10 +262,9 @@ class Parts:
         passes = self._whole_passes(as_written(setup))
         if setup.capture is not None:
             refuse_waits(passes.waits)
-        key = ("update", update_key(setup), passes.gradients)
-        update = self._remember(
-            key, lambda: rehearse_any_update(self.job, setup, self.policy, passes.gradients)
-        )
+        gradients = passes.gradients, passes.shared
+        key = ("update", update_key(setup), *gradients)
+        update = self._remember(key, lambda: rehearse_any_update(self.job, setup, self.policy, *gradients))
         join = splice if setup.capture is None else splice_captured
         run = join(passes, update, micro_batches=setup.micro_batches)
         if run is not None:

@@ -81,9 +81,8 @@ class Fused(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """What it does not cover; else what plans do not look at yet is where it pays."""
-        pays = "its kernels pay in steps that are recorded (captured), which plans do not look at yet"
-        return _why_not_covered(job) or pays
+        """What it does not cover."""
+        return _why_not_covered(job)
 
 
 def _why_not_covered(job: Job) -> str:

@@ -71,8 +71,3 @@ class Bf16Master(Technique):
             "predicted, and BERT-large, on disturbed cores, half as long again. Gradients of micro-batches "
             "are added up in bfloat16."
         )
-
-    @classmethod
-    def planning_objection(cls, job: Job) -> str:
-        """What was never measured is not chosen."""
-        return "it was measured in too few steps so far, so no plan chooses it by itself"
