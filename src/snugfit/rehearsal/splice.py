@@ -303,7 +303,7 @@ def shared_blocks(parameters: Sequence[torch.nn.Parameter]) -> tuple[SharedBlock
         gradients = [
             (number, gradient) for number in numbers if (gradient := parameters[number].grad) is not None
         ]
-        views = [GradientView(number, one.storage_offset(), one.stride()) for number, one in gradients]
+        views = [GradientView(number, int(one.storage_offset()), one.stride()) for number, one in gradients]
         first = gradients[0][1]
         shared.append(SharedBlock(first.untyped_storage().nbytes() // first.element_size(), tuple(views)))
     return tuple(shared)

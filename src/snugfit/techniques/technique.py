@@ -8,6 +8,7 @@ written, the three degrees of fidelity, and the base class.
 
 from __future__ import annotations
 
+import functools
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -59,6 +60,13 @@ class Fidelity(StrEnum):
 
     LEARNS = "learns"
     """Another algorithm, which also learns."""
+
+
+@functools.cache
+def _alone(technique: Technique) -> Setup:
+    from snugfit.techniques.setup import Setup
+
+    return technique.install(Setup())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +138,11 @@ class Technique(ABC):
     @abstractmethod
     def install(self, setup: Setup) -> Setup:
         """The same Setup with this technique's wishes in it."""
+
+    @property
+    def alone(self) -> Setup:
+        """The Setup that it makes with plain techniques."""
+        return _alone(self)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Why it cannot go with this job or recipe, in words a user can act on; nothing when it can."""

@@ -56,7 +56,7 @@ class Captured(Technique):
         """What reads the device, keeps time with another stream, or draws random numbers anew."""
         if not job.trains:
             yield "only training steps are recorded. Leave it out."
-        if recipe[Slot.PRECISION].install(Setup()).scale_gradients:
+        if recipe[Slot.PRECISION].alone.scale_gradients:
             yield (
                 f"{recipe[Slot.PRECISION]} asks after each step whether a gradient overflowed, which cannot "
                 "be recorded. Try 'bf16'."
@@ -65,7 +65,7 @@ class Captured(Technique):
             (Slot.CHECKPOINTING, "checkpoint"),
             (Slot.ACTIVATION_OFFLOAD, "activation_offload"),
         ):
-            if getattr(recipe[slot].install(Setup()), wish) is not None:
+            if getattr(recipe[slot].alone, wish) is not None:
                 yield f"{recipe[slot]} was not tried in a step that is recorded. Leave one of them out."
 
     @classmethod
