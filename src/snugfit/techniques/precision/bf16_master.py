@@ -61,6 +61,13 @@ class Bf16Master(Technique):
         if any(recipe[slot] != roster.plain(slot) for slot in roster.slots_of_several_gpus()):
             yield "several processes do not share weights in two halves. Try 'bf16'."
 
+    def planned_without(self, recipe: TechniqueBySlot) -> str:
+        """Other kernels of AdamW than the default: masters are updated by one, whichever is named."""
+        optimizer, default = recipe[Slot.OPTIMIZER], roster.plain(Slot.OPTIMIZER)
+        if optimizer == default or optimizer.install(self.alone) != default.install(self.alone):
+            return ""
+        return f"it has an update of its own, the same with {optimizer} as with {default}"
+
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """What was not measured, and what bfloat16 costs."""
         if compute_capability and compute_capability < (8, 0):
