@@ -100,7 +100,6 @@ def plan(
     capability = gpu.compute_capability if gpu else None
     fixed = kept_of(job, keep, free, start)
     fixed.refuse(capability)
-    run = PlannedRun(steps=steps, rates=once)
     timer = SingleGpuTimer(clock) if clock else _timer_of(gpu)
     headroom_bytes = headroom_of(headroom, gpu, memory_bytes)
     if memory_bytes is None and gpu is not None:
@@ -112,8 +111,7 @@ def plan(
     request = _PlanRequest(
         job, gpu, memory_bytes, headroom_bytes, fidelity, objective, steps, ranked, start, slowest, tell
     )
-
-    answer = partial(_answer, request, space)
+    answer, run = partial(_answer, request, space), PlannedRun(steps=steps, rates=once)
     return with_pool(answer, job, [gpu], timer, workers=workers, run=run, tell=tell)
 
 
