@@ -248,7 +248,9 @@ def test_layers_are_recomputed_where_they_draw_no_random_numbers() -> None:
         if kernel.played and "scaled_dot_product" in kernel.operator and "backward" not in kernel.operator
     ]
     assert products == ["forward"] * 2 + ["backward"] * 2
-    drawing = rehearsed("bf16 + adamw_fused + every_layer + captured")
+    with pytest.raises(RecipeError, match=r"dropout again \(hidden_dropout_prob=0\.1\)"):
+        Recipe.parse("every_layer + captured").check(small_job("bert"))
+    drawing = rehearsed("bf16 + adamw_fused + every_layer + captured")  # where no config has said it
     assert not any(kernel.played for kernel in drawing.kernels)
     assert any("draws random numbers in a layer that is recomputed" in doubt for doubt in drawing.doubts)
 

@@ -38,9 +38,6 @@ GIVEN = {"selective": "products", "host": "all", "budget": 0.5}
 GOES_WITH = {"budget(0.5)": ("compiled",), "adamw_stochastic": ("bf16_pure",)}
 """Techniques that need another."""
 
-WHOLE = {"fused", "chunked_loss"}
-"""Whose parts do not meet: together they are simulated as a whole, in plans too."""
-
 FAMILIES = ("bert", "gpt2", "llama", "t5")
 
 EVERY_RECIPE = ("bert", "llama")
@@ -71,8 +68,6 @@ def notations() -> list[list[str]]:
 @functools.cache
 def taken(words: Words) -> bool:
     """Whether a small job takes a recipe with these techniques, and plain ones beside them."""
-    if set(words) >= WHOLE:
-        return False
     recipe = Recipe.parse(" + ".join(words))
     for family in EVERY_RECIPE:
         with contextlib.suppress(RecipeError):  # a classifier has no vocabulary
@@ -159,7 +154,7 @@ def test_spliced_equals_whole(number: int) -> None:
             pytest.skip(lacking)
     job, setup = job_for(number), setup_of(" + ".join(words))
     passes = rehearse_passes(job, setup, CUDA)
-    update = rehearse_update(job, setup, CUDA, passes.gradients)
+    update = rehearse_update(job, setup, CUDA, passes.gradients, passes.shared)
     same(spliced(passes, update, setup.micro_batches), whole(job, setup)[0])
 
 

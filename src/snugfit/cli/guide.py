@@ -92,7 +92,8 @@ def _with_modern(result: GuideResult, gpu: Gpu, workers: int) -> GuideResult:
     from snugfit.techniques.technique import Slot
 
     def plan_of(job: Job) -> PlannedJob:
-        planned = plan(job, gpu=gpu, keep=str(roster.plain(Slot.ENGINE)))
+        unchanged = " + ".join(str(roster.plain(slot)) for slot in (Slot.KERNELS, Slot.ENGINE))
+        planned = plan(job, gpu=gpu, keep=unchanged)
         front = (
             FrontRecipe(
                 recipe=Recipe.parse(choice.recipe),

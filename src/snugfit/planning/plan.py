@@ -179,6 +179,9 @@ class Reason:
     kept: str = ""
     """Why the slot was not searched, and how it is freed. With nothing to compare, `against` is empty."""
 
+    because: str = ""
+    """What makes the difference, where that is known."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:

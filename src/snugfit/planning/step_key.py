@@ -36,6 +36,8 @@ class StepKey(NamedTuple):
     """What products of fp32 matrices are computed in: no allocation and no kernel, only seconds."""
     loader: tuple[Hashable, ...]
     """Who makes the batches: only seconds."""
+    launches: tuple[Hashable, ...]
+    """Whether kernels are launched one by one: of the passes, only seconds and which memory they lie in."""
     allocator: tuple[Hashable, ...]
     """How the allocator takes its segments: only what it reserves."""
 
@@ -52,7 +54,7 @@ TOUCHES: Mapping[str, tuple[str, ...]] = {
     "logits": ("passes",),
     "checkpoint": ("passes",),
     "compile": ("passes",),
-    "capture": ("passes", "update"),
+    "capture": ("update", "launches"),
     "activation_offload": ("passes",),
     "optimizer": ("update",),
     "autocast": ("passes",),
@@ -95,7 +97,7 @@ def update_key(setup: Setup) -> Hashable:
 
 def timing_key(setup: Setup) -> Hashable:
     """All of a Setup that its seconds depend on beside its trace."""
-    return _values(setup, "matmul"), _values(setup, "loader")
+    return _values(setup, "matmul"), _values(setup, "loader"), _values(setup, "launches")
 
 
 def adapters_key(setup: Setup) -> Hashable:
@@ -108,6 +110,13 @@ def as_rehearsed(setup: Setup) -> Setup:
     plain, names = type(setup)(), _names_by_part(setup)
     hidden = (*names["matmul"], *names["loader"], *names["allocator"])
     return replace(setup, **{name: getattr(plain, name) for name in hidden})
+
+
+def as_written(setup: Setup) -> Setup:
+    """The same, without what the passes of a step do not show: whether the step is recorded as CUDA graphs.
+    What is played back is what is written."""
+    plain = as_rehearsed(setup)
+    return plain if plain.capture is None else replace(plain, capture=None)
 
 
 def _values(setup: Setup, part: str) -> tuple[Hashable, ...]:

@@ -14,8 +14,8 @@ or is not of its parameter's size, the answer is None, and the caller simulates 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,6 +31,7 @@ from snugfit.rehearsal.trace.repeat import (
     repeat,
     split_steps,
 )
+from snugfit.rehearsal.trace.trace import MarkKind
 from snugfit.results.footprint import Kind
 from snugfit.step.applier import run_context
 from snugfit.step.plain_loop import Built, OptimizerLoop, PlainStep
@@ -51,6 +52,22 @@ PLAYED = (
 NOTHING = OptimizerWish(factory=Call(path="snugfit.rehearsal.splice:optimizer_that_does_nothing"))
 
 
+class GradientView(NamedTuple):
+    """Where in a block a gradient lies that is not alone in it; in elements."""
+
+    number: int
+    """Of the parameter, among those that train."""
+    offset: int
+    strides: tuple[int, ...]
+
+
+class SharedBlock(NamedTuple):
+    """A block of several gradients: one product makes those of queries, keys and values."""
+
+    elements: int
+    views: tuple[GradientView, ...]
+
+
 @dataclass(frozen=True)
 class Part:
     """A part of a step, recorded alone: its passes, or its update."""
@@ -62,6 +79,13 @@ class Part:
     """Whether its micro-batches differ by what their values decide, so that none stands for the rest."""
     trained: tuple[str, ...] = ()
     """Names of the parameters that train, in order, where it was recorded from a model's passes."""
+    shared: tuple[SharedBlock, ...] = ()
+    """Blocks of several gradients; each of the others has one of its own."""
+
+    @property
+    def gradient_blocks(self) -> int:
+        """How many blocks all gradients have."""
+        return len(self.gradients) - sum(len(block.views) - 1 for block in self.shared)
 
     def has_gradient(self, number: int) -> bool:
         """Whether the parameter of this number has a gradient."""
@@ -70,6 +94,11 @@ class Part:
     @cached_property
     def _with_gradient(self) -> frozenset[int]:
         return frozenset(self.gradients)
+
+    @property
+    def waits(self) -> int:
+        """How often the host waits for the device in its last step."""
+        return sum(move is MarkKind.WAIT for move in self.trace.moves)
 
     @cached_property
     def split(self) -> SplitSteps:
@@ -101,7 +130,7 @@ def record_passes(job: Job, setup: Setup, policy: Policy, *, steps: int, micro_b
     optimizer: Any = step.optimizer
     named = step.model.named_parameters() if step.model is not None else ()
     trained = tuple(name for name, parameter in named if parameter.requires_grad)
-    return Part(RelativeTrace.of(trace, marks), optimizer.gradients, varies, trained)
+    return Part(RelativeTrace.of(trace, marks), optimizer.gradients, varies, trained, optimizer.shared)
 
 
 def rehearse_passes(job: Job, setup: Setup, policy: Policy) -> Part:
@@ -110,12 +139,19 @@ def rehearse_passes(job: Job, setup: Setup, policy: Policy) -> Part:
     return record_passes(job, setup, policy, steps=RECORDED_STEPS, micro_batches=micro_batches)
 
 
-def rehearse_update(job: Job, setup: Setup, policy: Policy, gradients: tuple[int, ...]) -> Part:
-    """Clipping and the optimizer's step under this Setup, where these parameters have gradients."""
-    step = _UpdateAlone(job, replace(setup, micro_batches=1, checkpoint=None), _meta())
-    step.gradients = gradients
+def rehearse_update(
+    job: Job,
+    setup: Setup,
+    policy: Policy,
+    gradients: tuple[int, ...],
+    shared: tuple[SharedBlock, ...] = (),
+) -> Part:
+    """Clipping and the optimizer's step under this Setup, where these parameters have gradients, of which
+    some may lie in `shared` blocks."""
+    step = UpdateAlone(job, replace(setup, micro_batches=1, checkpoint=None), _meta())
+    step.gradients, step.shared = gradients, shared
     recording = record_step(step, policy, RECORDED_STEPS)
-    return Part(RelativeTrace.of(recording.trace, recording.marks), gradients)
+    return Part(RelativeTrace.of(recording.trace, recording.marks), gradients, shared=shared)
 
 
 def splice(passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun | None:
@@ -149,7 +185,7 @@ def _join(passes: Part, update: Part) -> Iterator[Move]:
         stand_ins = [block for block in standalone.follow(before_update) if _is_gradient(block, standalone)]
         real = _gradients_freed(nothing, spliced)
         sizes = [standalone.allocs[block].nbytes for block in stand_ins]
-        if len(sizes) != len(update.gradients) or sizes != [spliced.allocs[block].nbytes for block in real]:
+        if len(sizes) != update.gradient_blocks or sizes != [spliced.allocs[block].nbytes for block in real]:
             raise LookupError("the gradients do not match")
         mapping |= zip(stand_ins, real, strict=True)
         for move in updating:
@@ -212,10 +248,11 @@ def _gradients_freed(moves: Sequence[Move], live: LiveSet) -> list[int]:
     return [trial.free(move) for move in frees]
 
 
-class _UpdateAlone(OptimizerLoop):
+class UpdateAlone(OptimizerLoop):
     """The plain loop with gradients that come from nowhere."""
 
     gradients: tuple[int, ...] = ()
+    shared: tuple[SharedBlock, ...] = ()
 
     def run(self, steps: int, observer: Observer) -> list[float]:
         """Builds, and runs `steps` updates; there is no loss."""
@@ -226,12 +263,50 @@ class _UpdateAlone(OptimizerLoop):
         import torch
 
         built.observer.phase("backward")
-        training = [parameter for parameter in built.model.parameters() if parameter.requires_grad]
-        for number in self.gradients:
-            training[number].grad = torch.empty_like(training[number])
+        make_gradients(built.model, self.gradients, self.shared)
         if built.scaler is not None:
             built.scaler.scale(torch.empty((), device=self.device))
         return None
+
+
+def make_gradients(
+    model: torch.nn.Module, numbers: Iterable[int], shared: Sequence[SharedBlock] = ()
+) -> None:
+    """Leaves gradients in the parameters of these numbers, in the order in which passes leave them: a block
+    of several counts as the last of them, with which it is freed."""
+    import torch
+
+    training = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    blocks = {max(view.number for view in block.views): block for block in shared}
+    later = {view.number for block in shared for view in block.views} - blocks.keys()
+    for number in numbers:
+        parameter = training[number]
+        if number in blocks:
+            whole = parameter.new_empty(blocks[number].elements)
+            for view in blocks[number].views:
+                own = training[view.number]
+                own.grad = torch.as_strided(whole, own.shape, view.strides, view.offset)
+        elif number not in later:
+            parameter.grad = torch.empty_like(parameter)
+
+
+def shared_blocks(parameters: Sequence[torch.nn.Parameter]) -> tuple[SharedBlock, ...]:
+    """The blocks in which several of these parameters have their gradients."""
+    by_storage: dict[int, list[int]] = defaultdict(list)
+    for number, parameter in enumerate(parameters):
+        if parameter.grad is not None:
+            by_storage[parameter.grad.untyped_storage()._cdata].append(number)
+    shared = []
+    for numbers in by_storage.values():
+        if len(numbers) < 2:
+            continue
+        gradients = [
+            (number, gradient) for number in numbers if (gradient := parameters[number].grad) is not None
+        ]
+        views = [GradientView(number, int(one.storage_offset()), one.stride()) for number, one in gradients]
+        first = gradients[0][1]
+        shared.append(SharedBlock(first.untyped_storage().nbytes() // first.element_size(), tuple(views)))
+    return tuple(shared)
 
 
 def optimizer_that_does_nothing(parameters: Any, **_: Any) -> torch.optim.Optimizer:
@@ -240,11 +315,13 @@ def optimizer_that_does_nothing(parameters: Any, **_: Any) -> torch.optim.Optimi
 
     class Nothing(torch.optim.Optimizer):
         gradients: tuple[int, ...] = ()
+        shared: tuple[SharedBlock, ...] = ()
 
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            """Notes which parameters have a gradient."""
+            """Notes which parameters have a gradient, and which of those lie in one block."""
             parameters = self.param_groups[0]["params"]
             self.gradients = tuple(n for n, one in enumerate(parameters) if one.grad is not None)
+            self.shared = shared_blocks(parameters)
 
     return Nothing(parameters, {})
 

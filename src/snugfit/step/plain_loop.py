@@ -149,6 +149,9 @@ class OptimizerLoop(Step):
 class PlainStep(OptimizerLoop):
     """The plain loop over one job and Setup."""
 
+    captured: CapturedStep | None = None
+    """Its steps, recorded and played back; None where that was not started or is not wished."""
+
     def __init__(self, job: Job, setup: Setup, device: torch.device, *, keep_losses: bool = False) -> None:
         super().__init__(job, setup, device, keep_losses=keep_losses)
         self.items_of: Callable[[Mapping[str, Any]], int] = lambda piece: label_items(job, piece)

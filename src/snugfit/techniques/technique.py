@@ -8,6 +8,7 @@ written, the three degrees of fidelity, and the base class.
 
 from __future__ import annotations
 
+import functools
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -61,6 +62,13 @@ class Fidelity(StrEnum):
     """Another algorithm, which also learns."""
 
 
+@functools.cache
+def _alone(technique: Technique) -> Setup:
+    from snugfit.techniques.setup import Setup
+
+    return technique.install(Setup())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Technique(ABC):
     """One way to make a job fit or run faster. Settings are its fields; one file each."""
@@ -107,8 +115,8 @@ class Technique(ABC):
     otherwise may fit with it; empty elsewhere."""
 
     lowered: ClassVar[bool] = False
-    """Whether a rehearsal lowers the model's code for each kind of GPU anew, which takes long: plans for many
-    GPUs look at it only where it is kept."""
+    """Whether a rehearsal lowers the model's code for each kind of GPU anew, or simulates its steps in full
+    for each, which takes long: plans for many GPUs look at it only where it is kept."""
 
     searched: ClassVar[bool] = True
     """Whether a plan can look for recipes around it; otherwise one predicts a recipe that has it."""
@@ -130,6 +138,11 @@ class Technique(ABC):
     @abstractmethod
     def install(self, setup: Setup) -> Setup:
         """The same Setup with this technique's wishes in it."""
+
+    @property
+    def alone(self) -> Setup:
+        """The Setup that it makes with plain techniques."""
+        return _alone(self)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Why it cannot go with this job or recipe, in words a user can act on; nothing when it can."""

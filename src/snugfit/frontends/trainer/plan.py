@@ -119,7 +119,8 @@ def _plan_from(own: Chosen, job: Job, gpu: str, fidelity: Fidelity) -> Chosen:
     default = {Slot.OPTIMIZER} if own.default_optimizer else set()
     whole = {Slot.BATCHING} if mixing_of(job).reason else set()  # as the user cuts it, or does not
     unchanged = frozenset({*KEPT, *own.user_slots, *less_exact, *whole, *default})
-    best = plan(job, gpu=gpu, fidelity=fidelity, keep={slot: own.recipe[slot] for slot in unchanged})
+    keep = {slot: own.recipe[slot] for slot in unchanged}
+    best = plan(job, gpu=gpu, fidelity=fidelity, keep=keep, front_end="fit")
     shown = best.best_or_nearest.recipe
     if not best.fits:
         raise NothingFits(

@@ -216,13 +216,15 @@ def _without(work: Work, additions: Counter[_KernelKey]) -> Work:
 
 def update_of(part: Part) -> UpdateProfile:
     """The figures of an update that was recorded alone. What happens before it belongs to the passes, but
-    for the gradients, which are dropped here."""
-    (made_before, makes), (_, steady) = part.cut
+    for the gradients, which are dropped here. Of one that is recorded, the second step allocates most, and
+    the last is the one that runs ever after."""
+    (made_before, makes), (_, steady), *_ = part.cut
     allocs = (move for move in made_before if isinstance(move, Alloc))
     gradients = sum(alloc.nbytes for alloc in allocs if alloc.kind == Kind.GRADIENTS)
     workspaces = sum(alloc.nbytes for alloc in kept_workspaces(makes))  # passes may have taken them already
     states = sum(map(_change, makes)) + gradients - workspaces
-    return UpdateProfile(max(accumulate(map(_change, steady)), default=0), states, _work(steady))
+    last = part.cut[-1].update
+    return UpdateProfile(max(accumulate(map(_change, steady)), default=0), states, _work(last))
 
 
 def _work(moves: Sequence[Move]) -> Work:

@@ -29,8 +29,8 @@ from snugfit.planning.cost.same_trace import kernels_under
 from snugfit.planning.cost.shallow import ShallowJob, ShallowJobs, linear_extrapolate
 from snugfit.planning.cost.short_passes import MICRO_BATCHES
 from snugfit.planning.cost.timer import ComposableTimer, Timer, seconds_of
-from snugfit.planning.step_key import adapters_key, as_rehearsed, timing_key, update_key
-from snugfit.rehearsal.splice import rehearse_update
+from snugfit.planning.step_key import adapters_key, as_written, timing_key, update_key
+from snugfit.rehearsal.captured_parts import CannotBeRecorded, refuse_waits, rehearse_any_update
 from snugfit.rehearsal.trace.trace import Work
 
 if TYPE_CHECKING:
@@ -84,7 +84,8 @@ class StepBounds(NamedTuple):
 class Bounds(NamedTuple):
     """The least that some Setups take."""
 
-    per_setup: Sequence[StepBounds]
+    per_setup: Sequence[StepBounds | CannotBeRecorded]
+    """Why there are none, of steps that are to be recorded and cannot be."""
     attention: tuple[str, ...]
     """Which attention kernels were chosen."""
 
@@ -107,15 +108,17 @@ class LowerBounds:
         groups: dict[Hashable, list[int]] = defaultdict(list)
         for number, setup in enumerate(setups):
             groups[setup.micro_batches, timing_key(setup)].append(number)
-        bounds: dict[int, StepBounds] = {}
+        bounds: dict[int, StepBounds | CannotBeRecorded] = {}
         for numbers in groups.values():
             by_update = {update_key(setups[number]): setups[number] for number in numbers}
-            seconds = passes.seconds(list(by_update.values()))
-            by_key = {
+            refused = {key: why for key, one in by_update.items() if (why := passes.why_not_recorded(one))}
+            by_update = {key: one for key, one in by_update.items() if key not in refused}
+            seconds = passes.seconds(list(by_update.values())) if by_update else ()
+            by_key: dict[Hashable, StepBounds | CannotBeRecorded] = {
                 key: passes.bounds_of(setup, one)
                 for (key, setup), one in zip(by_update.items(), seconds, strict=True)
             }
-            bounds |= {number: by_key[update_key(setups[number])] for number in numbers}
+            bounds |= {number: (by_key | refused)[update_key(setups[number])] for number in numbers}
         return Bounds([bounds[number] for number in range(len(setups))], passes.by_depth[0].attention)
 
     def depth_fit(self, setup: Setup) -> DepthFit:
@@ -127,8 +130,8 @@ class LowerBounds:
         gradients = passes.gradients if passes else self._with_gradients(setup, shallow)
         key = (update_key(setup), shallow.layers, gradients)
         if key not in self._updates:
-            asked = replace(shallow.setup, optimizer=setup.optimizer)
-            self._updates[key] = update_of(rehearse_update(shallow.job, asked, self.policy, gradients))
+            asked = replace(shallow.setup, optimizer=setup.optimizer, capture=setup.capture)
+            self._updates[key] = update_of(rehearse_any_update(shallow.job, asked, self.policy, gradients))
         return self._updates[key]
 
     def update_segments(
@@ -161,8 +164,8 @@ class _PassesBounds:
         sizes = {job.batch_size // setup.micro_batches for setup in setups if setup.micro_batches > 1}
         whole = any(setup.micro_batches == 1 for setup in setups)
         self.bounds, self.batch_size = bounds, job.batch_size
-        self.fit = bounds.depth_fit(as_rehearsed(first))
-        self.update_fit = bounds.depth_fit(replace(as_rehearsed(first), checkpoint=None))
+        self.fit = bounds.depth_fit(as_written(first))
+        self.update_fit = bounds.depth_fit(replace(as_written(first), checkpoint=None))
         self.by_depth = [
             rehearse_sizes(shallow.job, shallow.setup, bounds.policy, sizes, whole=whole)
             for shallow in self.fit.depths
@@ -184,6 +187,19 @@ class _PassesBounds:
             gradient_bytes=int(self._gradient_bytes(setup)),
             depth=self.fit.layers if self.bounds.shallow_jobs.depth(setup) else 0,
         )
+
+    def why_not_recorded(self, setup: Setup) -> CannotBeRecorded | None:
+        """Why such a step cannot be recorded as it is to be; None where it can, or is not to be."""
+        if setup.capture is None:
+            return None
+        try:
+            for profile in self._profiles(setup):
+                refuse_waits(len(profile.first.waits) + len(profile.further.waits))
+            for shallow in self.update_fit.depths:
+                self.bounds.update(setup, shallow)
+        except CannotBeRecorded as why:
+            return why
+        return None
 
     # ---- bytes -------------------------------------------------------------------------------------------
 

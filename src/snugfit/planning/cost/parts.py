@@ -28,21 +28,27 @@ from snugfit.planning.cost.periodic import (
     micro_batch_works,
     replay_periodic,
 )
-from snugfit.planning.cost.same_trace import trace_under, with_sizes
+from snugfit.planning.cost.same_trace import kernels_launched, trace_under, with_sizes
 from snugfit.planning.cost.shallow import ShallowJobs
 from snugfit.planning.cost.short_passes import MICRO_BATCHES, second_step_is_redundant, short_passes
 from snugfit.planning.cost.startup_share import ENDLESS, PlannedRun, StartupShare, StartupShares
 from snugfit.planning.cost.timer import Timer, seconds_of
-from snugfit.planning.step_key import as_rehearsed, passes_key, step_key, timing_key, update_key
+from snugfit.planning.step_key import as_rehearsed, as_written, passes_key, step_key, timing_key, update_key
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.device import ContextNeeds, common_policy, context_for, policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
 from snugfit.prediction.seconds import model_peak_seconds
+from snugfit.rehearsal.captured_parts import (
+    CannotBeRecorded,
+    refuse_waits,
+    rehearse_any_update,
+    splice_captured,
+)
 from snugfit.rehearsal.device.policy import ComparedPolicy
 from snugfit.rehearsal.few_layers import passes_from_few_layers
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.splice import Part, rehearse_passes, rehearse_update, splice
+from snugfit.rehearsal.splice import Part, rehearse_passes, splice
 from snugfit.rehearsal.trace.trace import Mark, Trace
 from snugfit.techniques.setup import EVERY_LAYER
 
@@ -111,16 +117,20 @@ class Parts:
 
     # ---- lower bounds ------------------------------------------------------------------------------------
 
-    def screen(self, setups: Sequence[Setup]) -> list[tuple[Bound, ...]]:
-        """The least that each of these takes on each GPU; they differ in micro-batches, optimizer, matrix
-        products, loading and allocator only. Raises `SnugfitError` where one of them cannot be rehearsed."""
+    def screen(self, setups: Sequence[Setup]) -> list[tuple[Bound, ...] | CannotBeRecorded]:
+        """The least that each of these takes on each GPU, or why it cannot be recorded; they differ in
+        micro-batches, optimizer, matrix products, loading, allocator and recording only. Raises
+        `SnugfitError` where one of them cannot be rehearsed."""
         if not self.job.trains:
             return [self._exact_bound(setup) for setup in setups]
         bounds = self.lower_bounds.of(setups)
         self.startup.forget()
         trace = Trace((), (), (Mark(0, 0, "backward"),), (), (), bounds.attention)
         contexts, least = self._contexts(trace), self._contexts(replace(trace, attention=()))
-        return [_bounds_on_gpus(step, contexts, least) for step in bounds.per_setup]
+        return [
+            step if isinstance(step, CannotBeRecorded) else _bounds_on_gpus(step, contexts, least)
+            for step in bounds.per_setup
+        ]
 
     def _contexts(self, trace: Trace) -> list[int]:
         software, needs = Software(), ContextNeeds.of(trace)
@@ -142,7 +152,8 @@ class Parts:
         """What each of these takes on each GPU; they have one trace, and differ in the allocator and in how
         products of matrices are computed only."""
         replays = self._replays(setups[0], {setup.expandable_segments for setup in setups})
-        contexts = self._contexts(replays.trace)
+        launched = kernels_launched(setups[0], replays.trace.kernels)
+        contexts = self._contexts(replace(replays.trace, kernels=launched))
         by_timing = {timing_key(setup): setup for setup in setups}
         traces = {key: trace_under(setup, replays.trace) for key, setup in by_timing.items()}
         by_kernels = {id(trace.kernels): trace for trace in traces.values()}  # most share them
@@ -245,12 +256,17 @@ class Parts:
         return FullCheck(same, prediction.doubts, prediction.timing)
 
     def run(self, setup: Setup) -> PeriodicRun | None:
-        """The training run under this Setup; None where its parts cannot be spliced."""
+        """The training run under this Setup; None where its parts cannot be spliced. Raises
+        `CannotBeRecorded` where it is to be recorded and waits for the device."""
         setup = as_rehearsed(setup)
-        passes = self._whole_passes(setup)
-        key = ("update", update_key(setup), passes.gradients)
-        update = self._remember(key, lambda: rehearse_update(self.job, setup, self.policy, passes.gradients))
-        run = splice(passes, update, micro_batches=setup.micro_batches)
+        passes = self._whole_passes(as_written(setup))
+        if setup.capture is not None:
+            refuse_waits(passes.waits)
+        gradients = passes.gradients, passes.shared
+        key = ("update", update_key(setup), *gradients)
+        update = self._remember(key, lambda: rehearse_any_update(self.job, setup, self.policy, *gradients))
+        join = splice if setup.capture is None else splice_captured
+        run = join(passes, update, micro_batches=setup.micro_batches)
         if run is not None:
             self._steady.add(step_key(setup))
         return run

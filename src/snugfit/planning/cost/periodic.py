@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from snugfit.prediction.allocator import Allocator, actions_by_word
 from snugfit.prediction.last_step import MOST_REPEATED
 from snugfit.rehearsal.trace.relative import Alloc, Free, PhaseStart
-from snugfit.rehearsal.trace.trace import MarkKind, Work
+from snugfit.rehearsal.trace.trace import GRAPH_STREAM, MarkKind, Memory, Work
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.trace.repeat import PeriodicRun
@@ -39,7 +39,7 @@ class AllocatorPeaks(NamedTuple):
 
 Request = tuple[int, Any]
 """The number of a stack, and the bytes that are allocated on it; or where on it the block lies that is freed,
-counted from its top, -1 and down. -1, and the name of what the driver does."""
+counted from its top, -1 and down. -1, and the name of what the driver does; or that the cache is emptied."""
 
 
 class Requests:
@@ -57,6 +57,8 @@ class Requests:
         ]
         self.steps = run.steps
         self.stacks = len(self._stacks)
+        self.of_graphs = [number for stack, number in self._stacks.items() if stack.stream == GRAPH_STREAM]
+        """Which stacks' blocks lie in the pool of CUDA graphs."""
 
     @property
     def leaves_as_many(self) -> bool:
@@ -85,6 +87,8 @@ class Requests:
                 self._phase = move.phase
             elif move is MarkKind.CONTEXT_RELEASED:
                 self._due = [self._phase, move]
+            elif move is MarkKind.CACHE_EMPTIED:
+                requests.append((-1, move))
         return requests
 
     def _driver(self, alloc: Alloc) -> Iterator[Request]:
@@ -100,6 +104,9 @@ def replay_periodic(requests: Requests, *, expandable: bool) -> AllocatorPeaks:
     """What the allocator shows after such a run."""
     allocator = Allocator(expandable=expandable)
     stacks: list[list[Any]] = [[] for _ in range(requests.stacks)]
+    memory = [Memory.OWN] * requests.stacks
+    for number in requests.of_graphs:
+        memory[number] = Memory.GRAPHS
     actions = actions_by_word(allocator.addresses)
 
     def state() -> Hashable:
@@ -110,10 +117,12 @@ def replay_periodic(requests: Requests, *, expandable: bool) -> AllocatorPeaks:
     def replay(some: Sequence[Request]) -> None:
         allocate, release = allocator.allocate, allocator.release
         for stack, what in some:
-            if stack < 0:
+            if what is MarkKind.CACHE_EMPTIED:
+                allocator.empty_cache()
+            elif stack < 0:
                 actions.pop(what, _nothing)()
             elif what > 0:
-                stacks[stack].append(allocate(what))
+                stacks[stack].append(allocate(what, memory[stack]))
             else:
                 release(stacks[stack].pop(what))
 

@@ -3,6 +3,10 @@
 Three wishes change no allocation of a step and no kernel: what products of fp32 matrices are computed in, who
 makes the batches, and how the allocator takes its segments. So a plan rehearses once for all of them. The
 first two change how long kernels take, which is written onto the trace here; the third is the replay's.
+
+Of passes that are played back as CUDA graphs the kernels are those of passes that are launched one by one.
+That the host launches each graph as one, and writes a share for each of several micro-batches, is written
+onto them here, too.
 """
 
 from __future__ import annotations
@@ -12,11 +16,12 @@ from typing import TYPE_CHECKING
 
 from snugfit.errors import SnugfitError
 from snugfit.prediction.seconds import with_worker_batches
+from snugfit.rehearsal.trace.trace import Kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
-    from snugfit.rehearsal.trace.trace import Kernel, Trace
+    from snugfit.rehearsal.trace.trace import Trace
     from snugfit.techniques.setup import Setup
 
 
@@ -44,6 +49,7 @@ def kernels_under(setup: Setup, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ..
     """The same for kernels; the very same object where nothing is to be changed."""
     from snugfit.rehearsal.record.kernels import PRODUCTS, TF32
 
+    kernels = kernels_launched(setup, kernels)
     kernels = tuple(with_worker_batches(setup.loader.workers, kernels))
     if setup.matmul == "ieee":
         return kernels
@@ -56,3 +62,50 @@ def kernels_under(setup: Setup, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ..
         kernel._replace(dtype=TF32) if product else kernel
         for kernel, product in zip(kernels, is_product, strict=True)
     )
+
+
+def kernels_launched(setup: Setup, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
+    """The same, played back where the Setup has it so; the very same object elsewhere."""
+    if setup.capture is None:
+        return kernels
+    return played_back(kernels, has_shares=setup.micro_batches > 1)
+
+
+PASSES = ("forward", "backward")
+"""Phases that are recorded as CUDA graphs."""
+
+WRITES_SHARE = Kernel("aten::fill_", "", "load", 1, 8, ((),), "torch.float32", 1)
+"""By what a micro-batch's loss is multiplied goes to the device."""
+
+CASTS_SHARE = Kernel("aten::_to_copy", "", "forward", 1, 6, ((),), "torch.float32", 1, played=True)
+"""It takes the dtype of the loss, where that is a narrower one."""
+
+
+def played_back(kernels: tuple[Kernel, ...], *, has_shares: bool) -> tuple[Kernel, ...]:
+    """Kernels of passes as CUDA graphs run them, which the host launches as one for each pass; those that are
+    played back already stay. With shares, one is written to the device for each micro-batch."""
+    first = next((kernel for kernel in kernels if kernel.phase in PASSES), None)
+    if first is None or first.played:
+        return kernels
+    return tuple(_played_back(kernels, has_shares=has_shares))
+
+
+def _played_back(kernels: tuple[Kernel, ...], *, has_shares: bool) -> Iterator[Kernel]:
+    before, multiplies = "", False
+    for kernel, following in zip(kernels, (*kernels[1:], None), strict=True):
+        begins = kernel.phase != before
+        if has_shares and begins and before == "load":
+            yield WRITES_SHARE
+        before = kernel.phase
+        if kernel.phase not in PASSES:
+            yield kernel
+            continue
+        played = kernel._replace(played=True, programs=int(begins))
+        if has_shares and kernel.operator == "aten::mul" and kernel.shapes == ((),):
+            is_last = kernel.phase == "forward" and following is not None and following.phase == "backward"
+            if is_last and kernel.itemsize < WRITES_SHARE.itemsize:
+                yield CASTS_SHARE
+            if is_last or (multiplies and kernel.phase == "backward"):  # by a tensor, and not by a number
+                played = played._replace(nbytes=3 * kernel.itemsize, shapes=((), ()), tensors=2)
+                multiplies = is_last
+        yield played

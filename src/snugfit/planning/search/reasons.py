@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.errors import RecipeError, SnugfitError
@@ -23,7 +24,7 @@ from snugfit.planning.search.grades import add_candidate, stand_in
 from snugfit.prediction.worker_pool import Question, WorkerPool
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Fidelity, Slot
-from snugfit.units import show_bytes
+from snugfit.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -46,14 +47,18 @@ class Explanation(NamedTuple):
     """The answer's seconds, where the GPU's rates are known."""
 
 
-def explain(state: SearchState, pool: WorkerPool, answer: int) -> Explanation:
+def explain(state: SearchState, pool: WorkerPool, answer: int, job: Job) -> Explanation:
     """Simulates the answer in full, and judges what its slots are compared with. Raises `SnugfitError` when
     the answer cannot be simulated."""
     recipe = state.space.candidates[answer].recipe
     state.screen_these(_comparable(state, recipe), math.inf)
     alternatives = {slot: _alternative(state, recipe, slot) for slot in Slot}
-    for other in filter(None, alternatives.values()):
-        if state.space.number(other) is None and stand_in(state.space, other) is not None:
+    for slot, other in alternatives.items():
+        if other is None or state.space.number(other) is not None or stand_in(state.space, other) is None:
+            continue
+        if any(any(technique.objections(job, other)) for technique in other):
+            alternatives[slot] = None  # it goes with what the grade stands for, and not with the grade
+        else:
             add_candidate(state, other)
     candidates = state.space.candidates
     numbers = {slot: state.space.number(other) for slot, other in alternatives.items() if other is not None}
@@ -68,10 +73,13 @@ def explain(state: SearchState, pool: WorkerPool, answer: int) -> Explanation:
             verified, doubts, timing = value
         elif not isinstance(value, SnugfitError):
             state.judged[number] = value[0][0]
-    fixed = state.space.fixed
+    fixed, own = state.space.fixed, state.judged[answer]
     figures = {slot: state.judged.get(number) for slot, number in numbers.items() if number is not None}
     reasons = (
-        _reason(slot, recipe, other, figures.get(slot), fixed.why(slot))
+        replace(
+            _reason(slot, recipe, other, figures.get(slot), fixed.why(slot)),
+            because=_because(recipe, other, own, figures.get(slot)),
+        )
         for slot, other in alternatives.items()
         if other is not None or slot in fixed.slots
     )
@@ -104,8 +112,23 @@ def _alternative(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | Non
     return recipe.with_(state.space.candidates[min(bounds)[1]].recipe[slot]) if bounds else None
 
 
+def _because(recipe: Recipe, other: Recipe | None, own: Figures, figures: Figures | None) -> str:
+    """Where the same kernels take longer without being recorded: that the host launches them too late."""
+    if other is None or figures is None or recipe.setup().capture is None:
+        return ""
+    saved = figures.seconds - own.seconds
+    alone = replace(recipe.setup(), capture=None) == other.setup()
+    if not alone or saved <= 0:
+        return ""
+    return f"bound by the host: {show_seconds(saved)} of launches saved"
+
+
 def _reason(
-    slot: Slot, recipe: Recipe, other: Recipe | None, figures: Figures | None, why_kept: str
+    slot: Slot,
+    recipe: Recipe,
+    other: Recipe | None,
+    figures: Figures | None,
+    why_kept: str,
 ) -> Reason:
     return Reason(
         slot=slot.value,

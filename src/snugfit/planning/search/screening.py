@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from snugfit.errors import SnugfitError
+from snugfit.planning.plan import Exclusion
 from snugfit.planning.search.progress import Progress, Tell
 from snugfit.planning.search.state import exclusion
 from snugfit.prediction.worker_pool import Question, WorkerPool
 
 if TYPE_CHECKING:
     from snugfit.planning.cost.figures import Bound
-    from snugfit.planning.plan import Exclusion
     from snugfit.planning.search.space import Space
 
 
@@ -53,8 +53,17 @@ def screen(
         progress.step()
         if isinstance(answer, SnugfitError):
             screening.excluded.append(exclusion(space, order[index], answer))
-        else:
-            screening.bounds.update(zip(order[index], answer, strict=True))
+            continue
+        refused: dict[str, list[int]] = defaultdict(list)
+        for number, bounds in zip(order[index], answer, strict=True):
+            if isinstance(bounds, SnugfitError):
+                refused[str(bounds)].append(number)
+            else:
+                screening.bounds[number] = bounds
+        screening.excluded += [
+            Exclusion(what=str(space.candidates[group[0]].recipe), why=why, recipes=len(group))
+            for why, group in refused.items()
+        ]
     if numbers is None and not screening.bounds:
         why = screening.excluded[0].why if screening.excluded else "there is none"
         raise SnugfitError(f"No recipe could be simulated: {why}")

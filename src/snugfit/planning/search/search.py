@@ -71,6 +71,7 @@ def plan(
     keep: Keep = None,
     free: Free = (),
     whole_front: bool = False,
+    front_end: str = "",
     tell: Tell = lambda what: None,
 ) -> Plan:
     """The recipe that `objective` asks for among those that fit `gpu`, or `memory_bytes` of it.
@@ -84,8 +85,9 @@ def plan(
     rates of `once`, is then spread over it. Slots of the techniques that `keep` names are not searched, nor
     the adapters, the precision and the optimizer's family of the recipe to `start` from, unless they are
     `free`. The front ends at `SLOWEST` times the answer's seconds, unless the `whole_front` or the smallest
-    recipe is asked for. `tell` hears what is being done. When nothing fits, the plan says so and holds the
-    nearest miss. Raises `UsageError` for what cannot be, and `SnugfitError` if no recipe can be rehearsed.
+    recipe is asked for. What a `front_end` refuses (`step/applier.py`) is left out. `tell` hears what is
+    being done. When nothing fits, the plan says so and holds the nearest miss. Raises `UsageError`
+    for what cannot be, and `SnugfitError` if no recipe can be rehearsed.
     """
     from snugfit.job.gpu import find_gpu
     from snugfit.planning.cost.parts_pool import load_ahead, with_pool
@@ -98,20 +100,18 @@ def plan(
     capability = gpu.compute_capability if gpu else None
     fixed = kept_of(job, keep, free, start)
     fixed.refuse(capability)
-    run = PlannedRun(steps=steps, rates=once)
     timer = SingleGpuTimer(clock) if clock else _timer_of(gpu)
     headroom_bytes = headroom_of(headroom, gpu, memory_bytes)
     if memory_bytes is None and gpu is not None:
         memory_bytes = gpu.memory_bytes
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
     load_ahead(job, [gpu], timer, workers, adapters=fixed.has_adapters)
-    space = space_of(job, fidelity=fidelity, capability=capability, fixed=fixed)
+    space = space_of(job, fidelity=fidelity, capability=capability, fixed=fixed, front_end=front_end)
     slowest = math.inf if whole_front or objective == "memory" else SLOWEST
     request = _PlanRequest(
         job, gpu, memory_bytes, headroom_bytes, fidelity, objective, steps, ranked, start, slowest, tell
     )
-
-    answer = partial(_answer, request, space)
+    answer, run = partial(_answer, request, space), PlannedRun(steps=steps, rates=once)
     return with_pool(answer, job, [gpu], timer, workers=workers, run=run, tell=tell)
 
 
@@ -162,7 +162,7 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     shown = front[nearest_miss(sizes, asked.objective)] if best is None else best
     recipe, needed_bytes = space.candidates[shown].recipe, state.judged[shown].needed_bytes
     asked.tell("simulating the answer in full and comparing it slot by slot")
-    explanation = explain(state, pool, shown)
+    explanation = explain(state, pool, shown, job)
     lacking = () if fitting else cures(recipe, needed_bytes, job, memory or 0, asked.fidelity, space.fixed)
     start = compare_with_start(asked.start, recipe, pool, job, asked.gpu) if asked.start else None
     counts, excluded = state.counts(), (*space.excluded, *state.excluded)

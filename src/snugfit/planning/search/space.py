@@ -19,7 +19,7 @@ from functools import cached_property
 from operator import ne
 from typing import TYPE_CHECKING, NamedTuple
 
-from snugfit.errors import RecipeError
+from snugfit.errors import RecipeError, SnugfitError
 from snugfit.planning.keep import Kept
 from snugfit.planning.plan import Exclusion
 from snugfit.planning.step_key import step_key
@@ -117,13 +117,15 @@ def space_of(
     capability: Capability = None,
     fixed: Kept = NOTHING_KEPT,
     many_gpus: bool = False,
+    front_end: str = "",
 ) -> Space:
     """Every valid recipe for this job on such a GPU that is no less exact than `fidelity`; a slot that is
     `fixed` holds that technique, however exact it is. What is lowered for each kind of GPU is left out where
-    there are `many_gpus`. Raises `RecipeError` where none is valid."""
+    there are `many_gpus`, and what the `front_end` refuses that is to train. Raises `RecipeError` where none
+    is valid."""
     excluded: list[Exclusion] = []
     choices = tuple(
-        _offered_in(slot, job, fidelity, capability, fixed, excluded, many_gpus=many_gpus) for slot in Slot
+        _offered_in(slot, job, fidelity, capability, fixed, excluded, many_gpus, front_end) for slot in Slot
     )
     candidates: list[Candidate] = []
     passes: dict[object, int] = {}
@@ -169,22 +171,38 @@ def _offered_in(
     capability: Capability,
     fixed: Kept,
     excluded: list[Exclusion],
-    *,
     many_gpus: bool,
+    front_end: str,
 ) -> tuple[Technique, ...]:
     """What this slot may hold: what is kept in it, or its choices and the user's own."""
     if slot in fixed.slots:
         first, *family = fixed.slots[slot]
         return (first, *(other for other in family if not _missing_on(type(other), capability)))
     refused: list[Exclusion] = []
-    offered = _choices(slot, job, fidelity, capability, refused, many_gpus=many_gpus)
-    choices = _best_settings(list(offered), capability, refused)
+    offered = [
+        technique
+        for technique in _choices(slot, job, fidelity, capability, refused, many_gpus=many_gpus)
+        if not front_end or _is_taken(technique, front_end, refused)
+    ]
+    choices = _best_settings(offered, capability, refused)
     own = fixed.start[slot] if fixed.start and (job.trains or slot not in ONLY_TRAINING) else None
     if own and own not in choices and not _missing_on(type(own), capability):
         choices.append(own)
         refused = [exclusion for exclusion in refused if exclusion.what != own.name]
     excluded += refused
     return tuple(choices)
+
+
+def _is_taken(technique: Technique, front_end: str, excluded: list[Exclusion]) -> bool:
+    """Whether this front-end trains with it; what it refuses is added to `excluded`."""
+    from snugfit.step.applier import refuse_unsupported
+
+    try:
+        refuse_unsupported(front_end, technique.install(Setup()))
+    except SnugfitError as refusal:
+        excluded.append(Exclusion(what=str(technique), why=str(refusal)))
+        return False
+    return True
 
 
 def _no_candidate(objections: Counter[_Objection], fixed: Kept) -> str:

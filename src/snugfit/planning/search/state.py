@@ -72,7 +72,7 @@ class SearchState:
     seconds."""
     _best: list[tuple[float, int, int]] = field(default_factory=list)
     """Seconds, bytes and number of the judged ones that no other dominates, the fastest first."""
-    _siblings: dict[tuple[int, bool], list[int]] = field(
+    _siblings: dict[tuple[int, bool, bool], list[int]] = field(
         default_factory=lambda: defaultdict(list), init=False
     )
     """By the kind and size of passes and the allocator's kind of segments, which candidates were judged."""
@@ -224,10 +224,11 @@ class SearchState:
 
         return stands
 
-    def passes_of(self, number: int) -> tuple[int, bool]:
-        """Equal for candidates that have the same passes and the same allocator."""
+    def passes_of(self, number: int) -> tuple[int, bool, bool]:
+        """Equal for candidates that have the same passes, recorded or not, and the same allocator."""
         candidate = self.space.candidates[number]
-        return candidate.sized, candidate.setup.expandable_segments
+        setup = candidate.setup
+        return candidate.sized, setup.expandable_segments, setup.capture is not None
 
     def cannot_be_smallest(self, number: int) -> bool:
         """Whether a judged one is smaller than this can be, or this was judged."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, final
@@ -93,7 +94,11 @@ def _recorded_on_shapes() -> Iterator[None]:
     import torch
 
     known = importlib.import_module("torch.optim.optimizer")._get_capturable_supported_devices
-    files = [file for file in vars(torch.optim).values() if hasattr(file, known.__name__)]
+    files = [
+        file
+        for name, file in sys.modules.items()
+        if name.startswith(torch.optim.__name__) and hasattr(file, known.__name__)
+    ]
     with contextlib.ExitStack() as undo:
         for file in files:
             undo.enter_context(patch.object(file, known.__name__, lambda *a, **k: [*known(*a, **k), "meta"]))

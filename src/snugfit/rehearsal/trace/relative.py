@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from snugfit.rehearsal.trace.trace import DEFAULT_STREAM, Block, Kernel, Mark, MarkKind, Trace
+from snugfit.rehearsal.trace.trace import DEFAULT_STREAM, GRAPH_STREAM, Block, Kernel, Mark, MarkKind, Trace
 from snugfit.results.footprint import Kind
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -32,7 +32,8 @@ STATES: str = Kind.OPTIMIZER_STATES
 
 
 class Alloc(NamedTuple):
-    """A block is allocated; the fields are those of `Block`, but for the step."""
+    """A block is allocated; the fields are those of `Block`, but for the step. What lies in the pool of CUDA
+    graphs is of `GRAPH_STREAM`."""
 
     nbytes: int
     operator: str
@@ -145,11 +146,13 @@ def _moves(trace: Trace, marks: Sequence[Mark]) -> Iterator[Move]:
 
 
 def _moves_between(trace: Trace, start: int, end: int, live: LiveSet, order: StreamKernels) -> Iterator[Move]:
-    streams, awaited = trace.streams, trace.awaited
+    streams, awaited, of_graphs = trace.streams, trace.awaited, trace.of_graphs
     for event in trace.events[start:end]:
         if event > 0:
             block = trace.blocks[event - 1]
             stream = streams.get(event - 1, DEFAULT_STREAM) if streams else DEFAULT_STREAM
+            if of_graphs and event - 1 in of_graphs:
+                stream = GRAPH_STREAM
             alloc: Alloc = tuple.__new__(Alloc, (*block[:4], block[5], stream))
             live.alloc(alloc)
             yield alloc
@@ -277,7 +280,8 @@ def _absolute(relative: RelativeTrace) -> Trace:
         tuple(last.waits),
         relative.attention,
         relative.doubts,
-        streams=streams,
+        frozenset(block for block, stream in streams.items() if stream == GRAPH_STREAM),
+        streams={block: stream for block, stream in streams.items() if stream != GRAPH_STREAM},
         awaited=last.awaited,
         launched=tuple(last.launched) if last.awaited else (),
         groups=relative.groups,

@@ -122,7 +122,7 @@ def repeat(relative: RelativeTrace, *, steps: int, micro_batches: int) -> Period
         return None
     widened: list[Sequence[Piece]] = []
     for moves in recorded:
-        wide = _widen(moves, micro_batches)
+        wide = widen(moves, micro_batches)
         if wide is None:
             return None
         widened.append(wide)
@@ -160,7 +160,7 @@ def micro_batch_starts(moves: Sequence[Move]) -> list[int]:
     ]
 
 
-def _widen(moves: Sequence[Move], micro_batches: int) -> Sequence[Piece] | None:
+def widen(moves: Sequence[Move], micro_batches: int) -> Sequence[Piece] | None:
     """A step's moves with its last micro-batch but one repeated, or left out where one fewer is asked for;
     None when that one is not steady."""
     starts = micro_batch_starts(moves)

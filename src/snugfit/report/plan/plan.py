@@ -84,6 +84,8 @@ def _sentence(shown: Choice, reason: Reason) -> str:
     apart = (reason.once_seconds or shown.once_seconds) - shown.once_seconds
     if abs(apart) >= LEAST_STARTUP:
         text += f", {'+' if apart > 0 else '-'}{show_seconds(abs(apart))} start-up"
+    if reason.because:
+        text += f", {reason.because}"
     return f"{text}."
 
 

@@ -101,18 +101,24 @@ def _width(job: Job) -> int:
 
 def _attention_dropout(job: Job) -> str:
     """The dropout of the model's attention as its config names it; empty where it has none, or no config."""
+    return stated_dropout(job, of="att")
+
+
+def stated_dropout(job: Job, of: str = "") -> str:
+    """The dropout of the model, or of what has this in its name, as its config names it; empty where it has
+    none, or no config."""
     if job.model.module is not None:
         return ""
-    return _dropout_among(job.transformers_config().to_dict())
+    return _dropout_among(job.transformers_config().to_dict(), of)
 
 
-def _dropout_among(facts: Mapping[str, Any]) -> str:
-    """The dropout of attention among these keys of a config; empty where there is none."""
+def _dropout_among(facts: Mapping[str, Any], of: str = "att") -> str:
+    """The dropout among these keys of a config that have `of` in them; empty where there is none."""
     return next(
         (
             f"{key}={value}"
             for key, value in facts.items()
-            if "att" in key and "drop" in key and isinstance(value, float) and value
+            if of in key and "drop" in key and isinstance(value, float) and value
         ),
         "",
     )

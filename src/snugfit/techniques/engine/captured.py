@@ -19,6 +19,9 @@ be recorded. Such a step stays as it is, and says so. Nor can a layer be recompu
 for the state of a GPU's generator cannot be set back there: with checkpointing, models without dropout are
 recorded. With optimizers that compute on the host (bitsandbytes',
 Adafactor, Muon) the passes are played, and the update is launched as ever.
+
+Plans for one GPU look at it where batches are not padded: its passes are those that are written, so nothing
+of them is rehearsed anew (`rehearsal/captured_parts.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+from snugfit.techniques.checkpointing.selective import stated_dropout
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import CaptureWish, Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
@@ -41,6 +45,7 @@ class Captured(Technique):
 
     fidelity: ClassVar = Fidelity.SAME
     source: ClassVar = "torch.cuda.CUDAGraph; NVIDIA, CUDA C++ Programming Guide, CUDA Graphs"
+    lowered: ClassVar = True
     elsewhere: ClassVar = ("cuda_graphs", "cudagraphs", "cuda_graph")
 
     multiple: int = between(1, 4_096, default=64)
@@ -54,20 +59,21 @@ class Captured(Technique):
         """What reads the device, keeps time with another stream, or draws random numbers anew."""
         if not job.trains:
             yield "only training steps are recorded. Leave it out."
-        if recipe[Slot.PRECISION].install(Setup()).scale_gradients:
+        if recipe[Slot.PRECISION].alone.scale_gradients:
             yield (
                 f"{recipe[Slot.PRECISION]} asks after each step whether a gradient overflowed, which cannot "
                 "be recorded. Try 'bf16'."
             )
-        offload = recipe[Slot.ACTIVATION_OFFLOAD]
-        if offload.install(Setup()).activation_offload is not None:
+        offload, again = recipe[Slot.ACTIVATION_OFFLOAD], recipe[Slot.CHECKPOINTING]
+        if offload.alone.activation_offload is not None:
             yield f"{offload} was not tried in a step that is recorded. Leave one of them out."
+        if again.alone.checkpoint is not None and (dropout := stated_dropout(job)):
+            yield (
+                f"{again} computes layers with dropout again ({dropout}), and a step that is recorded cannot "
+                "draw the same numbers twice. Leave one of them out."
+            )
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """What is recorded is not put together from parts yet."""
-        return "plans do not look at steps that are recorded yet; snugfit predict tells of one"
-
-    def is_searched(self) -> bool:
-        """Its first steps are not alike, as a search takes steps to be."""
-        return False
+        """Padded batches are filled up, and need no look at their masks: other passes than are written."""
+        return "of padded batches its passes are simulated in full: predict it" if job.padding else ""

@@ -213,8 +213,10 @@ class Compiled(Technique):
         return not self._graphs
 
     def planned_without(self, recipe: TechniqueBySlot) -> str:
-        """Other attention than torch's own choice, of which no compiled step was measured."""
-        attention = recipe[Slot.ATTENTION]
-        if attention.plain:
+        """Other attention than torch's own choice, and masters in two halves: no compiled step with them was
+        measured."""
+        attention, precision = recipe[Slot.ATTENTION], recipe[Slot.PRECISION]
+        if attention.plain and not precision.alone.masters:
             return ""
-        return f"never measured with {attention} (--keep '{attention} + {self}' plans with both)"
+        other = precision if attention.plain else attention
+        return f"never measured with {other} (--keep '{other} + {self}' plans with both)"

@@ -64,13 +64,13 @@ class Fused(Technique):
             yield f"{why} Try 'torch_kernels'."
         if not job.trains:
             yield "its kernels are those of training. Try 'torch_kernels'."
-        if recipe[Slot.ENGINE].install(Setup()).compile is not None:
+        if recipe[Slot.ENGINE].alone.compile is not None:
             yield f"{recipe[Slot.ENGINE]} compiles what it would replace, and was not tried with it."
-        if recipe[Slot.ATTENTION].install(Setup()).attention not in ("sdpa", PADDING_FREE):
+        if recipe[Slot.ATTENTION].alone.attention not in ("sdpa", PADDING_FREE):
             yield f"it wants torch's attention, and {recipe[Slot.ATTENTION]} is another. Take 'sdpa'."
         if any(recipe[slot] != roster.plain(slot) for slot in roster.slots_of_several_gpus()):
             yield "several processes do not share weights that lie side by side. Try 'torch_kernels'."
-        if recipe[Slot.ADAPTERS].install(Setup()).quantize is not None:
+        if recipe[Slot.ADAPTERS].alone.quantize is not None:
             yield f"{recipe[Slot.ADAPTERS]} quantizes weights that its products read. Try 'torch_kernels'."
 
     @classmethod
@@ -81,9 +81,8 @@ class Fused(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """What it does not cover; else what plans do not look at yet is where it pays."""
-        pays = "its kernels pay in steps that are recorded (captured), which plans do not look at yet"
-        return _why_not_covered(job) or pays
+        """What it does not cover."""
+        return _why_not_covered(job)
 
 
 def _why_not_covered(job: Job) -> str:

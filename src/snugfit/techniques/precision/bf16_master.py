@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+from snugfit.techniques import roster
 from snugfit.techniques.masters import keeps_masters
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
@@ -44,35 +45,34 @@ class Bf16Master(Technique):
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Masters are updated by one optimizer, on one GPU, and are of the model's own weights."""
-        setup = self.install(Setup())
-        for slot in Slot:
-            setup = setup if slot is Slot.PRECISION else recipe[slot].install(setup)
+        adapters = recipe[Slot.ADAPTERS].alone
         if not job.trains:
             yield "an evaluation updates nothing, so there are no masters. Try 'bf16_pure'."
-        elif not keeps_masters(setup):
+        elif not keeps_masters(recipe[Slot.OPTIMIZER].install(self.alone)):
             yield (
                 f"{recipe[Slot.OPTIMIZER]} does not update masters in two halves. Try 'adamw', "
                 "'adamw_fused' or 'adamw_compact', or 'bf16' with this optimizer."
             )
-        if setup.adapt is not None or setup.quantize is not None:
+        if adapters.adapt is not None or adapters.quantize is not None:
             yield (
                 f"{recipe[Slot.ADAPTERS]} trains small adapters, which are fp32 next to weights that do not "
                 "train. Try 'bf16' or 'bf16_pure'."
             )
-        if setup.sharding is not None or setup.parallel is not None:
+        if any(recipe[slot] != roster.plain(slot) for slot in roster.slots_of_several_gpus()):
             yield "several processes do not share weights in two halves. Try 'bf16'."
+
+    def planned_without(self, recipe: TechniqueBySlot) -> str:
+        """Other kernels of AdamW than the default: masters are updated by one, whichever is named."""
+        optimizer, default = recipe[Slot.OPTIMIZER], roster.plain(Slot.OPTIMIZER)
+        if optimizer == default or optimizer.install(self.alone) != default.install(self.alone):
+            return ""
+        return f"it has an update of its own, the same with {optimizer} as with {default}"
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """What was not measured, and what bfloat16 costs."""
         if compute_capability and compute_capability < (8, 0):
             yield "this GPU does not support bfloat16 and emulates it slowly."
         yield (
-            "three steps were measured, on one H200: bytes were exact; Llama-3.2-1B took 11 % longer than "
-            "predicted, and BERT-large, on disturbed cores, half as long again. Gradients of micro-batches "
-            "are added up in bfloat16."
+            "its steps were measured on an H200 and an H100: bytes were exact, and Llama-3.2-1B took 11 % "
+            "longer than predicted. Gradients of micro-batches are added up in bfloat16."
         )
-
-    @classmethod
-    def planning_objection(cls, job: Job) -> str:
-        """What was never measured is not chosen."""
-        return "it was measured in too few steps so far, so no plan chooses it by itself"

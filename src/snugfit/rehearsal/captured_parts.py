@@ -1,0 +1,339 @@
+"""A step that is recorded as CUDA graphs, spliced from parts: passes as they are written, and an update.
+
+What is recorded are the passes as they are written: the same kernels, which ask for the same bytes. So the
+passes of a step that is launched kernel by kernel serve the recorded one as well, and nothing of them is
+rehearsed anew. What is different is where they lie, how often they run, and what is left out:
+
+    step 0      all passes, in the memory of graphs; the update beside it
+    step 1      the passes of the first micro-batch, and of another one, in the memory of graphs, each after
+                the allocator gave back what it kept; likewise norm and update
+    later       nothing is allocated, but by an update that cannot be recorded
+
+The update is rehearsed alone, by the same code that records a real step (`step/capture/step.py`), with
+gradients made of nothing: it is another one than without recording, for its numbers are on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from snugfit.errors import RehearsalError
+from snugfit.rehearsal.rehearse import STEPS, record_step
+from snugfit.rehearsal.splice import (
+    Part,
+    SharedBlock,
+    UpdateAlone,
+    make_gradients,
+    rehearse_update,
+    split_update,
+)
+from snugfit.rehearsal.trace.relative import Alloc, Free, LiveSet, Move, PhaseStart, RelativeTrace
+from snugfit.rehearsal.trace.repeat import PeriodicRun, Piece, micro_batch_starts, widen
+from snugfit.rehearsal.trace.trace import GRAPH_STREAM, Kernel, MarkKind
+from snugfit.results.footprint import Kind
+from snugfit.step.capture.open import capture
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.job.job import Job
+    from snugfit.rehearsal.device.policy import Policy
+    from snugfit.step.plain_loop import Built
+    from snugfit.step.step import Observer
+    from snugfit.techniques.setup import Setup
+
+RECORDED = STEPS + 1
+"""Steps of an update: one as it is written, one that is recorded, and two that are alike."""
+
+MULTIPLIES = "aten::mul"
+
+SHARE_BYTES = 4
+"""Of the scalar by which a micro-batch's loss is multiplied."""
+
+
+class CannotBeRecorded(RehearsalError):
+    """A step waits for the device, so it is not recorded, and recording it gains nothing."""
+
+
+def refuse_waits(waits: int) -> None:
+    """Raises `CannotBeRecorded` where passes wait for the device, so often."""
+    if waits:
+        raise CannotBeRecorded("it cannot be recorded: its code reads a number from the device")
+
+
+# ---- the update ------------------------------------------------------------------------------------------
+
+
+def rehearse_any_update(
+    job: Job,
+    setup: Setup,
+    policy: Policy,
+    gradients: tuple[int, ...],
+    shared: tuple[SharedBlock, ...] = (),
+) -> Part:
+    """Clipping and the optimizer's step under this Setup, recorded or as it is written. Raises
+    `CannotBeRecorded` where it is to be recorded and waits for the device."""
+    rehearse = rehearse_update if setup.capture is None else rehearse_captured_update
+    return rehearse(job, setup, policy, gradients, shared)
+
+
+def rehearse_captured_update(
+    job: Job,
+    setup: Setup,
+    policy: Policy,
+    gradients: tuple[int, ...],
+    shared: tuple[SharedBlock, ...] = (),
+) -> Part:
+    """Clipping and the optimizer's step under this Setup, recorded where it can be, where these parameters
+    have gradients, of which some may lie in `shared` blocks. Raises `CannotBeRecorded` where it waits for the
+    device."""
+    import torch
+
+    setup = replace(setup, micro_batches=1, checkpoint=None)
+    step = _CapturedUpdateAlone(job, setup, torch.device("meta"))
+    step.gradients, step.shared = gradients, shared
+    recording = record_step(step, policy, RECORDED)
+    if step.captured is None or step.captured.why_not or not recording.settled:
+        raise CannotBeRecorded("its update cannot be recorded")
+    return Part(RelativeTrace.of(recording.trace, recording.marks), gradients, shared=shared)
+
+
+class _CapturedUpdateAlone(UpdateAlone):
+    """The loop whose steps are recorded, with gradients that come from nowhere."""
+
+    loss_of: Callable[[Any, Mapping[str, Any]], Any]
+    computed: Callable[[Any], None]
+
+    def _train(self, steps: int, observer: Observer) -> list[float]:
+        self.loss_of = lambda model, batch: _Gradients(model, self.gradients, self.shared)
+        self.captured = capture(self)
+        return super()._train(steps, observer)
+
+    def _accumulate(self, built: Built) -> torch.Tensor | None:
+        assert self.captured is not None
+        return self.captured.run_passes(built, [{}], [None])
+
+    def run_passes(
+        self, built: Built, pieces: Sequence[Mapping[str, Any]], weights: Sequence[float | None]
+    ) -> None:
+        """The gradients, as the first step makes them."""
+        built.observer.phase("backward")
+        make_gradients(built.model, self.gradients, self.shared)
+
+    def _clip_and_update(self, built: Built) -> None:
+        assert self.captured is not None
+        self.captured.update(built)
+
+
+class _Gradients:
+    """Stands for a loss, of which nothing but the gradients is made."""
+
+    def __init__(self, *gradients: Any) -> None:
+        self._gradients = gradients
+
+    def backward(self) -> None:
+        """Leaves the gradients in the parameters."""
+        make_gradients(*self._gradients)
+
+
+# ---- the step --------------------------------------------------------------------------------------------
+
+
+def splice_captured(passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun | None:
+    """The recorded step that has these parts; None when they do not meet."""
+    if passes.gradients != update.gradients or passes.varies:
+        return None
+    first, second = passes.split, update.split
+    if second.build[: len(first.build)] != first.build or len(second.steps) != RECORDED:
+        return None
+    try:
+        steps = _Splicing(passes, update, micro_batches).steps()
+    except LookupError:
+        return None
+    if steps is None:
+        return None
+    doubts = tuple(dict.fromkeys((*passes.trace.doubts, *update.trace.doubts)))
+    relative = passes.trace
+    return PeriodicRun(
+        second.build,
+        steps,
+        RECORDED,
+        (),
+        relative.attention,
+        doubts,
+        relative.groups,
+        relative.has_passes,
+    )
+
+
+class _UpdateStep(NamedTuple):
+    """A step of an update alone."""
+
+    before: Sequence[Move]
+    """Until clipping or the update begins; of a recorded one, until they are recorded."""
+    after: Sequence[Move]
+
+
+class _Splicing:
+    """Joins passes and an update. Raises `LookupError` where they do not meet."""
+
+    def __init__(self, passes: Part, update: Part, micro_batches: int) -> None:
+        self.passes, self.update, self.micro_batches = passes, update, micro_batches
+        self._live, self._passing, self._updating = LiveSet(), LiveSet(), LiveSet()
+        build = update.split.build
+        blocks = self._live.follow(build)
+        self._of_update: dict[int, int] = dict(zip(self._updating.follow(build), blocks, strict=True))
+        own = passes.split.build
+        self._of_passes: dict[int, int] = dict(zip(self._passing.follow(own), blocks, strict=False))
+        self._taken = {alloc.operator for alloc in passes.workspaces if alloc.phase != "backward"}
+
+    def steps(self) -> list[Sequence[Piece]] | None:
+        """What each of the steps does; None where micro-batches are not alike."""
+        (written, nothing), (recorded, nothing_more) = self.passes.cut
+        updates = [_UpdateStep(*split_update(step)) for step in self.update.split.steps]
+        first = widen([*self._as_written(written)], self.micro_batches)
+        played = widen(_kernels_of(recorded), self.micro_batches)
+        if first is None or played is None:
+            return None
+        gradients = self._gradients_of(nothing)
+        ends = [*self._update(updates[0], gradients)]
+        second = [*self._record_passes(recorded, _states_of_generator(updates[1]))]
+        gradients = self._gradients_of(nothing_more)
+        second += self._update(updates[1], gradients)
+        third, last = ([*self._update(step, ())] for step in updates[2:])
+        return [
+            [*first, Piece(ends)],
+            [Piece(second)],
+            [Piece(third)],
+            [*played, Piece(last)],
+        ]
+
+    def _as_written(self, moves: Sequence[Move]) -> Iterator[Move]:
+        """Passes in the memory of graphs."""
+        for move in moves:
+            if type(move) is Alloc:
+                yield self._alloc(self._passing.alloc(move), move)
+            elif type(move) is Free:
+                yield self._live.free_of(self._of_passes[self._passing.free(move)])
+            elif type(move) is not Kernel and move is not MarkKind.WAIT:
+                yield move
+
+    def _alloc(self, block: int, move: Alloc, stream: int = GRAPH_STREAM) -> Alloc:
+        placed = move._replace(stream=stream)
+        self._of_passes[block] = self._live.alloc(placed)
+        return placed
+
+    def _record_passes(self, moves: Sequence[Move], of_generator: Sequence[Alloc]) -> Iterator[Move]:
+        """What is recorded of these passes: the first micro-batch, and the last of several. The batch is
+        made once, and stays; so do the states of the random generator, with the first graph."""
+        several = self.micro_batches > 1
+        yield PhaseStart(1, "load")
+        if several:
+            yield self._allocate_own(Alloc(SHARE_BYTES, "aten::ones", "", "load", Kind.TEMPORARIES))
+        cuts = [0, *micro_batch_starts(moves)[1:], len(moves)]
+        pieces = [moves[start:end] for start, end in pairwise(cuts)]
+        batch: set[int] = set()
+        for number, piece in enumerate(pieces):
+            recorded = number == 0 or (several and number == len(pieces) - 1)
+            emitted = [*self._pass(piece, batch, of_generator if number == 0 else None)]
+            if recorded:
+                yield from _with_cast(emitted) if several else emitted
+
+    def _pass(
+        self, moves: Sequence[Move], batch: set[int], of_generator: Sequence[Alloc] | None
+    ) -> Iterator[Move]:
+        """A micro-batch in the memory of graphs, but for its `batch`, of which the first one's stays. The
+        first is the one that has the states of the random generator."""
+        phase = "load"
+        for move in moves:
+            if type(move) is PhaseStart:
+                phase = move.phase
+                if phase != "load":
+                    yield PhaseStart(1, phase)
+                    yield MarkKind.CACHE_EMPTIED
+                if phase == "forward" and of_generator:
+                    yield from map(self._allocate_own, of_generator)
+            elif type(move) is Alloc and phase == "load":
+                batch.add(self._passing.alloc(move))
+                if of_generator is not None:
+                    yield self._allocate_own(move)
+            elif type(move) is Alloc:
+                yield self._alloc(self._passing.alloc(move), move)
+            elif type(move) is Free and (block := self._passing.free(move)) not in batch:
+                yield self._live.free_of(self._of_passes[block])
+
+    def _allocate_own(self, alloc: Alloc) -> Alloc:
+        """A block that stays, in the allocator's own memory."""
+        self._live.alloc(alloc)
+        return alloc
+
+    def _gradients_of(self, moves: Iterable[Move]) -> list[int]:
+        """The gradients that these moves free, of those that the passes have made, in order."""
+        freed = [self._passing.free(move) for move in moves if type(move) is Free]
+        allocs = self._passing.allocs
+        return [self._of_passes[block] for block in freed if allocs[block].kind == Kind.GRADIENTS]
+
+    def _update(self, step: _UpdateStep, gradients: Sequence[int]) -> Iterator[Move]:
+        """The update of a step, after the passes that have made these gradients."""
+        stand_ins: list[int] = []
+        for move in step.before:
+            if type(move) is Alloc and move.kind == Kind.GRADIENTS:
+                stand_ins.append(self._updating.alloc(move))
+            elif type(move) is Alloc and move.phase == "forward":
+                self._updating.alloc(move)  # states of the generator, which the passes have
+            elif type(move) in (Alloc, Free):
+                yield from self._moves_of_update(move)
+        sizes = [self._updating.allocs[block].nbytes for block in stand_ins]
+        if sizes != [self._live.allocs[block].nbytes for block in gradients]:
+            raise LookupError("the gradients do not match")
+        self._of_update |= zip(stand_ins, gradients, strict=True)
+        for move in step.after:
+            yield from self._moves_of_update(move)
+
+    def _moves_of_update(self, move: Move) -> Iterator[Move]:
+        """A move of the update."""
+        if type(move) is Free:
+            yield self._live.free_of(self._of_update[self._updating.free(move)])
+        elif type(move) is Alloc:
+            block = self._updating.alloc(move)
+            if move in self.update.workspaces and move.operator in self._taken:
+                return
+            self._of_update[block] = self._live.alloc(move)
+            yield move
+        else:
+            yield move
+
+
+def _states_of_generator(update: _UpdateStep) -> list[Alloc]:
+    """What the first graph of a step allocates beside its work: an update alone has no other forward pass."""
+    return [move for move in update.before if type(move) is Alloc and move.phase == "forward"]
+
+
+def _with_cast(moves: Sequence[Move]) -> Iterator[Move]:
+    """A recorded micro-batch whose loss is multiplied by its share, which takes the dtype of the loss first,
+    where that is a narrower one, and is kept for the backward pass."""
+    backward = next(
+        at for at, move in enumerate(moves) if type(move) is PhaseStart and move.phase == "backward"
+    )
+    last = max((at for at in range(backward) if type(moves[at]) is Alloc), default=-1)
+    product = moves[last] if last >= 0 else None
+    if type(product) is not Alloc or product.operator != MULTIPLIES or product.nbytes >= SHARE_BYTES:
+        yield from moves
+        return
+    cast = product._replace(operator="share in the dtype of the loss")
+    used = False
+    for at, move in enumerate(moves):
+        if at == last:
+            yield cast
+        yield move
+        if at > backward and not used and type(move) is Alloc and move.operator == MULTIPLIES:
+            used = True
+            yield Free(cast.stack, 0)
+
+
+def _kernels_of(moves: Iterable[Move]) -> list[Move]:
+    """Of these passes what a step that is played back shows: kernels, and where phases begin."""
+    return [move for move in moves if type(move) in (Kernel, PhaseStart)]
