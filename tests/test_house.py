@@ -48,7 +48,7 @@ HEAVY_THEMSELVES = {
     "prediction/published_optimizer.py",
     "step/chunked_loss.py",
     "step/deferred_logits.py",
-    "step/wishes/host_adamw.py",
+    "step/wishes/updates/host_adamw.py",
     "step/wishes/adamw_in_pieces.py",
     "step/wishes/apollo.py",
     "step/wishes/galore.py",
