@@ -63,6 +63,8 @@ HEAVY_THEMSELVES = {
     "step/wishes/masters/halves.py",
     "step/wishes/masters/kernel.py",
     "step/wishes/masters/launches.py",
+    "step/wishes/masters/one_weight.py",
+    "step/wishes/masters/one_weight_kernel.py",
     "step/wishes/masters/table.py",
     "step/wishes/engine/optimizer.py",
     "rehearsal/sharded/accelerator.py",

@@ -4,6 +4,9 @@ On a GPU `released_on_gpu.py` compares them."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,6 +96,21 @@ def test_no_more_gradients_exist_than_that_of_one_weight(
     watched(MasterUpdates)
     run(f"{recipe} + released", job_of("bert", 0.05))
     assert 0 < together[0] == largest[0]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_kernels_of_one_weight_do_what_those_of_all_do(device: str) -> None:
+    """In Triton's interpreter, and on a GPU."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    script = Path(__file__).with_name("one_weight_in_triton.py")
+    variables = os.environ | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
+    done = subprocess.run(
+        [sys.executable, script, device], env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "as all together" in done.stdout
 
 
 # ---- a run -----------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class MasterUpdates:
             self._sums.zero_()
 
     def take(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """This gradient counts."""
+        """Counts this gradient in the norm."""
         gradient = laid_out_as(weight, gradient)
         if not is_on_gpu(weight):
             self._norms[self._order[weight]] = torch.linalg.vector_norm(gradient.to(torch.float32))
@@ -127,8 +127,8 @@ class MasterUpdates:
         table = self._optimizer.table_of
         residual, first, second, *scales = table.tensors_kept(state)
         if weight.is_meta:
-            kept = [one for one in (residual, first, second, *scales) if one is not None]
-            torch.ops.triton.adamw_of_weight(weight, kept, gradient, own)
+            held = [one for one in (residual, first, second, *scales) if one is not None]
+            torch.ops.triton.adamw_of_weight(weight, held, gradient, own)
             return
         with triton_named():
             from snugfit.step.wishes.masters.one_weight_kernel import launch_update_of_one

@@ -63,7 +63,7 @@ def add_squares(  # type: ignore[no-untyped-def]
 
 
 def launch_update_of_one(
-    places: list[int],
+    addresses: list[int],
     count: int,
     own: torch.Tensor,
     norm: torch.Tensor | None,
@@ -75,9 +75,10 @@ def launch_update_of_one(
     """Updates the weight whose addresses these are (itself, residual or 0, both moments, its gradient, and
     both scales where there is a group) by its row of numbers (8,), its gradient clipped to the norm `most`
     where a norm is given, a scalar in fp32."""
-    aligned = not any(place % WIDE for place in places)
+    aligned = not any(address % WIDE for address in addresses)
     update_one[(-(-count // SETTINGS.block),)](
-        *places[:5], *(places[5:] or places[2:4]), own, own if norm is None else norm, float(most), count,
+        *addresses[:5], *(addresses[5:] or addresses[2:4]), own,
+        own if norm is None else norm, float(most), count,
         HALVES=halves, BLOCK=SETTINGS.block, GROUP=group, CLIPS=norm is not None,
         ALIGNED=WIDE if aligned else 1, NARROW=SETTINGS.narrow if aligned else 1, EVICT=SETTINGS.evict,
         EXACT=SETTINGS.exact, num_warps=SETTINGS.warps,
@@ -86,8 +87,8 @@ def launch_update_of_one(
 
 def launch_squares_of_one(gradient: torch.Tensor, sums: torch.Tensor) -> None:
     """Adds a gradient's squares to sums (programs,) in fp32, those of its blocks in turn to each."""
-    place, count, block = gradient.data_ptr(), gradient.numel(), SETTINGS.block
+    address, count, block = gradient.data_ptr(), gradient.numel(), SETTINGS.block
     add_squares[(min(sums.numel(), -(-count // block)),)](
-        place, sums, count, HALVES=gradient.dtype is torch.bfloat16, BLOCK=block,
-        ALIGNED=1 if place % WIDE else WIDE, num_warps=NORM_WARPS,
+        address, sums, count, HALVES=gradient.dtype is torch.bfloat16, BLOCK=block,
+        ALIGNED=1 if address % WIDE else WIDE, num_warps=NORM_WARPS,
     )  # fmt: skip

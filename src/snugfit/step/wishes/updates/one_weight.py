@@ -21,7 +21,7 @@ class WeightUpdates(Protocol):
         """No gradient was taken so far."""
 
     def take(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """This gradient counts."""
+        """Counts this gradient in the norm."""
 
     def norm(self) -> torch.Tensor:
         """Of all gradients that were taken: a scalar on their device."""
@@ -52,7 +52,7 @@ class TorchUpdates:
         self._norms.clear()
 
     def take(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """This gradient counts, by its norm in 32 bits or more (`torch.nn.utils.get_total_norm`)."""
+        """Counts this gradient, by its norm in 32 bits or more (`torch.nn.utils.get_total_norm`)."""
         import torch
 
         wide = () if gradient.dtype in (torch.float32, torch.float64) else (2.0, torch.float32)
