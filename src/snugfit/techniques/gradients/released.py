@@ -2,7 +2,9 @@
 dropped.
 
 So at no time do more gradients exist than the one that is being read, and what autograd works on: of a model
-whose weights are `bf16_master` that is 12 bytes a weight in the place of 14, with `adamw_compact` 6.1. The
+whose weights are `bf16_master` that is 12 bytes a weight in the place of 14, with `adamw_compact` 6.1. It
+lowers a peak that is at the end of the backward pass or in the update, as where layers are recomputed or
+batches are small; where activations are most of a step, the peak is before there is any gradient. The
 numbers are those of a step that keeps its gradients, and so are states, checkpoints and learning rates: only
 the time of the update differs.
 
