@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from small_models import small_job
-from small_runs import assert_same_weights, bert_job, events, killed_in, losses, small_run
+from small_runs import CPU, assert_same_weights, bert_job, events, killed_in, losses, small_run
 from snugfit.errors import RecipeError, SnugfitError, UsageError
+from snugfit.frontends.next_recipe import next_recipe
 from snugfit.job.job import Job
 from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CudaPolicy
@@ -234,6 +235,11 @@ def test_a_weight_takes_two_bytes_less_and_a_second_pass_takes_its_time() -> Non
 def test_what_it_does_not_go_with_is_named(recipe: str, why: str) -> None:
     with pytest.raises(RecipeError, match=why):
         Recipe.parse(recipe).check(small_job("bert", 2), installed=False)
+
+
+def test_a_batch_that_is_cut_keeps_its_gradients() -> None:
+    smaller = next_recipe(CPU)(bert_job(), Recipe.parse("bf16_master + released"), "cuda")
+    assert str(smaller) == "bf16_master + micro_batches(2)"
 
 
 @pytest.mark.parametrize("loop", ["accelerate", "trainer", "fit", "custom_loop", "script"])

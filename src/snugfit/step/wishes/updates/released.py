@@ -66,6 +66,8 @@ class ReleasedPasses:
     ) -> torch.Tensor | None:
         """The passes of these host micro-batches, of which there is one, and what their loss comes to where
         losses are kept. Afterwards `norm` is known, or everything is updated."""
+        if len(pieces) > 1:
+            raise UsageError("Gradients of micro-batches are sums, which 'released' does not keep.")
         updates = self._updates or self._attach(built)
         self.norm, self.has_begun, self._repeat = None, False, None
         if not self._loop.needs_norm():
