@@ -23,9 +23,9 @@ from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import STAGE_BACK, STAGE_OUT, UPDATE_ON_HOST, Trace
 from snugfit.results.measurement import Measurement
-from snugfit.step.wishes import host_adamw
-from snugfit.step.wishes.host_adamw import STAGED_BYTES, AdamWOnHost
 from snugfit.step.wishes.optimizer import known_numbers
+from snugfit.step.wishes.updates import host_adamw
+from snugfit.step.wishes.updates.host_adamw import STAGED_BYTES, AdamWOnHost
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import MIB
 from tiers import slow_but

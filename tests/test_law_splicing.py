@@ -49,8 +49,10 @@ Words = tuple[str, ...]
 
 def is_spliced(technique: type[Technique]) -> bool:
     """Whether plans put recipes with it together from parts; DeepSpeed's engine is around a whole step, and a
-    step of several GPUs is simulated as a whole, and so is one that is recorded as graphs."""
-    return technique.searched and not technique.needs_several_gpus and technique.name != "captured"
+    step of several GPUs is simulated as a whole, and so is one that is recorded as graphs, or whose backward
+    pass updates."""
+    whole = technique.needs_several_gpus or technique.name in ("captured", "released")
+    return technique.searched and not whole
 
 
 def notations() -> list[list[str]]:

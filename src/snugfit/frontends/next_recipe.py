@@ -32,7 +32,7 @@ MEMORY_FACTOR = 0.9
 """Of the memory that the broken recipe is predicted to need, what the next may at most: a tenth is beyond any
 error of a prediction (docs/accuracy.md), and less than most techniques save."""
 
-CHANGING = frozenset({Slot.ATTENTION, Slot.CHECKPOINTING, Slot.BATCHING, Slot.ALLOCATOR})
+CHANGING = frozenset({Slot.ATTENTION, Slot.CHECKPOINTING, Slot.BATCHING, Slot.GRADIENTS, Slot.ALLOCATOR})
 """Slots that may be filled otherwise when a run is built once more: its states do not depend on them."""
 
 RANKED = 32
@@ -48,7 +48,9 @@ def next_recipe(
     go on under as it is. How GPUs share the work stays."""
 
     def following(job: Job, recipe: Recipe, cause: str) -> Recipe | Unplanned | None:
-        slots = frozenset(slot for slot in changing if _has_choice(slot, job))
+        slots = frozenset(
+            slot for slot in changing if _has_choice(slot, job) or not recipe[slot].is_searched()
+        )
         if device.type == "cuda":
             try:
                 if gpus == 1:
@@ -134,13 +136,15 @@ def suits_live_model(following: Recipe, before: Recipe) -> bool:
 
 
 def cut_smaller(job: Job, recipe: Recipe) -> Recipe | None:
-    """The next finer cut of the batch; None when there is none."""
+    """The next finer cut of the batch, whose gradients are kept until they are sums; None when there is
+    none."""
+    whole = recipe.with_(roster.plain(Slot.GRADIENTS))
     finer = {
         cut.setup().micro_batches: cut
         for kind in roster.techniques()
         for technique in (
             kind.settings(job) if kind.slot is Slot.BATCHING and not kind.planning_objection(job) else ()
         )
-        if (cut := recipe.with_(technique)).setup().micro_batches > recipe.setup().micro_batches
+        if (cut := whole.with_(technique)).setup().micro_batches > recipe.setup().micro_batches
     }
     return finer[min(finer)] if finer else None

@@ -60,6 +60,7 @@ TOUCHES: Mapping[str, tuple[str, ...]] = {
     "autocast": ("passes",),
     "scale_gradients": ("passes", "update"),
     "micro_batches": ("micro_batches",),
+    "release": ("passes", "update"),
     "sharding": ("passes", "update"),
     "parallel": ("passes", "update"),
     "loader": ("loader",),

@@ -24,7 +24,7 @@ PINNING = frozenset({COPY_OUT, STAGE_OUT, PINNED_ON_HOST})
 """What only steps with page-locked memory have."""
 
 STAGING_BYTES = 128 << 20
-"""Page-locked memory for weights and gradients that the host updates (`step/wishes/host_adamw.py`)."""
+"""Page-locked memory for weights and gradients that the host updates (`updates/host_adamw.py`)."""
 
 
 def waiting_bytes(kernels: Iterable[Kernel]) -> int:

@@ -40,6 +40,7 @@ from snugfit.step.wishes.optimizer import OptimizerHandler
 from snugfit.step.wishes.parallel import ParallelHandler
 from snugfit.step.wishes.precision import AutocastHandler, MatmulHandler, ScaleGradientsHandler
 from snugfit.step.wishes.quantize import QuantizeHandler
+from snugfit.step.wishes.updates.handler import ReleaseHandler
 from snugfit.techniques.setup import Setup
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ HANDLERS: tuple[Handler, ...] = (
     AutocastHandler(),
     ScaleGradientsHandler(),
     MicroBatchesHandler(),
+    ReleaseHandler(),
     CaptureHandler(),
     ShardingHandler(),
     LoaderHandler(),

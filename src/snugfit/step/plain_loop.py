@@ -32,6 +32,7 @@ from snugfit.step.capture.open import capture
 from snugfit.step.loss import loss_of
 from snugfit.step.step import Step
 from snugfit.step.wishes.mesh.spread_tensors import clip
+from snugfit.step.wishes.updates.released import ReleasedPasses
 
 if TYPE_CHECKING:
     import torch
@@ -161,14 +162,20 @@ class PlainStep(OptimizerLoop):
         self.computed: Callable[[torch.Tensor], None] = _ignore_loss
         """Hears what the step's losses come to so far, before the backward pass of the last of them, where
         losses are kept."""
+        self.released = ReleasedPasses(self) if setup.release else None
+        """The passes of steps whose gradients do not stay; None where they do."""
 
     def run(self, steps: int, observer: Observer) -> list[float]:
         """Builds, runs `steps` optimizer steps, and gives their losses."""
         with run_context(self.setup):
-            if self.job.trains:
-                self.start_capture()
+            if not self.job.trains:
+                return self._evaluate(steps, observer)
+            self.start_capture()
+            try:
                 return self._train(steps, observer)
-            return self._evaluate(steps, observer)
+            finally:
+                if self.released is not None:
+                    self.released.detach()
 
     def start_capture(self) -> None:
         """From here on steps are recorded and played back, where the Setup wishes it."""
@@ -180,21 +187,35 @@ class PlainStep(OptimizerLoop):
         weights = self._weights_of(pieces)
         if self.passes is not None:
             return self._accumulate_in_stages(built, self.passes, pieces, weights)
+        if self.released is not None:
+            return self.released.run_passes(built, pieces, weights)
         if self.captured is not None and self.is_captured():
             return self.captured.run_passes(built, pieces, weights)
         return self.run_passes(built, pieces, weights)
 
+    def needs_norm(self) -> bool:
+        """Whether the norm of the gradients must be known before the first update of the next step."""
+        return bool(self.job.clip)
+
     def _clip_and_update(self, built: Built) -> None:
-        if self.captured is not None:
+        if self.released is not None:
+            self.released.update()
+        elif self.captured is not None:
             self.captured.update(built)
         else:
             super()._clip_and_update(built)
 
     def run_passes(
-        self, built: Built, pieces: Sequence[Mapping[str, Any]], weights: Sequence[float | None]
+        self,
+        built: Built,
+        pieces: Sequence[Mapping[str, Any]],
+        weights: Sequence[float | None],
+        *,
+        again: bool = False,
     ) -> torch.Tensor | None:
         """Forward and backward passes of these host micro-batches, each of whose losses is multiplied by a
-        weight, as they are written. Gives what the losses come to, when losses are kept."""
+        weight, as they are written. Gives what the losses come to, when losses are kept, unless they ran
+        before and run `again`."""
         model, scaler, observer = built.runs, built.scaler, built.observer
         total: torch.Tensor | None = None
         for number, (piece, weight) in enumerate(zip(pieces, weights, strict=True), 1):
@@ -208,7 +229,9 @@ class PlainStep(OptimizerLoop):
                     loss = self.loss_of(model, batch)
                 if weight is not None:
                     loss = loss * weight
-                if self.keep_losses:  # added up in fp32, as the Trainer does, whatever a model's loss is in
+                if (
+                    self.keep_losses and not again
+                ):  # added up in fp32, as the Trainer does, whatever a model's loss is in
                     total = loss.detach().float() if total is None else total + loss.detach()
                     self.computed(total)
                 observer.phase("backward")

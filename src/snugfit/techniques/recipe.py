@@ -43,6 +43,7 @@ ONLY_TRAINING = (
     Slot.CHECKPOINTING,
     Slot.ACTIVATION_OFFLOAD,
     Slot.OPTIMIZER,
+    Slot.GRADIENTS,
 )
 """Slots that an evaluation leaves unused: it gives all logits, keeps nothing for a backward pass and updates
 nothing."""

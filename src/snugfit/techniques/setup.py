@@ -401,6 +401,10 @@ class Setup:
     micro_batches: int = 1
     """loop: pieces the global batch is cut into, one after the other."""
 
+    release: bool = False
+    """loop: each weight is updated within the backward pass, and its gradient dropped; otherwise all
+    gradients are kept until it has ended."""
+
     capture: CaptureWish | None = None
     """loop: the step is recorded as CUDA graphs; None launches kernel by kernel."""
 

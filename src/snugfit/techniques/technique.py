@@ -40,6 +40,7 @@ class Slot(StrEnum):
     ACTIVATION_OFFLOAD = "activation_offload"
     BATCHING = "batching"
     OPTIMIZER = "optimizer"
+    GRADIENTS = "gradients"
     SHARDING = "sharding"
     TENSOR_PARALLEL = "tensor_parallel"
     CONTEXT_PARALLEL = "context_parallel"

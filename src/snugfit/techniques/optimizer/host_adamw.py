@@ -33,7 +33,8 @@ class HostAdamW(Technique):
     def install(self, setup: Setup) -> Setup:
         """Takes torch's AdamW with states and update on the host; the HF Trainer has no name for it."""
         return replace(
-            setup, optimizer=OptimizerWish(factory=Call(path="snugfit.step.wishes.host_adamw:AdamWOnHost"))
+            setup,
+            optimizer=OptimizerWish(factory=Call(path="snugfit.step.wishes.updates.host_adamw:AdamWOnHost")),
         )
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:

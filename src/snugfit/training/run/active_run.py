@@ -81,8 +81,10 @@ class ActiveRun:
 
     def close(self) -> None:
         """No step follows; what an engine has hooked into the model is taken out of it, and what was recorded
-        gives back its memory."""
+        gives back its memory; nor do weights hear of gradients any more."""
         self.step.captured = None
+        if self.step.released is not None:
+            self.step.released.detach()
         if self.setup.sharding is not None:
             engine: Any = self.state.runs
             engine.destroy()

@@ -7,6 +7,10 @@ check            the loss, and as far as that costs nothing the gradients (`fini
                  device finishes, the host makes the next batch
 clip             by the norm that was just taken
 update           optimizer, gradient scaler, learning rate
+
+Where gradients do not stay (`updates/released.py`), the update is a part of a backward pass: of a second one,
+where their norm must be known, and the checks stand between the two; or of the only one, and then the loss is
+read before it.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +37,7 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
+    from snugfit.step.wishes.updates.released import ReleasedPasses
     from snugfit.techniques.setup import Setup
     from snugfit.training.checkpoint.state import TrainState
     from snugfit.training.run.exchange import StepExchange
@@ -118,12 +124,15 @@ class TrainingStep(PlainStep):
         self.phases = PhaseTracker()
         self._check = FiniteCheck(device)
         self.computed = self._hear_loss
+        self._asked_of_loss: Callable[[], Any] = _nothing
+        """Called when the device is asked for a step's loss, before its backward pass."""
         self._unchecked = False
         self._taken = 0
         self.unread = False
         """Whether the last step's norm is still to be read (`read_norm`)."""
-        self.sync_before_update = device.type != "cuda"
-        """Whether gradients are waited for before each update. On the CPU there is nothing to wait for."""
+        self.sync_before_update = device.type != "cuda" and (self.released is None or bool(job.clip))
+        """Whether gradients are waited for before each update. On the CPU there is nothing to wait for,
+        unless gradients do not stay, and it takes passes of its own to know of all."""
         self.norm: float | None = None
         """Global L2 norm of the gradients, before clipping, of the last step whose norm was read; None where
         the job does not clip."""
@@ -147,7 +156,9 @@ class TrainingStep(PlainStep):
             cause = memory_cause(error)
             if cause is None:
                 raise
-            exhausted = Exhausted(cause=cause, phase=self.phases.now, message=str(error))
+            has_begun = self.released is not None and self.released.has_begun
+            phase = "update" if has_begun else self.phases.now
+            exhausted = Exhausted(cause=cause, phase=phase, message=str(error))
         state.optimizer.zero_grad(set_to_none=True)
         return exhausted
 
@@ -167,19 +178,10 @@ class TrainingStep(PlainStep):
         optimizer, scaler = state.optimizer, state.scaler
         pieces = iter([list(micro_batches)])
         built = Built(state.model, state.runs or state.model, optimizer, scaler, pieces, self.phases)
+        updates_at_once = self.released is not None and not self.needs_norm()
+        self._asked_of_loss = partial(self._read_loss, state) if updates_at_once else _nothing
         total = self._accumulate(built)
-        self.phases.phase("clip")
-        self.read_norm(state)
-        loss = math.nan if total is None else self._check.loss()
-        if self._exchange is not None:
-            loss = self._exchange.loss(loss)
-        if not math.isfinite(loss):
-            optimizer.zero_grad(set_to_none=True)
-            self.check_weights(state)
-            raise NonFinite(loss, None)
-        if (rejection := self.rejects(loss)) is not None:
-            optimizer.zero_grad(set_to_none=True)
-            raise rejection
+        loss = self._check.loss() if updates_at_once else self._read_loss(state, has_one=total is not None)
         updated = self._check_and_update(state, built, loss, meanwhile)
         if updated:
             state.scheduler.step()
@@ -188,6 +190,27 @@ class TrainingStep(PlainStep):
         self._taken += 1
         self.phases.phase("load")
         return StepResult(loss=loss, updated=updated)
+
+    def _read_loss(self, state: TrainState, *, has_one: bool = True) -> float:
+        """The step's loss, of whose passes the host has asked the device. Raises `StepRejected` where it must
+        not be made."""
+        self.phases.phase("clip")
+        self.read_norm(state)
+        loss = self._check.loss() if has_one else math.nan
+        if self._exchange is not None:
+            loss = self._exchange.loss(loss)
+        if not math.isfinite(loss):
+            state.optimizer.zero_grad(set_to_none=True)
+            self.check_weights(state)
+            raise NonFinite(loss, None)
+        if (rejection := self.rejects(loss)) is not None:
+            state.optimizer.zero_grad(set_to_none=True)
+            raise rejection
+        return loss
+
+    def needs_norm(self) -> bool:
+        """Where the job clips, and while gradients are waited for."""
+        return super().needs_norm() or self.sync_before_update
 
     def is_captured(self) -> bool:
         """Not while gradients are looked at on the host, which does not know where those of a step that is
@@ -198,6 +221,8 @@ class TrainingStep(PlainStep):
         self, state: TrainState, built: Built, loss: float, meanwhile: Callable[[], None]
     ) -> bool:
         """After a step's passes, whose loss is a number: whether there was an update. Raises `NonFinite`."""
+        if self.released is not None:
+            return self._check_and_release(self.released, state, loss, meanwhile)
         scaler = state.scaler
         trained = [weight for weight in state.parameters if weight.grad is not None]
         captured = self.captured if self.is_captured() else None
@@ -217,6 +242,25 @@ class TrainingStep(PlainStep):
             return True
         return self._update(state, trained, norm)
 
+    def _check_and_release(
+        self, released: ReleasedPasses, state: TrainState, loss: float, meanwhile: Callable[[], None]
+    ) -> bool:
+        """The same where gradients do not stay: what is known of them is their norm, if it was needed."""
+        norm, clips = released.norm, bool(self.job.clip)
+        self._check.record_norm(norm)
+        meanwhile()
+        self.device_was_busy = not self._check.is_done()
+        self._unchecked = norm is None
+        self.unread = clips and not self.sync_before_update
+        if self.sync_before_update:
+            length = self._check.norm()
+            self.norm = length if clips else None
+            if not math.isfinite(length):
+                state.optimizer.zero_grad(set_to_none=True)
+                raise NonFinite(loss, self.norm)
+        released.update()
+        return True
+
     def _weights_of(self, pieces: Sequence[Mapping[str, Any]]) -> Sequence[float | None]:
         """Over the items of all processes. Labels of a micro-batch that has nothing that counts are set, for
         a mean over nothing is no number, not even times 0."""
@@ -233,6 +277,7 @@ class TrainingStep(PlainStep):
         self._check.record_loss(total)
         if self._exchange is not None and self.device.type == "cpu":
             self._exchange.forward_ends()
+        self._asked_of_loss()
 
     def read_norm(self, state: TrainState) -> None:
         """Reads the last step's norm, where that was left for later. Raises `WeightsNonFinite` when it is no

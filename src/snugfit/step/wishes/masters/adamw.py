@@ -117,7 +117,7 @@ class MasterAdamW(OwnAdamW):
         """Makes the states of weights that have their first gradient, and tells the kernels where all are."""
         for weight in self._new_weights():
             if weight.grad is not None:
-                self._make_states(weight)
+                self.make_states(weight)
                 self._tables = None
         if self._tables is None or not self._states_are_as_before():
             self._make_tables()
@@ -161,13 +161,15 @@ class MasterAdamW(OwnAdamW):
         norm, most = clip if clip is not None else (None, 0.0)
         for table in self._tables or ():
             update_weights(table, self._numbers.value, norm, most, stop)
-        if not self._plain or _is_refused(norm, stop):
+        if not self._plain or is_refused(norm, stop):
             return
         coefficient = None if norm is None else clip_coefficient(norm, most)
         for weight, group in self._plain:
             if weight.grad is not None:
                 step = self.state[weight][STEP]
-                self._update(weight, weight.grad, Numbers.of(self.param_groups[group], step), coefficient)
+                self.update_plainly(
+                    weight, weight.grad, Numbers.of(self.param_groups[group], step), coefficient
+                )
 
     @torch.no_grad()
     def gradient_norm(self) -> torch.Tensor:
@@ -197,8 +199,9 @@ class MasterAdamW(OwnAdamW):
         """Whether nobody has put other states in their place, as a checkpoint does."""
         return len(self.state) == len(self._known) and all(map(is_, self.state.values(), self._known))
 
-    def _make_states(self, weight: torch.Tensor) -> None:
-        """Before a weight's first step."""
+    def make_states(self, weight: torch.Tensor) -> None:
+        """Makes a weight's states, before its first step. Raises `RecipeError` for a dtype that is neither
+        bfloat16 nor fp32."""
         if weight.dtype not in (torch.bfloat16, torch.float32):
             raise RecipeError(
                 f"Weights with masters are bfloat16, and others fp32, but one is {weight.dtype}. Try 'bf16'."
@@ -253,13 +256,14 @@ class MasterAdamW(OwnAdamW):
 
     # ---- plain torch -------------------------------------------------------------------------------------
 
-    def _update(
+    def update_plainly(
         self,
         weight: torch.Tensor,
         gradient: torch.Tensor,
         numbers: Numbers,
         coefficient: torch.Tensor | None,
     ) -> None:
+        """One weight's step in plain torch, its gradient multiplied by a scalar where there is one."""
         state = self.state[weight]
         slopes = flat(laid_out_as(weight, gradient))
         first, second = (flat(state[name]) for name in MOMENTS)
@@ -274,7 +278,7 @@ class MasterAdamW(OwnAdamW):
             split(exact, high, low)
 
 
-def _is_refused(norm: torch.Tensor | None, stop: torch.Tensor | None) -> bool:
+def is_refused(norm: torch.Tensor | None, stop: torch.Tensor | None) -> bool:
     """Whether an update must not be made, which kernels ask on their own; on shapes nobody knows."""
     stopped = stop is not None and not stop.is_meta and bool(stop != 0)
     return stopped or (norm is not None and not norm.is_meta and not bool(norm.isfinite()))

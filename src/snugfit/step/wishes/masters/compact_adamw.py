@@ -31,7 +31,8 @@ class CompactTable(WeightTable):
     group = compact.GROUP
     usual_settings = COMPACT_SETTINGS
 
-    def tensors_kept(self, state: dict[str, Any]) -> list[torch.Tensor | None]:
+    @classmethod
+    def tensors_kept(cls, state: dict[str, Any]) -> list[torch.Tensor | None]:
         """Residual, both moments and both scales."""
         return [*super().tensors_kept(state), *(state[name] for name in SCALES)]
 
@@ -52,13 +53,14 @@ class CompactAdamW(MasterAdamW):
             name: torch.zeros(groups, dtype=torch.float32, device=weight.device) for name in SCALES
         }
 
-    def _update(
+    def update_plainly(
         self,
         weight: torch.Tensor,
         gradient: torch.Tensor,
         numbers: Numbers,
         coefficient: torch.Tensor | None,
     ) -> None:
+        """One weight's step in plain torch, whose moments become codes again."""
         state = self.state[weight]
         slopes, values = flat(laid_out_as(weight, gradient)), flat(weight)
         codes = [flat(state[name]) for name in MOMENTS]

@@ -73,31 +73,33 @@ def second_codes(second, largest, chance, EXACT: tl.constexpr):  # type: ignore[
 
 @triton.jit  # type: ignore[untyped-decorator]
 def update_compact(  # type: ignore[no-untyped-def]
-    record, begin, left, own, coefficient,
+    weight, residual, first_moment, second_moment, gradient, first_scaling, second_scaling,
+    begin, left, own, coefficient,
     HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
     CLIPS: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr, EVICT: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Updates the `BLOCK` elements from `begin`, a group in each row; with `MASKED`, the `left` first."""
+    """Updates the `BLOCK` elements from `begin` of what is at these addresses, a group in each row; with
+    `MASKED`, the `left` first."""
     rows = tl.arange(0, BLOCK // GROUP)
     at = rows[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     mask = at < left if MASKED else None
     inside = rows * GROUP < left if MASKED else None
     fill = 0 if MASKED else None
-    first_at = pointer(tl.load(record + 4), tl.int8, NARROW // 2 if NARROW > 1 else 1) + begin + at
-    second_at = pointer(tl.load(record + 5), tl.uint8, NARROW // 2 if NARROW > 1 else 1) + begin + at
-    first_scales = tl.load(record + 7).to(tl.pointer_type(tl.float32)) + begin // GROUP + rows
-    second_scales = tl.load(record + 8).to(tl.pointer_type(tl.float32)) + begin // GROUP + rows
+    first_at = pointer(first_moment, tl.int8, NARROW // 2 if NARROW > 1 else 1) + begin + at
+    second_at = pointer(second_moment, tl.uint8, NARROW // 2 if NARROW > 1 else 1) + begin + at
+    first_scales = first_scaling.to(tl.pointer_type(tl.float32)) + begin // GROUP + rows
+    second_scales = second_scaling.to(tl.pointer_type(tl.float32)) + begin // GROUP + rows
     if HALVES:
-        weights = pointer(tl.load(record + 2), tl.int16, NARROW) + begin + at
-        residuals = pointer(tl.load(record + 3), tl.int16, NARROW) + begin + at
-        gradients = pointer(tl.load(record + 6), tl.bfloat16, NARROW) + begin + at
+        weights = pointer(weight, tl.int16, NARROW) + begin + at
+        residuals = pointer(residual, tl.int16, NARROW) + begin + at
+        gradients = pointer(gradient, tl.bfloat16, NARROW) + begin + at
         upper = tl.load(weights, mask=mask, other=fill, eviction_policy=EVICT)
         lower = tl.load(residuals, mask=mask, other=fill, eviction_policy=EVICT)
         exact = join_halves(upper, lower)
     else:
-        weights = pointer(tl.load(record + 2), tl.float32, ALIGNED) + begin + at
-        gradients = pointer(tl.load(record + 6), tl.float32, ALIGNED) + begin + at
+        weights = pointer(weight, tl.float32, ALIGNED) + begin + at
+        gradients = pointer(gradient, tl.float32, ALIGNED) + begin + at
         exact = tl.load(weights, mask=mask, other=fill, eviction_policy=EVICT)
     slope = tl.load(gradients, mask=mask, other=fill, eviction_policy=EVICT).to(tl.float32)
     first = tl.load(first_at, mask=mask, other=fill, eviction_policy=EVICT).to(tl.float32)

@@ -32,25 +32,26 @@ WIDE = 16
 
 @triton.jit  # type: ignore[untyped-decorator]
 def update_part(  # type: ignore[no-untyped-def]
-    record, begin, left, own, coefficient,
+    weight, residual, first_moment, second_moment, gradient, begin, left, own, coefficient,
     HALVES: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, CLIPS: tl.constexpr,
     ALIGNED: tl.constexpr, NARROW: tl.constexpr, EVICT: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Updates the `BLOCK` elements from `begin`; with `MASKED`, the `left` first of them."""
+    """Updates the `BLOCK` elements from `begin` of what is at these addresses; with `MASKED`, the `left`
+    first of them."""
     at = tl.arange(0, BLOCK)
     mask = at < left if MASKED else None
-    firsts = pointer(tl.load(record + 4), tl.float32, ALIGNED) + begin + at
-    seconds = pointer(tl.load(record + 5), tl.float32, ALIGNED) + begin + at
+    firsts = pointer(first_moment, tl.float32, ALIGNED) + begin + at
+    seconds = pointer(second_moment, tl.float32, ALIGNED) + begin + at
     if HALVES:
-        weights = pointer(tl.load(record + 2), tl.int16, NARROW) + begin + at
-        residuals = pointer(tl.load(record + 3), tl.int16, NARROW) + begin + at
-        gradients = pointer(tl.load(record + 6), tl.bfloat16, NARROW) + begin + at
+        weights = pointer(weight, tl.int16, NARROW) + begin + at
+        residuals = pointer(residual, tl.int16, NARROW) + begin + at
+        gradients = pointer(gradient, tl.bfloat16, NARROW) + begin + at
         upper = tl.load(weights, mask=mask, eviction_policy=EVICT)
         lower = tl.load(residuals, mask=mask, eviction_policy=EVICT)
         exact = join_halves(upper, lower)
     else:
-        weights = pointer(tl.load(record + 2), tl.float32, ALIGNED) + begin + at
-        gradients = pointer(tl.load(record + 6), tl.float32, ALIGNED) + begin + at
+        weights = pointer(weight, tl.float32, ALIGNED) + begin + at
+        gradients = pointer(gradient, tl.float32, ALIGNED) + begin + at
         exact = tl.load(weights, mask=mask, eviction_policy=EVICT)
     slope = tl.load(gradients, mask=mask, eviction_policy=EVICT).to(tl.float32)
     first = tl.load(firsts, mask=mask, eviction_policy=EVICT)
@@ -70,6 +71,26 @@ def update_part(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def update_any(  # type: ignore[no-untyped-def]
+    weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own, coefficient,
+    HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
+    CLIPS: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr, EVICT: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """`update_part`, or `update_compact` where there is a `GROUP`."""
+    if GROUP:
+        update_compact(
+            weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
+            coefficient, HALVES, BLOCK, GROUP, MASKED, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
+        )  # fmt: skip
+    else:
+        update_part(
+            weight, residual, first, second, gradient, begin, left, own, coefficient,
+            HALVES, BLOCK, MASKED, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
+        )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def update_block(  # type: ignore[no-untyped-def]
     places, owners, which, numbers, block, coefficient,
     HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CLIPS: tl.constexpr, RECORD: tl.constexpr,
@@ -78,30 +99,25 @@ def update_block(  # type: ignore[no-untyped-def]
     """Updates one block of the weight that it belongs to, if that has a gradient."""
     column = tl.load(owners + block)
     record = places + column * RECORD
-    if tl.load(record + 6) != 0:
+    gradient = tl.load(record + 6)
+    if gradient != 0:
         begin = (block - tl.load(record)) * BLOCK
         left = tl.load(record + 1) - begin
         own = numbers + tl.load(which + column) * ROW
+        weight, residual = tl.load(record + 2), tl.load(record + 3)
+        first, second = tl.load(record + 4), tl.load(record + 5)
+        first_scales, second_scales = first, second
+        if GROUP:
+            first_scales, second_scales = tl.load(record + 7), tl.load(record + 8)
         if left >= BLOCK:
-            if GROUP:
-                update_compact(
-                    record, begin, left, own, coefficient,
-                    HALVES, BLOCK, GROUP, False, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
-                )  # fmt: skip
-            else:
-                update_part(
-                    record, begin, left, own, coefficient,
-                    HALVES, BLOCK, False, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
-                )  # fmt: skip
-        elif GROUP:
-            update_compact(
-                record, begin, left, own, coefficient,
-                HALVES, BLOCK, GROUP, True, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
+            update_any(
+                weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
+                coefficient, HALVES, BLOCK, GROUP, False, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
             )  # fmt: skip
         else:
-            update_part(
-                record, begin, left, own, coefficient,
-                HALVES, BLOCK, True, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
+            update_any(
+                weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
+                coefficient, HALVES, BLOCK, GROUP, True, CLIPS, ALIGNED, NARROW, EVICT, EXACT,
             )  # fmt: skip
 
 

@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 _KERNEL_ON_META = False
 """Whether a rehearsal's step is one on a GPU."""
 
-_OPERATORS = torch.library.Library("triton", "FRAGMENT")
+OPERATORS = torch.library.Library("triton", "FRAGMENT")
 """As traces name kernels that Triton compiles when they are first launched."""
 
-_OPERATORS.define(
+OPERATORS.define(
     "adamw_of_weights(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor[] gradients, Tensor places, "
     "Tensor numbers) -> ()"
 )
-_OPERATORS.define("squares_of_gradients(Tensor[] gradients, Tensor places, Tensor(a!) sums) -> ()")
-_OPERATORS.define("norm_of_squares(Tensor sums, Tensor(a!) norm) -> ()")
+OPERATORS.define("squares_of_gradients(Tensor[] gradients, Tensor places, Tensor(a!) sums) -> ()")
+OPERATORS.define("norm_of_squares(Tensor sums, Tensor(a!) norm) -> ()")
 
 
-def _writes_in_place(*arguments: Any) -> None:
+def writes_in_place(*arguments: Any) -> None:
     """Their results are written in place, so they allocate nothing."""
 
 
 for _name in ("adamw_of_weights", "squares_of_gradients", "norm_of_squares"):
-    _OPERATORS.impl(_name, _writes_in_place, "Meta")
+    OPERATORS.impl(_name, writes_in_place, "Meta")
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
@@ -66,7 +66,7 @@ def update_weights(
 ) -> None:
     """AdamW's step of this table's weights (`kernel.launch_update`)."""
     if not numbers.is_meta:
-        with _triton_named():
+        with triton_named():
             table.launch(numbers, norm, most, stop)
         torch.autograd.graph.increment_version(table.weights)
         table.forget_copies()
@@ -86,12 +86,22 @@ def norm_of(tables: Sequence[WeightTable], sums: torch.Tensor, norm: torch.Tenso
     if norm.is_meta:
         for table, row in zip(tables, sums.unbind(), strict=True):
             torch.ops.triton.squares_of_gradients(table.gradients(), table.places, row)
-        torch.ops.triton.norm_of_squares(sums, norm)
+        take_root(sums, norm)
         return
-    with _triton_named():
+    with triton_named():
         from snugfit.step.wishes.masters import kernel
     for table, row in zip(tables, sums.unbind(), strict=True):
         kernel.launch_sums(table.as_launched(), row)
+    take_root(sums, norm)
+
+
+def take_root(sums: torch.Tensor, norm: torch.Tensor) -> None:
+    """Writes the norm, a scalar, from sums of squares of any shape."""
+    if norm.is_meta:
+        torch.ops.triton.norm_of_squares(sums, norm)
+        return
+    with triton_named():
+        from snugfit.step.wishes.masters import kernel
     kernel.launch_norm(sums, norm)
 
 
@@ -101,7 +111,7 @@ def new_sums(tables: Sequence[WeightTable]) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _triton_named() -> Iterator[None]:
+def triton_named() -> Iterator[None]:
     """Within it kernels are imported. Raises `RecipeError` where Triton is missing."""
     try:
         yield

@@ -76,7 +76,8 @@ class WeightTable:
             self.settings, self.group,
         )  # fmt: skip
 
-    def tensors_kept(self, state: dict[str, Any]) -> list[torch.Tensor | None]:
+    @classmethod
+    def tensors_kept(cls, state: dict[str, Any]) -> list[torch.Tensor | None]:
         """What the update keeps of a weight, in the order of a record: its residual and both moments."""
         return [state.get(RESIDUAL), *(state[name] for name in MOMENTS)]
 

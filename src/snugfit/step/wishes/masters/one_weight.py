@@ -1,0 +1,140 @@
+"""Updates of one weight at a time by `MasterAdamW` and `CompactAdamW`, for gradients that do not stay.
+
+The same states and the same numbers as a step over all weights has. On a GPU each update is a launch of its
+own, and so is what a gradient adds to the norm; elsewhere it is plain torch. A rehearsal's step calls
+operators, as in `launches.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from snugfit.step.wishes.adamw_in_pieces import STEP
+from snugfit.step.wishes.masters.adamw import MasterAdamW, Numbers, is_refused
+from snugfit.step.wishes.masters.block import NORM_PROGRAMS, NUMBERS
+from snugfit.step.wishes.masters.device_copy import DeviceCopy
+from snugfit.step.wishes.masters.launches import (
+    OPERATORS,
+    is_on_gpu,
+    take_root,
+    triton_named,
+    writes_in_place,
+)
+from snugfit.step.wishes.masters.table import laid_out_as
+from snugfit.step.wishes.mesh.spread_tensors import clip_coefficient
+
+OPERATORS.define(
+    "adamw_of_weight(Tensor(a!) weight, Tensor(b!)[] states, Tensor gradient, Tensor numbers) -> ()"
+)
+OPERATORS.define("squares_of_gradient(Tensor gradient, Tensor(a!) sums) -> ()")
+for _name in ("adamw_of_weight", "squares_of_gradient"):
+    OPERATORS.impl(_name, writes_in_place, "Meta")
+
+
+class MasterUpdates:
+    """Norm and updates of the weights of one optimizer, one by one (`updates/one_weight.py`)."""
+
+    def __init__(self, optimizer: MasterAdamW) -> None:
+        self._optimizer: Any = optimizer
+        self._weights: list[tuple[torch.Tensor, int]] = [
+            (weight, number)
+            for number, group in enumerate(optimizer.param_groups)
+            for weight in group["params"]
+        ]
+        self._order = {weight: number for number, (weight, _) in enumerate(self._weights)}
+        self._norms: dict[int, torch.Tensor] = {}
+        self._norm: torch.Tensor | None = None
+        self._most = 0.0
+        self._coefficient: torch.Tensor | None = None
+        self._is_refused = False
+        by_kernel = [weight for weight, _ in self._weights if is_on_gpu(weight)]
+        if by_kernel:
+            device = by_kernel[0].device
+            self._numbers = DeviceCopy((len(self._weights), NUMBERS), torch.float32, device)
+            self._rows = self._numbers.value.unbind()
+            self._sums = torch.empty(NORM_PROGRAMS, dtype=torch.float32, device=device)
+            self._root = torch.empty((), dtype=torch.float32, device=device)
+        self._by_kernel = bool(by_kernel)
+
+    # ---- the norm ----------------------------------------------------------------------------------------
+
+    def begin_norm(self) -> None:
+        """No gradient was taken so far."""
+        self._norms.clear()
+        if self._by_kernel:
+            self._sums.zero_()
+
+    def take(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Counts this gradient in the norm."""
+        gradient = laid_out_as(weight, gradient)
+        if not is_on_gpu(weight):
+            self._norms[self._order[weight]] = torch.linalg.vector_norm(gradient.to(torch.float32))
+        elif gradient.is_meta:
+            torch.ops.triton.squares_of_gradient(gradient, self._sums)
+        elif gradient.numel():
+            with triton_named():
+                from snugfit.step.wishes.masters.one_weight_kernel import launch_squares_of_one
+            launch_squares_of_one(gradient, self._sums)
+
+    def norm(self) -> torch.Tensor:
+        """Of all gradients that were taken, in 32 bits: a scalar on the device."""
+        if self._by_kernel:
+            take_root(self._sums, self._root)
+            return self._root
+        norms = [norm for _, norm in sorted(self._norms.items())]
+        self._norms.clear()
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        return norm
+
+    # ---- the updates -------------------------------------------------------------------------------------
+
+    def begin_update(self, norm: torch.Tensor | None, most: float) -> None:
+        """A step of any weight that will have a gradient follows, clipped to `most` where there is a norm."""
+        optimizer = self._optimizer
+        optimizer._opt_called = True  # as a schedule wants it, which sees no call of `step`
+        self._norm, self._most = norm, most
+        if self._by_kernel:
+            steps = [
+                (number, optimizer.state.get(weight, {}).get(STEP, 0) + 1) for weight, number in self._weights
+            ]
+            rows = {one: (*Numbers.of(optimizer.param_groups[one[0]], one[1]), one[1]) for one in set(steps)}
+            self._numbers.write([rows[one] for one in steps])
+            return
+        self._is_refused = is_refused(norm, None)
+        self._coefficient = None if norm is None else clip_coefficient(norm, most)
+
+    @torch.no_grad()
+    def update(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        """One weight's step, by its gradient."""
+        optimizer = self._optimizer
+        if not weight.numel():
+            return
+        if STEP not in optimizer.state.get(weight, {}):
+            optimizer.make_states(weight)
+        state, order = optimizer.state[weight], self._order[weight]
+        state[STEP] += 1
+        if is_on_gpu(weight):
+            self._launch(weight, laid_out_as(weight, gradient), state, self._rows[order])
+        elif not self._is_refused:
+            numbers = Numbers.of(optimizer.param_groups[self._weights[order][1]], state[STEP])
+            optimizer.update_plainly(weight, gradient, numbers, self._coefficient)
+
+    def _launch(
+        self, weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], own: torch.Tensor
+    ) -> None:
+        table = self._optimizer.table_of
+        residual, first, second, *scales = table.tensors_kept(state)
+        if weight.is_meta:
+            held = [one for one in (residual, first, second, *scales) if one is not None]
+            torch.ops.triton.adamw_of_weight(weight, held, gradient, own)
+            return
+        with triton_named():
+            from snugfit.step.wishes.masters.one_weight_kernel import launch_update_of_one
+        places = [0 if one is None else one.data_ptr() for one in (weight, residual, first, second, gradient)]
+        launch_update_of_one(
+            places + [one.data_ptr() for one in scales], weight.numel(), own, self._norm, self._most,
+            halves=residual is not None, group=table.group,
+        )  # fmt: skip
+        torch.autograd.graph.increment_version([weight])

@@ -1,0 +1,106 @@
+"""Updates of one weight at a time: by torch's optimizers here, by ours in `masters/one_weight.py`.
+
+The optimizer is the one that a step over all weights has, with all its states, and its own `step` updates the
+weight: for that its groups are one group with one weight. Its states, and so its checkpoints, are as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class WeightUpdates(Protocol):
+    """Norm and updates of the weights of one optimizer, one by one."""
+
+    def begin_norm(self) -> None:
+        """No gradient was taken so far."""
+
+    def take(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Counts this gradient in the norm."""
+
+    def norm(self) -> torch.Tensor:
+        """Of all gradients that were taken: a scalar on their device."""
+
+    def begin_update(self, norm: torch.Tensor | None, most: float) -> None:
+        """A step of any weight that will have a gradient follows, clipped to `most` where there is a norm."""
+
+    def update(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        """One weight's step, by its gradient."""
+
+
+class TorchUpdates:
+    """By an optimizer of torch's whose update of a weight depends on no other."""
+
+    def __init__(self, optimizer: Any, model: Any) -> None:
+        self._optimizer = optimizer
+        self._groups = {
+            weight: number
+            for number, group in enumerate(optimizer.param_groups)
+            for weight in group["params"]
+        }
+        self._order = {weight: number for number, weight in enumerate(model.parameters())}
+        self._norms: dict[int, torch.Tensor] = {}
+        self._coefficient: torch.Tensor | None = None
+
+    def begin_norm(self) -> None:
+        """No gradient was taken so far."""
+        self._norms.clear()
+
+    def take(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Counts this gradient, by its norm in 32 bits or more (`torch.nn.utils.get_total_norm`)."""
+        import torch
+
+        wide = () if gradient.dtype in (torch.float32, torch.float64) else (2.0, torch.float32)
+        (self._norms[self._order[weight]],) = torch._foreach_norm([gradient], *wide)
+
+    def norm(self) -> torch.Tensor:
+        """Of all gradients that were taken: a scalar on their device. They are added in the model's order."""
+        import torch
+
+        norms = [norm for _, norm in sorted(self._norms.items())]
+        self._norms.clear()
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        return norm
+
+    def begin_update(self, norm: torch.Tensor | None, most: float) -> None:
+        """A step of any weight that will have a gradient follows, clipped to `most` where there is a norm."""
+        from snugfit.step.wishes.mesh.spread_tensors import clip_coefficient
+
+        self._coefficient = None if norm is None else clip_coefficient(norm, most)
+
+    def update(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        """One weight's step, by its gradient, which is scaled in place where it is clipped."""
+        if self._coefficient is not None:
+            gradient.mul_(self._coefficient)
+        weight.grad = gradient
+        try:
+            with self._only(weight):
+                self._optimizer.step()
+        finally:
+            weight.grad = None
+
+    @contextlib.contextmanager
+    def _only(self, weight: torch.Tensor) -> Iterator[None]:
+        """Within it the optimizer has one group, and that one weight."""
+        groups = self._optimizer.param_groups
+        self._optimizer.param_groups = [{**groups[self._groups[weight]], "params": [weight]}]
+        try:
+            yield
+        finally:
+            self._optimizer.param_groups = groups
+
+
+def updates_of(optimizer: Any, model: Any) -> WeightUpdates:
+    """What updates the weights of this optimizer, which are those of the model that train, one by one."""
+    from snugfit.step.wishes.masters.adamw import MasterAdamW
+
+    if isinstance(optimizer, MasterAdamW):
+        from snugfit.step.wishes.masters.one_weight import MasterUpdates
+
+        return MasterUpdates(optimizer)
+    return TorchUpdates(optimizer, model)

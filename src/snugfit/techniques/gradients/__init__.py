@@ -1,0 +1,1 @@
+"""How long the gradients of weights exist."""

@@ -1,0 +1,24 @@
+"""All gradients exist together when the backward pass ends, and the optimizer's step reads them then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from snugfit.techniques.counterpart import Counterpart
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity, Technique
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllGradients(Technique):
+    """Keeps the gradients of all weights until the optimizer's step has read them."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    plain: ClassVar = True
+    source: ClassVar = "torch.Tensor.backward, then torch.optim.Optimizer.step"
+    counterparts: ClassVar = (Counterpart(arguments={}),)
+
+    def install(self, setup: Setup) -> Setup:
+        """Updates when the backward pass has ended."""
+        return replace(setup, release=False)

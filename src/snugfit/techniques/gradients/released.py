@@ -1,0 +1,99 @@
+"""The optimizer within the backward pass: a weight is updated as soon as its gradient is there, which is then
+dropped.
+
+So at no time do more gradients exist than the one that is being read, and what autograd works on: of a model
+whose weights are `bf16_master` that is 12 bytes a weight in the place of 14, with `adamw_compact` 6.1. It
+lowers a peak that is at the end of the backward pass or in the update, as where layers are recomputed or
+batches are small; where activations are most of a step, the peak is before there is any gradient. The
+numbers are those of a step that keeps its gradients, and so are states, checkpoints and learning rates: only
+the time of the update differs.
+
+Clipping by the norm of all gradients needs all of them before the first update. Where the job clips, forward
+and backward pass therefore run twice: the first time each gradient leaves its sum of squares, in 32 bits, and
+is dropped; then the norm is known, and the second time each updates its weight, clipped. Dropout draws the
+same masks in both, as random generators are set back between them. Such a step takes nearly twice as long, so
+it is for models that do not fit otherwise. A model that keeps statistics in buffers, as batch normalisation
+does, would count them twice, and is refused when the first pass has changed one.
+
+A loss that is no number still changes no weight: without clipping, the loss is read when the forward pass has
+ended, and the device waits so long. A gradient that is no number is known before the update where the norm
+is; without clipping it makes weights that are no numbers, as with all gradients, and a run goes back to its
+last checkpoint. Where memory runs out after the first weight was updated it goes back there too.
+
+Plans leave it out for now: they put a step together from passes and an update, which are one here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from snugfit.techniques import roster
+from snugfit.techniques.masters import COMPACT_ADAMW, MASTER_ADAMW
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+UPDATES_ONE = (
+    "torch.optim:AdamW",
+    "torch.optim:SGD",
+    MASTER_ADAMW.factory.path,
+    COMPACT_ADAMW.factory.path,
+)
+"""Optimizers whose update of a weight depends on nothing of another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Released(Technique):
+    """Updates each weight within the backward pass and drops its gradient; where the job clips, in a second
+    one."""
+
+    fidelity: ClassVar = Fidelity.SAME
+    source: ClassVar = (
+        "Lv et al., arXiv 2306.09782 (LOMO), whose norm takes a second backward pass too; torch's tutorial "
+        "on the optimizer step in the backward pass, torch.Tensor.register_post_accumulate_grad_hook"
+    )
+    elsewhere: ClassVar = ("optimizer_in_bwd", "optimizer_in_backward", "gradient_release")
+
+    def install(self, setup: Setup) -> Setup:
+        """Has the loop update weights as their gradients come."""
+        return replace(setup, release=True)
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """A gradient must be whole when it is there, and of use to its own weight alone."""
+        setup = Setup()
+        for slot in Slot:
+            setup = recipe[slot].install(setup)
+        if not job.trains:
+            yield "an evaluation has no gradients. Leave it out."
+        if setup.micro_batches > 1:
+            yield (
+                f"with {recipe[Slot.BATCHING]} gradients are sums over backward passes, which must be kept. "
+                "Try 'whole_batch'."
+            )
+        if setup.scale_gradients:
+            yield (
+                f"{recipe[Slot.PRECISION]} looks at all gradients for an overflow before it updates. "
+                "Try 'bf16'."
+            )
+        if any(recipe[slot] != roster.plain(slot) for slot in roster.slots_of_several_gpus()):
+            yield "gradients that several processes average are kept until then. Try 'all_gradients'."
+        if setup.optimizer.factory.path not in UPDATES_ONE:
+            yield (
+                f"{recipe[Slot.OPTIMIZER]} does not update one weight at a time. Try 'adamw_fused', 'adamw', "
+                "'sgd' or 'adamw_compact'."
+            )
+        if setup.capture is not None or setup.compile is not None:
+            yield f"{recipe[Slot.ENGINE]} was not tried with it. Leave one of them out."
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """Its step is not put together from parts."""
+        return "plans do not look at updates within the backward pass yet; snugfit predict tells of one"
+
+    def is_searched(self) -> bool:
+        """Passes and update are one, which a search takes apart."""
+        return False

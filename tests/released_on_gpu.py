@@ -1,0 +1,172 @@
+"""Updates within the backward pass, on a GPU, beside the same steps whose gradients stay.
+
+    python tests/released_on_gpu.py [FILE]          writes what it found as JSON; fails where it is wrong
+    python tests/released_on_gpu.py [FILE] large    also BERT-large 4 x 512 and Llama-3.2-1B 2 x 2048
+
+In `test_released.py` the CPU computes both, bit for bit. Here sums are added in another order, attention's
+backward pass in any, so weights are close and losses alike."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from captured_on_gpu import BERT, CUDA, LLAMA, STEPS, STILL, job_of
+from snugfit.errors import SnugfitError
+from snugfit.job.gpu import find_gpu
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
+from snugfit.prediction.predict import predict
+from snugfit.step.open_step import open_step
+from snugfit.step.step import Observer
+from snugfit.techniques.recipe import Recipe
+
+LARGE_BERT = {
+    "model_type": "bert", "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "intermediate_size": 4096, "vocab_size": 30522,
+}  # fmt: skip
+LARGE_LLAMA = {
+    "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 8192, "vocab_size": 128256, "tie_word_embeddings": True,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+CLOSE = 2e-4
+"""By how much weights may differ in the mean, which 12 steps at 1e-3 have moved by up to 1.2e-2."""
+
+
+class Timed(Observer):
+    """When each step has begun, with the device at rest."""
+
+    def __init__(self) -> None:
+        self.begun: list[float] = []
+
+    def step_begins(self, index: int) -> None:
+        """Waits for the device."""
+        torch.cuda.synchronize(CUDA)
+        self.begun.append(time.perf_counter())
+
+
+class Ran(NamedTuple):
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+    peak: int
+    ms: float
+
+
+def run(job: Job, recipe: str, steps: int) -> Ran:
+    """Some steps, and the bytes that torch had allocated at most."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(CUDA)
+    before = torch.cuda.memory_allocated(CUDA)
+    torch.manual_seed(11)
+    step: Any = open_step(job, Recipe.parse(recipe).setup(), "plain", CUDA, keep_losses=True)
+    watch = Timed()
+    losses = step.run(steps, watch)
+    peak = torch.cuda.max_memory_allocated(CUDA) - before
+    taken = sorted(b - a for a, b in zip(watch.begun, watch.begun[1:], strict=False))
+    weights = {name: value.cpu() for name, value in step.model.state_dict().items()}
+    return Ran(losses, weights, peak, 1e3 * taken[len(taken) // 2])
+
+
+def predicted(job: Job, recipe: str) -> int | None:
+    """The peak of requested bytes that a prediction has."""
+    name = torch.cuda.get_device_name(CUDA).lower()
+    try:
+        gpu = find_gpu("h200" if "h200" in name else "h100-sxm")
+        return predict(job, recipe, gpu=gpu).footprint.requested_bytes
+    except SnugfitError:
+        return None
+
+
+def compare(name: str, job: Job, recipe: str, steps: int = STEPS) -> dict[str, Any]:
+    """Losses, weights and peaks, kept and released."""
+    kept, released = (run(job, more, steps) for more in (recipe, f"{recipe} + released"))
+    apart = [
+        (kept.weights[key].float() - value.float()).abs()
+        for key, value in released.weights.items()
+        if value.is_floating_point()
+    ]
+    mean = sum(float(one.sum()) for one in apart) / sum(one.numel() for one in apart)
+    losses_apart = max(abs(a - b) for a, b in zip(kept.losses, released.losses, strict=True))
+    return {
+        "case": name, "recipe": recipe, "clip": job.clip, "losses_apart": losses_apart,
+        "weights_apart": max(float(one.max()) for one in apart), "weights_apart_mean": mean,
+        "peak_kept": kept.peak, "peak_released": released.peak,
+        "predicted_kept": predicted(job, recipe),
+        "predicted_released": predicted(job, f"{recipe} + released"),
+        "weights": sum(value.numel() for value in kept.weights.values()),
+        "ms_kept": round(kept.ms, 2), "ms_released": round(released.ms, 2),
+        "right": kept.losses[0] == released.losses[0] and losses_apart < 5e-2 and mean < CLOSE
+        and released.losses[0] != released.losses[-1] and released.peak <= kept.peak,
+        "losses": [kept.losses, released.losses],
+    }  # fmt: skip
+
+
+def cases() -> list[tuple[str, Job, str]]:
+    recipes = ("bf16_master + adamw_fused", "bf16_master + adamw_compact", "bf16 + adamw_fused")
+    jobs = (
+        ("bert, dropout", job_of(BERT)),
+        ("bert, no clip", job_of(BERT, clip=None)),
+        ("bert, still", job_of({**BERT, **STILL})),
+        ("llama, tied", job_of({**LLAMA, "tie_word_embeddings": True})),
+    )
+    found = [(name, job, recipe) for name, job in jobs for recipe in recipes]
+    fused = "bf16_master + adamw_fused + fused"
+    return [
+        *found,
+        ("bert, fused", job_of(BERT), fused),
+        ("llama, fused", job_of(LLAMA), f"{fused} + chunked_loss"),
+    ]
+
+
+def large_cases() -> list[tuple[str, Job, str]]:
+    """With layers recomputed: else the peak is before the backward pass, where there are no gradients."""
+    bert = Job(
+        model=Model.from_config(LARGE_BERT, name="bert-large"), task=Task.SEQUENCE_CLASSIFICATION,
+        batch_size=4, sequence_length=512, clip=1.0,
+    )  # fmt: skip
+    llama = Job(
+        model=Model.from_config(LARGE_LLAMA, name="llama-1b"), task=Task.CAUSAL_LM, batch_size=2,
+        sequence_length=2048, clip=1.0,
+    )  # fmt: skip
+    return [
+        (f"{job.model.name}, clip {job.clip}", job, f"bf16_master + fused + every_layer + {optimizer}{head}")
+        for one, head in ((bert, ""), (llama, " + chunked_loss"))
+        for job in (one, replace(one, clip=None))
+        for optimizer in ("adamw_fused", "adamw_compact")
+    ]
+
+
+def main() -> int:
+    large = "large" in sys.argv
+    asked = [(*case, STEPS) for case in cases()] + [(*case, 5) for case in large_cases() if large]
+    found = []
+    for name, job, recipe, steps in asked:
+        try:
+            one = compare(name, job, recipe, steps)
+        except Exception as error:  # the next cases are told too
+            one = {
+                "case": name,
+                "recipe": recipe,
+                "right": False,
+                "error": f"{type(error).__name__}: {error}",
+            }
+        found.append(one)
+        print(json.dumps({key: value for key, value in one.items() if key != "losses"}), flush=True)
+    files = [argument for argument in sys.argv[1:] if argument != "large"]
+    if files:
+        gpu = torch.cuda.get_device_name(CUDA)
+        Path(files[0]).write_text(json.dumps({"gpu": gpu, "torch": torch.__version__, "cases": found}))
+    return int(not all(one["right"] for one in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
