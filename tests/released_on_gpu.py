@@ -41,6 +41,13 @@ CLOSE = 2e-4
 """By how much weights may differ in the mean, which 12 steps at 1e-3 have moved by up to 1.2e-2."""
 
 
+APART = 0.1
+"""By how much losses may: with moments in 8 bits a code that is rounded otherwise is another run."""
+
+SMALL = 4096
+"""Bytes of a clip coefficient, a norm and sums."""
+
+
 class Timed(Observer):
     """When each step has begun, with the device at rest."""
 
@@ -63,6 +70,7 @@ class Ran(NamedTuple):
 def run(job: Job, recipe: str, steps: int) -> Ran:
     """Some steps, and the bytes that torch had allocated at most."""
     gc.collect()
+    torch.cuda.init()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(CUDA)
     before = torch.cuda.memory_allocated(CUDA)
@@ -104,8 +112,8 @@ def compare(name: str, job: Job, recipe: str, steps: int = STEPS) -> dict[str, A
         "predicted_released": predicted(job, f"{recipe} + released"),
         "weights": sum(value.numel() for value in kept.weights.values()),
         "ms_kept": round(kept.ms, 2), "ms_released": round(released.ms, 2),
-        "right": kept.losses[0] == released.losses[0] and losses_apart < 5e-2 and mean < CLOSE
-        and released.losses[0] != released.losses[-1] and released.peak <= kept.peak,
+        "right": kept.losses[0] == released.losses[0] and losses_apart < APART and mean < CLOSE
+        and released.losses[0] != released.losses[-1] and released.peak <= kept.peak + SMALL,
         "losses": [kept.losses, released.losses],
     }  # fmt: skip
 
