@@ -3,8 +3,8 @@
 Dropout, residual and norm are one kernel, bias and GELU another. Masks of dropout are not kept but drawn
 again in the backward pass, from a seed that each forward pass draws by torch's own generator, so a run is
 resumed bit for bit. The products of queries, keys and values are one. Weights stay the model's own, under
-their own names. What is between the products stays in the dtype of the products: under autocast a norm gives
-bfloat16, with its statistics in fp32, where torch's gives fp32.
+their own names. Products read what norms give in the dtype of the products; of encoders that norm after a
+layer the residual has 32 bits beside it, as under autocast.
 
 Of decoders, the addition of a branch and the norm behind it are one kernel, and so is the rotation of
 queries and keys, in place in the product that has them, and the gated activation. The stream of tokens stays
@@ -48,6 +48,7 @@ class Fused(Technique):
     fidelity: ClassVar = Fidelity.ROUNDS
     needs: ClassVar = ("triton>=3.0",)
     extra: ClassVar = "compile"
+    least_capability: ClassVar = (8, 0)  # older GPUs were not tried, and Triton drops them
     source: ClassVar = (
         "the fusions of Ivanov et al., arXiv 2007.00072; dropout as in Tillet et al.'s Triton tutorials; "
         "Philox: Salmon et al., SC 2011"
