@@ -59,9 +59,10 @@ def test_what_it_does_not_go_with_is_said(family: str, recipe: str, says: str) -
         Recipe.parse(recipe).check(small_job(family, 2), installed=False)
 
 
-def test_a_plan_takes_it_only_where_it_is_kept() -> None:
+def test_plans_look_at_it_where_it_knows_the_model() -> None:
     job = small_job("bert", 2)
-    assert {str(one) for one in space_of(job).offers(Slot.KERNELS)} == {"torch_kernels"}
+    assert {str(one) for one in space_of(job).offers(Slot.KERNELS)} == {"torch_kernels", "fused"}
+    assert {str(one) for one in space_of(small_job("t5", 2)).offers(Slot.KERNELS)} == {"torch_kernels"}
     kept = kept_of(job, "fused")
     assert {str(one) for one in space_of(job, fixed=kept).offers(Slot.KERNELS)} == {"fused"}
 

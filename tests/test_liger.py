@@ -118,7 +118,10 @@ def test_plans_take_it_without_its_loss() -> None:
     offered = [
         {str(one) for one in space_of(job).offers(Slot.KERNELS)} for job in (llama(), small_job("bert", 2))
     ]
-    assert offered == [{"torch_kernels", "liger(fused_linear_cross_entropy=false)"}, {"torch_kernels"}]
+    assert offered == [
+        {"torch_kernels", "fused", "liger(fused_linear_cross_entropy=false)"},
+        {"torch_kernels", "fused"},
+    ]
 
 
 def test_without_the_package_one_sentence_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
