@@ -14,7 +14,6 @@ import time
 from typing import Any
 
 import torch
-from flashoptim import FlashAdamW, cast_model, enable_gradient_release
 
 from snugfit.job.job import Job
 from snugfit.job.model import Model
@@ -29,6 +28,8 @@ WARM, STEPS = 5, 20
 
 def measured(job: Job, bits: int, *, release: bool) -> dict[str, Any]:
     """The median of some steps, and what the allocator reserved at most."""
+    from flashoptim import FlashAdamW, cast_model, enable_gradient_release
+
     setup = Recipe.parse("plain").setup()
     model = build_model(job, setup, CUDA)
     cast_model(model, dtype=torch.bfloat16)
