@@ -355,7 +355,7 @@ def test_front_ends_that_cannot_do_it_say_so(front_end: str) -> None:
 def test_nothing_is_said_of_lost_updates_and_how_much_was_measured_is() -> None:
     warnings = Recipe.parse(RECIPE).check(small_job("bert", 2))
     assert not any("lost in rounding" in warning for warning in warnings)
-    assert any("on one H200" in warning for warning in warnings)
+    assert any("on H200s" in warning for warning in warnings)
     assert any("micro-batches" in warning for warning in warnings)
 
 
