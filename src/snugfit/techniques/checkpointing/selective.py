@@ -109,7 +109,7 @@ def stated_dropout(job: Job, of: str = "") -> str:
     none, or no config."""
     if job.model.module is not None:
         return ""
-    return _dropout_among(job.transformers_config().to_dict(), of)
+    return _dropout_among(vars(job.config_to_read()), of)
 
 
 def _dropout_among(facts: Mapping[str, Any], of: str = "att") -> str:
