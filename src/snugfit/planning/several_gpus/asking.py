@@ -61,8 +61,8 @@ def counts_of(gpus: int | Sequence[int], job: Job, fixed: Kept) -> list[int]:
 
 def choose_base(job: Job, counts: Sequence[int], fixed: Kept, fidelity: Fidelity) -> Asking[Recipe]:
     """The recipe whose slots that are decided once take the least time, on the most of these numbers of GPUs
-    of which each can have a part of the batch. Raises `UsageError` where no technique shares the job among
-    them."""
+    of which each can have a part of the batch: one GPU alone may take what several refuse. Raises
+    `UsageError` where no technique shares the job among them."""
     divisors = [count for count in counts if job.batch_size % count == 0]
     gpus = max(divisors or counts)
     shared = next(_all_ways(job, gpus, fixed), None)
