@@ -148,8 +148,8 @@ def test_kinds_judged_together_take_what_each_takes_alone() -> None:
 
 @pytest.mark.whole
 def test_answers_are_those_of_a_plan_for_one_kind() -> None:
-    """On the GPUs that a search names, a plan that simulates in full finds a step as fast, in a precision that
-    one GPU and several take."""
+    """On the GPUs that a search names, a plan that simulates in full finds a step as fast, in a precision
+    that one GPU and several take."""
     job = replace(small_job("llama", 12), batch_size=8)
     (kind,) = plan_cards(job, ["h200"], counts=[1, 2, 4], keep="bf16", workers=1).answers
     assert kind.fits
