@@ -91,7 +91,7 @@ def stated(name: str) -> tuple[int, int, int]:
     [
         pytest.param("fp8", marks=pytest.mark.slow),  # many steps are predicted again
         "budget",
-        "zero2",
+        pytest.param("zero2", marks=pytest.mark.slow),
         pytest.param("zero3", marks=pytest.mark.slow),
         "padding_free",
     ],

@@ -127,7 +127,7 @@ def test_larger_groups_that_share_experts_hold_no_more() -> None:
 @pytest.mark.parametrize(
     ("recipe", "gpus", "layers"),
     [
-        ("bf16 + fsdp + pipeline(2) + micro_batches(6)", 4, 21),
+        pytest.param("bf16 + fsdp + pipeline(2) + micro_batches(6)", 4, 21, marks=pytest.mark.slow),
         ("pipeline(4) + micro_batches(8)", 4, 8),
         ("every_layer + pipeline(2, schedule=gpipe) + micro_batches(4)", 2, 21),
     ],

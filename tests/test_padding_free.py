@@ -18,6 +18,7 @@ from snugfit.job.job import Job, Phase, Task
 from snugfit.job.model import Model
 from snugfit.planning.lengths.lengths import plan_lengths
 from snugfit.planning.search.search import plan
+from snugfit.planning.search.space import space_of
 from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.buffers import OUTPUTS
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
@@ -32,6 +33,7 @@ from snugfit.step.wishes.handler import LiveTraining
 from snugfit.step.wishes.padding_free import _one_by_one, attend, without_padding
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import PADDING_FREE, Setup
+from snugfit.techniques.technique import Slot
 from test_law_rehearsed_equals_real import hold_to_reports
 from tolerance import same_losses, same_parameters
 
@@ -359,8 +361,8 @@ def test_gpus_before_ampere_are_refused() -> None:
 @pytest.mark.whole
 def test_a_plan_takes_it_only_where_it_is_kept() -> None:
     job, gpu = a_job("llama"), find_gpu("h200")
-    assert "padding_free" not in str(plan(job, gpu=gpu, workers=1).best)
-    found = plan(job, gpu=gpu, keep=RECIPE, workers=1)
+    assert not any("padding_free" in str(one) for one in space_of(job).offers(Slot.ATTENTION))
+    found = plan(job, gpu=gpu, keep=f"{RECIPE} + keep_all", workers=1)
     assert found.best is not None
     assert "padding_free" in str(found.best.recipe)
     predicted = predict(job, found.best.recipe, gpu=gpu)
