@@ -351,7 +351,7 @@ def test_many_gpus_look_at_recomputing_only_where_one_may_gain_by_it(seed: int) 
         assert memory < 2 * sizes[-1] or one.state.kinds < kinds / 2
 
 
-@pytest.mark.parametrize("seed", range(1, 4))
+@pytest.mark.parametrize("seed", range(1, 3))
 def test_less_recomputing_is_looked_at_where_layers_and_the_device_are_known(seed: int) -> None:
     """And the answers of many GPUs are the same."""
     rng = random.Random(seed)
