@@ -136,7 +136,7 @@ def test_the_command_plans_each_job_once(
     planned: list[int] = []
 
     def plan(job: Job, *, gpu: Any, keep: str) -> Plan:
-        assert keep == "uncompiled"
+        assert keep == "torch_kernels + uncompiled"
         planned.append(job.batch_size)
         choice = Choice(
             recipe="fp16", requested_bytes=GIB, allocated_bytes=GIB, reserved_bytes=GIB, context_bytes=0,
