@@ -90,7 +90,10 @@ def test_a_gpu_that_is_too_old_for_what_is_kept_says_so() -> None:
 
 # ---- the plan --------------------------------------------------------------------------------------------
 
-FEW = {slot: roster.plain(slot) for slot in (Slot.ATTENTION, Slot.MATMUL, Slot.ALLOCATOR, Slot.LOADING)}
+FEW = {
+    slot: roster.plain(slot)
+    for slot in (Slot.ATTENTION, Slot.MATMUL, Slot.KERNELS, Slot.ENGINE, Slot.ALLOCATOR, Slot.LOADING)
+}
 """Not searched where a test is about other slots."""
 ONE_PRECISION = {Slot.PRECISION: roster.plain(Slot.PRECISION)}
 
@@ -111,7 +114,7 @@ def test_a_recipe_that_the_user_has_and_that_fits_is_never_left_out() -> None:
     assert "precision: bf16_pure, kept as in your own recipe (--free precision allows others)." in text
     assert "the algorithm kept as in your own recipe (--free optimizer allows others)" in text
     assert Plan.from_json(json.loads(json.dumps(own.to_json()))) == own
-    kept = plan(job, **common, keep=f"{ADAPTED} + sdpa + ieee + default + inline")
+    kept = plan(job, **common, keep=f"{ADAPTED} + {' + '.join(map(str, FEW.values()))}")
     assert kept.fits
     assert kept.best is not None
     assert "lora(targets=all-linear) + bf16_pure" in kept.best.recipe

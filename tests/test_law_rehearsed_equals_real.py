@@ -304,7 +304,7 @@ PAIRS = [
 OFTEN_ALIKE = ("gpt2", 2)
 """Equal alone, and in one of two whole suites: there the compiled program was another. Why is not known."""
 
-COMPILED_AGAIN = (8, 10, 14)
+COMPILED_AGAIN = (8, 10, 14, 16)
 """Mixed recipes that compile, as those of indices 2 and 4 do, beside other techniques; each of these is met
 alone too. Compiling for the CPU takes most of such a case's time."""
 
