@@ -153,8 +153,8 @@ class AddNorm(torch.autograd.Function):
         needs = ctx.needs_input_grad
         run = _backward_by_kernel if has_kernel(total) else backward_in_torch
         residual_dtype = ctx.x_dtype if ctx.residual is None else ctx.residual[1]
-        wanted = Wanted(residual_dtype, ctx.x_dtype, has_bias=needs[4], has_sums=any(needs[2:5]))
-        slope, dx, sums = run(slopes, total, statistics, weight, seed, form, wanted)
+        kinds = Wanted(residual_dtype, ctx.x_dtype, has_bias=needs[4], has_sums=any(needs[2:5]))
+        slope, dx, sums = run(slopes, total, statistics, weight, seed, form, kinds)
         dresidual = None
         if needs[1]:
             shape, dtype = ctx.residual
@@ -175,17 +175,17 @@ def _backward_by_kernel(
     weight: torch.Tensor,
     seed: torch.Tensor | None,
     form: Form,
-    wanted: Wanted,
+    kinds: Wanted,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     columns, drops_first = total.size(-1), seed is not None and not form.drops_last
     rows = total.numel() // columns
-    apart = drops_first or wanted.residual_dtype is not wanted.x_dtype
-    dresidual = torch.empty_like(total, dtype=wanted.residual_dtype)
-    dx = torch.empty_like(total, dtype=wanted.x_dtype) if apart else None
+    apart = drops_first or kinds.residual_dtype is not kinds.x_dtype
+    dresidual = torch.empty_like(total, dtype=kinds.residual_dtype)
+    dx = torch.empty_like(total, dtype=kinds.x_dtype) if apart else None
     partials = None
-    if wanted.has_sums:
+    if kinds.has_sums:
         programs = min(-(-rows // rows_at_once(columns)), PARTIALS)
-        partials = total.new_empty((3 if wanted.has_bias else 2, programs, columns), dtype=torch.float32)
+        partials = total.new_empty((3 if kinds.has_bias else 2, programs, columns), dtype=torch.float32)
     add_norm_backward(
         *slopes, total, statistics, weight, seed, form.site, form.drops, form.drops_last,
         dresidual=dresidual, dx=dx, partials=partials,
@@ -256,7 +256,7 @@ def backward_in_torch(
     weight: torch.Tensor,
     seed: torch.Tensor | None,
     form: Form,
-    wanted: Wanted,
+    kinds: Wanted,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The gradients of the residual, before it is summed where it repeats, and of `x`, both shaped as `x`,
     and those of weight, shift and bias (2 or 3, columns)."""
@@ -275,8 +275,8 @@ def backward_in_torch(
         through = through + slopes.of_sum.reshape(-1, columns).to(wide)
     dx = through * _mask(seed, form, through) if seed is not None and not form.drops_last else through
     sums = None
-    if wanted.has_sums:
-        terms = [slope * normed, slope, dx][: 3 if wanted.has_bias else 2]
+    if kinds.has_sums:
+        terms = [slope * normed, slope, dx][: 3 if kinds.has_bias else 2]
         sums = torch.stack([term.sum(0) for term in terms]).to(weight.dtype)
     shape = total.shape
-    return through.to(wanted.residual_dtype).view(shape), dx.to(wanted.x_dtype).view(shape), sums
+    return through.to(kinds.residual_dtype).view(shape), dx.to(kinds.x_dtype).view(shape), sums

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from snugfit.step.batches import place
 from snugfit.step.capture.batch import fill_up, layout_of
 from snugfit.step.capture.graphs import NotRecorded
-from snugfit.step.capture.recomputed import generators_left_alone
 from snugfit.step.capture.update import RecordableUpdate
 from snugfit.step.transformers_internals import masks_by_shape
 from snugfit.step.wishes.mesh.spread_tensors import gradient_norm, scale
@@ -227,6 +226,8 @@ class CapturedStep:
             ]
 
     def _forward(self, recording: LayoutGraphs, built: TrainedParts, *, is_first: bool) -> None:
+        from snugfit.step.capture.recomputed import generators_left_alone
+
         loop = self._loop
         packed = "position_ids" in recording.batch
         with loop.forward_context(), masks_by_shape(packed=packed), generators_left_alone():
@@ -273,6 +274,8 @@ class CapturedStep:
 
 
 def _backward(recording: LayoutGraphs) -> None:
+    from snugfit.step.capture.recomputed import generators_left_alone
+
     loss, recording.loss = recording.loss, None
     assert loss is not None
     with generators_left_alone():

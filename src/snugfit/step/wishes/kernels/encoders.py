@@ -132,10 +132,10 @@ def norm_with_stream(
     if checkpoint_around():
         rounded: torch.Tensor = add_norm(x, residual, norm, **options)
         return rounded
+    normed: torch.Tensor
     normed, stream = add_norm(x, residual, norm, gives_stream=True, **options)
     setattr(normed, STREAM, stream)
-    made: torch.Tensor = normed
-    return made
+    return normed
 
 
 def is_layer_norm(*names: str) -> Callable[[Any], bool]:
