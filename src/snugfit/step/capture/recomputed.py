@@ -10,6 +10,7 @@ generator alone, and a recomputation that asks it for numbers cannot be recorded
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -18,13 +19,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from snugfit.step.capture.graphs import NotRecorded
-
-DRAWING = {
-    "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "bernoulli",
-    "bernoulli_", "multinomial", "normal", "normal_", "uniform_", "random_", "exponential_", "rrelu",
-    "rrelu_",
-}  # fmt: skip
-"""Names of functions that draw random numbers, beside dropout's and attention's."""
 
 
 @contextlib.contextmanager
@@ -69,4 +63,12 @@ def draws(function: Any, arguments: Any, keywords: Any) -> bool:
         share = keywords.get("p", arguments[1] if len(arguments) > 1 else 0.5)
         trains = keywords.get("training", keywords.get("train", arguments[2] if len(arguments) > 2 else True))
         return bool(share) and bool(trains)
-    return name in DRAWING
+    return torch.Tag.nondeterministic_seeded in _tags(name)
+
+
+@functools.cache
+def _tags(name: str) -> frozenset[torch.Tag]:
+    """What torch says of its operators of this name; nothing where it has none."""
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
+    return frozenset(tag for overload in overloads for tag in getattr(packet, overload).tags)

@@ -135,6 +135,6 @@ class MasterUpdates:
         places = [0 if one is None else one.data_ptr() for one in (weight, residual, first, second, gradient)]
         launch_update_of_one(
             places + [one.data_ptr() for one in scales], weight.numel(), own, self._norm, self._most,
-            halves=residual is not None, group=table.group,
+            halves=residual is not None, group=table.group, settings=table.usual_settings,
         )  # fmt: skip
         torch.autograd.graph.increment_version([weight])

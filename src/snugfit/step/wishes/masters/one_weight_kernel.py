@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from snugfit.step.wishes.masters.block import NORM_WARPS, SETTINGS
+from snugfit.step.wishes.masters.block import NORM_WARPS, SETTINGS, LaunchSettings
 from snugfit.step.wishes.masters.elements import clip_coefficient, is_finite, pointer
 from snugfit.step.wishes.masters.kernel import WIDE, update_any
 
@@ -71,17 +71,18 @@ def launch_update_of_one(
     *,
     halves: bool,
     group: int,
+    settings: LaunchSettings,
 ) -> None:
     """Updates the weight whose addresses these are (itself, residual or 0, both moments, its gradient, and
     both scales where there is a group) by its row of numbers (8,), its gradient clipped to the norm `most`
     where a norm is given, a scalar in fp32."""
     aligned = not any(address % WIDE for address in addresses)
-    update_one[(-(-count // SETTINGS.block),)](
+    update_one[(-(-count // settings.block),)](
         *addresses[:5], *(addresses[5:] or addresses[2:4]), own,
         own if norm is None else norm, float(most), count,
-        HALVES=halves, BLOCK=SETTINGS.block, GROUP=group, CLIPS=norm is not None,
-        ALIGNED=WIDE if aligned else 1, NARROW=SETTINGS.narrow if aligned else 1, EVICT=SETTINGS.evict,
-        EXACT=SETTINGS.exact, num_warps=SETTINGS.warps,
+        HALVES=halves, BLOCK=settings.block, GROUP=group, CLIPS=norm is not None,
+        ALIGNED=WIDE if aligned else 1, NARROW=settings.narrow if aligned else 1, EVICT=settings.evict,
+        EXACT=settings.exact, num_warps=settings.warps,
     )  # fmt: skip
 
 
