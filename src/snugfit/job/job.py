@@ -202,6 +202,11 @@ class Job:
         """The same config, one object for all who ask and change nothing of it: a rehearsal asks often."""
         return _config_to_read(self.model, self.task, self.labels)
 
+    def stated_dropout(self, of: str = "") -> str:
+        """The dropout of the model, or of what has this in its name, as its config names it; empty where it
+        has none, or no config."""
+        return "" if self.model.module is not None else dropout_among(vars(self.config_to_read()), of)
+
     def ties_embeddings(self) -> bool:
         """Whether the model's head is its embedding, one matrix for both."""
         return bool(getattr(self.config_to_read().get_text_config(), "tie_word_embeddings", False))
@@ -239,6 +244,18 @@ class Job:
 @lru_cache(maxsize=64)
 def _config_to_read(model: Model, task: str, labels: int) -> Any:
     return model.transformers_config(task, labels)
+
+
+def dropout_among(facts: Mapping[str, Any], of: str = "") -> str:
+    """The dropout among these keys of a config that have `of` in them; empty where there is none."""
+    return next(
+        (
+            f"{key}={value}"
+            for key, value in facts.items()
+            if of in key and "drop" in key and isinstance(value, float) and value
+        ),
+        "",
+    )
 
 
 def refuse_what_is_no_job(job: object) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+from snugfit.job.job import dropout_among
 from snugfit.job.kv_prefix import dropped_prefix
 from snugfit.job.limits import NO_SEQUENCE
 from snugfit.techniques.setup import CheckpointWish, Setup
@@ -61,7 +62,7 @@ class Selective(Technique):
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Attention with dropout is computed again."""
-        if dropout := _attention_dropout(job):
+        if dropout := job.stated_dropout(of="att"):
             yield f"{self}: attention has dropout ({dropout}), so it is computed again and not kept."
 
     @classmethod
@@ -70,7 +71,7 @@ class Selective(Technique):
         fewer layers then saves the same bytes in less time."""
         stated = {} if job.model.module is not None else job.model.config
         short = job.task in NO_SEQUENCE or job.sequence_length < _stated_width(stated)
-        if dropout := _dropout_among(stated) if short else _attention_dropout(job):
+        if dropout := dropout_among(stated, of="att") if short else job.stated_dropout(of="att"):
             return f"attention has dropout ({dropout}), so it is computed again and not kept"
         if short or job.sequence_length < _width(job):
             return (
@@ -83,7 +84,7 @@ class Selective(Technique):
     def settings(cls, job: Job) -> Iterator[Self]:
         """Attention alone where it can be kept. The others are for who names them: recomputing fewer layers
         takes less time than keeping all products."""
-        yield cls(what="products" if _attention_dropout(job) else "attention")
+        yield cls(what="products" if job.stated_dropout(of="att") else "attention")
 
 
 def _stated_width(facts: Mapping[str, Any]) -> int:
@@ -97,28 +98,3 @@ def _stated_width(facts: Mapping[str, Any]) -> int:
 def _width(job: Job) -> int:
     """Numbers in each token's vector between layers; 0 where the config does not say."""
     return getattr(job.transformers_config().get_text_config(), "hidden_size", 0)
-
-
-def _attention_dropout(job: Job) -> str:
-    """The dropout of the model's attention as its config names it; empty where it has none, or no config."""
-    return stated_dropout(job, of="att")
-
-
-def stated_dropout(job: Job, of: str = "") -> str:
-    """The dropout of the model, or of what has this in its name, as its config names it; empty where it has
-    none, or no config."""
-    if job.model.module is not None:
-        return ""
-    return _dropout_among(vars(job.config_to_read()), of)
-
-
-def _dropout_among(facts: Mapping[str, Any], of: str = "att") -> str:
-    """The dropout among these keys of a config that have `of` in them; empty where there is none."""
-    return next(
-        (
-            f"{key}={value}"
-            for key, value in facts.items()
-            if of in key and "drop" in key and isinstance(value, float) and value
-        ),
-        "",
-    )

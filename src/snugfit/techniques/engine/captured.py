@@ -30,7 +30,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from snugfit.techniques.checkpointing.selective import stated_dropout
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import CaptureWish, Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
@@ -67,7 +66,7 @@ class Captured(Technique):
         offload, again = recipe[Slot.ACTIVATION_OFFLOAD], recipe[Slot.CHECKPOINTING]
         if offload.alone.activation_offload is not None:
             yield f"{offload} was not tried in a step that is recorded. Leave one of them out."
-        if again.alone.checkpoint is not None and (dropout := stated_dropout(job)):
+        if again.alone.checkpoint is not None and (dropout := job.stated_dropout()):
             yield (
                 f"{again} computes layers with dropout again ({dropout}), and a step that is recorded cannot "
                 "draw the same numbers twice. Leave one of them out."
