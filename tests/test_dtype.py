@@ -124,10 +124,14 @@ def test_a_plan_leaves_out_what_changes_nothing(tmp_path: Path) -> None:
     for dtype, names, why in (
         (
             "bfloat16",
-            {"as_loaded", "bf16"},
+            {"as_loaded", "bf16", "bf16_master"},
             {"bf16_pure": "already", "fp32": "twice", "fp16": "never faster"},
         ),
-        ("float32", {"as_loaded", "bf16", "bf16_pure"}, {"fp32": "already", "fp16": "never faster"}),
+        (
+            "float32",
+            {"as_loaded", "bf16", "bf16_pure", "bf16_master"},
+            {"fp32": "already", "fp16": "never faster"},
+        ),
     ):
         fixed = kept_of(job, {slot: Recipe()[slot] for slot in Slot if slot != "precision"})
         asked = replace(job, dtype=dtype)
