@@ -17,11 +17,12 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import ne
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from snugfit.errors import RecipeError, SnugfitError
 from snugfit.planning.keep import Kept
 from snugfit.planning.plan import Exclusion
+from snugfit.planning.search.combinations import Combinations, Objection
 from snugfit.planning.step_key import step_key
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import ONLY_TRAINING, Recipe
@@ -127,36 +128,33 @@ def space_of(
     choices = tuple(
         _offered_in(slot, job, fidelity, capability, fixed, excluded, many_gpus, front_end) for slot in Slot
     )
+    combinations = Combinations(choices, job, fixed)
     candidates: list[Candidate] = []
     passes: dict[object, int] = {}
     sized: dict[object, int] = {}
     traces: dict[object, int] = {}
-    objections: Counter[_Objection] = Counter()
     numbers: dict[int, int] = {}
-    for index, (techniques, setup) in enumerate(_combinations(choices, Setup())):
-        recipe = Recipe(techniques)
-        if objection := _objection(recipe, job) or _not_planned(recipe, fixed):
-            objections[objection] += 1
-            continue
+    for index, techniques, setup in combinations:
         numbers[index] = len(candidates)
         key = step_key(setup)
         kind = passes.setdefault(key.passes, len(passes))
         size = sized.setdefault((kind, key.micro_batches), len(sized))
         trace = traces.setdefault((size, key.update), len(traces))
+        recipe = Recipe(techniques)
         candidates.append(
             Candidate(recipe=recipe, setup=setup, update=key.update, passes=kind, sized=size, trace=trace)
         )
     if not candidates:
-        raise RecipeError(_no_candidate(objections, fixed))
-    excluded += _by_reason(objections)
+        raise RecipeError(_no_candidate(combinations.objections, fixed))
+    excluded += _by_reason(combinations.objections)
     return Space(
         candidates=tuple(candidates), excluded=tuple(excluded), choices=choices, fixed=fixed, numbers=numbers
     )
 
 
-def _by_reason(objections: Counter[_Objection]) -> Iterator[Exclusion]:
+def _by_reason(objections: Counter[Objection]) -> Iterator[Exclusion]:
     """What objected; settings of a technique that object alike together."""
-    whats: dict[tuple[str, str], list[_Objection]] = defaultdict(list)
+    whats: dict[tuple[str, str], list[Objection]] = defaultdict(list)
     for objection in objections:
         whats[objection.technique.partition("(")[0], objection.why].append(objection)
     for (_, why), alike in whats.items():
@@ -205,7 +203,7 @@ def _is_taken(technique: Technique, front_end: str, excluded: list[Exclusion]) -
     return True
 
 
-def _no_candidate(objections: Counter[_Objection], fixed: Kept) -> str:
+def _no_candidate(objections: Counter[Objection], fixed: Kept) -> str:
     [(objection, _)] = objections.most_common(1)
     freed = ",".join(fixed.slots)
     return f"No recipe can train this. {objection.technique}: {objection.why}" + (
@@ -266,45 +264,3 @@ def _missing_on(technique: type[Technique], capability: Capability) -> str | Non
         has = f"{capability[0]}.{capability[1]}"
         return f"it needs compute capability {least[0]}.{least[1]}, but this GPU has {has}"
     return technique.missing_package()
-
-
-class _Combination(NamedTuple):
-    techniques: tuple[Technique, ...]
-    setup: Setup
-
-
-def _combinations(
-    choices: Sequence[Sequence[Technique]], setup: Setup, chosen: tuple[Technique, ...] = ()
-) -> Iterator[_Combination]:
-    """One technique of each slot, in every way, with the Setup that they make one after the other."""
-    if not choices:
-        yield _Combination(chosen, setup)
-        return
-    for technique in choices[0]:
-        yield from _combinations(choices[1:], technique.install(setup), (*chosen, technique))
-
-
-class _Objection(NamedTuple):
-    technique: str
-    why: str
-
-
-def _objection(recipe: Recipe, job: Job) -> _Objection | None:
-    """The first technique that objects, and why."""
-    for technique in recipe:
-        if type(technique).objections is not Technique.objections:
-            for text in technique.objections(job, recipe):
-                return _Objection(str(technique), text)
-    return None
-
-
-def _not_planned(recipe: Recipe, fixed: Kept) -> _Objection | None:
-    """The first technique that plans do not put beside the others, and why; nothing where each is kept."""
-    if recipe == fixed.start:
-        return None
-    for technique in recipe:
-        if type(technique).planned_without is not Technique.planned_without:
-            free = [roster.plain(one.slot) if one.slot in fixed.slots else one for one in recipe]
-            if why := technique.planned_without(Recipe(tuple(free))):
-                return _Objection(str(technique), why)
-    return None
