@@ -34,6 +34,7 @@ from snugfit.step.plain_loop import PlainStep
 from snugfit.step.step import Observer
 from snugfit.techniques.recipe import Recipe
 from test_accelerate import go, loader_of
+from tiers import slow_but
 
 pytestmark = pytest.mark.whole
 
@@ -104,7 +105,7 @@ BACKENDS = [
 ]
 
 
-@pytest.mark.parametrize("recipe", BACKENDS)
+@pytest.mark.parametrize("recipe", slow_but(BACKENDS, lambda one: "what=model" in one))
 def test_backends_that_compile_nothing_train_in_the_trainer_and_go_on(recipe: str, tmp_path: Path) -> None:
     """With torch's own backends: from a checkpoint in the middle, to the same weights bit for bit."""
 
@@ -121,7 +122,7 @@ def test_backends_that_compile_nothing_train_in_the_trainer_and_go_on(recipe: st
     assert_same_run(again, whole)
 
 
-@pytest.mark.parametrize("recipe", BACKENDS)
+@pytest.mark.parametrize("recipe", slow_but(BACKENDS, lambda one: one == "compiled(backend=aot_eager)"))
 def test_backends_that_compile_nothing_train_in_other_loops(recipe: str) -> None:
     model, seen = model_of("bert"), []
     for one in ("plain", recipe):

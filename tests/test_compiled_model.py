@@ -57,7 +57,7 @@ IN_ANOTHER_LAYOUT = {("vit", f"bf16 + {WHOLE}"), ("vit", f"lora + bf16 + {WHOLE}
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("family", ["llama", "bert"])
+@pytest.mark.parametrize("family", slow_but(["bert", "llama"], 1))
 def test_a_whole_model_with_recomputed_layers_is_predicted_for_a_gpu(family: str) -> None:
     """Its program keeps the state of random numbers for attention that it computes again."""
     setup = Recipe.parse(f"bf16 + {WHOLE} + every_layer").setup()
@@ -69,9 +69,7 @@ def test_a_whole_model_with_recomputed_layers_is_predicted_for_a_gpu(family: str
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("family", "recipe"),
-    slow_but(
-        LAW, lambda case: case in (("llama", f"bf16 + {WHOLE}"), ("vit", WHOLE), ("bert", f"bf16 + {WITHIN}"))
-    ),
+    slow_but(LAW, lambda case: case == ("llama", f"bf16 + {WHOLE}")),
 )
 def test_a_step_of_a_whole_model_allocates_what_its_trace_says(family: str, recipe: str) -> None:
     job = small_job(family, layers=2)

@@ -22,6 +22,7 @@ from test_gpus_command import made_up as plans_for_gpus
 from test_lengths_command import made_up as of_lengths
 from test_several_gpus_plan import made_up as several
 from test_verify import planned
+from tiers import slow_but
 
 ROOT = Path(__file__).parents[1]
 H200 = find_gpu("h200")
@@ -83,7 +84,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize("command", slow_but(commands(), lambda command: "+ auto" not in command))
 def test_a_command_of_the_docs_is_understood(
     command: str, answered: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

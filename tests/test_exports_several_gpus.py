@@ -25,6 +25,7 @@ from snugfit.job.job import Job
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
 from test_exchange_export import job_in, namespace, ours, samples
+from tiers import slow_but
 
 PROCESSES = Path(__file__).with_name("exported_processes.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node")
@@ -104,7 +105,7 @@ def test_copies_of_shards_on_four_processes(tmp_path: Path) -> None:
     run_all(tmp_path, "torch", 4, [("llama", "hsdp(2) + micro_batches(2)"), ("bert", "hsdp(2)")])
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_deepspeed_trains_by_its_file_on_two_processes(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     cases = [("llama", "zero2(offload=none) + micro_batches(2)"), ("bert", "zero3(offload=none)")]
@@ -113,7 +114,8 @@ def test_deepspeed_trains_by_its_file_on_two_processes(tmp_path: Path) -> None:
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    "recipe", ["ddp(bucket_views=true) + micro_batches(2)", "fsdp + micro_batches(2) + every_layer"]
+    "recipe",
+    slow_but(["fsdp + micro_batches(2) + every_layer", "ddp(bucket_views=true) + micro_batches(2)"], 1),
 )
 def test_accelerate_launch_trains_by_its_file(tmp_path: Path, recipe: str) -> None:
     """BERT: transformers says not to split its embeddings, and accelerate cannot make a group of those."""

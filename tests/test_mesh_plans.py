@@ -129,7 +129,9 @@ def test_larger_groups_that_share_experts_hold_no_more() -> None:
     [
         pytest.param("bf16 + fsdp + pipeline(2) + micro_batches(6)", 4, 21, marks=pytest.mark.slow),
         ("pipeline(4) + micro_batches(8)", 4, 8),
-        ("every_layer + pipeline(2, schedule=gpipe) + micro_batches(4)", 2, 21),
+        pytest.param(
+            "every_layer + pipeline(2, schedule=gpipe) + micro_batches(4)", 2, 21, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_few_layers_and_micro_batches_of_each_stage_tell_what_many_take(

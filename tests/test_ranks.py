@@ -106,7 +106,7 @@ FOUR = few_of(
     [
         ("llama", "hsdp(2, reshard=none) + bf16"), ("llama", "fsdp + tensor(2)"), ("llama", "context(4)"),
         ("llama", "fsdp + context(2) + every_layer"), ("llama", "ddp + context(2) + micro_batches(2)"),
-        ("bert", "fsdp + bf16"),
+        ("bert", "fsdp + bf16"), ("llama", "ddp + tensor(2)"),
     ],
 )  # fmt: skip
 

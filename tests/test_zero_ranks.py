@@ -40,7 +40,7 @@ from snugfit.units import MIB
 from test_measure import tiny_job
 from test_ranks import BATCH, case, rehearsed, to_last_birth, unheard, without_own
 from test_sharding import with_deepspeed
-from tiers import few_of
+from tiers import few_of, slow_but
 
 TWO = [
     ("llama", "zero2(offload=none)"),
@@ -106,7 +106,7 @@ def test_one_of_two_real_ranks_allocates_what_its_trace_says(family: str, recipe
 
 
 @with_deepspeed
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "recipe"), FOUR)
 def test_so_does_one_of_four(family: str, recipe: str) -> None:
     hold(4, family, recipe, 0)
@@ -115,17 +115,19 @@ def test_so_does_one_of_four(family: str, recipe: str) -> None:
 
 @with_deepspeed
 @pytest.mark.whole
-def test_ranks_that_are_given_the_same_batch_train_as_one_does() -> None:
+@pytest.mark.parametrize(("ranks", "cases"), slow_but([(2, TWO), (4, FOUR)], 1))
+def test_ranks_that_are_given_the_same_batch_train_as_one_does(
+    ranks: int, cases: list[tuple[str, str]]
+) -> None:
     """Law 3, beside the loop that has no DeepSpeed."""
-    for ranks, cases in ((2, TWO), (4, FOUR)):
-        for family, recipe in cases:
-            this = replace(case(family, recipe)[0], batch_size=BATCH // ranks)
-            alone = " + ".join(part for part in recipe.split(" + ") if not part.startswith("zero")) or "plain"
-            expected = losses_of(this, Recipe.parse(alone).setup())
-            exact = "bf16" not in recipe  # weights in bf16 are no autocast
-            for rank in range(ranks):
-                losses = real(ranks)[family, recipe, rank].losses
-                assert losses == pytest.approx(expected, rel=1e-4 if exact else 2e-2), f"{family}, {recipe}"
+    for family, recipe in cases:
+        this = replace(case(family, recipe)[0], batch_size=BATCH // ranks)
+        alone = " + ".join(part for part in recipe.split(" + ") if not part.startswith("zero")) or "plain"
+        expected = losses_of(this, Recipe.parse(alone).setup())
+        exact = "bf16" not in recipe  # weights in bf16 are no autocast
+        for rank in range(ranks):
+            losses = real(ranks)[family, recipe, rank].losses
+            assert losses == pytest.approx(expected, rel=1e-4 if exact else 2e-2), f"{family}, {recipe}"
 
 
 @with_deepspeed

@@ -26,7 +26,7 @@ _POSITIONS = {slot: position for position, slot in enumerate(Slot)}
 class Combination(NamedTuple):
     """One technique of each slot."""
 
-    index: int
+    number: int
     """Among all combinations of the choices, those that are objected to too."""
     techniques: tuple[Technique, ...]
     setup: Setup
@@ -41,7 +41,7 @@ class Objection(NamedTuple):
     why: str
 
 
-class _Question(NamedTuple):
+class _PendingObjection(NamedTuple):
     """What a technique is asked about the recipe around it."""
 
     technique: Technique
@@ -71,7 +71,7 @@ class _Beginning:
         return self._techniques[position]
 
 
-class _Free:
+class _WithoutKept:
     """The recipe as far as it is put together, with plain techniques in the slots that are not searched."""
 
     def __init__(self, recipe: TechniqueBySlot, fixed: Kept) -> None:
@@ -91,34 +91,36 @@ class Combinations:
         self._following = [prod(map(len, choices[position + 1 :])) for position in range(len(choices))]
 
     def __iter__(self) -> Iterator[Combination]:
-        return self._filled(Combination(0, (), Setup()), ())
+        return self._extend(Combination(0, (), Setup()), ())
 
-    def _filled(self, begun: Combination, open_questions: tuple[_Question, ...]) -> Iterator[Combination]:
+    def _extend(
+        self, begun: Combination, open_questions: tuple[_PendingObjection, ...]
+    ) -> Iterator[Combination]:
         position = len(begun.techniques)
         if position == len(self._choices):
             yield begun
             return
         offered = self._choices[position]
-        for place, technique in enumerate(offered):
+        for option, technique in enumerate(offered):
             techniques = (*begun.techniques, technique)
             questions = [*open_questions, *self._questions(technique, position)]
             still_open = self._still_open(questions, techniques)
             if still_open is not None:
-                index = begun.index * len(offered) + place
-                yield from self._filled(
-                    Combination(index, techniques, technique.install(begun.setup)), still_open
+                number = begun.number * len(offered) + option
+                yield from self._extend(
+                    Combination(number, techniques, technique.install(begun.setup)), still_open
                 )
 
-    def _questions(self, technique: Technique, position: int) -> Iterator[_Question]:
+    def _questions(self, technique: Technique, position: int) -> Iterator[_PendingObjection]:
         """What this technique is asked from here on."""
         if type(technique).objections is not Technique.objections:
-            yield _Question(technique, self._objection, position)
+            yield _PendingObjection(technique, self._objection, position)
         if type(technique).planned_without is not Technique.planned_without:
-            yield _Question(technique, self._not_planned, position)
+            yield _PendingObjection(technique, self._not_planned, position)
 
     def _still_open(
-        self, questions: Sequence[_Question], techniques: tuple[Technique, ...]
-    ) -> tuple[_Question, ...] | None:
+        self, questions: Sequence[_PendingObjection], techniques: tuple[Technique, ...]
+    ) -> tuple[_PendingObjection, ...] | None:
         """Those of the questions that have no answer yet; None where one's answer is an objection, which is
         counted."""
         last, recipe = len(techniques) - 1, _Beginning(techniques)
@@ -145,4 +147,4 @@ class Combinations:
         start = self._fixed.start
         if start and all(recipe[slot] == start[slot] for slot in Slot):
             return ""
-        return technique.planned_without(_Free(recipe, self._fixed))
+        return technique.planned_without(_WithoutKept(recipe, self._fixed))

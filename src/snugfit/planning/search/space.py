@@ -134,8 +134,8 @@ def space_of(
     sized: dict[object, int] = {}
     traces: dict[object, int] = {}
     numbers: dict[int, int] = {}
-    for index, techniques, setup in combinations:
-        numbers[index] = len(candidates)
+    for number, techniques, setup in combinations:
+        numbers[number] = len(candidates)
         key = step_key(setup)
         kind = passes.setdefault(key.passes, len(passes))
         size = sized.setdefault((kind, key.micro_batches), len(sized))
