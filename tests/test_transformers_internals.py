@@ -27,6 +27,7 @@ from snugfit.step import transformers_internals as internals
 Trainer = transformers.Trainer
 
 METHODS: dict[str, tuple[tuple[str, ...], str]] = {
+    "_clip_grad_norm": (("model",), "_run_epoch"),
     "_get_grad_norm": (("model", "grad_norm"), "_run_epoch"),
     "_init_training_state": (("max_steps", "num_update_steps_per_epoch"), "_inner_training_loop"),
     "_run_epoch": (("model", "epoch", "train_dataloader"), "_inner_training_loop"),

@@ -38,6 +38,10 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
     model: Any
     optimizer: Any
 
+    def snugfit_clip(self, model: Any, go_on: Callable[[], Any]) -> Any:
+        """A step's gradients are there; `go_on` clips them as transformers does and gives their norm."""
+        return go_on()
+
     def snugfit_before_update(self, norm: Any) -> None:
         """The gradients of a step are there, clipped, with this norm; no weight has changed."""
 
@@ -78,6 +82,9 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
         """All steps are done; the best model may be read from a checkpoint now. False where the run is
         stopped and nothing more is to be done."""
         return True
+
+    def _clip_grad_norm(self, model: Any, *arguments: Any, **keywords: Any) -> Any:
+        return self.snugfit_clip(model, partial(super()._clip_grad_norm, model, *arguments, **keywords))
 
     def _get_grad_norm(self, *arguments: Any, **keywords: Any) -> Any:
         norm = super()._get_grad_norm(*arguments, **keywords)

@@ -19,6 +19,7 @@ from snugfit.techniques.technique import Slot
 from snugfit.training.backward_updates import BackwardWatch
 from snugfit.training.checkpoint.manager import open_shared_store
 from snugfit.training.interrupt import Interrupts
+from snugfit.training.module_tree import ModuleTree
 from snugfit.training.ranks import ALONE, Ranks
 from snugfit.training.recovery import Recovery, Unplanned
 from snugfit.training.rng import preserve_rng
@@ -57,8 +58,18 @@ class FitRun:
     is_stopped: bool = False
     """Whether a signal was obeyed there, so that the Trainer leaves the epoch."""
 
+    trees: dict[int, ModuleTree] = field(default_factory=dict)
+    """The modules of the models that were asked about, by their `id`."""
+
     step: StepState = field(default_factory=StepState)
     backward: BackwardWatch = field(default_factory=BackwardWatch)
+
+    def tree_of(self, model: Any) -> ModuleTree:
+        """Its modules: the trainer's model, or what it was wrapped in."""
+        tree = self.trees.get(id(model))
+        if tree is None:
+            tree = self.trees[id(model)] = ModuleTree(model)
+        return tree
 
 
 @contextlib.contextmanager

@@ -152,7 +152,8 @@ class FittedTrainer(TrainerHooks):
         in which nothing counts is left out: the mean over nothing is no number."""
         import torch
 
-        step = self._fit_run.step
+        run = self._fit_run
+        step = run.step
         total = torch.zeros((), device=self.args.device)
         weigh_losses_ourselves(self)
         for index, batch in enumerate(batches, start=step.micro_batch_index - len(batches)):
@@ -161,7 +162,7 @@ class FittedTrainer(TrainerHooks):
                 if isinstance(share, float) and not share:
                     continue
                 given = piece if isinstance(share, float) else with_some_item(piece, share)
-                with patch.object(step, "share", share):
+                with patch.object(step, "share", share), run.tree_of(model).answering("train"):
                     total = total + super().training_step(model, given, *arguments, **keywords)
         return total
 
@@ -170,6 +171,7 @@ class FittedTrainer(TrainerHooks):
         if self.snugfit_run is None or self.snugfit_run.step.share is None:
             return super().compute_loss(model, inputs, *arguments, **keywords)
         step, share, plan = self.snugfit_run.step, self.snugfit_run.step.share, self.snugfit
+        self.snugfit_run.tree_of(model).withdraw()  # from here on the model is looked at by its user's code
         items = keywords.pop("num_items_in_batch", None)
         scaled = getattr(self, "loss_is_scaled_for_ga", None)
         users_own = is_users_own(self)
@@ -187,6 +189,18 @@ class FittedTrainer(TrainerHooks):
         if used or (is_alone and share == 1):
             return loss
         return (loss[0] * share, *loss[1:]) if isinstance(loss, tuple) else loss * share
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """The trainer's own, over parameters that are counted once."""
+        if self.snugfit_run is None:
+            return int(super().floating_point_ops(inputs))
+        with self.snugfit_run.tree_of(self.model).answering("num_parameters"):
+            return int(super().floating_point_ops(inputs))
+
+    def snugfit_clip(self, model: Any, go_on: Callable[[], Any]) -> Any:
+        """Over parameters that are listed once."""
+        with self._fit_run.tree_of(model).answering("parameters"):
+            return go_on()
 
     def snugfit_before_update(self, norm: Any) -> None:
         """A loss or a gradient that is no number ends the run here. Until the device has them the host makes
