@@ -38,7 +38,7 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
     model: Any
     optimizer: Any
 
-    def snugfit_clip(self, model: Any, go_on: Callable[[], Any]) -> Any:
+    def snugfit_clip(self, go_on: Callable[[], Any]) -> Any:
         """A step's gradients are there; `go_on` clips them as transformers does and gives their norm."""
         return go_on()
 
@@ -83,8 +83,8 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
         stopped and nothing more is to be done."""
         return True
 
-    def _clip_grad_norm(self, model: Any, *arguments: Any, **keywords: Any) -> Any:
-        return self.snugfit_clip(model, partial(super()._clip_grad_norm, model, *arguments, **keywords))
+    def _clip_grad_norm(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.snugfit_clip(partial(super()._clip_grad_norm, *arguments, **keywords))
 
     def _get_grad_norm(self, *arguments: Any, **keywords: Any) -> Any:
         norm = super()._get_grad_norm(*arguments, **keywords)

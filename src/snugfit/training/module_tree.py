@@ -32,13 +32,13 @@ class ModuleTree:
     """All modules of a model, and what they hold now."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self.model = model
         self._counted: dict[bool, tuple[list[nn.Parameter], int]] = {}
         self._answers: dict[str, Any] = {}
         self._list_modules()
 
     def _list_modules(self) -> None:
-        self._modules = list(self._model.modules())
+        self._modules = list(self.model.modules())
         self._child_dicts = [module._modules for module in self._modules]
         self._parameter_dicts = [module._parameters for module in self._modules]
         self._children = self._current_children()
@@ -56,12 +56,12 @@ class ModuleTree:
     def train(self, mode: bool = True) -> nn.Module:
         """Does what `model.train(mode)` does."""
         if mode is True and all(map(_IS_TRAINING, self.modules())) and self._has_known_train:
-            return self._model
-        return type(self._model).train(self._model, mode)
+            return self.model
+        return type(self.model).train(self.model, mode)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Gives what `model.parameters(recurse)` gives: each once, in the order of the modules."""
-        return iter(self._all_parameters()) if recurse else type(self._model).parameters(self._model, recurse)
+        return iter(self._all_parameters()) if recurse else type(self.model).parameters(self.model, recurse)
 
     def _all_parameters(self) -> list[nn.Parameter]:
         self.modules()
@@ -72,16 +72,16 @@ class ModuleTree:
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Gives what `model.num_parameters(...)` of transformers gives. All are counted again where one was
         added, removed or replaced; those that train, each time."""
-        kind: Any = type(self._model)
+        kind: Any = type(self.model)
         count = kind.num_parameters
         if only_trainable:
-            return int(count(self._model, True, exclude_embeddings))
+            return int(count(self.model, True, exclude_embeddings))
         parameters = self._all_parameters()
         known = self._counted.get(exclude_embeddings)
         if known is None or not _are_same(known[0], parameters):
             known = self._counted[exclude_embeddings] = (
                 parameters,
-                count(self._model, False, exclude_embeddings),
+                count(self.model, False, exclude_embeddings),
             )
         return known[1]
 
@@ -89,8 +89,8 @@ class ModuleTree:
     def answering(self, name: str) -> Iterator[None]:
         """Within it, until `withdraw`, the model's method of this name, one of `USED_BY`, is the one here; a
         model with such a method of its own keeps it."""
-        if all(_is_known(self._model, used) for used in USED_BY[name]):
-            self._model.__dict__[name] = self._answers[name] = getattr(self, name)
+        if all(_is_known(self.model, used) for used in USED_BY[name]):
+            self.model.__dict__[name] = self._answers[name] = getattr(self, name)
         try:
             yield
         finally:
@@ -99,8 +99,8 @@ class ModuleTree:
     def withdraw(self) -> None:
         """The model's methods are its own again."""
         for name, answer in self._answers.items():
-            if self._model.__dict__.get(name) is answer:
-                del self._model.__dict__[name]
+            if self.model.__dict__.get(name) is answer:
+                del self.model.__dict__[name]
         self._answers.clear()
 
 

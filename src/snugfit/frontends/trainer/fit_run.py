@@ -58,18 +58,17 @@ class FitRun:
     is_stopped: bool = False
     """Whether a signal was obeyed there, so that the Trainer leaves the epoch."""
 
-    trees: dict[int, ModuleTree] = field(default_factory=dict)
-    """The modules of the models that were asked about, by their `id`."""
+    tree: ModuleTree | None = None
+    """The modules of the trainer's model, without what that was wrapped in."""
 
     step: StepState = field(default_factory=StepState)
     backward: BackwardWatch = field(default_factory=BackwardWatch)
 
     def tree_of(self, model: Any) -> ModuleTree:
-        """Its modules: the trainer's model, or what it was wrapped in."""
-        tree = self.trees.get(id(model))
-        if tree is None:
-            tree = self.trees[id(model)] = ModuleTree(model)
-        return tree
+        """The modules of the trainer's model. One that was there before is forgotten, and freed."""
+        if self.tree is None or self.tree.model is not model:
+            self.tree = ModuleTree(model)
+        return self.tree
 
 
 @contextlib.contextmanager

@@ -162,7 +162,7 @@ class FittedTrainer(TrainerHooks):
                 if isinstance(share, float) and not share:
                     continue
                 given = piece if isinstance(share, float) else with_some_item(piece, share)
-                with patch.object(step, "share", share), run.tree_of(model).answering("train"):
+                with patch.object(step, "share", share), run.tree_of(self.model).answering("train"):
                     total = total + super().training_step(model, given, *arguments, **keywords)
         return total
 
@@ -171,7 +171,9 @@ class FittedTrainer(TrainerHooks):
         if self.snugfit_run is None or self.snugfit_run.step.share is None:
             return super().compute_loss(model, inputs, *arguments, **keywords)
         step, share, plan = self.snugfit_run.step, self.snugfit_run.step.share, self.snugfit
-        self.snugfit_run.tree_of(model).withdraw()  # from here on the model is looked at by its user's code
+        self.snugfit_run.tree_of(
+            self.model
+        ).withdraw()  # from here on the model is looked at by its user's code
         items = keywords.pop("num_items_in_batch", None)
         scaled = getattr(self, "loss_is_scaled_for_ga", None)
         users_own = is_users_own(self)
@@ -197,9 +199,9 @@ class FittedTrainer(TrainerHooks):
         with self.snugfit_run.tree_of(self.model).answering("num_parameters"):
             return int(super().floating_point_ops(inputs))
 
-    def snugfit_clip(self, model: Any, go_on: Callable[[], Any]) -> Any:
+    def snugfit_clip(self, go_on: Callable[[], Any]) -> Any:
         """Over parameters that are listed once."""
-        with self._fit_run.tree_of(model).answering("parameters"):
+        with self._fit_run.tree_of(self.model).answering("parameters"):
             return go_on()
 
     def snugfit_before_update(self, norm: Any) -> None:
