@@ -1,9 +1,9 @@
 """A model's modules listed once, for a loop that asks all of them each step.
 
 transformers' Trainer calls `model.train()` and counts the model's parameters for every micro-batch, and lists
-them to clip. Each of these walks through all modules takes a millisecond or so of the host, and a small step
-is bound by the host. Whether anything in a list has changed is seen in a tenth of that, and what has changed
-is walked through anew: so the answers are those of the model's own methods, at every call.
+them to clip. Each of these walks through all modules takes the host some time, and a small step is bound by
+the host. Whether anything in a list has changed is seen much sooner, and what has changed is walked through
+anew: so the answers are those of the model's own methods, at every call.
 """
 
 from __future__ import annotations

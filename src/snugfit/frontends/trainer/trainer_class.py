@@ -171,9 +171,8 @@ class FittedTrainer(TrainerHooks):
         if self.snugfit_run is None or self.snugfit_run.step.share is None:
             return super().compute_loss(model, inputs, *arguments, **keywords)
         step, share, plan = self.snugfit_run.step, self.snugfit_run.step.share, self.snugfit
-        self.snugfit_run.tree_of(
-            self.model
-        ).withdraw()  # from here on the model is looked at by its user's code
+        # From here on the model is looked at by its user's code.
+        self.snugfit_run.tree_of(self.model).withdraw()
         items = keywords.pop("num_items_in_batch", None)
         scaled = getattr(self, "loss_is_scaled_for_ga", None)
         users_own = is_users_own(self)

@@ -1,8 +1,8 @@
 """All ways to put a recipe together of what each slot offers, without those that a technique objects to.
 
 Slot by slot, and a technique is asked whether it objects as soon as the slots that it looks at are filled:
-what two techniques object to together is left out with all that would follow, and counted. A space is a fifth
-of all combinations or less, and each of them would be asked a dozen questions.
+what two techniques object to together is left out with all that would follow, and counted. A space is a small
+part of all combinations, and each of them would be asked a dozen questions.
 """
 
 from __future__ import annotations
