@@ -1,6 +1,6 @@
 """How long the guide's epoch takes from its first step, with all that is compiled and recorded in it.
 
-    python benchmarks/first_epoch.py OUT.json [--steps 128]
+    python benchmarks/first_epoch.py OUT.json [--steps 128] [--loop trainer] [--loop plain]
 
 BERT-large, 4 x 512, clip 1.0: each contender in a process of its own, twice: cold, with empty caches of
 Triton and Inductor, and warm, with those of the first. From the beginning of the first step to the end of the
@@ -78,6 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=128)
+    parser.add_argument("--loop", action="append", choices=("trainer", "plain"), help="[both]")
     parser.add_argument("--one", type=json.loads)
     given = parser.parse_args()
     if given.one:
@@ -85,12 +86,14 @@ def main() -> None:
         return
     rows = []
     for loop, recipe in CONTENDERS:
+        if given.loop and loop not in given.loop:
+            continue
         with tempfile.TemporaryDirectory() as cache:
             for state in ("cold", "warm"):
                 row = {"caches": state, **in_a_process(loop, recipe, given.steps, cache)}
                 rows.append(row)
                 print(json.dumps(row), flush=True)
-        given.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+                given.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

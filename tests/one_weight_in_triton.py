@@ -51,6 +51,7 @@ def compare(device: str, dtype: torch.dtype, kind: type[MasterAdamW], most: floa
             for weight in arrived:
                 assert weight.grad is not None
                 updates.update(weight, weight.grad)
+            updates.count(arrived)
     print(f"{kind.__name__}, {dtype}, clip {most}: {differences(pairs, together, apart)}")
 
 

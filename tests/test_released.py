@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from run_again import captured_on_cpu
 from small_models import small_job
 from small_runs import CPU, assert_same_weights, bert_job, events, killed_in, losses, small_run
 from snugfit.errors import RecipeError, SnugfitError, UsageError
@@ -23,10 +24,12 @@ from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.applier import refuse_unsupported
+from snugfit.step.capture.graphs import NotRecorded
 from snugfit.step.open_step import open_step
 from snugfit.step.step import Observer
 from snugfit.step.wishes.masters.one_weight import MasterUpdates
 from snugfit.step.wishes.updates import one_weight
+from snugfit.step.wishes.updates.hooked_pass import HookedPass
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.run.loop import TrainingStep
 from snugfit.training.run.train import train
@@ -73,6 +76,41 @@ def test_weights_and_states_are_those_of_kept_gradients(family: str, recipe: str
             for k, v in state.items()
         )
     assert not any(getattr(one, "_post_accumulate_grad_hooks", None) for one in released.model.parameters())
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("recipe", ["bf16_master", "bf16_master + adamw_compact"])
+def test_passes_that_are_played_are_those_that_are_written(recipe: str, clip: float | None) -> None:
+    """With dropout, whose masks are the same in the second pass of a step and others in the next step."""
+    job = job_of("bert", clip)
+    written, expected = run(f"{recipe} + released", job)
+    with captured_on_cpu() as graphs:
+        played, ours = run(f"{recipe} + released + captured", job)
+    assert ours == expected
+    assert_same_weights(played.model, written.model)
+    assert all(state["step"] == 3 for state in played.optimizer.state.values()), (
+        "a step that is played counts"
+    )
+    assert graphs[0].played == 2 * 2 * (1 if clip is None else 2)
+
+
+@pytest.mark.whole
+def test_a_weight_s_first_gradient_is_not_recorded() -> None:
+    """Its states would be made anew in each step: that step runs as it is written."""
+    job = job_of("llama", None)
+    with captured_on_cpu() as graphs:
+        step = open_step(job, Recipe.parse("bf16_master + released + captured").setup(), "plain", CPU)
+        step.run(1, Quiet())
+    assert not graphs[0].played
+    passes: Any = step.released
+    updates = passes._attach(type("Built", (), {"optimizer": step.optimizer, "model": step.model}))
+    weight = next(iter(step.optimizer.state))
+    assert updates.has_states(weight)
+    del step.optimizer.state[weight]
+    passes._pass = HookedPass("once", passes._update, is_recorded=True)
+    with pytest.raises(NotRecorded, match="first gradient"):
+        passes._update(weight, torch.zeros_like(weight))
 
 
 @pytest.mark.whole
@@ -202,6 +240,25 @@ def test_a_real_step_allocates_what_its_trace_says(recipe: str, clip: float | No
     hold_third_step(job_of("bert", clip), Recipe.parse(f"{recipe} + released").setup())
 
 
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_played_passes_allocate_nothing_and_update_within(clip: float | None) -> None:
+    job = replace(small_job("bert", 2, batch_size=4), clip=clip)
+    setup = Recipe.parse("bf16_master + fused + released + captured").setup()
+    trace = rehearse(job, setup, CudaPolicy())
+    assert not any("is not recorded" in doubt for doubt in trace.doubts)
+    played = [kernel.operator for kernel in trace.kernels if kernel.played]
+    updates = played.count("triton::adamw_of_weight")
+    assert updates == updates_of_a_step(job)
+    assert played.count("triton::squares_of_gradient") == (updates if clip else 0)
+
+
+def updates_of_a_step(job: Job) -> int:
+    """How many weights a step updates."""
+    setup = Recipe.parse("bf16_master + fused + released").setup()
+    trace = rehearse(job, setup, CudaPolicy())
+    return sum(kernel.operator == "triton::adamw_of_weight" for kernel in trace.kernels)
+
+
 def test_a_weight_takes_two_bytes_less_and_a_second_pass_takes_its_time() -> None:
     job = replace(small_job("llama", 4, batch_size=1), clip=1.0)
     kept, released = (predict(job, f"bf16_master{more}", gpu="h200") for more in ("", " + released"))
@@ -229,7 +286,8 @@ def test_a_weight_takes_two_bytes_less_and_a_second_pass_takes_its_time() -> Non
         ("released + ddp", "several processes average"),
         ("released + zero2", "several processes average"),
         ("released + adamw_8bit", "does not update one weight at a time"),
-        ("released + captured", "captured was not tried with it"),
+        ("released + compiled", "was not tried with it"),
+        ("adamw_fused + released + captured", "reads its learning rate on the host"),
     ],
 )
 def test_what_it_does_not_go_with_is_named(recipe: str, why: str) -> None:
@@ -263,6 +321,10 @@ def test_statistics_that_a_second_pass_would_count_again_are_refused() -> None:
 
     class Loop:
         device = torch.device("cpu")
+        captured = None
+
+        def is_captured(self) -> bool:
+            return False
 
         def needs_norm(self) -> bool:
             return True

@@ -117,7 +117,12 @@ class _CapturedUpdateAlone(UpdateAlone):
         return self.captured.run_passes(built, [{}], [None])
 
     def run_passes(
-        self, built: Built, pieces: Sequence[Mapping[str, Any]], weights: Sequence[float | None]
+        self,
+        built: Built,
+        pieces: Sequence[Mapping[str, Any]],
+        weights: Sequence[float | None],
+        *,
+        again: bool = False,
     ) -> None:
         """The gradients, as the first step makes them."""
         built.observer.phase("backward")

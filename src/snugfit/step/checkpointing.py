@@ -52,7 +52,9 @@ def checkpoint_layers(model: torch.nn.Module, wish: CheckpointWish) -> None:
     for stack in stacks:
         chosen = [[stack[index] for index in span] for span in wish.cut(len(stack))]
         if all(len(span) == 1 for span in chosen):
-            _checkpoint_single(model, [span[0] for span in chosen], checkpoint_arguments(wish.keep))
+            _checkpoint_single(
+                model, [span[0] for span in chosen], checkpoint_arguments(wish.keep, wish.keep_drawn)
+            )
         else:
             _checkpoint_spans(model, chosen)
 

@@ -8,7 +8,9 @@ Kept are products with weights and fused attention: they take nearly all of a la
 activations are not kept, because where attention is not fused they are its scores, which are large.
 
 Attention with dropout is computed again. It draws random numbers: an operator that is handed its result draws
-none, and each dropout after it would have another mask than in the forward pass.
+none, and each dropout after it would have another mask than in the forward pass. Where no dropout after it
+draws any, because each has a seed of its own (`kernels/seeds.py`), attention is kept, and a layer that draws
+besides is refused.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import functools
 import inspect
 import textwrap
 from typing import Any
+
+from snugfit.errors import RecipeError
 
 ATTENTION = (
     "aten::_scaled_dot_product_flash_attention",
@@ -37,18 +41,31 @@ KEPT = {"attention": ATTENTION, "products": PRODUCTS, EVERY_OTHER: PRODUCTS}
 """Operators by what a recipe keeps."""
 
 
-def checkpoint_arguments(keep: str) -> dict[str, Any]:
+def checkpoint_arguments(keep: str, keep_drawn: bool = False) -> dict[str, Any]:
     """What `torch.utils.checkpoint.checkpoint` is told besides; nothing where nothing is kept."""
     if not keep:
         return {}
-    return {"context_fn": functools.partial(selective_contexts, KEPT[keep], every_other=keep == EVERY_OTHER)}
+    contexts = functools.partial(selective_contexts, KEPT[keep], every_other=keep == EVERY_OTHER)
+    return {"context_fn": functools.partial(contexts, refuse=refuse_draws) if keep_drawn else contexts}
 
 
-def selective_contexts(operators: tuple[str, ...], every_other: bool = False) -> Any:
+def refuse_draws(operator: Any) -> None:
+    """Raises `RecipeError` for an operator that draws random numbers and is not fused attention."""
+    import torch
+
+    if torch.Tag.nondeterministic_seeded in operator.tags and operator.name() not in ATTENTION:
+        raise RecipeError(
+            f"A layer that is recomputed draws random numbers by {operator.name()}, which would be others "
+            "the second time where the step is recorded. Leave 'captured' or the checkpointing out."
+        )
+
+
+def selective_contexts(operators: tuple[str, ...], every_other: bool = False, refuse: Any = None) -> Any:
     """What a layer's forward pass and its recomputation run in, for torch's checkpoints: results of
     `operators` are not computed again, of products, if asked, of the first, the third and so on.
 
-    Attention with dropout is computed again: it draws random numbers, which those after it count on."""
+    Attention with dropout is computed again: it draws random numbers, which those after it count on. Unless
+    `refuse` is asked of each other operator, and raises for one that draws any."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     products = {False: 0, True: 0}  # of the forward pass, and of the recomputation, which torch 2.12 asks too
@@ -56,11 +73,14 @@ def selective_contexts(operators: tuple[str, ...], every_other: bool = False) ->
     def policy(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
         name = operator.name()
         if name not in operators:
+            if refuse is not None:
+                refuse(operator)
             return CheckpointPolicy.PREFER_RECOMPUTE
         if "attention" in name:
             names = [argument.name for argument in operator._schema.arguments]
             draws = {**dict(zip(names, arguments, strict=False)), **keywords}.get("dropout_p", 0.0) > 0
-            return CheckpointPolicy.PREFER_RECOMPUTE if draws else CheckpointPolicy.MUST_SAVE
+            again = draws and refuse is None
+            return CheckpointPolicy.PREFER_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
         products[context.is_recompute] += 1
         if every_other and products[context.is_recompute] % 2 == 0:
             return CheckpointPolicy.PREFER_RECOMPUTE

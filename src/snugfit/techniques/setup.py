@@ -114,6 +114,10 @@ class CheckpointWish:
     keep: str = ""
     """What is kept inside a recomputed span, by the names of `step/selective.py`; empty keeps nothing."""
 
+    keep_drawn: bool = False
+    """Whether that holds for attention with dropout too. Then nothing else in a span may draw random numbers
+    from torch's generators."""
+
     def cut(self, layers: int) -> tuple[range, ...]:
         """The spans of a stack of this many layers that are recomputed, in order.
 

@@ -3,8 +3,8 @@
 torch's checkpoints keep the states of the random number generators before a layer, and set them again before
 it is recomputed. The state of a GPU's generator cannot be read while work is recorded, nor set back by what a
 graph plays. A layer that draws no random numbers needs neither; nor does one whose dropout draws from a seed
-that is kept (`kernels/seeds.py`), nor attention whose results are kept. So a recorded pass leaves the GPU's
-generator alone, and a recomputation that asks it for numbers cannot be recorded.
+that is kept (`kernels/seeds.py`), nor attention whose results are kept (`step/selective.py`). So a recorded
+pass leaves the GPU's generator alone, and a recomputation that asks it for numbers cannot be recorded.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ from torch.overrides import TorchFunctionMode
 
 from snugfit.step.capture.graphs import NotRecorded
 
+ATTENTION = "scaled_dot_product_attention"
+"""What torch calls it."""
+
 
 @contextlib.contextmanager
-def generators_left_alone() -> Iterator[None]:
+def generators_left_alone(*, attention_is_kept: bool = False) -> Iterator[None]:
     """Within it torch's checkpoints neither keep nor set the state of a GPU's generator. Raises `NotRecorded`
-    for a layer that draws random numbers when it is recomputed."""
+    for a layer that draws random numbers when it is recomputed; attention that is kept draws none."""
     fork = torch.random.fork_rng
 
     @contextlib.contextmanager
     def recompute(*arguments: Any, **keywords: Any) -> Iterator[None]:
-        with fork(*arguments, **keywords), DrawsNothing():
+        with fork(*arguments, **keywords), DrawsNothing(attention_is_kept):
             yield
 
     states = patch("torch.utils.checkpoint.get_device_states", _no_states)
@@ -47,9 +50,13 @@ class DrawsNothing(TorchFunctionMode):
     It looks at functions and not at operators: while those are looked at, autograd adds no gradients in
     place, which would take memory."""
 
+    def __init__(self, attention_is_kept: bool = False) -> None:
+        super().__init__()
+        self._kept = ATTENTION if attention_is_kept else ""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function that draws none."""
-        if draws(func, args, kwargs or {}):
+        if draws(func, args, kwargs or {}) and func.__name__ != self._kept:
             raise NotRecorded(f"{func.__name__} draws random numbers in a layer that is recomputed")
         return func(*args, **kwargs or {})
 
@@ -57,7 +64,7 @@ class DrawsNothing(TorchFunctionMode):
 def draws(function: Any, arguments: Any, keywords: Any) -> bool:
     """Whether this call of a function of torch's draws random numbers."""
     name = getattr(function, "__name__", "")
-    if name == "scaled_dot_product_attention":
+    if name == ATTENTION:
         return bool(keywords.get("dropout_p", arguments[4] if len(arguments) > 4 else 0.0))
     if "dropout" in name:
         share = keywords.get("p", arguments[1] if len(arguments) > 1 else 0.5)

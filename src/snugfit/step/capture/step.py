@@ -13,6 +13,9 @@ written, so that kernels are loaded and libraries have their workspaces. With th
 else is fixed: its micro-batches are as long as each other, and what their losses are multiplied by is on the
 device.
 
+Where gradients do not stay (`updates/released.py`), passes alone are recorded, and the norm or the update is
+a part of them.
+
 Gradients lie in the graphs' memory. Where the update is recorded too, nobody but the graphs needs to know
 where, and the next layout's passes use the same bytes; where it is not, or is told anew where they are, the
 gradients of each layout are held for it.
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.step.capture.graphs import Graphs
     from snugfit.step.step import Observer
+    from snugfit.step.wishes.updates.hooked_pass import HookedPass
     from snugfit.techniques.setup import CaptureWish, Setup
 
 MOST_LAYOUTS = 24
@@ -81,7 +85,12 @@ class Loop(Protocol):
         """What the model computes in."""
 
     def run_passes(
-        self, built: Any, pieces: Sequence[Mapping[str, Any]], weights: Sequence[float | None]
+        self,
+        built: Any,
+        pieces: Sequence[Mapping[str, Any]],
+        weights: Sequence[float | None],
+        *,
+        again: bool = False,
     ) -> torch.Tensor | None:
         """The passes as they are written."""
 
@@ -105,6 +114,8 @@ class LayoutGraphs:
     """Of the first micro-batch, and of any other."""
     plays_norm: Play | None = None
     plays_update: Play | None = None
+    heard: Sequence[torch.Tensor] = ()
+    """Weights whose gradients hooks took."""
 
 
 class CapturedStep:
@@ -134,23 +145,38 @@ class CapturedStep:
     # ---- passes ----------------------------------------------------------------------------------------
 
     def run_passes(
-        self, built: TrainedParts, pieces: Sequence[Mapping[str, Any]], shares: Sequence[float | None]
+        self,
+        built: TrainedParts,
+        pieces: Sequence[Mapping[str, Any]],
+        shares: Sequence[float | None],
+        hooked: HookedPass | None = None,
     ) -> torch.Tensor | None:
-        """The gradients of these host micro-batches, and what their losses come to where losses are kept."""
+        """The gradients of these host micro-batches, and what their losses come to where losses are kept. Or
+        a pass whose gradients hooks take."""
         self._played = None
         pieces = fill_up(pieces, self._wish.multiple)
         layouts = {layout_of(piece) for piece in pieces}
-        key = (*layouts, len(pieces) > 1)
+        key = (*layouts, len(pieces) > 1, hooked and hooked.name)
         alike = len(layouts) == 1 and 0 not in shares
         if self._update is not None and self._update.has_moved():
-            self._recordings.clear()
+            self.forget()
         if alike and key not in self._recordings and key in self._met and self._has_room():
-            self._record(key, built, pieces[0], shares)
+            self._record(key, built, pieces[0], shares, hooked)
+        if hooked is not None:
+            hooked.weights.clear()
         if not alike or key not in self._recordings:
             self._met.add(key)
             with self._graphs.own_memory():
-                return self._loop.run_passes(built, pieces, shares)
-        return self._play(self._recordings[key], built, pieces, shares)
+                return self._loop.run_passes(built, pieces, shares, again=_is_again(hooked))
+        recording = self._recordings[key]
+        total = self._play(recording, built, pieces, shares, is_again=_is_again(hooked))
+        if hooked is not None and not hooked.weights:
+            hooked.weights = dict.fromkeys(recording.heard)
+        return total
+
+    def forget(self) -> None:
+        """What was recorded reads or writes what lies elsewhere by now."""
+        self._recordings.clear()
 
     def _has_room(self) -> bool:
         return not self.why_not and len(self._recordings) < MOST_LAYOUTS
@@ -161,6 +187,8 @@ class CapturedStep:
         built: TrainedParts,
         pieces: Sequence[Mapping[str, Any]],
         shares: Sequence[float | None],
+        *,
+        is_again: bool,
     ) -> torch.Tensor | None:
         observer = built.observer
         for number, (piece, share) in enumerate(zip(pieces, shares, strict=True)):
@@ -171,7 +199,7 @@ class CapturedStep:
             forward, backward = recording.passes[min(number, len(recording.passes) - 1)]
             observer.phase("forward")
             forward()
-            if recording.total is not None:
+            if recording.total is not None and not is_again:
                 self._loop.computed(recording.total)
             observer.phase("backward")
             backward()
@@ -190,6 +218,7 @@ class CapturedStep:
         built: TrainedParts,
         piece: Mapping[str, Any],
         shares: Sequence[float | None],
+        hooked: HookedPass | None,
     ) -> None:
         """Records all graphs of a layout. Where one cannot be, steps run as they are written from then on."""
         import torch
@@ -197,21 +226,37 @@ class CapturedStep:
         share = None if shares[0] is None else torch.ones((), device=self._loop.device)
         recording = LayoutGraphs(place(piece, self._loop.device), share)
         try:
-            self._record_graphs(recording, built, len(shares))
+            if hooked is None:
+                self._record_passes(recording, built, len(shares))
+                self._record_update(recording, built)
+            else:
+                self._record_hooked(recording, built, hooked)
         except NotRecorded as fault:
             self.why_not = str(fault)
-            self._recordings.clear()
+            self.forget()
         else:
             self._recordings[key] = recording
         built.optimizer.zero_grad(set_to_none=True)
 
-    def _record_graphs(self, recording: LayoutGraphs, built: TrainedParts, count: int) -> None:
+    def _record_passes(self, recording: LayoutGraphs, built: TrainedParts, count: int) -> None:
         observer, record = built.observer, self._graphs.record
         for number in range(min(count, 2)):
             observer.phase("forward")
             forward = record(partial(self._forward, recording, built, is_first=number == 0))
             observer.phase("backward")
-            recording.passes.append((forward, record(partial(_backward, recording), may_draw=False)))
+            recording.passes.append((forward, record(partial(self._backward, recording), may_draw=False)))
+
+    def _record_hooked(self, recording: LayoutGraphs, built: TrainedParts, hooked: HookedPass) -> None:
+        hooked.weights.clear()
+        hooked.is_recorded = True
+        try:
+            self._record_passes(recording, built, 1)
+        finally:
+            hooked.is_recorded = False
+        recording.heard = list(hooked.weights)
+
+    def _record_update(self, recording: LayoutGraphs, built: TrainedParts) -> None:
+        observer, record = built.observer, self._graphs.record
         self._update = self._update or RecordableUpdate(built.optimizer, self._loop.device)
         self._update.locate()
         if self._loop.job.clip:
@@ -226,11 +271,9 @@ class CapturedStep:
             ]
 
     def _forward(self, recording: LayoutGraphs, built: TrainedParts, *, is_first: bool) -> None:
-        from snugfit.step.capture.recomputed import generators_left_alone
-
         loop = self._loop
         packed = "position_ids" in recording.batch
-        with loop.forward_context(), masks_by_shape(packed=packed), generators_left_alone():
+        with loop.forward_context(), masks_by_shape(packed=packed), self._recomputing():
             loss = loop.loss_of(built.runs, recording.batch)
         if recording.share is not None:
             loss = loss * recording.share.to(loss.dtype)
@@ -241,6 +284,19 @@ class CapturedStep:
             recording.total = loss.detach().float()
         else:
             recording.total.add_(loss.detach())
+
+    def _backward(self, recording: LayoutGraphs) -> None:
+        loss, recording.loss = recording.loss, None
+        assert loss is not None
+        with self._recomputing():
+            loss.backward()
+
+    def _recomputing(self) -> AbstractContextManager[None]:
+        """What layers are recomputed in, whose checkpoints ask for it in the forward pass already."""
+        from snugfit.step.capture.recomputed import generators_left_alone
+
+        wish = self._loop.setup.checkpoint
+        return generators_left_alone(attention_is_kept=wish is not None and wish.keep_drawn)
 
     def _take_norm(self, recording: LayoutGraphs, built: TrainedParts) -> None:
         recording.norm = gradient_norm(built.optimizer, built.model.parameters())
@@ -273,10 +329,5 @@ class CapturedStep:
         self._update.launch()
 
 
-def _backward(recording: LayoutGraphs) -> None:
-    from snugfit.step.capture.recomputed import generators_left_alone
-
-    loss, recording.loss = recording.loss, None
-    assert loss is not None
-    with generators_left_alone():
-        loss.backward()
+def _is_again(hooked: HookedPass | None) -> bool:
+    return hooked is not None and hooked.again

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from snugfit.job.job import dropout_among
 from snugfit.job.kv_prefix import dropped_prefix
 from snugfit.job.limits import NO_SEQUENCE
+from snugfit.techniques.kernels.fused import FUSED
 from snugfit.techniques.setup import CheckpointWish, Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
@@ -38,12 +39,15 @@ class Selective(Technique):
     elsewhere: ClassVar = ("selective_checkpointing", "selective_activation_checkpointing")
 
     what: What
-    """What is kept: `attention` (fused attention without dropout), `products` (attention, products with
+    """What is kept: `attention` (fused attention; with dropout only in a step that is `captured`, of `fused`
+    kernels), `products` (attention, products with
     weights and convolutions) or `every_other_product` (attention and every second of these)."""
 
     def install(self, setup: Setup) -> Setup:
-        """Makes each layer a span of its own that keeps the results of some operators."""
-        return replace(setup, checkpoint=CheckpointWish(keep=self.what))
+        """Makes each layer a span of its own that keeps the results of some operators: also attention with
+        dropout, where other dropout has seeds of its own and a step that is recorded cannot draw twice."""
+        drawn = setup.capture is not None and setup.kernels == FUSED
+        return replace(setup, checkpoint=CheckpointWish(keep=self.what, keep_drawn=drawn))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """A prefix of keys and values would be dropped; attention that is not fused cannot be kept, nor can
@@ -63,7 +67,10 @@ class Selective(Technique):
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Attention with dropout is computed again."""
         if dropout := job.stated_dropout(of="att"):
-            yield f"{self}: attention has dropout ({dropout}), so it is computed again and not kept."
+            yield (
+                f"{self}: attention has dropout ({dropout}), so it is computed again and not kept, but with "
+                "'fused + captured'."
+            )
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:

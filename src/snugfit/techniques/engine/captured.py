@@ -15,10 +15,11 @@ Padded batches are filled up to a multiple of so many tokens, so that a few leng
 graphs have one memory, which is as large as what the longest needs.
 
 What a graph cannot do is ask: code that reads a number from the device, as many routers of experts do, cannot
-be recorded. Such a step stays as it is, and says so. Nor can a layer be recomputed that draws random numbers,
-for the state of a GPU's generator cannot be set back there: with checkpointing, models without dropout are
-recorded. With optimizers that compute on the host (bitsandbytes',
-Adafactor, Muon) the passes are played, and the update is launched as ever.
+be recorded. Such a step stays as it is, and says so. Nor can a layer be recomputed that draws random
+numbers, for the state of a GPU's generator cannot be set back there: with checkpointing, models without
+dropout are recorded, and with dropout those of which `fused` has a seed for each dropout and `selective`
+keeps attention. With optimizers that compute on the host (bitsandbytes', Adafactor, Muon) the passes are
+played, and the update is launched as ever.
 
 Plans for one GPU look at it where batches are not padded: its passes are those that are written, so nothing
 of them is rehearsed anew (`rehearsal/captured_parts.py`).
@@ -30,6 +31,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+from snugfit.techniques.kernels.fused import FUSED
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import CaptureWish, Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
@@ -66,10 +68,13 @@ class Captured(Technique):
         offload, again = recipe[Slot.ACTIVATION_OFFLOAD], recipe[Slot.CHECKPOINTING]
         if offload.alone.activation_offload is not None:
             yield f"{offload} was not tried in a step that is recorded. Leave one of them out."
-        if again.alone.checkpoint is not None and (dropout := job.stated_dropout()):
+        wish = again.alone.checkpoint
+        by_seeds = wish is not None and wish.keep and recipe[Slot.KERNELS].alone.kernels == FUSED
+        if wish is not None and not by_seeds and (dropout := job.stated_dropout()):
             yield (
                 f"{again} computes layers with dropout again ({dropout}), and a step that is recorded cannot "
-                "draw the same numbers twice. Leave one of them out."
+                "draw the same numbers twice. Leave one of them out, or try 'fused + selective(attention)', "
+                "which keeps attention and has a seed for other dropout."
             )
 
     @classmethod

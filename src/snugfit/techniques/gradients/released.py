@@ -20,6 +20,9 @@ ended, and the device waits so long. A gradient that is no number is known befor
 is; without clipping it makes weights that are no numbers, as with all gradients, and a run goes back to its
 last checkpoint. Where memory runs out after the first weight was updated it goes back there too.
 
+With `captured` each pass is played back, with what its hooks ask of the device, where the optimizer's numbers
+are on the device: `bf16_master` and `adamw_compact`.
+
 Plans leave it out for now: they put a step together from passes and an update, which are one here.
 """
 
@@ -44,6 +47,9 @@ UPDATES_ONE = (
     COMPACT_ADAMW.factory.path,
 )
 """Optimizers whose update of a weight depends on nothing of another."""
+
+RECORDED = (MASTER_ADAMW.factory.path, COMPACT_ADAMW.factory.path)
+"""Of these, those whose numbers are on the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +92,13 @@ class Released(Technique):
                 f"{recipe[Slot.OPTIMIZER]} does not update one weight at a time. Try 'adamw_fused', 'adamw', "
                 "'sgd' or 'adamw_compact'."
             )
-        if setup.capture is not None or setup.compile is not None:
+        if setup.compile is not None:
             yield f"{recipe[Slot.ENGINE]} was not tried with it. Leave one of them out."
+        if setup.capture is not None and setup.optimizer.factory.path not in RECORDED:
+            yield (
+                f"{recipe[Slot.OPTIMIZER]} reads its learning rate on the host for each weight, which cannot "
+                "be recorded with it. Try 'bf16_master', 'adamw_compact', or leave 'captured' out."
+            )
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:

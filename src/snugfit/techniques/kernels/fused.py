@@ -40,6 +40,9 @@ DECODERS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_tex
 KNOWN = (*ENCODERS, *DECODERS)
 """All model types that some patcher knows."""
 
+FUSED = Call(path="snugfit.step.wishes.kernels.fused:use_fused")
+"""What a Setup wishes with it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fused(Technique):
@@ -57,7 +60,7 @@ class Fused(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Has our kernels take the place of code of the model's modules."""
-        return replace(setup, kernels=Call(path="snugfit.step.wishes.kernels.fused:use_fused"))
+        return replace(setup, kernels=FUSED)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """The model must be known, its attention torch's, and nothing else change its code."""

@@ -1,13 +1,16 @@
 """Updates of one weight at a time by `MasterAdamW` and `CompactAdamW`, for gradients that do not stay.
 
 The same states and the same numbers as a step over all weights has. On a GPU each update is a launch of its
-own, and so is what a gradient adds to the norm; elsewhere it is plain torch. A rehearsal's step calls
+own, and so is what a gradient adds to the norm, and both read on the device what differs between steps;
+elsewhere it is plain torch. A rehearsal's step calls
 operators, as in `launches.py`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from operator import is_
+from typing import Any, ClassVar
 
 import torch
 
@@ -36,6 +39,9 @@ for _name in ("adamw_of_weight", "squares_of_gradient"):
 class MasterUpdates:
     """Norm and updates of the weights of one optimizer, one by one (`updates/one_weight.py`)."""
 
+    can_be_recorded: ClassVar = True
+    """Its numbers are on the device."""
+
     def __init__(self, optimizer: MasterAdamW) -> None:
         self._optimizer: Any = optimizer
         self._weights: list[tuple[torch.Tensor, int]] = [
@@ -49,6 +55,7 @@ class MasterUpdates:
         self._most = 0.0
         self._coefficient: torch.Tensor | None = None
         self._is_refused = False
+        self._known: list[Any] = []
         by_kernel = [weight for weight, _ in self._weights if is_on_gpu(weight)]
         if by_kernel:
             device = by_kernel[0].device
@@ -57,6 +64,11 @@ class MasterUpdates:
             self._sums = torch.empty(NORM_PROGRAMS, dtype=torch.float32, device=device)
             self._root = torch.empty((), dtype=torch.float32, device=device)
         self._by_kernel = bool(by_kernel)
+
+    def has_moved(self) -> bool:
+        """Whether weights have other states than when this was asked before, as a checkpoint's."""
+        before, self._known = self._known, list(self._optimizer.state.values())
+        return len(before) != len(self._known) or not all(map(is_, before, self._known))
 
     # ---- the norm ----------------------------------------------------------------------------------------
 
@@ -105,19 +117,36 @@ class MasterUpdates:
         self._is_refused = is_refused(norm, None)
         self._coefficient = None if norm is None else clip_coefficient(norm, most)
 
+    def has_states(self, weight: torch.Tensor) -> bool:
+        """Whether this weight's update makes no states first."""
+        return not weight.numel() or STEP in self._optimizer.state.get(weight, {})
+
+    @torch.no_grad()
+    def make_states(self, weights: Iterable[torch.Tensor]) -> None:
+        """Makes those of weights that have none."""
+        for weight in weights:
+            if not self.has_states(weight):
+                self._optimizer.make_states(weight)
+
+    def count(self, weights: Iterable[torch.Tensor]) -> None:
+        """These weights were updated. Where that was plain torch, it has counted itself."""
+        for weight in weights:
+            if weight.numel() and is_on_gpu(weight):
+                self._optimizer.state[weight][STEP] += 1
+
     @torch.no_grad()
     def update(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
         """One weight's step, by its gradient."""
         optimizer = self._optimizer
         if not weight.numel():
             return
-        if STEP not in optimizer.state.get(weight, {}):
-            optimizer.make_states(weight)
+        self.make_states([weight])
         state, order = optimizer.state[weight], self._order[weight]
-        state[STEP] += 1
         if is_on_gpu(weight):
             self._launch(weight, laid_out_as(weight, gradient), state, self._rows[order])
-        elif not self._is_refused:
+            return
+        state[STEP] += 1
+        if not self._is_refused:
             numbers = Numbers.of(optimizer.param_groups[self._weights[order][1]], state[STEP])
             optimizer.update_plainly(weight, gradient, numbers, self._coefficient)
 

@@ -7,8 +7,8 @@ weight: for that its groups are one group with one weight. Its states, and so it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
 class WeightUpdates(Protocol):
     """Norm and updates of the weights of one optimizer, one by one."""
+
+    can_be_recorded: ClassVar[bool]
+    """Whether `take` and `update` compute nothing on the host, so that a CUDA graph can have them."""
+
+    def has_moved(self) -> bool:
+        """Whether states lie elsewhere than when this was asked before, so that what is recorded is void."""
 
     def begin_norm(self) -> None:
         """No gradient was taken so far."""
@@ -29,12 +35,24 @@ class WeightUpdates(Protocol):
     def begin_update(self, norm: torch.Tensor | None, most: float) -> None:
         """A step of any weight that will have a gradient follows, clipped to `most` where there is a norm."""
 
+    def has_states(self, weight: torch.Tensor) -> bool:
+        """Whether this weight's update makes no states first."""
+
+    def make_states(self, weights: Iterable[torch.Tensor]) -> None:
+        """Makes what these weights' updates would make first, where that can be."""
+
     def update(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
         """One weight's step, by its gradient."""
+
+    def count(self, weights: Iterable[torch.Tensor]) -> None:
+        """These weights were updated."""
 
 
 class TorchUpdates:
     """By an optimizer of torch's whose update of a weight depends on no other."""
+
+    can_be_recorded: ClassVar = False
+    """The host knows its learning rates."""
 
     def __init__(self, optimizer: Any, model: Any) -> None:
         self._optimizer = optimizer
@@ -46,6 +64,10 @@ class TorchUpdates:
         self._order = {weight: number for number, weight in enumerate(model.parameters())}
         self._norms: dict[int, torch.Tensor] = {}
         self._coefficient: torch.Tensor | None = None
+
+    def has_moved(self) -> bool:
+        """Nothing of it is recorded."""
+        return False
 
     def begin_norm(self) -> None:
         """No gradient was taken so far."""
@@ -72,6 +94,16 @@ class TorchUpdates:
         from snugfit.step.wishes.mesh.spread_tensors import clip_coefficient
 
         self._coefficient = None if norm is None else clip_coefficient(norm, most)
+
+    def has_states(self, weight: torch.Tensor) -> bool:
+        """Whether it has any."""
+        return bool(self._optimizer.state.get(weight))
+
+    def make_states(self, weights: Iterable[torch.Tensor]) -> None:
+        """Its own step makes them."""
+
+    def count(self, weights: Iterable[torch.Tensor]) -> None:
+        """Its own step counts."""
 
     def update(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
         """One weight's step, by its gradient, which is scaled in place where it is clipped."""

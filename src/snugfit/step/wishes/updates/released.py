@@ -4,25 +4,28 @@ torch calls a hook of each weight when its gradient is whole, which for one that
 embeddings, is after both. What is clipped by the norm of all gradients needs that norm first. Then the passes
 run twice: `run_passes` takes the norm, `update` runs them again and updates. Where no norm is needed
 `run_passes` updates. Between the two random generators are set back, so that dropout draws the same masks.
+
+Each pass may be played back (`capture/step.py`): what hooks ask of the device is a part of its backward
+graph, and reads the step's numbers on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 from snugfit.errors import UsageError
+from snugfit.step.capture.graphs import NotRecorded
 from snugfit.step.wishes.updates.draws import Draws
+from snugfit.step.wishes.updates.hooked_pass import HookedPass
 from snugfit.step.wishes.updates.one_weight import WeightUpdates, updates_of
 
 if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
-
-Heard = Callable[["torch.Tensor", "torch.Tensor"], None]
-"""Is told of a weight, and of its gradient."""
+    from snugfit.step.capture.step import CapturedStep
 
 
 class ReleasedLoop(Protocol):
@@ -30,6 +33,10 @@ class ReleasedLoop(Protocol):
 
     job: Job
     device: torch.device
+    captured: CapturedStep | None
+
+    def is_captured(self) -> bool:
+        """Whether the next step's passes may be played back."""
 
     def needs_norm(self) -> bool:
         """Whether the norm of the gradients must be known before the first update of the next step."""
@@ -53,8 +60,7 @@ class ReleasedPasses:
         self._loop = loop
         self._updates: WeightUpdates | None = None
         self._hooks: list[Any] = []
-        self._heard: Heard | None = None
-        self._met: set[torch.Tensor] = set()
+        self._pass: HookedPass | None = None
         self._repeat: Callable[[], None] | None = None
         self.norm: torch.Tensor | None = None
         """Of the last step's gradients, a scalar on the device; None where it was not needed."""
@@ -72,14 +78,15 @@ class ReleasedPasses:
         self.norm, self.has_begun, self._repeat = None, False, None
         if not self._loop.needs_norm():
             updates.begin_update(None, 0.0)
-            return self._run(self._update, built, pieces, weights)
+            return self._run_updating(HookedPass("once", self._update), built, pieces, weights)
         draws, buffers = Draws(self._loop.device), _versions(built.model)
         updates.begin_norm()
-        total = self._run(updates.take, built, pieces, weights)
+        norm_pass = HookedPass("norm", updates.take)
+        total = self._run(norm_pass, built, pieces, weights)
         _refuse_changed(buffers, _versions(built.model))
         built.observer.phase("clip")
         self.norm = updates.norm()
-        self._repeat = partial(self._run_again, draws, built, pieces, weights)
+        self._repeat = partial(self._run_again, draws, norm_pass.weights, built, pieces, weights)
         return total
 
     def update(self) -> None:
@@ -100,41 +107,64 @@ class ReleasedPasses:
         self._hooks = [weight.register_post_accumulate_grad_hook(self._hear) for weight in weights]
         return self._updates
 
-    def _run(self, heard: Heard, *passes: Any, again: bool = False) -> torch.Tensor | None:
-        self._heard = heard
-        self._met.clear()
+    def _run(
+        self,
+        hooked: HookedPass,
+        built: Any,
+        pieces: Sequence[Mapping[str, Any]],
+        weights: Sequence[float | None],
+    ) -> torch.Tensor | None:
+        assert self._updates is not None
+        self._pass = hooked
+        captured = self._loop.captured if self._loop.is_captured() else None
         try:
-            return self._loop.run_passes(*passes, again=again)
+            if captured is None or not self._updates.can_be_recorded:
+                return self._loop.run_passes(built, pieces, weights, again=hooked.again)
+            if self._updates.has_moved():
+                captured.forget()
+            return captured.run_passes(built, pieces, weights, hooked)
         finally:
-            self._heard = None
+            self._pass = None
 
-    def _run_again(self, draws: Draws, *passes: Any) -> None:
+    def _run_updating(self, hooked: HookedPass, *passes: Any) -> torch.Tensor | None:
+        assert self._updates is not None
+        total = self._run(hooked, *passes)
+        self.has_begun = True
+        self._updates.count(hooked.weights)
+        return total
+
+    def _run_again(self, draws: Draws, met: Iterable[torch.Tensor], *passes: Any) -> None:
         assert self._updates is not None
         draws.set_back()
         clip = self._loop.job.clip
+        self._updates.make_states(met)
         self._updates.begin_update(self.norm if clip else None, clip or 0.0)
-        self._run(self._update, *passes, again=True)
+        self._run_updating(HookedPass("again", self._update, again=True), *passes)
 
     def _hear(self, weight: torch.Tensor) -> None:
         """A weight's gradient is there. Raises `UsageError` for a second one in the same pass."""
         import torch
 
-        gradient = weight.grad
-        if self._heard is None or gradient is None:
+        gradient, hooked = weight.grad, self._pass
+        if hooked is None or gradient is None:
             return
         weight.grad = None
-        if weight in self._met:
+        if weight in hooked.weights:
             raise UsageError(
                 "A weight got two gradients in one backward pass, which cannot be summed where each is "
                 "dropped: reentrant checkpointing does that. Take 'all_gradients', or use_reentrant=False."
             )
-        self._met.add(weight)
+        hooked.weights[weight] = None
         with torch.no_grad():
-            self._heard(weight, gradient)
+            hooked.take(weight, gradient)
 
     def _update(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
         assert self._updates is not None
-        self.has_begun = True
+        assert self._pass is not None
+        if not self._pass.is_recorded:
+            self.has_begun = True
+        elif not self._updates.has_states(weight):
+            raise NotRecorded("a weight has its first gradient in a step that is recorded")
         self._updates.update(weight, gradient)
 
 
