@@ -37,6 +37,7 @@ class RehearsedGraphs(Graphs):
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._generator: list[torch.Tensor] = []
+        self._batches: list[dict[str, Any]] = []  # which recorded work reads, so that they stay
 
     def own_memory(self) -> AbstractContextManager[None]:
         """Blocks of the graphs' pool."""
@@ -73,6 +74,7 @@ class RehearsedGraphs(Graphs):
 
     def refill(self, batch: dict[str, Any], piece: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         """A copy to the device, which takes no memory: what a rehearsal knows of its numbers goes along."""
+        self._batches.append(batch)
         with self._recorder.memory.allocating(Memory.NOWHERE):
             return place(piece, device)
 
