@@ -166,6 +166,16 @@ def loss_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Of less than a block of logits and of more, and of tokens that are ignored."""
     for rows, columns in ((1, 5), (7, 1000), (3, 9001)):
         yield f"loss {rows} x {columns}", functools.partial(lose, device, dtype, rows, columns)
+    for factor in (1.0, 1 / 3):
+        yield f"gradients times {factor:.2f}", functools.partial(multiplied, device, dtype, factor)
+
+
+def multiplied(device: str, dtype: torch.dtype, factor: float) -> list[torch.Tensor]:
+    """More elements than a block, whose last one is not full."""
+    values = drawn(device, dtype, 3, 5001)
+    by_kernel = cross_entropy.multiply if USES_KERNELS[-1] else cross_entropy.reference_multiply
+    by_kernel(values, torch.tensor(factor, device=device))
+    return [values]
 
 
 def lose(device: str, dtype: torch.dtype, rows: int, columns: int) -> list[torch.Tensor]:

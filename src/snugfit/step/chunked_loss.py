@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from snugfit.kernels.cross_entropy import write_gradient
+from snugfit.kernels.cross_entropy import multiply, write_gradient
 from snugfit.kernels.operators import has_kernel
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
@@ -99,6 +99,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             sum_of_chunks if sum_of_chunks is None or like is None else sum_of_chunks.to(like.dtype)
             for sum_of_chunks, like in zip(gradients, given, strict=True)
         ]
+        ctx.by_kernel = by_kernel
         ctx.factor = 1 / scale if loss.mean else count.clamp(min=1) / scale
         return total / count if loss.mean else total
 
@@ -114,7 +115,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         factor = gradient * ctx.factor
         for sum_of_chunks in gradients:
-            if sum_of_chunks is not None:
+            if sum_of_chunks is not None and ctx.by_kernel:
+                multiply(sum_of_chunks, factor)
+            elif sum_of_chunks is not None:
                 sum_of_chunks.mul_(factor)
         return (*gradients, None, None, None, None)
 

@@ -1,4 +1,5 @@
-"""Cross-entropy in Triton: a program goes over the logits of a token in blocks, twice."""
+"""Cross-entropy in Triton: a program goes over the logits of a token in blocks, twice. And the product of
+its gradients with the loss's own."""
 
 from __future__ import annotations
 
@@ -8,6 +9,11 @@ import triton.language as tl
 
 BLOCK = 8192
 """Logits that a program reads at a time, at most (chosen)."""
+
+PRODUCT_BLOCK = 4096
+"""Elements that a program multiplies at a time (chosen)."""
+PRODUCT_PROGRAMS = 2048
+"""Programs at most, which share all blocks (chosen): where nothing is to be done, each costs its start."""
 
 
 @triton.jit(do_not_specialize=("ignore_index",))  # type: ignore[untyped-decorator]
@@ -57,3 +63,24 @@ def cross_entropy_gradient(
         logits, labels, share, losses, ignore_index, columns, logits.stride(0), BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
     )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def multiply_blocks(values, factor, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Multiplies a program's blocks, unless the factor is one."""
+    by = tl.load(factor).to(tl.float32)
+    if by != 1.0:
+        at = tl.program_id(0).to(tl.int64) * BLOCK
+        while at < count:
+            element = at + tl.arange(0, BLOCK)
+            inside = element < count
+            value = tl.load(values + element, mask=inside, other=0.0).to(tl.float32)
+            tl.store(values + element, (value * by).to(values.dtype.element_ty), mask=inside)
+            at += tl.num_programs(0).to(tl.int64) * BLOCK
+
+
+def multiply(values: torch.Tensor, factor: torch.Tensor) -> None:
+    """Runs it over values that have no gaps in memory, and a scalar."""
+    count = values.numel()
+    programs = min(PRODUCT_PROGRAMS, -(-count // PRODUCT_BLOCK))
+    multiply_blocks[(programs,)](values, factor, count, BLOCK=PRODUCT_BLOCK, num_warps=8)
