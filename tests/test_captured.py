@@ -5,6 +5,7 @@ computes and takes is measured there (`tests/captured_on_gpu.py`)."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from snugfit.step.applier import refuse_unsupported
 from snugfit.step.capture.batch import fill_up, layout_of
 from snugfit.step.capture.step import CapturedStep
 from snugfit.step.open_step import open_step
+from snugfit.step.selective import checkpoint_arguments
 from snugfit.step.step import Observer
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.run.loop import TrainingStep
@@ -265,6 +267,60 @@ def test_layers_that_are_recomputed_give_the_same_numbers() -> None:
     assert graphs[0].played
 
 
+KEPT = "bf16 + adamw_fused + fused + selective(attention)"
+
+
+def test_attention_with_dropout_is_kept_where_other_dropout_has_seeds() -> None:
+    """Recorded, it is computed once; as it is written it is computed again."""
+    played, written = rehearsed(f"{KEPT} + captured"), rehearsed(KEPT)
+    assert not any("is not recorded" in doubt for doubt in played.doubts)
+    assert [phase for phase in phases_of_attention(played) if phase] == ["forward"] * 2
+    assert set(phases_of_attention(written)) == {"forward", "backward"}
+    again = [one for one in played.kernels if one.played and one.phase == "backward"]
+    assert any("add_norm" in one.operator and "backward" not in one.operator for one in again)
+
+
+def phases_of_attention(trace: Trace) -> list[str]:
+    return [
+        kernel.phase
+        for kernel in trace.kernels
+        if "scaled_dot_product" in kernel.operator
+        and "backward" not in kernel.operator
+        and (kernel.played or not any(one.played for one in trace.kernels))
+    ]
+
+
+@pytest.mark.whole
+def test_dropout_with_seeds_is_the_same_in_layers_that_are_recomputed() -> None:
+    """In 32 bits to the bit; in 16 where the residual is rounded before the first layer too, which a layer
+    that is recomputed finds rounded."""
+    job = replace(small_job("bert", 2, {"attention_probs_dropout_prob": 0.0}), clip=0.05)
+    recipes = ("fused", "fused + selective(attention)", "bf16 + fused + selective(attention)")
+    for kept, again in itertools.pairwise(recipes):
+        steps = []
+        for recipe in (kept, again):
+            torch.manual_seed(3)
+            with captured_on_cpu() as graphs:
+                setup = Recipe.parse(f"{recipe} + captured").setup()
+                step: Any = open_step(job, setup, "plain", CPU, keep_losses=True)
+                steps.append((step.run(4, Quiet()), step.model))
+            assert graphs[0].played
+        if "bf16" not in again:
+            assert steps[0][0] == steps[1][0]
+            assert_same_weights(steps[0][1], steps[1][1])
+        else:
+            assert steps[0][0] == pytest.approx(steps[1][0], abs=2e-3)
+
+
+def test_what_draws_beside_attention_that_is_kept_is_refused() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    arguments = checkpoint_arguments("attention", keep_drawn=True)
+    given = torch.ones(4, requires_grad=True)
+    with pytest.raises(RecipeError, match="draws random numbers by aten::"):
+        checkpoint(torch.nn.functional.dropout, given, use_reentrant=False, **arguments)
+
+
 def test_the_host_no_longer_decides() -> None:
     job = replace(small_job("bert", 4, batch_size=4), clip=1.0)
     written, played = (predict(job, f"bf16 + adamw_fused{more}", gpu="h200") for more in ("", " + captured"))
@@ -284,6 +340,8 @@ def test_the_host_no_longer_decides() -> None:
         ("host(what=all) + captured", "was not tried in a step that is recorded"),
         ("captured(multiple=0)", "from 1 to"),
         ("captured + compiled", "engine"),
+        ("fused + every_layer + captured", r"draw the same numbers twice.*'fused \+ selective\(attention\)'"),
+        ("selective(attention) + captured", "draw the same numbers twice"),
     ],
 )
 def test_what_it_does_not_go_with_is_named(recipe: str, why: str) -> None:

@@ -125,15 +125,16 @@ def norm_with_stream(
     x: torch.Tensor, residual: torch.Tensor, norm: torch.nn.LayerNorm, **options: Any
 ) -> torch.Tensor:
     """The norm of a residual and what a branch gives (B, S, H). The residual is taken as it was before it was
-    rounded for products, where the norm that made it has left that beside it (`STREAM`). Within a checkpoint
-    none does, for a layer's input is kept there with all that stands beside it; and it is taken away when it
-    is read, for the rounded result stays until the backward pass."""
-    residual = vars(residual).pop(STREAM, residual)
+    rounded for products, where the norm that made it has left that beside it (`STREAM`); it is taken away
+    when it is read, for the rounded result stays until the backward pass. Within a checkpoint no norm leaves
+    any, for a layer's input is kept there with all that stands beside it. Nor is one read there that a norm
+    outside has left: the layer would not find it when it is computed again."""
+    exact = vars(residual).pop(STREAM, residual)
     if checkpoint_around():
         rounded: torch.Tensor = add_norm(x, residual, norm, **options)
         return rounded
     normed: torch.Tensor
-    normed, stream = add_norm(x, residual, norm, gives_stream=True, **options)
+    normed, stream = add_norm(x, exact, norm, gives_stream=True, **options)
     setattr(normed, STREAM, stream)
     return normed
 
