@@ -16,8 +16,10 @@ import pytest
 import torch
 
 from small_models import small_job
+from snugfit.errors import RecipeError, UsageError
 from snugfit.kernels import cross_entropy
 from snugfit.kernels.joint_linear import joint_view
+from snugfit.planning.keep import kept_of
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CudaPolicy
@@ -134,6 +136,42 @@ def test_layers_that_are_computed_again_give_the_same_gradients(family: str) -> 
     (logits, gradients), (other_logits, other_gradients) = run(fused), run(again)
     assert torch.equal(logits, other_logits)
     assert all(torch.equal(gradients[name], other_gradients[name]) for name in gradients)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_mlps_that_are_computed_again_give_the_same_gradients(family: str) -> None:
+    fused = small(family)
+    again = copy.deepcopy(fused)
+    use_fused(fused)
+    use_fused(again, recomputed_mlps=1)
+    (logits, gradients), (other_logits, other_gradients) = run(fused), run(again)
+    assert torch.equal(logits, other_logits)
+    assert all(torch.equal(gradients[name], other_gradients[name]) for name in gradients)
+
+
+def test_each_mlp_that_is_computed_again_frees_its_product_and_takes_one_more() -> None:
+    job = small_job("llama", 4, batch_size=64, sequence_length=128)
+    wide = 2 * job.model.config["intermediate_size"]
+    tokens = job.batch_size * job.sequence_length
+    traces = [
+        rehearse(job, Recipe.parse(f"bf16_pure + {fused}").setup(), CudaPolicy())
+        for fused in ("fused", "fused(recomputed_mlps=1)", "fused(recomputed_mlps=3)")
+    ]
+    peaks = [replay(trace).requested_peak for trace in traces]
+    assert peaks[0] - peaks[1] == 2 * tokens * wide
+    assert peaks[0] - peaks[2] == 3 * (peaks[0] - peaks[1])
+    flops = [sum(kernel.flops for kernel in trace.kernels) for trace in traces]
+    products = [sum(kernel.operator == "aten::mm" for kernel in trace.kernels) for trace in traces]
+    assert flops[2] - flops[0] == 3 * (flops[1] - flops[0]) > 0
+    assert products[2] - products[0] == 3 * (products[1] - products[0]) > 0
+
+
+def test_where_no_mlp_is_gated_nothing_can_be_computed_again() -> None:
+    recipe = Recipe.parse("fused(recomputed_mlps=2)")
+    with pytest.raises(RecipeError, match=r"no gated MLP is in bert. Try 'fused', or 'first_layers'"):
+        recipe.check(small_job("bert", 2), installed=False)
+    with pytest.raises(UsageError, match=r"plans do not search with fused\(recomputed_mlps=2\)"):
+        kept_of(small_job("llama", 2), "fused(recomputed_mlps=2)").refuse()
 
 
 @pytest.mark.parametrize("keep", ["attention", "products", "every_other_product"])

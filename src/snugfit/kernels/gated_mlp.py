@@ -1,10 +1,14 @@
-"""The MLP of a decoder, down(act(gate(x)) * up(x)), which keeps the product of gate and up and nothing else.
+"""The MLP of a decoder, down(act(gate(x)) * up(x)), which keeps the product of gate and up and nothing else,
+or not even that.
 
 Gate and up are one product (T, 2 * I). What the third product takes is computed again in the backward pass:
 by the same kernel that makes the gradients of gate and up, in the place of its own gradient. Those gradients
 take the place of gate and up, so one more product gives the gradient of both weights, and one that of x,
 which is normed again for it. A second backward pass through the same step is refused by autograd, which sees
 that what it has kept is another.
+
+Gate and up are the largest tensor that a decoder's layer keeps, and one product makes them again. So a module
+may be told to (`RECOMPUTES`), which frees more bytes for a second than recomputing whole layers does.
 """
 
 from __future__ import annotations
@@ -18,6 +22,9 @@ from snugfit.kernels.operators import activation_dtype, define, has_kernel
 from snugfit.kernels.products import join_weights, weight_gradient
 from snugfit.kernels.rms_norm import rows_again, rows_to_keep
 
+RECOMPUTES = "recomputes_gate_and_up"
+"""The attribute of a module whose MLP keeps no product."""
+
 _GATE = define("gate(Tensor product, bool tanh, *, Tensor(a!) out) -> ()", "gated")
 _GATE_BACKWARD = define(
     "gate_backward(Tensor(a!) product, Tensor(b!) of_out, bool tanh, bool again) -> ()", "gated"
@@ -25,11 +32,19 @@ _GATE_BACKWARD = define(
 
 
 def gated_mlp(
-    hidden: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, *, tanh: bool
+    hidden: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    tanh: bool,
+    keeps: bool = True,
 ) -> torch.Tensor:
     """Of hidden states (..., H) and weights (I, H), (I, H) and (H, I); by SiLU, or with `tanh` by GELU's
-    approximation."""
-    given: torch.Tensor = GatedMLP.apply(hidden, gate, up, down, tanh)  # type: ignore[no-untyped-call]
+    approximation. It `keeps` the product of gate and up for the backward pass, or makes it again there."""
+    given: torch.Tensor = GatedMLP.apply(  # type: ignore[no-untyped-call]
+        hidden, gate, up, down, tanh, keeps
+    )
     return given
 
 
@@ -44,24 +59,31 @@ class GatedMLP(torch.autograd.Function):
         up: torch.Tensor,
         down: torch.Tensor,
         tanh: bool,
+        keeps: bool,
     ) -> torch.Tensor:
-        """Keeps the product of gate and up, the weights as they were multiplied, and from what its input is
-        normed again."""
+        """Keeps the product of gate and up where it is to, the weights as they were multiplied, and from what
+        its input is normed again."""
         dtype = activation_dtype(hidden)
         rows = hidden.reshape(-1, hidden.size(-1)).to(dtype)
         wide, narrow = join_weights((gate, up), dtype), down.detach().to(dtype)
         product = torch.mm(rows, wide.t())
         out = torch.mm(activate(product, tanh), narrow.t())
-        *source, ctx.from_one = rows_to_keep(hidden, rows, needs_it=any(ctx.needs_input_grad[1:3]))
-        ctx.save_for_backward(product, wide, narrow, *source)
+        needs_rows = not keeps or any(ctx.needs_input_grad[1:3])
+        *source, ctx.from_one = rows_to_keep(hidden, rows, needs_it=needs_rows)
+        ctx.save_for_backward(product if keeps else None, wide, narrow, *source)
         ctx.tanh, ctx.hidden_dtype, ctx.weight_dtypes = tanh, hidden.dtype, (gate.dtype, down.dtype)
         return out.view(*hidden.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Two products for the third weight, two for the first two together, and one kernel between."""
+        """Two products for the third weight, two for the first two together, and one kernel between; before
+        them the product that was not kept."""
         product, wide, narrow, *source = ctx.saved_tensors
         needs_hidden, needs_gate, needs_up, needs_down = ctx.needs_input_grad[:4]
+        rows = None
+        if product is None:
+            rows = rows_again(source, ctx.from_one, wide.dtype)
+            product = torch.mm(rows, wide.t())
         of_out = gradient.reshape(-1, gradient.size(-1)).to(product.dtype)
         between = torch.mm(of_out, narrow)
         activate_backward(product, between, ctx.tanh, again=needs_down)
@@ -70,12 +92,12 @@ class GatedMLP(torch.autograd.Function):
             of_down = weight_gradient(of_out, between, ctx.weight_dtypes[1])
         del between
         if needs_gate or needs_up:
-            rows = rows_again(source, ctx.from_one, product.dtype)
+            rows = rows_again(source, ctx.from_one, product.dtype) if rows is None else rows
             of_gate, of_up = weight_gradient(product, rows, ctx.weight_dtypes[0]).chunk(2)
         if needs_hidden:
             of_hidden = torch.mm(product, wide).view(*gradient.shape[:-1], -1).to(ctx.hidden_dtype)
         of_both = of_gate if needs_gate else None, of_up if needs_up else None
-        return of_hidden, *of_both, of_down, None
+        return of_hidden, *of_both, of_down, None, None
 
 
 # ---- the kernels ----------------------------------------------------------------------------------------

@@ -9,8 +9,10 @@ layer the residual has 32 bits beside it, as under autocast.
 Of decoders, the addition of a branch and the norm behind it are one kernel, and so is the rotation of
 queries and keys, in place in the product that has them, and the gated activation. The stream of tokens stays
 in 32 bits where autocast leaves it there. Layers keep the stream, queries, keys and values, and the product
-of gate and up: what was normed and what the last product takes are made again. Beside `chunked_loss` a kernel
-writes the gradient of logits in their place. A layer that an adapter changed keeps its own code.
+of gate and up: what was normed and what the last product takes are made again. That product is the largest of
+them, and with `recomputed_mlps` so many layers, from the first, make it again too, which frees more bytes for
+a second than recomputing whole layers does. Beside `chunked_loss` a kernel writes the gradient of logits in
+their place. A layer that an adapter changed keeps its own code.
 
 Dropout draws other numbers than torch's does. Attention is torch's own: `sdpa`, which takes its fast kernels
 where a batch comes without a mask, or `padding_free`. A padded batch of an encoder in 16 bits gets the
@@ -25,6 +27,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from snugfit.techniques import roster
 from snugfit.techniques.counterpart import Counterpart
+from snugfit.techniques.setting import between
 from snugfit.techniques.setup import PADDING_FREE, Call, Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
@@ -58,14 +61,25 @@ class Fused(Technique):
     )
     counterparts: ClassVar[tuple[Counterpart, ...]] = ()
 
+    recomputed_mlps: int = between(0, 10_000, default=0)
+    """Of decoders, layers whose product of gate and up is computed again in the backward pass, from the
+    first."""
+
     def install(self, setup: Setup) -> Setup:
         """Has our kernels take the place of code of the model's modules."""
-        return replace(setup, kernels=FUSED)
+        again = {"recomputed_mlps": self.recomputed_mlps} if self.recomputed_mlps else {}
+        return replace(setup, kernels=replace(FUSED, arguments=again))
+
+    def is_searched(self) -> bool:
+        """Without layers that differ from the others, of which few would not tell."""
+        return not self.recomputed_mlps
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """The model must be known, its attention torch's, and nothing else change its code."""
         if why := _why_not_covered(job):
             yield f"{why} Try 'torch_kernels'."
+        if self.recomputed_mlps and not _why_not_covered(job) and not _is_decoder(job):
+            yield f"{self}: no gated MLP is in {job.model.name}. Try 'fused', or 'first_layers'."
         if not job.trains:
             yield "its kernels are those of training. Try 'torch_kernels'."
         if recipe[Slot.ENGINE].alone.compile is not None:
@@ -87,6 +101,16 @@ class Fused(Technique):
     def planning_objection(cls, job: Job) -> str:
         """What it does not cover."""
         return _why_not_covered(job)
+
+
+def is_fused(setup: Setup) -> bool:
+    """Whether this Setup's kernels are these."""
+    return setup.kernels is not None and setup.kernels.path == FUSED.path
+
+
+def _is_decoder(job: Job) -> bool:
+    """Whether a decoder's MLPs are gated; of a user's own module it shows when it is built."""
+    return job.model.module is not None or job.model.config.get("model_type") in DECODERS
 
 
 def _why_not_covered(job: Job) -> str:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from snugfit.kernels.attention_inputs import Projections, attention_inputs
-from snugfit.kernels.gated_mlp import gated_mlp
+from snugfit.kernels.gated_mlp import RECOMPUTES, gated_mlp
 from snugfit.kernels.joint_linear import lay_side_by_side
 from snugfit.kernels.operators import activation_dtype
 from snugfit.kernels.rms_norm import add_rms_norm
@@ -204,6 +204,7 @@ def _fuse_mlp(module: Any, family: DecoderFamily) -> bool:
         return False
     lay_side_by_side([module.gate_proj.weight, module.up_proj.weight])
     _replace(module, _gate, family)
+    setattr(module, RECOMPUTES, False)
     return True
 
 
@@ -221,7 +222,9 @@ def _gate(self: Any, family: DecoderFamily, own: Callable[..., Any], x: torch.Te
     layers = _mlp_layers(self)
     if not _is_plain(layers, biased=False):
         return own(x)  # type: ignore[no-any-return]
-    return gated_mlp(x, *(layer.weight for layer in layers), tanh=TANH[_activation(self)])
+    weights = [layer.weight for layer in layers]
+    keeps = not getattr(self, RECOMPUTES, False)
+    return gated_mlp(x, *weights, tanh=TANH[_activation(self)], keeps=keeps)
 
 
 # ---- the layer -------------------------------------------------------------------------------------------

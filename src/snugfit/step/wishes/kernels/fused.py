@@ -28,10 +28,11 @@ def import_code() -> None:
         _patcher(name)
 
 
-def use_fused(model: torch.nn.Module) -> None:
-    """Has our kernels run in this model's modules. Raises `RecipeError` for a model of which nothing is
-    known. A loss in chunks, which the model may get besides, knows by a mark of its head that it has a
-    kernel."""
+def use_fused(model: torch.nn.Module, recomputed_mlps: int = 0) -> None:
+    """Has our kernels run in this model's modules, and so many gated MLPs, from the first, compute the
+    product of gate and up again in the backward pass. Raises `RecipeError` for a model of which nothing is
+    known, or that has no such MLP. A loss in chunks, which the model may get besides, knows by a mark of its
+    head that it has a kernel."""
     from snugfit.kernels.cross_entropy import LOSS_KERNEL
 
     changed = [name for patcher in PATCHERS for name in _patcher(patcher)(model)]
@@ -40,10 +41,25 @@ def use_fused(model: torch.nn.Module) -> None:
             f"fused has no kernels for {type(model).__name__}: it knows none of its modules. Try "
             "'torch_kernels'."
         )
+    if recomputed_mlps:
+        _recompute_mlps(model, recomputed_mlps)
     find_head: Any = getattr(model, "get_output_embeddings", None)
     head = find_head() if find_head else None
     if head is not None:
         setattr(head, LOSS_KERNEL, True)
+
+
+def _recompute_mlps(model: torch.nn.Module, count: int) -> None:
+    from snugfit.kernels.gated_mlp import RECOMPUTES
+
+    gated = [module for module in model.modules() if RECOMPUTES in vars(module)]
+    if not gated:
+        raise RecipeError(
+            f"fused(recomputed_mlps={count}): {type(model).__name__} has no gated MLP that 'fused' computes. "
+            "Try 'fused', or 'first_layers'."
+        )
+    for module in gated[:count]:
+        setattr(module, RECOMPUTES, True)
 
 
 def _patcher(name: str) -> Callable[[torch.nn.Module], list[str]]:
