@@ -39,10 +39,11 @@ class Contest:
 CAPTURED = ("bf16 + adamw_fused", f"{FUSED} + captured", "bf16_master + adamw_fused + captured")
 BEST = "bf16_master + adamw_fused + captured + fused"
 COMPACT = "bf16_master + adamw_compact + captured + fused"
+LEAST = "selective(attention) + released"
 CONTESTS = {
     "bert-large": Contest(
         ("bert-large-uncased", "--task", "sequence-classification", "--clip", "1"),
-        (*CAPTURED, BEST, COMPACT),
+        (*CAPTURED, BEST, COMPACT, f"{BEST} + {LEAST}", f"{COMPACT} + {LEAST}"),
         flashoptim={"model": "bert-large-uncased", "task": "sequence-classification", "clip": 1.0},
     ),
     "llama-1b": Contest(
@@ -50,7 +51,7 @@ CONTESTS = {
             "meta-llama/Llama-3.2-1B", "--task", "causal-lm", "--batch-size", "2",
             "--sequence-length", "2048", "--clip", "1", "--dtype", "float32",
         ),
-        (*CAPTURED, f"{BEST} + chunked_loss", f"{BEST} + chunked_loss + first_layers(k=7)"),
+        (*CAPTURED, f"{BEST} + chunked_loss", f"{BEST}(recomputed_mlps=7) + chunked_loss"),
         (FUSED, f"{FUSED} + liger", COMPILED),
         {
             "model": "meta-llama/Llama-3.2-1B", "task": "causal-lm", "batch_size": 2,

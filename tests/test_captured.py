@@ -96,7 +96,7 @@ def test_without_a_gpu_steps_run_as_they_are_written() -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("recipe", ["adamw_fused", "bf16_pure + adafactor"])
+@pytest.mark.parametrize("recipe", ["adamw_fused", "bf16_pure + adafactor", "bf16_master + released"])
 def test_a_run_is_the_same_and_goes_on_where_it_was_killed(tmp_path: Path, recipe: str) -> None:
     """With a schedule, clipping, dropout and batches of several lengths: losses, norms, rates and weights."""
     whole = train(small_run(tmp_path / "written", recipe))

@@ -137,6 +137,22 @@ def test_padded_batches_have_no_mask_and_no_wait() -> None:
     assert fused.syncs == plain.syncs - 1
 
 
+@pytest.mark.parametrize("recorded", ["", " + captured"])
+def test_attention_over_padded_rows_computes_what_their_stretches_hold(recorded: str) -> None:
+    """Tokens and padding of a row each for itself, in whole squares of 128, nothing of empty stretches."""
+    batch, width = 3, 64
+    facts = {"max_position_embeddings": 512}
+    job = small_job("bert", 2, facts, batch_size=batch, sequence_length=512, padding=0.25)
+    trace = rehearse(job, Recipe.parse(f"bf16 + fused{recorded}").setup(), CudaPolicy())
+    flops = {
+        kernel.operator.rpartition("_")[2]: kernel.flops
+        for kernel in trace.kernels
+        if "_flash_attention" in kernel.operator
+    }
+    scores = batch * (384**2 + 128**2)
+    assert flops == {"forward": 4 * width * scores, "backward": 10 * width * scores}
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize(
     "recipe", ["fused", "bf16_master + adamw_fused + fused", "bf16 + every_layer + fused"]

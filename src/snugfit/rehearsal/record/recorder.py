@@ -44,6 +44,7 @@ from snugfit.rehearsal.record.kernels import (
 from snugfit.rehearsal.record.module_tracker import ModuleTracker
 from snugfit.rehearsal.record.python_numbers import numbers_watched
 from snugfit.rehearsal.record.questions import Questions
+from snugfit.rehearsal.record.sequence_lengths import cost_by_lengths
 from snugfit.rehearsal.record.shadows import Shadows
 from snugfit.rehearsal.record.shape_cache import SHAPE_CACHE, ScratchCache
 from snugfit.rehearsal.trace.trace import (
@@ -270,11 +271,10 @@ class Recorder(TorchDispatchMode, Observer):
             out = self._questions.results_of(func, args, kwargs)
         else:
             out = args[0] if in_place else SHAPE_CACHE.run(operator, call, args, kwargs)
-        if isinstance(out, torch.Tensor) and not out.is_meta:
+        if not (isinstance(out, torch.Tensor) and out.is_meta):
             self._questions.host_ran(args, out)
-            return out  # the host's own work
-        if not isinstance(out, torch.Tensor):
-            self._questions.host_ran(args, out)
+            if isinstance(out, torch.Tensor):
+                return out  # the host's own work
         self._write_down(operator, call, args, kwargs, out, in_place=in_place)
         if (
             self.host is not None
@@ -325,7 +325,7 @@ class Recorder(TorchDispatchMode, Observer):
             self._released = True
             self._mark(MarkKind.CONTEXT_RELEASED)
         if last_step:
-            self._run(operator.func, args, kwargs, name, cost)
+            self._run(operator.func, args, kwargs, name, cost_by_lengths(cost, name, args, self._shadows.of))
 
     def _indices(self, args: tuple[Any, ...]) -> list[torch.Tensor | None]:
         """The indices that an operator is given, masks turned into where they are true (`expandTensors`,

@@ -74,6 +74,6 @@ class Bf16Master(Technique):
             yield "this GPU does not support bfloat16 and emulates it slowly."
         yield (
             "its steps were measured on H200s: bytes were exact; BERT-large, recorded, took 7 % less time "
-            "than predicted, and Llama-3.2-1B 9 to 11 % more. Gradients of micro-batches are added up in "
+            "than predicted, and Llama-3.2-1B 6 to 11 % more. Gradients of micro-batches are added up in "
             "bfloat16."
         )
