@@ -191,8 +191,9 @@ def lose(device: str, dtype: torch.dtype, rows: int, columns: int) -> list[torch
 def compare(device: str) -> bool:
     """Prints a line for each case, and says whether all are close."""
     close = True
+    bounds = {dtype: one for dtype, one in BOUNDS.items() if device == "cuda" or dtype is not torch.float16}
     for (dtype, bound), cases in itertools.product(
-        BOUNDS.items(), (norm_cases, gated_cases, rotary_cases, loss_cases)
+        bounds.items(), (norm_cases, gated_cases, rotary_cases, loss_cases)
     ):
         for name, run in cases(device, dtype):
             with by_kernels(False):

@@ -122,8 +122,9 @@ def _of_the_guide() -> list[PredictionRequest]:
 @pytest.mark.whole
 def test_a_plan_that_may_learn_otherwise_looks_at_it() -> None:
     job, gpu = small_job("bert", 2, batch_size=4), find_gpu("h200")
-    assert "adamw_4bit" not in str(plan(job, gpu=gpu, keep="bf16", workers=1).front)
-    found = plan(job, gpu=gpu, keep="adamw_4bit", workers=1)
+    others = "sdpa + torch_kernels + uncompiled + bf16"
+    assert "adamw_4bit" not in str(plan(job, gpu=gpu, keep=others, workers=1).front)
+    found = plan(job, gpu=gpu, keep=f"{others} + adamw_4bit", workers=1)
     assert found.best is not None
     predicted = predict(job, found.best.recipe, gpu=gpu)
     assert "adamw_4bit" in str(found.best.recipe)

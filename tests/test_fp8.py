@@ -194,6 +194,7 @@ def test_it_takes_the_bytes_of_bf16_and_more_kernels() -> None:
 
 
 @installed
+@pytest.mark.slow
 def test_compiled_most_of_these_kernels_are_gone() -> None:
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     for recipe in BOTH:

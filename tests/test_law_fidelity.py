@@ -27,6 +27,7 @@ from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique
+from tiers import slow_but
 from tolerance import ROUNDS, SAME, same_losses, same_parameters
 
 pytestmark = pytest.mark.whole
@@ -167,8 +168,14 @@ def test_the_law_would_notice_another_mathematics(name: str) -> None:
             same_parameters(plain.parameters, wrong.parameters)
 
 
+COSTLY = ("zero2", "compiled")
+"""Which build C++ first, or compile a model; each has real steps in tests of its own."""
+
+
 @pytest.mark.parametrize("name", BESIDE)
-@pytest.mark.parametrize("technique", candidates(Fidelity.ROUNDS), ids=str)
+@pytest.mark.parametrize(
+    "technique", slow_but(candidates(Fidelity.ROUNDS), lambda one: one.name not in COSTLY), ids=str
+)
 def test_rounds_stays_within_its_bound(technique: Technique, name: str) -> None:
     start, plain = plainly(name, wider=False, steps=0), plainly(name, wider=False)
     other = run(job(name), installed(technique).setup())

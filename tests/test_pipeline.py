@@ -97,10 +97,10 @@ INTERLEAVED = (
 TWO = tuple(few_of(TWO, TWO[3:]))
 FOUR = tuple(few_of(FOUR, [FOUR[1], FOUR[2], FOUR[4]]))
 EVERY: staged.Cases = (
-    *((2, JOB, recipe) for recipe in TWO), *((4, JOB, recipe) for recipe in FOUR),
+    *((2, JOB, recipe) for recipe in TWO), *((4, JOB, recipe) for recipe in few_of(FOUR, FOUR)),
     *((2, TIED, recipe) for recipe in few_of(TIED_TWO, TIED_TWO[:1])),
-    *((4, TIED, recipe) for recipe in few_of(TIED_FOUR, [TIED_FOUR[0], TIED_FOUR[2]])),
-    *few_of(INTERLEAVED, [INTERLEAVED[3], *INTERLEAVED[5:7], *INTERLEAVED[8:]]),
+    *((4, TIED, recipe) for recipe in few_of(TIED_FOUR, [*TIED_FOUR[:2], TIED_FOUR[3]])),
+    *few_of(INTERLEAVED, [*INTERLEAVED[3:7], *INTERLEAVED[8:]]),
 )  # fmt: skip
 NAMES = [f"{ranks}-{'tied-' * (job in (TIED, DEEP_TIED))}{recipe}" for ranks, job, recipe in EVERY]
 

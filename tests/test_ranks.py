@@ -219,6 +219,7 @@ def test_one_of_two_real_ranks_allocates_what_its_trace_says(family: str, recipe
 
 
 @pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "recipe"), FOUR)
 def test_so_does_one_of_four(family: str, recipe: str) -> None:
     hold(4, family, recipe)

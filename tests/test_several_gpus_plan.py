@@ -35,7 +35,7 @@ from snugfit.units import GIB, MIB
 
 JOB = replace(small_job("llama", 12), batch_size=8)
 H200 = find_gpu("h200")
-OTHERS = "sdpa + torch_kernels + ieee"
+OTHERS = "sdpa + torch_kernels + ieee + uncompiled"
 """Not searched where a test is about several GPUs."""
 H200_POLICY = policy_for(H200, Software())
 
