@@ -138,6 +138,7 @@ def cases() -> list[Callable[[], dict[str, Any]]]:
         partial(compare_plain, "llama, fused, recomputed", job_of(LLAMA), RECOMPUTED),
         partial(refused_one, "dropout, recomputed", job_of(BERT), "bf16 + adamw_fused + every_layer"),
         partial(compare_plain, "bert, compact", job_of(BERT), "bf16_master + adamw_compact"),
+        partial(compare_plain, "bert, 24 bits", job_of(BERT), "bf16_master + adamw_compact(master_bits=24)"),
         partial(compare_runs, "a run", still, "bf16 + adamw_fused"),
         partial(compare_runs, "a run with dropout", BERT, "bf16 + adamw_fused + micro_batches(2)"),
         partial(compare_runs, "a run with masters", BERT, "bf16_master + adamw_fused"),

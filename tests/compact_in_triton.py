@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -29,6 +29,14 @@ MOST_DIFFERENT = 1e-3
 """Share of codes that chance may round otherwise, where a product and a sum are one operation."""
 
 
+NEIGHBOURS = {"rtol": 2.0**-15, "atol": CLOSE["atol"]}
+"""Masters of 24 bits lie so far apart at most."""
+
+MOST_MASTERS = 1e-2
+"""Share of masters of 24 bits that chance may round otherwise: roots and quotients of the hardware, and
+products and sums that are one operation, are units in the last of 32 bits off, of which a draw has 256."""
+
+
 def begin_alike(ours: CompactAdamW, theirs: CompactAdamW, pairs: list[tuple[Any, Any]]) -> None:
     for one, other in pairs:
         other.data.copy_(one.data)
@@ -37,13 +45,20 @@ def begin_alike(ours: CompactAdamW, theirs: CompactAdamW, pairs: list[tuple[Any,
                 theirs.state[other][name].copy_(value)
 
 
-def compare(device: str, dtype: torch.dtype, settings: LaunchSettings, most: float | None) -> None:
-    """Several steps by the kernel and by plain torch, from the same gradients."""
+def compare(
+    device: str,
+    dtype: torch.dtype,
+    settings: LaunchSettings,
+    most: float | None,
+    master_bits: Literal[32, 24] = 32,
+) -> None:
+    """Several steps by the kernel and by plain torch, from the same gradients. Masters of 24 bits that chance
+    rounds otherwise are neighbours."""
     both = two_models(device, dtype)
     pairs = list(zip(*both, strict=True))
-    plain, launched = (CompactAdamW(model, lr=1e-2) for model in both)
+    plain, launched = (CompactAdamW(model, lr=1e-2, master_bits=master_bits) for model in both)
     draw = torch.Generator().manual_seed(11)
-    elements = differ = 0
+    elements = differ = masters_differ = 0
     largest = 0.0
     for step in range(4):
         if step:
@@ -58,7 +73,8 @@ def compare(device: str, dtype: torch.dtype, settings: LaunchSettings, most: flo
                 optimizer.step()
         for one, other in pairs:
             left, right = exact(plain, one), exact(launched, other)
-            torch.testing.assert_close(left, right, **CLOSE)
+            torch.testing.assert_close(left, right, **(CLOSE if master_bits == 32 else NEIGHBOURS))
+            masters_differ += int((~torch.isclose(left, right, **CLOSE)).sum())
             largest = max(largest, float((left - right).abs().max()))
             for name in SCALES:
                 torch.testing.assert_close(plain.state[one][name], launched.state[other][name], **CLOSE)
@@ -66,22 +82,29 @@ def compare(device: str, dtype: torch.dtype, settings: LaunchSettings, most: flo
                 apart = (plain.state[one][name].int() - launched.state[other][name].int()).abs()
                 assert int(apart.max()) <= 1, (name, int(apart.max()))
                 differ, elements = differ + int(apart.sum()), elements + apart.numel()
-    name = f"{dtype}, {settings}, clip {most}"
-    print(f"{name}: largest difference {largest:.2e}, {differ} of {elements} codes differ by one")
+    name = f"{dtype}, {master_bits} bits, {settings}, clip {most}"
+    print(
+        f"{name}: largest difference {largest:.2e}, {differ} of {elements} codes and "
+        f"{masters_differ} masters differ by one"
+    )
     assert differ <= MOST_DIFFERENT * elements
+    assert masters_differ <= MOST_MASTERS * elements / 2
 
 
 def time_updates() -> None:
-    """Updates with many settings: 14.25 bytes an element in halves, 16.25 in fp32."""
-    for (model, sizes), halves in itertools.product(MODELS.items(), (True, False)):
-        weights = weights_on_gpu(sizes, halves=halves)
-        count, nbytes = sum(weight.numel() for weight in weights), 14.25 if halves else 16.25
-        optimizer = CompactAdamW(weights)
+    """Updates with many settings: 14.25 bytes an element in halves, 12.25 with masters of 24 bits, 16.25 in
+    fp32."""
+    kinds: tuple[tuple[str, Literal[32, 24], float], ...] = (
+        ("halves", 32, 14.25), ("24 bits", 24, 12.25), ("fp32", 32, 16.25),
+    )  # fmt: skip
+    for (model, sizes), (kind, bits, nbytes) in itertools.product(MODELS.items(), kinds):
+        weights = weights_on_gpu(sizes, halves=kind != "fp32")
+        count = sum(weight.numel() for weight in weights)
+        optimizer = CompactAdamW(weights, master_bits=bits)
         best: tuple[float, Any] = (float("inf"), None)
         for settings in exact_moments.settings_to_time(SHARES):
             exact_moments.launched_with(optimizer, settings)
             taken = milliseconds(optimizer.launch, 7)
-            kind = "halves" if halves else "fp32"
             say(f"8-bit update, {kind}", model, count, taken, nbytes, **settings._asdict())
             best = min(best, (taken, settings), key=lambda one: one[0])
         print(
@@ -98,6 +121,8 @@ if __name__ == "__main__":
     for kind in (torch.bfloat16, torch.float32):
         for chosen in SETTINGS:
             compare(asked, kind, chosen, 0.5 if chosen.programs else None)
+    for chosen in SETTINGS:
+        compare(asked, torch.bfloat16, chosen, 0.5 if chosen.programs else None, master_bits=24)
     print("as the reference")
     if sys.argv[2:] == ["time"]:
         time_updates()

@@ -22,13 +22,15 @@ from snugfit.step.wishes.mesh.spread_tensors import gradient_norm, scale
 STEPS = 3
 
 
-def compare(device: str, dtype: torch.dtype, kind: type[MasterAdamW], most: float | None) -> None:
+def compare(
+    device: str, dtype: torch.dtype, kind: type[MasterAdamW], most: float | None, **more: Any
+) -> None:
     """Some steps by both, from the same gradients; one weight has none in the second, and the gradients of
     the last are no numbers where they are clipped."""
     both = two_models(device, dtype)
     pairs = list(zip(*both, strict=True))
     groups = [[{"params": list(m)[:3]}, {"params": list(m)[3:], "weight_decay": 0.0}] for m in both]
-    together, apart = (kind(one, lr=1e-2) for one in groups)
+    together, apart = (kind(one, lr=1e-2, **more) for one in groups)
     draw = torch.Generator().manual_seed(11)
     with updated_by(True), patch.object(one_weight, "is_on_gpu", lambda tensor: True):
         updates = MasterUpdates(apart)
@@ -52,7 +54,8 @@ def compare(device: str, dtype: torch.dtype, kind: type[MasterAdamW], most: floa
                 assert weight.grad is not None
                 updates.update(weight, weight.grad)
             updates.count(arrived)
-    print(f"{kind.__name__}, {dtype}, clip {most}: {differences(pairs, together, apart)}")
+    name = ", ".join([kind.__name__, str(dtype), *(f"{key} {value}" for key, value in more.items())])
+    print(f"{name}, clip {most}: {differences(pairs, together, apart)}")
 
 
 def take_norms(updates: MasterUpdates, weights: list[Any]) -> torch.Tensor:
@@ -87,4 +90,6 @@ if __name__ == "__main__":
     for kind, dtype in itertools.product(kinds, (torch.bfloat16, torch.float32)):
         for most in (None, 0.5):
             compare(asked, dtype, kind, most)
+    for most in (None, 0.5):
+        compare(asked, torch.bfloat16, CompactAdamW, most, master_bits=24)
     print("as all together")

@@ -127,6 +127,7 @@ def played_cases(fused: str) -> list[tuple[str, Job, str, str]]:
     """Passes that are played back, and layers that keep attention with dropout in them."""
     bert, llama = job_of(BERT), job_of(LLAMA)
     compact = "bf16_master + adamw_compact + fused"
+    short = "bf16_master + adamw_compact(master_bits=24) + fused"
     return [
         ("bert, played", bert, f"{fused} + released", "captured"),
         ("bert, no clip, played", job_of(BERT, clip=None), f"{fused} + released", "captured"),
@@ -138,6 +139,7 @@ def played_cases(fused: str) -> list[tuple[str, Job, str, str]]:
         ("bert, products kept", bert, f"{fused} + captured", "selective(products)"),
         ("bert, all of it", bert, f"{fused} + captured", "selective(attention) + released"),
         ("bert, all of it, compact", bert, f"{compact} + captured", "selective(attention) + released"),
+        ("bert, all of it, 24 bits", bert, f"{short} + captured", "selective(attention) + released"),
     ]
 
 

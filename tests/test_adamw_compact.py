@@ -30,6 +30,7 @@ from snugfit.training.run.train import train
 from third_step import hold_third_step
 
 RECIPE = "bf16_master + adamw_compact"
+IN_24_BITS = f"{RECIPE}(master_bits=24)"
 TABLES = 20_000
 """Bytes that tell kernels where a small model's weights are."""
 
@@ -115,13 +116,14 @@ def test_weights_stay_beside_those_of_moments_in_32_bits() -> None:
 
 @pytest.mark.whole
 @pytest.mark.parametrize("family", ["bert", "llama"])
-@pytest.mark.parametrize("recipe", [RECIPE, "bf16 + adamw_compact"])
+@pytest.mark.parametrize("recipe", [RECIPE, IN_24_BITS, "bf16 + adamw_compact"])
 def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> None:
     hold_third_step(replace(small_job(family, 2), clip=1.0), Recipe.parse(recipe).setup())
 
 
 @pytest.mark.parametrize(
-    ("recipe", "states", "moved"), [(RECIPE, 4.125, 14.25), ("bf16 + adamw_compact", 2.125, 16.25)]
+    ("recipe", "states", "moved"),
+    [(RECIPE, 4.125, 14.25), (IN_24_BITS, 3.125, 12.25), ("bf16 + adamw_compact", 2.125, 16.25)],
 )
 def test_bytes_of_an_element(recipe: str, states: float, moved: float) -> None:
     """Of states, and of what an update reads and writes."""
@@ -139,7 +141,7 @@ def test_bytes_of_an_element(recipe: str, states: float, moved: float) -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("recipe", [RECIPE, "adamw_compact"])
+@pytest.mark.parametrize("recipe", [RECIPE, IN_24_BITS, "adamw_compact"])
 def test_a_run_that_is_resumed_is_the_run(recipe: str, tmp_path: Path) -> None:
     """What chance gives follows from the step's number, so weights and losses are equal bit for bit."""
     options: dict[str, Any] = {"max_steps": 4, "save_steps": 2}
@@ -182,6 +184,9 @@ def test_the_kernel_does_what_the_reference_does(device: str) -> None:
     ("recipe", "why"),
     [
         ("bf16_pure + adamw_compact", r"bfloat16 and have no masters.*'bf16_master'"),
+        ("bf16_pure + adamw_compact(master_bits=24)", r"bfloat16 and have no masters.*'bf16_master'"),
+        ("bf16 + adamw_compact(master_bits=24)", r"no masters that could have 24 bits.*'bf16_master'"),
+        ("bf16_master + adamw_compact(master_bits=16)", "master_bits.*32 or 24"),
         ("adamw_compact + ddp", "several processes"),
         ("adamw_compact + zero1", "several processes"),
     ],

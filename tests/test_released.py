@@ -35,7 +35,10 @@ from snugfit.training.run.loop import TrainingStep
 from snugfit.training.run.train import train
 from third_step import hold_third_step
 
-RECIPES = ("adamw_fused", "sgd", "bf16_master", "bf16_master + adamw_compact", "bf16 + every_layer")
+RECIPES = (
+    "adamw_fused", "sgd", "bf16_master", "bf16_master + adamw_compact", "bf16 + every_layer",
+    "bf16_master + adamw_compact(master_bits=24)",
+)  # fmt: skip
 
 
 class Quiet(Observer):

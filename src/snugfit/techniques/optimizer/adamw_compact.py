@@ -5,15 +5,20 @@ the other half of each master. With weight and gradient an element takes 8.125 b
 `adamw_fused` over `bf16` takes 16 and autocast's copies. On a GPU one kernel reads and writes 14.25 bytes an
 element, where `bf16_master` with moments in fp32 has 26, and clips within. All arithmetic is in fp32; how
 moments are kept stands in `step/wishes/masters/compact.py`.
+
+With `master_bits=24` the other half of a master takes 1 byte: 7.125 bytes an element in all, 5.125 where
+gradients are `released`, and an update moves 12.25. After each update in fp32 a master is rounded by chance
+to the 16 significant bits of two neighbours, so that updates of less than a unit are not lost, but come to
+whole ones on average (`step/wishes/masters/halves.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from snugfit.techniques.masters import COMPACT_ADAMW
+from snugfit.techniques.masters import compact_adamw
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
@@ -32,9 +37,12 @@ class AdamWCompact(Technique):
     )
     elsewhere: ClassVar = ("compact_adamw", "flash_adamw")
 
+    master_bits: Literal[32, 24] = 32
+    """Bits of a master of `bf16_master`: with 24, rounded by chance, its other half takes 1 byte, not 2."""
+
     def install(self, setup: Setup) -> Setup:
         """Takes our own optimizer; the HF Trainer has no name for it."""
-        return replace(setup, optimizer=COMPACT_ADAMW)
+        return replace(setup, optimizer=compact_adamw(self.master_bits))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """It updates weights in fp32, or in two halves, on one GPU."""
@@ -46,6 +54,11 @@ class AdamWCompact(Technique):
             yield (
                 f"the weights that train are {dtype} and have no masters, and it updates masters or weights "
                 "in fp32. Add 'bf16_master' or 'bf16', or take 'adamw_8bit'."
+            )
+        elif self.master_bits != 32 and not setup.masters:
+            yield (
+                f"{self}: weights that train are fp32 and have no masters that could have "
+                f"{self.master_bits} bits. Add 'bf16_master', or take 'adamw_compact' as it is."
             )
         if setup.sharding is not None or setup.parallel is not None:
             yield "several processes do not share its states. Try 'adamw_8bit' or 'adamw_fused'."

@@ -4,7 +4,8 @@ A weight that trains is the bfloat16 nearest to its master, and 16 bits among th
 far that is: the two are all 32 bits of the master (`step/wishes/masters/halves.py`). So an update is never
 lost, as with `bf16`, and no autocast casts a weight, as with `bf16_pure`. An element takes 14 bytes: 2 of
 weight, 2 of gradient, 2 for the other half of the master, and 8 of AdamW's moments. `bf16` takes 16 over
-weights in fp32, and 2 more for autocast's copies.
+weights in fp32, and 2 more for autocast's copies. With `adamw_compact(master_bits=24)` 8 bits say how far it
+is, and masters are rounded by chance.
 
 What differs from `bf16` is what `bf16_pure` has too: normalisations, softmax and sums of layers are computed
 in bfloat16 where a model's own code does not widen them, and gradients are bfloat16. Those of micro-batches

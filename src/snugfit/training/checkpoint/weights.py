@@ -71,7 +71,8 @@ class ModelWeights:
     @property
     def widened_bytes(self) -> int:
         """By how many bytes the files are larger than the tensors that they hold, without their residuals."""
-        return sum({id(value): value.nbytes for value in self.residuals.values()}.values())
+        in_16_bits = {id(value): 2 * value.numel() for value in self.residuals.values()}
+        return sum(in_16_bits.values())
 
     def with_copies(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> ModelWeights:
         """The same with a copy in the place of each tensor."""

@@ -27,7 +27,7 @@ from snugfit.errors import RecipeError
 from snugfit.step.wishes.adamw_in_pieces import STEP, OwnAdamW
 from snugfit.step.wishes.masters.block import NUMBERS
 from snugfit.step.wishes.masters.device_copy import DeviceCopy
-from snugfit.step.wishes.masters.halves import flat, join, pieces, split, take_residual
+from snugfit.step.wishes.masters.halves import flat, in_bits_of, join, pieces, split, take_residual
 from snugfit.step.wishes.masters.launches import is_on_gpu, new_sums, norm_of, update_weights
 from snugfit.step.wishes.masters.marks import HAS_MASTER, RESIDUAL
 from snugfit.step.wishes.masters.table import MOMENTS, WeightTable, laid_out_as
@@ -74,6 +74,9 @@ class MasterAdamW(OwnAdamW):
     table_of: ClassVar[type[WeightTable]] = WeightTable
     """What tells kernels of weights, and launches the one that updates them."""
 
+    residual_dtype = torch.int16
+    """Of the other halves of its masters."""
+
     _tables: Sequence[WeightTable] | None = None
     _clip: tuple[torch.Tensor, float] | None = None
 
@@ -83,10 +86,11 @@ class MasterAdamW(OwnAdamW):
         self._tables = None
         for weight in self.param_groups[-1]["params"]:
             if (residual := take_residual(weight)) is not None:
-                self.state[weight] = {RESIDUAL: residual}
+                self.state[weight] = {RESIDUAL: in_bits_of(residual, self.residual_dtype)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As every optimizer does, but states keep their dtypes: torch's own would cast them to bfloat16."""
+        """As every optimizer does, but states keep their dtypes: torch's own would cast them to bfloat16.
+        Other halves of masters get the bits that this optimizer keeps."""
         super().load_state_dict(state_dict)
         self._tables = None
         weights = [weight for group in self.param_groups for weight in group["params"]]
@@ -94,7 +98,8 @@ class MasterAdamW(OwnAdamW):
         for weight, number in zip(weights, numbers, strict=True):
             for name, value in state_dict["state"].get(number, {}).items():
                 if isinstance(value, torch.Tensor):
-                    self.state[weight][name] = value.to(weight.device)
+                    state = in_bits_of(value, self.residual_dtype) if name == RESIDUAL else value
+                    self.state[weight][name] = state.to(weight.device)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -224,7 +229,7 @@ class MasterAdamW(OwnAdamW):
         """What it was given, where the weight is; zeros for a weight that was bfloat16 from the start."""
         known = self.state[weight].get(RESIDUAL)
         if known is None:
-            return torch.zeros_like(weight, dtype=torch.int16, memory_format=torch.preserve_format)
+            return torch.zeros_like(weight, dtype=self.residual_dtype, memory_format=torch.preserve_format)
         residual: torch.Tensor = known.to(weight.device)
         return residual
 

@@ -65,8 +65,8 @@ class LaunchTable(NamedTuple):
     blocks: int
     """How many there are."""
 
-    halves: bool
-    """Whether weights are in two halves; else they are fp32, as their gradients."""
+    lower_bits: int
+    """Of weights in two halves the bits of the second: 16 or 8; 0 where weights and gradients are fp32."""
 
     is_aligned: bool
     """Whether all addresses are multiples of 16."""

@@ -38,6 +38,10 @@ SMALLEST = 1.2e-38
 _ALL = 0xFFFFFFFF
 
 
+DRAW_BITS = 8
+"""Of the draws that masters of 24 bits are rounded by."""
+
+
 class Chances(NamedTuple):
     """Numbers between 0 and 1, one of each for an element."""
 
@@ -47,6 +51,19 @@ class Chances(NamedTuple):
 
 def chances(begin: int, count: int, step: int, device: torch.device) -> Chances:
     """Those of `count` elements of a weight from this one, in a step of this number."""
+    bits = _hash(begin, count, step, device)
+    return Chances(_share(bits & 0xFFFF), _share(bits >> 16))
+
+
+def draws(begin: int, count: int, step: int, device: torch.device) -> torch.Tensor:
+    """Whole numbers from 0 to 255, int32, of the same elements in the same step: the highest bits of the hash
+    by the golden ratio, on which its upper and its lower half, the moments' chances, say nothing alone."""
+    bits = _hash(begin, count, step, device)
+    return bits.mul_(STRIDE).bitwise_and_(_ALL).bitwise_right_shift_(32 - DRAW_BITS).to(torch.int32)
+
+
+def _hash(begin: int, count: int, step: int, device: torch.device) -> torch.Tensor:
+    """32 bits for each of these elements, as int64."""
     bits = torch.arange(begin, begin + count, dtype=torch.int64, device=device)
     bits.add_(step * STRIDE).bitwise_and_(_ALL)
     bits ^= bits >> 16
@@ -54,7 +71,7 @@ def chances(begin: int, count: int, step: int, device: torch.device) -> Chances:
     bits ^= bits >> 15
     bits.mul_(MIXES[1]).bitwise_and_(_ALL)
     bits ^= bits >> 16
-    return Chances(_share(bits & 0xFFFF), _share(bits >> 16))
+    return bits
 
 
 def _share(bits: torch.Tensor) -> torch.Tensor:

@@ -4,11 +4,14 @@ Of a weight in halves an update reads 8 bytes an element and writes 6, where `Ma
 12, and an eighth of a byte for scales each way. Masters, gradients and the arithmetic stay in 32 bits; how
 moments are kept stands in `compact.py`. A weight takes 4 bytes an element with its other half, and its states
 2.125.
+
+With masters of 24 bits the other half takes 1 byte in the place of 2, so an update reads 7 bytes and writes
+5; masters are rounded by chance then (`halves.py`), as moments are.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,7 +19,7 @@ from snugfit.step.wishes.adamw_in_pieces import STEP
 from snugfit.step.wishes.masters import compact
 from snugfit.step.wishes.masters.adamw import MasterAdamW, Numbers, update, widen
 from snugfit.step.wishes.masters.block import COMPACT_SETTINGS
-from snugfit.step.wishes.masters.halves import AT_ONCE, flat, join, split
+from snugfit.step.wishes.masters.halves import AT_ONCE, flat, join, split, split_by_chance
 from snugfit.step.wishes.masters.marks import RESIDUAL
 from snugfit.step.wishes.masters.table import MOMENTS, WeightTable, laid_out_as
 
@@ -41,6 +44,20 @@ class CompactAdamW(MasterAdamW):
     """AdamW with moments in 8 bits, rounded by chance."""
 
     table_of = CompactTable
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        master_bits: Literal[32, 24] = 32,
+    ) -> None:
+        """Its numbers are torch's defaults; `master_bits` are those of masters that are kept in halves."""
+        self.residual_dtype = torch.int16 if master_bits == 32 else torch.int8
+        super().__init__(params, lr, betas, eps, weight_decay)
 
     def new_moments(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """Codes that lie as the weight does, and scales in the order of its memory; all zeros."""
@@ -78,7 +95,11 @@ class CompactAdamW(MasterAdamW):
                 low = flat(state[RESIDUAL])[part]
                 exact = join(values[part], low)
                 update(exact, slope, first, second, numbers)
-                split(exact, values[part], low)
+                if low.dtype is torch.int8:
+                    draws = compact.draws(begin, first.numel(), state[STEP], weight.device)
+                    split_by_chance(exact, values[part], low, draws)
+                else:
+                    split(exact, values[part], low)
             chance = compact.chances(begin, first.numel(), state[STEP], weight.device)
             compact.narrow_first(first, chance.first, first_code, first_scale)
             compact.narrow_second(second, chance.second, second_code, second_scale)

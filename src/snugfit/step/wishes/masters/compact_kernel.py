@@ -4,6 +4,8 @@ It moves half the bytes of the update with whole moments, so what it computes is
 quotients that are rounded to the nearest it took as long as that one (docs/log.md). Those of the hardware are
 off by a unit or two in the last place. A code's root may then be the whole number above or below the one that
 it is next to, where chance decides between the same two codes.
+
+`HALVES` are the bits of a weight's second half: 16, 8, or 0 of a weight in fp32.
 """
 
 from __future__ import annotations
@@ -11,8 +13,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from snugfit.step.wishes.masters.compact import FIRST_TOP, MIXES, SECOND_TOP, SMALLEST, STRIDE
-from snugfit.step.wishes.masters.elements import adamw, join_halves, pointer, upper_half
+from snugfit.step.wishes.masters.compact import (
+    DRAW_BITS,
+    FIRST_TOP,
+    MIXES,
+    SECOND_TOP,
+    SMALLEST,
+    STRIDE,
+)
+from snugfit.step.wishes.masters.elements import adamw, join_halves, pointer, split_by_chance, upper_half
 
 FIRST = tl.constexpr(FIRST_TOP)
 FIRST_SQUARE = tl.constexpr(float(FIRST_TOP**2))
@@ -22,6 +31,7 @@ SECOND_FOURTH = tl.constexpr(float(SECOND_TOP**4))
 SECOND_SHARE = tl.constexpr(1.0 / SECOND_TOP**4)
 LEAST_SCALE = tl.constexpr(SMALLEST)
 STEP_STRIDE = tl.constexpr(STRIDE)
+LAST_BITS = tl.constexpr(32 - DRAW_BITS)
 FIRST_MIX, SECOND_MIX = tl.constexpr(MIXES[0]), tl.constexpr(MIXES[1])
 
 
@@ -72,6 +82,32 @@ def second_codes(second, largest, chance, EXACT: tl.constexpr):  # type: ignore[
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def pointer_to_lower(residual, HALVES: tl.constexpr, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The address of second halves as a pointer to them."""
+    if HALVES == 8:
+        lower = pointer(residual, tl.int8, NARROW // 2 if NARROW > 1 else 1)
+    else:
+        lower = pointer(residual, tl.int16, NARROW)
+    return lower
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def join_parts(upper, lower, HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The masters in fp32 (`halves.join`)."""
+    return join_halves(upper, lower.to(tl.int32) << 8) if HALVES == 8 else join_halves(upper, lower)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def parts_of(exact, bits, HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Both halves of masters in fp32; of 24 bits by draws from these of the hash (`compact.draws`)."""
+    if HALVES == 8:
+        upper, lower = split_by_chance(exact, ((bits * STEP_STRIDE) >> LAST_BITS).to(tl.int32))
+    else:
+        upper, lower = upper_half(exact)
+    return upper, lower
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def update_compact(  # type: ignore[no-untyped-def]
     weight, residual, first_moment, second_moment, gradient, first_scaling, second_scaling,
     begin, left, own, coefficient,
@@ -92,11 +128,11 @@ def update_compact(  # type: ignore[no-untyped-def]
     second_scales = second_scaling.to(tl.pointer_type(tl.float32)) + begin // GROUP + rows
     if HALVES:
         weights = pointer(weight, tl.int16, NARROW) + begin + at
-        residuals = pointer(residual, tl.int16, NARROW) + begin + at
+        residuals = pointer_to_lower(residual, HALVES, NARROW) + begin + at
         gradients = pointer(gradient, tl.bfloat16, NARROW) + begin + at
         upper = tl.load(weights, mask=mask, other=fill, eviction_policy=EVICT)
         lower = tl.load(residuals, mask=mask, other=fill, eviction_policy=EVICT)
-        exact = join_halves(upper, lower)
+        exact = join_parts(upper, lower, HALVES)
     else:
         weights = pointer(weight, tl.float32, ALIGNED) + begin + at
         gradients = pointer(gradient, tl.float32, ALIGNED) + begin + at
@@ -125,7 +161,7 @@ def update_compact(  # type: ignore[no-untyped-def]
     tl.store(first_scales, first_scale, mask=inside)
     tl.store(second_scales, second_scale, mask=inside)
     if HALVES:
-        upper, lower = upper_half(exact)
+        upper, lower = parts_of(exact, bits, HALVES)
         tl.store(weights, upper, mask=mask)
         tl.store(residuals, lower, mask=mask, eviction_policy=EVICT)
     else:

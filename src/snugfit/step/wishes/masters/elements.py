@@ -33,6 +33,17 @@ def upper_half(exact):  # type: ignore[no-untyped-def]
     return upper.to(tl.int16), (bits - (upper << 16)).to(tl.int16)
 
 
+@triton.jit
+def split_by_chance(exact, draws):  # type: ignore[no-untyped-def]
+    """The upper half of a number in 24 bits, to which it is rounded by draws from 0 to 255, and 8 bits of the
+    lower one (`halves.split_by_chance`)."""
+    bits = exact.to(tl.int32, bitcast=True)
+    bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # what is not a number
+    bits = ((bits + draws) >> 8) << 8
+    upper = (bits + 0x8000) >> 16
+    return upper.to(tl.int16), ((bits - (upper << 16)) >> 8).to(tl.int8)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def pointer(address, element, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
     """An address as a pointer to such elements."""

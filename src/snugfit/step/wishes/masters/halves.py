@@ -6,6 +6,13 @@ computes with. What lies halfway between two neighbours goes away from zero, not
 casts do: to the even one 65,537 numbers would be rounded and to the odd one 65,535, which 16 bits cannot tell
 apart. What is not a number is one of many such patterns, and becomes the usual one.
 
+The second half may have 8 bits, in units of 256 of those: then a master has 24 bits, and what an update gives
+in 32 is rounded up or down to a neighbour by chance, with the odds of how near either is. Rounded to the
+nearest, a master would stand still under updates of less than half a unit, 2^-16 of it at most; by chance it
+goes on average where it would go in 32 bits. Numbers are rounded first and cut then, so a carry reaches the
+bfloat16, and the two are exactly the 24 bits. An infinite number stays one; what is within a unit of the
+largest number may become infinite, as in every rounding.
+
 A weight that was split and has no optimizer yet holds its second half under `RESIDUAL`; then the optimizer
 has it among its states.
 """
@@ -29,20 +36,52 @@ and take 16 MiB at most."""
 HALFWAY = 1 << 15
 """Half of what the lower 16 bits count to."""
 
+UNIT = 1 << 8
+"""Of a second half in 8 bits, in units of one in 16 bits."""
+
+
+def lower_bits(residual: torch.Tensor | None) -> int:
+    """Bits of a second half: 16 or 8, and 0 of none."""
+    return 0 if residual is None else 8 * residual.dtype.itemsize
+
 
 def join(weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """The numbers in 32 bits whose halves these are."""
+    """The numbers in 32 bits whose halves these are, bfloat16 and int16 or int8."""
     bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
-    return bits.add_(residual).view(torch.float32)
+    unit = UNIT if residual.dtype is torch.int8 else 1
+    return bits.add_(residual, alpha=unit).view(torch.float32)
 
 
 def split(exact: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> None:
-    """Writes both halves of these numbers in 32 bits, which it overwrites."""
+    """Writes both halves of these numbers in 32 bits, which it overwrites; the second has 16 bits."""
     exact.masked_fill_(exact.isnan(), math.nan)
     bits = exact.view(torch.int32)
     upper = bits.add(HALFWAY).bitwise_right_shift_(16)
     weight.view(torch.int16).copy_(upper)
     residual.copy_(bits.sub_(upper.bitwise_left_shift_(16)))
+
+
+def split_by_chance(
+    exact: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, draws: torch.Tensor
+) -> None:
+    """Writes both halves of these numbers in 32 bits, which it overwrites; the second has 8 bits. Numbers are
+    rounded up where what they have beyond 24 bits and `draws`, int32 from 0 to 255, come to a unit."""
+    exact.masked_fill_(exact.isnan(), math.nan)
+    bits = exact.view(torch.int32).add_(draws).bitwise_and_(-UNIT)
+    upper = bits.add(HALFWAY).bitwise_right_shift_(16)
+    weight.view(torch.int16).copy_(upper)
+    residual.copy_(bits.sub_(upper.bitwise_left_shift_(16)).bitwise_right_shift_(8))
+
+
+def in_bits_of(residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A second half as int16 or int8. In 8 bits it is the nearest, but never beyond the middle between two
+    bfloat16s, so that the first half stays what it is."""
+    if residual.dtype is dtype:
+        return residual
+    if dtype is torch.int16:
+        return residual.to(torch.int16).mul_(UNIT)
+    most = (1 << 15) - 1 - UNIT // 2  # more would be rounded to 128 units, which 8 bits have not
+    return residual.clamp(max=most).add_(UNIT // 2).bitwise_right_shift_(8).to(torch.int8)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

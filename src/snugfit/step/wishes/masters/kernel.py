@@ -6,7 +6,9 @@ device too, as is the norm that gradients are clipped by: a launch is always the
 have it.
 
 A weight in halves takes 14 bytes an element to read and 12 to write, computed in fp32; a weight in fp32 takes
-16 and 12. Where moments have 8 bits it is 8.06 and 6.06, or 10.06 and 6.06 (`compact_kernel.py`).
+16 and 12. Where moments have 8 bits it is 8.06 and 6.06, or 10.06 and 6.06, and where masters have 24 bits
+7.06 and 5.06 (`compact_kernel.py`). `HALVES` are the bits of a weight's second half: 16 or 8, 0 of one in
+fp32. Moments with 32 bits come with 16 alone.
 """
 
 from __future__ import annotations
@@ -195,7 +197,7 @@ def launch_update(
     update_weights[(programs,)](
         table.places, table.owners, table.which, numbers, numbers if norm is None else norm,
         numbers if stop is None else stop, table.blocks, float(most),
-        HALVES=table.halves, BLOCK=settings.block, GROUP=table.group, CLIPS=norm is not None,
+        HALVES=table.lower_bits, BLOCK=settings.block, GROUP=table.group, CLIPS=norm is not None,
         STOPS=stop is not None,
         RECORD=table.places.size(1), ROW=NUMBERS, ALIGNED=WIDE if aligned else 1,
         NARROW=settings.narrow if aligned else 1, EVICT=settings.evict, EXACT=settings.exact,
@@ -206,8 +208,9 @@ def launch_update(
 def launch_sums(table: LaunchTable, sums: torch.Tensor) -> None:
     """Sums of squares of this table's gradients, in fp32: one for each program."""
     sum_squares[(sums.numel(),)](
-        table.places, table.owners, sums, table.blocks, HALVES=table.halves, BLOCK=table.settings.block,
-        RECORD=table.places.size(1), ALIGNED=WIDE if table.is_aligned else 1, num_warps=NORM_WARPS,
+        table.places, table.owners, sums, table.blocks, HALVES=table.lower_bits > 0,
+        BLOCK=table.settings.block, RECORD=table.places.size(1), ALIGNED=WIDE if table.is_aligned else 1,
+        num_warps=NORM_WARPS,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from snugfit.step.wishes.adamw_in_pieces import STEP
 from snugfit.step.wishes.masters.adamw import MasterAdamW, Numbers, is_refused
 from snugfit.step.wishes.masters.block import NORM_PROGRAMS, NUMBERS
 from snugfit.step.wishes.masters.device_copy import DeviceCopy
+from snugfit.step.wishes.masters.halves import lower_bits
 from snugfit.step.wishes.masters.launches import (
     OPERATORS,
     is_on_gpu,
@@ -164,6 +165,6 @@ class MasterUpdates:
         places = [0 if one is None else one.data_ptr() for one in (weight, residual, first, second, gradient)]
         launch_update_of_one(
             places + [one.data_ptr() for one in scales], weight.numel(), own, self._norm, self._most,
-            halves=residual is not None, group=table.group, settings=table.usual_settings,
+            halves=lower_bits(residual), group=table.group, settings=table.usual_settings,
         )  # fmt: skip
         torch.autograd.graph.increment_version([weight])

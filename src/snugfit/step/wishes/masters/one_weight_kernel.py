@@ -69,13 +69,13 @@ def launch_update_of_one(
     norm: torch.Tensor | None,
     most: float,
     *,
-    halves: bool,
+    halves: int,
     group: int,
     settings: LaunchSettings,
 ) -> None:
     """Updates the weight whose addresses these are (itself, residual or 0, both moments, its gradient, and
     both scales where there is a group) by its row of numbers (8,), its gradient clipped to the norm `most`
-    where a norm is given, a scalar in fp32."""
+    where a norm is given, a scalar in fp32; `halves` are the bits of a residual, 0 of none."""
     aligned = not any(address % WIDE for address in addresses)
     update_one[(-(-count // settings.block),)](
         *addresses[:5], *(addresses[5:] or addresses[2:4]), own,

@@ -15,7 +15,7 @@ import torch
 from snugfit.errors import RecipeError
 from snugfit.step.wishes.masters.block import SETTINGS, LaunchSettings, LaunchTable
 from snugfit.step.wishes.masters.device_copy import DeviceCopy
-from snugfit.step.wishes.masters.halves import flat
+from snugfit.step.wishes.masters.halves import flat, lower_bits
 from snugfit.step.wishes.masters.marks import RESIDUAL
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -43,7 +43,7 @@ class WeightTable:
     def __init__(self, weights: Sequence[torch.Tensor], states: Sequence[dict[str, Any]]) -> None:
         self.settings = self.usual_settings
         self.weights, self.states = list(weights), list(states)
-        self.halves = weights[0].dtype is torch.bfloat16
+        self.lower_bits = _lower_bits_of_all(states)
         for weight in weights:
             flat(weight)  # or it is refused
         device, block = weights[0].device, self.settings.block
@@ -72,8 +72,8 @@ class WeightTable:
     def as_launched(self) -> LaunchTable:
         """What kernels are told of it."""
         return LaunchTable(
-            self.places, self.owners, self._which.value, self.blocks, self.halves, self.is_aligned,
-            self.settings, self.group,
+            self.places, self.owners, self._which.value, self.blocks, self.lower_bits,
+            self.is_aligned, self.settings, self.group,
         )  # fmt: skip
 
     @classmethod
@@ -129,6 +129,17 @@ class WeightTable:
         from snugfit.step.wishes.masters.kernel import launch_update
 
         launch_update(self.as_launched(), numbers, norm, most, stop)
+
+
+def _lower_bits_of_all(states: Sequence[dict[str, Any]]) -> int:
+    """Of these weights' second halves. Raises `RecipeError` where they differ: one kernel updates all."""
+    widths = {lower_bits(state.get(RESIDUAL)) for state in states}
+    if len(widths) > 1:
+        raise RecipeError(
+            f"The second halves of some masters have {min(widths)} bits and of others {max(widths)}: states "
+            "of two optimizers were mixed. Load those of one."
+        )
+    return widths.pop()
 
 
 def _address(tensor: torch.Tensor | None) -> int:
