@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from snugfit.rehearsal.record.shadow import NotFollowed
-
 if TYPE_CHECKING:
     import torch
 
@@ -53,6 +51,8 @@ def cost_by_lengths(
 
 
 def _numbers(ends: torch.Tensor, view_of: Callable[[torch.Tensor], View | None]) -> torch.Tensor | None:
+    from snugfit.rehearsal.record.shadow import NotFollowed
+
     view = view_of(ends) if ends.is_meta else None
     try:
         return None if view is None else view.tensor().long()
