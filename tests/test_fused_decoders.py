@@ -341,6 +341,7 @@ def test_the_loss_and_its_gradients_are_those_of_whole_logits(
 ) -> None:
     """With what the kernel does in plain torch; some tokens are ignored."""
     monkeypatch.setattr(chunked_loss, "write_gradient", cross_entropy.reference)
+    monkeypatch.setattr(chunked_loss, "multiply", cross_entropy.reference_multiply)
     monkeypatch.setattr(chunked_loss, "has_kernel", lambda tensor: True)
     plain = small("llama")
     fused = copy.deepcopy(plain)

@@ -105,8 +105,8 @@ def _of_the_switch(dtype_of: Callable[[str], torch.dtype]) -> Callable[[str], to
 _LOOKED_THROUGH: dict[int, tuple[dict[str, Any], int]] = {}
 """Modules' namespaces, by identity, and how many names each had when it was looked through."""
 
-_MODULES: list[int] = []
-"""The loaded modules at that time, by identity."""
+_MODULES: list[Any] = []
+"""The loaded modules at that time. They stay alive for it: another could come to lie where one was."""
 
 _FOUND: dict[tuple[int, str], dict[str, Any]] = {}
 """The namespaces, by identity and name, in which one of the functions was ever found, or may come to be."""
@@ -127,7 +127,8 @@ def _rebind(replacements: dict[Any, Any]) -> None:
 
 def _are_as_looked_through() -> bool:
     """Whether the loaded modules are those that were last looked through, each with as many names."""
-    if [*map(id, sys.modules.values())] != _MODULES:
+    modules = list(sys.modules.values())
+    if len(modules) != len(_MODULES) or not all(map(operator.is_, modules, _MODULES)):
         return False
     known = _LOOKED_THROUGH.values()
     return [*map(len, (names for names, _ in known))] == [count for _, count in known]
@@ -137,7 +138,7 @@ def _look_through(ids: Collection[int]) -> None:
     """Notes where what has one of these ids stands in modules that are new or have other names."""
     own_names = {original.__name__ for original in _ORIGINALS}
     modules = list(sys.modules.values())
-    _MODULES[:] = map(id, modules)
+    _MODULES[:] = modules
     for module in modules:
         names = getattr(module, "__dict__", None)
         if names is None or _LOOKED_THROUGH.get(id(names), (None, -1))[1] == len(names):
