@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.record.shadow import View
 
 TILE = 128
-"""Queries and keys of a square (Dao, FlashAttention 2.7, `flash_bwd_launch_template.h`, heads of 64). On an
-H200 RoBERTa-large's kernels, 8 x 384 with a quarter padding, take 33 and 103 us, 33 and 107 predicted by it
+"""Queries and keys of a square: those of the kernels that an H200 runs for RoBERTa-large, as their names say
 (results/h200-2026-11-27/profile-roberta.json)."""
 
 _ENDS = {"aten::_flash_attention_forward": 3, "aten::_flash_attention_backward": 6}
