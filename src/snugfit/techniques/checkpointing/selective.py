@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from snugfit.job.job import dropout_among
 from snugfit.job.kv_prefix import dropped_prefix
 from snugfit.job.limits import NO_SEQUENCE
-from snugfit.techniques.kernels.fused import is_fused
+from snugfit.techniques.seeded_dropout import seeds_dropout
 from snugfit.techniques.setup import CheckpointWish, Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
@@ -46,7 +46,7 @@ class Selective(Technique):
     def install(self, setup: Setup) -> Setup:
         """Makes each layer a span of its own that keeps the results of some operators: also attention with
         dropout, where other dropout has seeds of its own and a step that is recorded cannot draw twice."""
-        drawn = setup.capture is not None and is_fused(setup)
+        drawn = setup.capture is not None and seeds_dropout(setup)
         return replace(setup, checkpoint=CheckpointWish(keep=self.what, keep_drawn=drawn))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
@@ -68,8 +68,8 @@ class Selective(Technique):
         """Attention with dropout is computed again."""
         if dropout := job.stated_dropout(of="att"):
             yield (
-                f"{self}: attention has dropout ({dropout}), so it is computed again and not kept, but with "
-                "'fused + captured'."
+                f"{self}: attention has dropout ({dropout}), so it is computed again and not kept, "
+                "unless the step has 'fused + captured'."
             )
 
     @classmethod

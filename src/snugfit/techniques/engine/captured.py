@@ -31,7 +31,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from snugfit.techniques.kernels.fused import is_fused
+from snugfit.techniques.seeded_dropout import seeds_dropout
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import CaptureWish, Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
@@ -69,7 +69,7 @@ class Captured(Technique):
         if offload.alone.activation_offload is not None:
             yield f"{offload} was not tried in a step that is recorded. Leave one of them out."
         wish = again.alone.checkpoint
-        by_seeds = wish is not None and wish.keep and is_fused(recipe[Slot.KERNELS].alone)
+        by_seeds = wish is not None and wish.keep and seeds_dropout(recipe[Slot.KERNELS].alone)
         if wish is not None and not by_seeds and (dropout := job.stated_dropout()):
             yield (
                 f"{again} computes layers with dropout again ({dropout}), and a step that is recorded cannot "

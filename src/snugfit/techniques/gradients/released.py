@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from snugfit.techniques import roster
-from snugfit.techniques.masters import COMPACT_ADAMW, MASTER_ADAMW
+from snugfit.techniques.masters import COMPACT_ADAMW, MASTER_ADAMW, keeps_masters
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
@@ -47,9 +47,6 @@ UPDATES_ONE = (
     COMPACT_ADAMW.factory.path,
 )
 """Optimizers whose update of a weight depends on nothing of another."""
-
-RECORDED = (MASTER_ADAMW.factory.path, COMPACT_ADAMW.factory.path)
-"""Of these, those whose numbers are on the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +91,7 @@ class Released(Technique):
             )
         if setup.compile is not None:
             yield f"{recipe[Slot.ENGINE]} was not tried with it. Leave one of them out."
-        if setup.capture is not None and setup.optimizer.factory.path not in RECORDED:
+        if setup.capture is not None and not keeps_masters(setup):
             yield (
                 f"{recipe[Slot.OPTIMIZER]} reads its learning rate on the host for each weight, which cannot "
                 "be recorded with it. Try 'bf16_master', 'adamw_compact', or leave 'captured' out."

@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from snugfit.techniques import roster
 from snugfit.techniques.counterpart import Counterpart
+from snugfit.techniques.seeded_dropout import FUSED
 from snugfit.techniques.setting import between
-from snugfit.techniques.setup import PADDING_FREE, Call, Setup
+from snugfit.techniques.setup import PADDING_FREE, Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
@@ -42,9 +43,6 @@ DECODERS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_tex
 
 KNOWN = (*ENCODERS, *DECODERS)
 """All model types that some patcher knows."""
-
-FUSED = Call(path="snugfit.step.wishes.kernels.fused:use_fused")
-"""What a Setup wishes with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +99,6 @@ class Fused(Technique):
     def planning_objection(cls, job: Job) -> str:
         """What it does not cover."""
         return _why_not_covered(job)
-
-
-def is_fused(setup: Setup) -> bool:
-    """Whether this Setup's kernels are these."""
-    return setup.kernels is not None and setup.kernels.path == FUSED.path
 
 
 def _is_decoder(job: Job) -> bool:

@@ -55,7 +55,8 @@ class CompactAdamW(MasterAdamW):
         *,
         master_bits: Literal[32, 24] = 32,
     ) -> None:
-        """Its numbers are torch's defaults; `master_bits` are those of masters that are kept in halves."""
+        """Its numbers are torch's defaults, named again because whoever builds an optimizer reads them off
+        its signature (`wishes/optimizer.py`); `master_bits` are those of masters that are kept in halves."""
         self.residual_dtype = torch.int16 if master_bits == 32 else torch.int8
         super().__init__(params, lr, betas, eps, weight_decay)
 
