@@ -60,6 +60,12 @@ SPLITS = (1, 2, 4, 8, 16)
 SHORTEST_SPLIT = 256
 """Least length of such a part."""
 
+PLAYED = 0.38
+"""What is left of a matrix product's start where it is played back from a CUDA graph: starts were fitted to
+kernels that are launched one by one, and a graph leaves no time between them. Recorded steps of BERT-large,
+RoBERTa-large and Qwen2.5-0.5B took 2.9 to 3.2 us less for each product
+(`results/h200-2026-11-27/profile-bert.json`, `profile-roberta.json`, `results/h100-2026-11-27/clocks.json`)."""
+
 ADDING_UP = 1e-6
 """Seconds of the kernel that adds the parts, beside its traffic."""
 
@@ -103,7 +109,7 @@ class KernelClock:
         """Seconds of this kernel alone, when nothing else runs."""
         key = (
             kernel.operator, kernel.shapes, kernel.dtype, kernel.nbytes, kernel.flops, kernel.layout,
-            kernel.leading, kernel.tensors, kernel.peers,
+            kernel.leading, kernel.tensors, kernel.peers, kernel.played,
         )  # fmt: skip
         seconds = self._cache.get(key)
         if seconds is None:
@@ -156,7 +162,8 @@ class KernelClock:
             rate, self.rates.multiprocessors, self.rates.bandwidth, (batch, rows, columns, inner), share
         )
         moved, _ = self._pattern(kernel) if kernel.operator.endswith("_") else (self.rates.bandwidth, 0.0)
-        return rate.start + max(tiles, kernel.nbytes / moved) + self._copy_first(kernel)
+        start = rate.start * (PLAYED if kernel.played else 1)
+        return start + max(tiles, kernel.nbytes / moved) + self._copy_first(kernel)
 
     def _copy_first(self, kernel: Kernel) -> float:
         """Seconds in which torch copies the matrix that a product is added to; a bias is not copied, nor a

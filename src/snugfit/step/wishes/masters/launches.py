@@ -25,10 +25,9 @@ _KERNEL_ON_META = False
 OPERATORS = torch.library.Library("triton", "FRAGMENT")
 """As traces name kernels that Triton compiles when they are first launched."""
 
-OPERATORS.define(
-    "adamw_of_weights(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor[] gradients, Tensor places, "
-    "Tensor numbers) -> ()"
-)
+_UPDATE = "(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor[] gradients, Tensor places, Tensor numbers) -> ()"
+OPERATORS.define(f"adamw_of_weights{_UPDATE}")
+OPERATORS.define(f"adamw_with_8_bit_states{_UPDATE}")
 OPERATORS.define("squares_of_gradients(Tensor[] gradients, Tensor places, Tensor(a!) sums) -> ()")
 OPERATORS.define("norm_of_squares(Tensor sums, Tensor(a!) norm) -> ()")
 
@@ -37,7 +36,7 @@ def writes_in_place(*arguments: Any) -> None:
     """Their results are written in place, so they allocate nothing."""
 
 
-for _name in ("adamw_of_weights", "squares_of_gradients", "norm_of_squares"):
+for _name in ("adamw_of_weights", "adamw_with_8_bit_states", "squares_of_gradients", "norm_of_squares"):
     OPERATORS.impl(_name, writes_in_place, "Meta")
 
 
@@ -73,7 +72,9 @@ def update_weights(
         return
     among = [number for number, has_one in enumerate(table.has_gradient) if has_one]
     states = [tensor for number in among for tensor in table.tensors_kept(table.states[number])]
-    torch.ops.triton.adamw_of_weights(
+    operators = torch.ops.triton
+    update = operators.adamw_with_8_bit_states if table.group else operators.adamw_of_weights
+    update(
         [table.weights[number] for number in among], [state for state in states if state is not None],
         table.gradients(), table.places, numbers,
     )  # fmt: skip
