@@ -133,7 +133,7 @@ def test_bytes_of_an_element(recipe: str, states: float, moved: float) -> None:
     elements = sum(weight.numel() for weight in model.parameters())
     assert 0 <= kinds["optimizer states"] - states * elements < TABLES
     trace = rehearse(job, Recipe.parse(recipe).setup(), CudaPolicy())
-    update = next(kernel for kernel in trace.kernels if kernel.operator == "triton::adamw_of_weights")
+    update = next(kernel for kernel in trace.kernels if kernel.operator == "triton::adamw_with_8_bit_states")
     assert 0 < update.nbytes - moved * elements < TABLES
     assert [kernel.operator for kernel in trace.kernels if kernel.phase == "clip"] == [
         "triton::squares_of_gradients", "triton::norm_of_squares",

@@ -23,7 +23,7 @@ from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import COPY_IN, Trace
 from snugfit.step.applier import refuse_unsupported
-from snugfit.step.capture.batch import fill_up, layout_of
+from snugfit.step.capture.batch import fill_up, layout_of, longest_sequence
 from snugfit.step.capture.step import CapturedStep
 from snugfit.step.open_step import open_step
 from snugfit.step.selective import checkpoint_arguments
@@ -199,6 +199,15 @@ def test_lengths_are_filled_up_to_a_multiple_and_mean_the_same() -> None:
 def test_a_batch_without_a_mask_keeps_its_length() -> None:
     piece = {"input_ids": torch.ones(2, 30, dtype=torch.long)}
     assert fill_up([piece], 64)[0]["input_ids"].shape == (2, 30)
+
+
+def test_no_batch_is_filled_up_beyond_the_model_s_positions() -> None:
+    job = small_job("bert", 2, batch_size=2)
+    assert longest_sequence(job) == 32
+    piece = {name: torch.ones(2, 20, dtype=torch.long) for name in ("input_ids", "attention_mask")}
+    assert fill_up([piece], 64, longest_sequence(job))[0]["input_ids"].shape == (2, 32)
+    assert longest_sequence(small_job("llama", 2, batch_size=2)) is None
+    assert fill_up([piece], 64, 16)[0]["input_ids"].shape == (2, 20)
 
 
 def test_classes_are_no_tokens() -> None:

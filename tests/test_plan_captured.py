@@ -136,14 +136,33 @@ def test_a_plan_leaves_it_out_where_it_cannot_be_recorded() -> None:
     assert any("cannot be recorded" in one.why for one in made.refused)
 
 
+@pytest.mark.parametrize(
+    ("family", "length", "recipe"),
+    [
+        ("bert", 32, "bf16_master + fused + captured + micro_batches(2)"),
+        ("bert", 24, "bf16 + adamw_fused + captured"),
+        ("llama", 48, "bf16 + adamw_fused + micro_batches(2) + captured + expandable"),
+        ("llama", 48, "bf16_master + adamw_fused + fused + captured"),
+    ],
+)
+def test_so_it_is_of_padded_batches_which_are_filled_up(family: str, length: int, recipe: str) -> None:
+    """Of lengths that are filled up (48 to 64), of those that a model's positions bound (24 to 32), and of
+    one that stays."""
+    assert_as_predicted(replace(job_of(family), padding=0.25, sequence_length=length), recipe)
+
+
+def test_plans_of_padded_batches_know_its_passes_from_those_that_are_launched() -> None:
+    space = space_of(replace(job_of("bert"), padding=0.25))
+    recorded = {one.passes for one in space.candidates if one.setup.capture is not None}
+    assert recorded
+    assert recorded.isdisjoint(one.passes for one in space.candidates if one.setup.capture is None)
+
+
 def test_recipes_that_it_objects_to_are_no_part_of_the_space() -> None:
     job = job_of("bert")
     with_it = [one for one in space_of(job).candidates if one.setup.capture is not None]
     assert with_it
     assert all(one.setup.checkpoint is None and not one.setup.scale_gradients for one in with_it)
-    padded = space_of(replace(job, padding=0.25))
-    assert all(one.setup.capture is None for one in padded.candidates)
-    assert any(one.what == "captured" for one in padded.excluded)
     assert all(one.setup.capture is None for one in space_of(job, many_gpus=True).candidates)
 
 

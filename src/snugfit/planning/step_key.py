@@ -113,17 +113,21 @@ def as_rehearsed(setup: Setup) -> Setup:
     return replace(setup, **{name: getattr(plain, name) for name in hidden})
 
 
-def as_written(setup: Setup) -> Setup:
+def as_written(setup: Setup, *, padded: bool) -> Setup:
     """The same, without what the passes of a step do not show: whether the step is recorded as CUDA graphs.
-    What is played back is what is written."""
+    What is played back is what is written; of `padded` batches, what is written for it."""
     plain = as_rehearsed(setup)
-    return plain if plain.capture is None else replace(plain, capture=None)
+    if plain.capture is None:
+        return plain
+    return replace(plain, capture=replace(plain.capture, recorded=False) if padded else None)
 
 
 def _values(setup: Setup, part: str) -> tuple[Hashable, ...]:
     """What this part of a step depends on. Setups that come one after the other in a space share most of
     their wishes, so the last answer for each part is kept."""
     values = [getattr(setup, name) for name in _names_by_part(setup)[part]]
+    if part == "passes" and setup.capture is not None and not setup.capture.recorded:
+        values.append(setup.capture)
     last = _LAST.get(part)
     if last is None or len(last[0]) != len(values) or not all(map(is_, last[0], values)):
         key = tuple([value if value.__class__ in SIMPLE else _hashable(value) for value in values])

@@ -64,7 +64,8 @@ PLAYED = 0.38
 """What is left of a matrix product's start where it is played back from a CUDA graph: starts were fitted to
 kernels that are launched one by one, and a graph leaves no time between them. Recorded steps of BERT-large,
 RoBERTa-large and Qwen2.5-0.5B took 2.9 to 3.2 us less for each product
-(`results/h200-2026-11-27/profile-bert.json`, `profile-roberta.json`, `results/h100-2026-11-27/clocks.json`)."""
+(`results/h200-2026-11-27/profile-bert.json` and `profile-roberta.json`,
+`results/h100-2026-11-27/clocks.json`)."""
 
 ADDING_UP = 1e-6
 """Seconds of the kernel that adds the parts, beside its traffic."""

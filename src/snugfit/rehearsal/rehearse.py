@@ -181,7 +181,7 @@ def _programs(
 
     if setup.compile is not None:
         return compiled_layers(policy, recorder, notes)
-    if setup.capture is not None and isinstance(policy, CudaPolicy):
+    if setup.capture is not None and setup.capture.recorded and isinstance(policy, CudaPolicy):
         return captured_steps(recorder)
     return contextlib.nullcontext()
 

@@ -28,9 +28,11 @@ from snugfit.step.applier import (
 )
 from snugfit.step.batches import join, micro_batches, place
 from snugfit.step.build import build_model, build_optimizer, is_in_stages
+from snugfit.step.capture.batch import fill_up, is_packed, longest_sequence
 from snugfit.step.capture.open import capture
 from snugfit.step.loss import loss_of
 from snugfit.step.step import Step
+from snugfit.step.transformers_internals import masks_by_shape
 from snugfit.step.wishes.mesh.spread_tensors import clip
 from snugfit.step.wishes.updates.released import ReleasedPasses
 
@@ -191,6 +193,11 @@ class PlainStep(OptimizerLoop):
             return self.released.run_passes(built, pieces, weights)
         if self.captured is not None and self.is_captured():
             return self.captured.run_passes(built, pieces, weights)
+        wish = self.setup.capture
+        if wish is not None and not wish.recorded:
+            with masks_by_shape(packed=is_packed(pieces)):
+                pieces = fill_up(pieces, wish.multiple, longest_sequence(self.job))
+                return self.run_passes(built, pieces, weights)
         return self.run_passes(built, pieces, weights)
 
     def needs_norm(self) -> bool:

@@ -210,6 +210,10 @@ class CaptureWish:
     multiple: int = 64
     """Of padded batches: lengths are filled up to a multiple of this, and each has graphs of its own."""
 
+    recorded: bool = True
+    """False in what a search rehearses: the passes that would be recorded, as they are written. Batches are
+    filled up, and masks decided by shapes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadWish:
@@ -428,7 +432,8 @@ class Setup:
     @property
     def records_graphs(self) -> bool:
         """Whether anything is recorded as CUDA graphs, so that the first steps differ from those after."""
-        return self.capture is not None or (self.compile is not None and self.compile.records_graphs)
+        recorded = self.capture is not None and self.capture.recorded
+        return recorded or (self.compile is not None and self.compile.records_graphs)
 
     @property
     def has_budget(self) -> bool:

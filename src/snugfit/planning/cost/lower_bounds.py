@@ -164,8 +164,9 @@ class _PassesBounds:
         sizes = {job.batch_size // setup.micro_batches for setup in setups if setup.micro_batches > 1}
         whole = any(setup.micro_batches == 1 for setup in setups)
         self.bounds, self.batch_size = bounds, job.batch_size
-        self.fit = bounds.depth_fit(as_written(first))
-        self.update_fit = bounds.depth_fit(replace(as_written(first), checkpoint=None))
+        written = as_written(first, padded=bool(job.padding))
+        self.fit = bounds.depth_fit(written)
+        self.update_fit = bounds.depth_fit(replace(written, checkpoint=None))
         self.by_depth = [
             rehearse_sizes(shallow.job, shallow.setup, bounds.policy, sizes, whole=whole)
             for shallow in self.fit.depths

@@ -259,7 +259,7 @@ class Parts:
         """The training run under this Setup; None where its parts cannot be spliced. Raises
         `CannotBeRecorded` where it is to be recorded and waits for the device."""
         setup = as_rehearsed(setup)
-        passes = self._whole_passes(as_written(setup))
+        passes = self._whole_passes(as_written(setup, padded=bool(self.job.padding)))
         if setup.capture is not None:
             refuse_waits(passes.waits)
         gradients = passes.gradients, passes.shared

@@ -23,7 +23,7 @@ from snugfit.errors import RecipeError, SnugfitError
 from snugfit.planning.keep import Kept
 from snugfit.planning.plan import Exclusion
 from snugfit.planning.search.combinations import Combinations, Objection
-from snugfit.planning.step_key import step_key
+from snugfit.planning.step_key import as_written, passes_key, step_key
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import ONLY_TRAINING, Recipe
 from snugfit.techniques.setup import Setup
@@ -137,7 +137,8 @@ def space_of(
     for number, techniques, setup in combinations:
         numbers[number] = len(candidates)
         key = step_key(setup)
-        kind = passes.setdefault(key.passes, len(passes))
+        of_passes = passes_key(as_written(setup, padded=True)) if job.padding else key.passes
+        kind = passes.setdefault(of_passes, len(passes))
         size = sized.setdefault((kind, key.micro_batches), len(sized))
         trace = traces.setdefault((size, key.update), len(traces))
         recipe = Recipe(techniques)

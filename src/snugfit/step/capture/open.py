@@ -15,7 +15,7 @@ def capture(loop: Loop) -> CapturedStep | None:
     """The loop's steps, recorded; None where that is not asked for, or where there is no GPU: steps then run
     as they are written."""
     wish = loop.setup.capture
-    if wish is None or not loop.job.trains:
+    if wish is None or not wish.recorded or not loop.job.trains:
         return None
     if (make_graphs := REHEARSED.get()) is not None:
         return CapturedStep(loop, make_graphs(), wish)

@@ -30,7 +30,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from snugfit.step.batches import place
-from snugfit.step.capture.batch import fill_up, layout_of
+from snugfit.step.capture.batch import fill_up, is_packed, layout_of, longest_sequence
 from snugfit.step.capture.graphs import NotRecorded
 from snugfit.step.capture.update import RecordableUpdate
 from snugfit.step.transformers_internals import masks_by_shape
@@ -127,6 +127,7 @@ class CapturedStep:
         self._recordings: dict[Hashable, LayoutGraphs] = {}
         self._played: LayoutGraphs | None = None
         self._update: RecordableUpdate | None = None
+        self._most = longest_sequence(loop.job)
         self.why_not = ""
         """Why steps run as they are written; empty where they are played back."""
 
@@ -154,7 +155,7 @@ class CapturedStep:
         """The gradients of these host micro-batches, and what their losses come to where losses are kept. Or
         a pass whose gradients hooks take."""
         self._played = None
-        pieces = fill_up(pieces, self._wish.multiple)
+        pieces = fill_up(pieces, self._wish.multiple, self._most)
         layouts = {layout_of(piece) for piece in pieces}
         key = (*layouts, len(pieces) > 1, hooked and hooked.name)
         alike = len(layouts) == 1 and 0 not in shares
@@ -166,7 +167,7 @@ class CapturedStep:
             hooked.weights.clear()
         if not alike or key not in self._recordings:
             self._met.add(key)
-            with self._graphs.own_memory():
+            with self._graphs.own_memory(), masks_by_shape(packed=is_packed(pieces)):
                 return self._loop.run_passes(built, pieces, shares, again=_is_again(hooked))
         recording = self._recordings[key]
         total = self._play(recording, built, pieces, shares, is_again=_is_again(hooked))
@@ -272,7 +273,7 @@ class CapturedStep:
 
     def _forward(self, recording: LayoutGraphs, built: TrainedParts, *, is_first: bool) -> None:
         loop = self._loop
-        packed = "position_ids" in recording.batch
+        packed = is_packed([recording.batch])
         with loop.forward_context(), masks_by_shape(packed=packed), self._recomputing():
             loss = loop.loss_of(built.runs, recording.batch)
         if recording.share is not None:

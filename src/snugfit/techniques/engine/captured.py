@@ -21,8 +21,8 @@ dropout are recorded, and with dropout those of which `fused` has a seed for eac
 keeps attention. With optimizers that compute on the host (bitsandbytes', Adafactor, Muon) the passes are
 played, and the update is launched as ever.
 
-Plans for one GPU look at it where batches are not padded: its passes are those that are written, so nothing
-of them is rehearsed anew (`rehearsal/captured_parts.py`).
+Plans for one GPU look at it: its passes are those that are written, so nothing of them is rehearsed anew
+(`rehearsal/captured_parts.py`), but where batches are padded.
 """
 
 from __future__ import annotations
@@ -76,8 +76,3 @@ class Captured(Technique):
                 "draw the same numbers twice. Leave one of them out, or try 'fused + selective(attention)', "
                 "which keeps attention and has a seed for other dropout."
             )
-
-    @classmethod
-    def planning_objection(cls, job: Job) -> str:
-        """Padded batches are filled up, and need no look at their masks: other passes than are written."""
-        return "of padded batches its passes are simulated in full: predict it" if job.padding else ""

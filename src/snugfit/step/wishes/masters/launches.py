@@ -25,9 +25,11 @@ _KERNEL_ON_META = False
 OPERATORS = torch.library.Library("triton", "FRAGMENT")
 """As traces name kernels that Triton compiles when they are first launched."""
 
-_UPDATE = "(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor[] gradients, Tensor places, Tensor numbers) -> ()"
-OPERATORS.define(f"adamw_of_weights{_UPDATE}")
-OPERATORS.define(f"adamw_with_8_bit_states{_UPDATE}")
+for _name in ("adamw_of_weights", "adamw_with_8_bit_states"):
+    OPERATORS.define(
+        f"{_name}(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor[] gradients, Tensor places, "
+        "Tensor numbers) -> ()"
+    )
 OPERATORS.define("squares_of_gradients(Tensor[] gradients, Tensor places, Tensor(a!) sums) -> ()")
 OPERATORS.define("norm_of_squares(Tensor sums, Tensor(a!) norm) -> ()")
 
