@@ -8,6 +8,7 @@ that has imported what it needs and done nothing else, and it forks when it is t
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -131,4 +132,6 @@ def _stream(streams: Mapping[str, int | None], descriptors: Sequence[int]) -> No
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent)]
     getattr(importlib.import_module(sys.argv[2]), "warm", lambda: None)()
+    gc.collect()
+    gc.freeze()  # a collection in a fork walks through what the fork has made, and copies no page for the rest
     serve(socket.socket(fileno=int(sys.argv[1])))
