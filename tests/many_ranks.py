@@ -239,7 +239,7 @@ def warm() -> None:
     import torch.distributed.fsdp
     import torch.distributed.optim
     import torch.distributed.pipelining
-    import torch.nn.parallel
+    import torch.nn.parallel  # noqa: F401
     import transformers.models.bert.modeling_bert
     import transformers.models.gpt2.modeling_gpt2
     import transformers.models.llama.modeling_llama
