@@ -194,7 +194,7 @@ def test_resumed_on_as_many_it_is_the_same_run(
 
 
 OTHERS = [
-    (ZERO3, 2, "fsdp", 2), ("ddp", 2, ZERO2, 2), (ZERO2, 2, ZERO3, 4), (ZERO2, 2, "plain", 1),
+    (ZERO3, 2, "fsdp", 2), ("ddp", 2, ZERO2, 2), (ZERO2, 2, "plain", 1), (ZERO2, 2, ZERO3, 4),
     ("plain", 1, ZERO3, 2), (ZERO3, 2, ZERO2, 1), (ZERO2, 2, "ddp", 2), ("fsdp", 2, ZERO3, 2),
     (ZERO3, 2, "zero1", 2), ("zero1", 2, ZERO2, 4), (ZERO2, 1, "plain", 1), ("plain", 1, ZERO2, 1),
 ]  # fmt: skip
