@@ -92,7 +92,6 @@ TWO = few_of(
         ("llama", "tensor(2) + every_layer + bf16"), ("qwen3", "tensor(2)"),
         ("llama", "context(2) + every_layer + bf16"), ("mixtral", "tensor(2) + expert(2)"),
         ("bert", "ddp(bucket_views=true)"), ("bert", "fsdp"), ("bert", "ddp + bf16"),
-        ("llama", "context(2)"),
     ],
 )  # fmt: skip
 FOUR = [
