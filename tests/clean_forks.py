@@ -7,7 +7,10 @@ that has imported what it needs and done nothing else, and it forks when it is t
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import gc
 import importlib
 import json
 import os
@@ -22,7 +25,7 @@ from pathlib import Path
 from typing import Any, Self
 
 MOST_SECONDS = 60.0
-"""That a process may take."""
+"""That a process may take, unless one says otherwise."""
 
 
 class Forks:
@@ -60,9 +63,9 @@ class Forks:
         }
         return int(self._asked(told, sent)["pid"])
 
-    def ended(self, child: int) -> int:
-        """Its exit code, or minus the signal that ended it."""
-        code = self._asked({"wait": child})["code"]
+    def ended(self, child: int, within: float = MOST_SECONDS) -> int:
+        """Its exit code, or minus the signal that ended it; it is ended after so many seconds."""
+        code = self._asked({"wait": child, "seconds": within})["code"]
         assert code is not None, "the process did not end"
         return int(code)
 
@@ -72,20 +75,33 @@ class Forks:
         return answer
 
 
+@functools.cache
+def forks_of(module: str) -> Forks:
+    """Forks of a process that has imported this module, for all tests of this process, with which it ends:
+    starting it takes ten seconds."""
+    forks = Forks(module)
+    atexit.register(forks.__exit__)
+    return forks
+
+
 def serve(connection: socket.socket) -> None:
     while True:
         told, descriptors, *_ = socket.recv_fds(connection, 1 << 16, 8)
         if not told:
             return
         asked = json.loads(told)
-        answer = {"code": _waited(asked["wait"])} if "wait" in asked else {"pid": _forked(asked, descriptors)}
+        answer = (
+            {"code": _waited(asked["wait"], asked["seconds"])}
+            if "wait" in asked
+            else {"pid": _forked(asked, descriptors)}
+        )
         for each in descriptors:
             os.close(each)
         connection.send(json.dumps(answer).encode())
 
 
-def _waited(child: int) -> int | None:
-    deadline = time.monotonic() + MOST_SECONDS
+def _waited(child: int, seconds: float) -> int | None:
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         found, status = os.waitpid(child, os.WNOHANG)
         if found:
@@ -131,4 +147,6 @@ def _stream(streams: Mapping[str, int | None], descriptors: Sequence[int]) -> No
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent)]
     getattr(importlib.import_module(sys.argv[2]), "warm", lambda: None)()
+    gc.collect()
+    gc.freeze()  # a collection in a fork walks through what the fork has made, and copies no other page
     serve(socket.socket(fileno=int(sys.argv[1])))

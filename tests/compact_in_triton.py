@@ -19,6 +19,7 @@ from snugfit.step.wishes.masters.block import LaunchSettings
 from snugfit.step.wishes.masters.compact_adamw import SCALES, CompactAdamW
 from snugfit.step.wishes.masters.table import MOMENTS
 from snugfit.step.wishes.mesh.spread_tensors import gradient_norm, scale
+from triton_cases import asks_all
 
 SETTINGS = (LaunchSettings(), LaunchSettings(block=2048, warps=8, programs=3, narrow=16))
 
@@ -118,8 +119,10 @@ def time_updates() -> None:
 
 if __name__ == "__main__":
     asked = sys.argv[1] if len(sys.argv) > 1 else "cpu"
-    for kind in (torch.bfloat16, torch.float32):
-        for chosen in SETTINGS:
+    for (at, kind), (place, chosen) in itertools.product(
+        enumerate((torch.float32, torch.bfloat16)), enumerate(SETTINGS)
+    ):
+        if asks_all(asked) or at == place:
             compare(asked, kind, chosen, 0.5 if chosen.programs else None)
     for chosen in SETTINGS:
         compare(asked, torch.bfloat16, chosen, 0.5 if chosen.programs else None, master_bits=24)

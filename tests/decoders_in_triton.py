@@ -13,7 +13,7 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -21,6 +21,7 @@ import torch
 
 from snugfit.kernels import column_sums, cross_entropy, gated_mlp, rms_norm, rotary
 from snugfit.kernels.rotary import Heads, Norms
+from triton_cases import asks_all
 
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 """Largest error by dtype, of a number and a sixteenth of the largest: in 16 bits two roundings."""
@@ -74,15 +75,24 @@ def drawn(device: str, dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.
 # ---- cases -----------------------------------------------------------------------------------------------
 
 
+def combined(device: str, dtype: torch.dtype, *axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """One of each axis, in all ways; or in half of them: 32 bits have one half and 16 the other, and each has
+    every pair."""
+    turn = int(dtype is torch.float32)
+    for places in itertools.product(*(range(len(axis)) for axis in axes)):
+        if asks_all(device) or sum(places) % 2 == turn:
+            yield tuple(axis[place] for axis, place in zip(axes, places, strict=True))
+
+
 def norm_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Of sizes that are no powers of two, of fewer rows than programs and of more; added and not, and to a
     stream of 32 bits."""
-    wider = {dtype, torch.float32}
+    streams = (None, *dict.fromkeys((dtype, torch.float32)))
+    sizes = ((1, 8), (17, 100), (3, 1029))
     with patch.object(rms_norm, "PROGRAMS", 7):
-        for (rows, columns), from_one in itertools.product(((1, 8), (17, 100), (3, 1029)), (False, True)):
-            for of_stream in (None, *wider):
-                given = functools.partial(norm, device, dtype, rows, columns, of_stream, from_one)
-                yield f"norm {rows} x {columns}, stream={of_stream}, from_one={from_one}", given
+        for (rows, columns), from_one, of_stream in combined(device, dtype, sizes, (False, True), streams):
+            given = functools.partial(norm, device, dtype, rows, columns, of_stream, from_one)
+            yield f"norm {rows} x {columns}, stream={of_stream}, from_one={from_one}", given
 
 
 def norm(
@@ -111,9 +121,8 @@ def norm(
 
 def gated_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Of less than a block and of more, by both activations."""
-    for (rows, columns), tanh, again in itertools.product(
-        ((1, 8), (5, 100), (3, 2100)), (False, True), (False, True)
-    ):
+    sizes = ((1, 8), (5, 100), (3, 2100))
+    for (rows, columns), tanh, again in combined(device, dtype, sizes, (False, True), (False, True)):
         given = functools.partial(gate, device, dtype, rows, columns, tanh, again)
         yield f"gated {rows} x {columns}, tanh={tanh}, again={again}", given
 
@@ -132,9 +141,8 @@ def gate(
 def rotary_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Of heads in groups and not, of three heads and of heads 2 * 3 wide; with norms and without."""
     with patch.object(rotary, "PROGRAMS", 7):
-        for heads, batch, from_one in itertools.product(
-            (Heads(2, 2, 8), Heads(4, 1, 6), Heads(3, 3, 64)), (1, 2), (None, False, True)
-        ):
+        kinds = (Heads(2, 2, 8), Heads(4, 1, 6), Heads(3, 3, 64))
+        for heads, batch, from_one in combined(device, dtype, kinds, (1, 2), (None, False, True)):
             given = functools.partial(turn, device, dtype, heads, batch, from_one)
             yield f"rotary {tuple(heads)}, angles of {batch}, from_one={from_one}", given
 

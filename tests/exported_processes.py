@@ -13,7 +13,8 @@ import json
 import os
 import runpy
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -80,15 +81,36 @@ def by_the_trainer(folder: Path, samples: Any) -> list[float]:
     return [sum(losses[start : start + pieces]) for start in range(0, len(losses), pieces)]
 
 
-if __name__ == "__main__":
+def train_all(folders: Sequence[str]) -> None:
+    """By each script in turn; the first process writes the losses."""
     torch.set_num_threads(1)
-    for name in sys.argv[1:]:
+    for name in folders:
         with taken_for_gpus():
             told = train(Path(name))
         if os.environ["RANK"] == "0":
             (Path(name) / "losses.json").write_text(json.dumps(told))
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def one_rank(rank: int, size: int, port: int, folders: Sequence[str]) -> int:
+    """The same in a fork of a process that has imported what it needs (`clean_forks.py`), which torchrun did
+    not start. What went wrong is written into the first folder."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo",
+        DS_ACCELERATOR="cpu",
+    )  # fmt: skip
+    try:
+        train_all(folders)
+    except Exception:
+        (Path(folders[0]) / f"said{rank}").write_text(traceback.format_exc())
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    train_all(sys.argv[1:])
     # A thread of gloo may still hold a tensor, and be ended by Python's own end while it lets go of it, which
     # aborts the process (pytorch/pytorch#190489).
     sys.stdout.flush()

@@ -22,14 +22,20 @@ from snugfit.kernels import bias_gelu as gelus
 from snugfit.kernels import column_sums as sums
 from snugfit.kernels import join_slopes as joins
 from snugfit.kernels.joint_linear import joint_linear, lay_side_by_side
+from triton_cases import asks_all
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 """Of a number's share of the largest: some roundings of results, which programs and torch round once each."""
 
-SHAPES = ((1, 1, 8), (5, 60, 33), (1, 3, 1000))
+SHAPES = ((1, 1, 8), (3, 43, 33), (1, 3, 1000))
 """Rows and columns that are and are not multiples of what a program has at hand."""
 
+FEW_ROWS = (5, 3, 33)
+"""In the place of many in the interpreter, where a kernel has a few rows at hand: its two programs take turns
+all the same."""
+
 MORE_SHAPES = (
+    (5, 60, 33),
     (3, 5, 768),
     (2, 4, 1000),
     (1, 2, 1024),
@@ -323,10 +329,13 @@ def main() -> int:
         for dtype in TOLERANCE:
             if device == "cpu" and dtype is torch.float16:
                 continue
+            if dtype is torch.bfloat16 and shape[-1] > 33 and not asks_all(device):
+                continue
+            fewer = FEW_ROWS if shape == SHAPES[1] and not asks_all(device) else shape
             for case in (
                 *norm_cases(device, shape, dtype),
-                *gelu_cases(device, shape, dtype),
-                *join_cases(device, shape, dtype),
+                *gelu_cases(device, fewer, dtype),
+                *join_cases(device, fewer, dtype),
             ):
                 good &= case
     if good:

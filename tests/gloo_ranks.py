@@ -2,7 +2,8 @@
 
 `run_ranks` starts them once for many recipes and gives back what each rank's allocator did, and the losses
 of a second run, in which all ranks draw the same weights and the same batches. Each
-rank is a process of its own, as torchrun starts it: a default process group is one for a whole process.
+rank is a process of its own, as torchrun starts it: a default process group is one for a whole process. It is
+forked from one that has imported what ranks need and done nothing else (`clean_forks.py`).
 
 Gloo works in threads of its own, which let go of a tensor some time after it is exchanged; torch's profiler
 does not hear of it when a tensor is freed by them. So gloo has one thread here, and each exchange that is
@@ -22,13 +23,14 @@ import functools
 import importlib
 import os
 import pickle
-import subprocess
-import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from clean_forks import forks_of
 
 if TYPE_CHECKING:
     import torch
@@ -55,28 +57,32 @@ class Ran(NamedTuple):
     """Bytes of the tensors that it exchanged in Python."""
 
 
-def run_ranks(ranks: int, cases: Sequence[Case], loop: str = "plain", *, within: str = "") -> list[list[Ran]]:
+def run_ranks(
+    ranks: int, cases: Sequence[Case], loop: str = "plain", *, within: str = "", warm: str = "many_ranks"
+) -> list[list[Ran]]:
     """What each of so many ranks did in each case, in this loop, `within` a context manager that is named by
-    its import path (`module:name`)."""
+    its import path (`module:name`). The module `warm` imports what the ranks need."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "cases").write_bytes(pickle.dumps(list(cases)))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, __file__, str(folder), loop, str(ranks), within]
-        processes = []
-        for rank in range(ranks):
-            with (folder / f"said{rank}").open("w") as said:  # a pipe fills up while another's is read
-                processes.append(subprocess.Popen([*command, str(rank)], env=environment, stderr=said))
-        try:
-            for process in processes:
-                process.wait(timeout=TIME_LIMIT)
-        finally:
-            for process in processes:
-                process.kill()
-        failed = [rank for rank, process in enumerate(processes) if process.returncode]
+        forks = forks_of(warm)
+        started = [forks.start(one_rank, name, loop, ranks, within, rank) for rank in range(ranks)]
+        failed = [rank for rank, one in enumerate(started) if forks.ended(one, TIME_LIMIT)]
         assert not failed, "\n".join((folder / f"said{rank}").read_text() for rank in failed)
         read = [pickle.loads((folder / f"ran{rank}").read_bytes()) for rank in range(ranks)]
         return [[Ran(*one) for one in of_rank] for of_rank in read]
+
+
+def one_rank(folder: str, loop: str, ranks: int, within: str, rank: int) -> int:
+    """The work of a fork. Its other ranks would wait for one that failed until somebody ends them, so that it
+    says why at once."""
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    try:
+        run_rank(Path(folder), loop, ranks, within, rank)
+    except Exception:
+        (Path(folder) / f"said{rank}").write_text(traceback.format_exc())
+        return 1
+    return 0
 
 
 def losses_of(job: Job, setup: Setup, loop: str = "plain") -> list[float]:
@@ -262,9 +268,3 @@ def _follow_functional_ones() -> None:
     for name in FUNCTIONAL:
         if (exchange := getattr(functional, name, None)) is not None:
             setattr(functional, name, with_group(exchange))
-
-
-if __name__ == "__main__":
-    run_rank(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
-    sys.stderr.flush()
-    os._exit(0)  # a thread of gloo's may abort Python's own end: see `exported_processes.py`

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -17,7 +18,7 @@ from snugfit.planning.several_gpus.sharings import MOST_AXES
 from snugfit.techniques import roster
 from snugfit.techniques.checkpointing.first_layers import FirstLayers
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import ParallelWish
+from snugfit.techniques.setup import ParallelWish, Setup
 from snugfit.techniques.several_gpus import on_gpus
 from snugfit.techniques.technique import Slot
 from snugfit.units import GIB
@@ -57,7 +58,11 @@ class MadeUpJudge:
 
     @classmethod
     def of(cls, job: Job, gpu: Gpu, gpus: int, recipe: Recipe) -> Judged:
-        setup = on_gpus(recipe.setup(), gpus)
+        return cls.of_setup(job, gpu, gpus, on_gpus(recipe.setup(), gpus))
+
+    @classmethod
+    def of_setup(cls, job: Job, gpu: Gpu, gpus: int, setup: Setup) -> Judged:
+        """The same, of what a recipe asks of so many GPUs."""
         wish = setup.parallel or ParallelWish(weights="alone", ranks=1)
         pieces, groups = setup.micro_batches, wish.data_ranks
         layers = job.model.layers
@@ -81,6 +86,16 @@ class MadeUpJudge:
         return Judged(int(states + held), seconds, model_seconds=model)
 
 
+@functools.cache
+def every_setup(job: Job, base: Recipe, count: int, axes: int) -> tuple[Setup, ...]:
+    """What all recipes ask that share the job among so many GPUs, whatever a formula says of them."""
+    return tuple(
+        on_gpus(shared.cut(pieces).setup(), count)
+        for shared in ways(job, base, count, Kept(), axes)
+        for pieces in cuts(job, shared, Kept())
+    )
+
+
 def best_of_all(
     job: Job, gpu: Gpu, count: int, bound: int, base: Recipe, more: float = MARGIN
 ) -> Judged | None:
@@ -88,11 +103,7 @@ def best_of_all(
     one that is faster by far, or the only one that fits."""
     best: Judged | None = None
     for axes in range(MOST_AXES + 1):
-        every = [
-            MadeUpJudge.of(job, gpu, count, shared.cut(pieces))
-            for shared in ways(job, base, count, Kept(), axes)
-            for pieces in cuts(job, shared, Kept())
-        ]
+        every = [MadeUpJudge.of_setup(job, gpu, count, one) for one in every_setup(job, base, count, axes)]
         fit = [one for one in every if one.needed_bytes * more <= bound]
         if axes < MOST_AXES or best is None:
             mesh = min(fit, key=lambda one: one.step_seconds, default=None)

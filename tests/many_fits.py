@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from many_ranks import free_port
 from snugfit import fit
 from snugfit.errors import SnugfitError
 from snugfit.job.batch import IGNORED
+from snugfit.techniques import roster
 from snugfit.training.checkpoint.shards import whole_weights
 
 
@@ -152,13 +155,18 @@ def fits(forks: Forks, folder: Path, size: int = 2, **asked: Any) -> list[int]:
 
 
 def warm() -> None:
-    """What the process that forks does first: it imports what the forks need."""
-    for name in (
+    """What the process that forks does first: it imports what the forks need, and reads the techniques. Each
+    fork would take seconds for that. accelerate imports DeepSpeed where it is installed."""
+    names = (
         "accelerate",
         "torch.distributed.checkpoint.state_dict",
         "torch.distributed.fsdp",
         "transformers.models.bert.modeling_bert",
         "transformers.models.gpt2.modeling_gpt2",
         "transformers.trainer",
-    ):
-        importlib.import_module(name)
+        *(["deepspeed"] if importlib.util.find_spec("deepspeed") else []),
+    )
+    with contextlib.redirect_stdout(sys.stderr):
+        for name in names:
+            importlib.import_module(name)
+    roster.techniques()

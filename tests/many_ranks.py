@@ -21,6 +21,7 @@ from snugfit.errors import SnugfitError
 from snugfit.frontends import own
 from snugfit.frontends.own import train
 from snugfit.step import plain_loop
+from snugfit.techniques import roster
 from snugfit.training.checkpoint.shards import ShardedSnapshot
 from snugfit.training.run.loop import TrainingStep
 from snugfit.training.run.trained import Trained
@@ -232,7 +233,8 @@ def weights_in(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def warm() -> None:
-    """What the process that forks does first: it imports what the forks need."""
+    """What the process that forks does first: it imports what the forks need, and reads from transformers
+    which model has which tasks. Each fork would take seconds for that."""
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
     import torch.distributed.optim
@@ -241,4 +243,9 @@ def warm() -> None:
     import transformers.models.bert.modeling_bert
     import transformers.models.gpt2.modeling_gpt2
     import transformers.models.llama.modeling_llama
-    import transformers.models.mixtral.modeling_mixtral  # noqa: F401
+    import transformers.models.mixtral.modeling_mixtral
+    import transformers.optimization  # noqa: F401
+
+    roster.techniques()
+    for family in NO_DROPOUT:
+        small_job(family, 1)

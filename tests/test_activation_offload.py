@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import test_accelerate
 import test_fit_law
+from kept import kept
 from snugfit.errors import RecipeError
 from snugfit.exchange.read import read_arguments
 from snugfit.job.gpu import find_gpu
@@ -461,7 +462,7 @@ def test_where_nothing_fits_a_plan_names_it() -> None:
 @pytest.mark.whole
 def test_a_plan_that_keeps_it_gives_what_a_prediction_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     this, gpu = deeper(batch_size=64), find_gpu("h200")
-    found = plan(this, gpu=gpu, keep="bf16 + host(all) + adamw + keep_all + uncompiled", workers=1)
+    found = plan(this, gpu=gpu, keep=kept("bf16 + host(all)", but="batching"), workers=1)
     assert found.best is not None
     assert found.verified
     predicted = predict(this, found.best.recipe, gpu=gpu)

@@ -3,6 +3,7 @@ is the concrete recipe."""
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -32,7 +33,9 @@ def this() -> Job:
     return small_job("llama", LAYERS, batch_size=1, sequence_length=8192)
 
 
+@functools.cache
 def needed(this: Job, recipe: str) -> int:
+    """Bytes; several tests ask for those of the same recipe."""
     footprint = predict_recipe(this, recipe, gpu="h200").footprint
     return (footprint.reserved_bytes or 0) + footprint.context_bytes
 

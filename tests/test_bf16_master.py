@@ -15,6 +15,7 @@ import torch
 
 from aligned import compare, peak
 from cpu_scratch import compared
+from kept import kept
 from reported import foreseen, reports
 from small_models import small_job
 from snugfit.errors import RecipeError, UsageError
@@ -363,7 +364,7 @@ def test_nothing_is_said_of_lost_updates_and_how_much_was_measured_is() -> None:
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_plan_that_keeps_it_gives_what_a_prediction_gives(dtype: str) -> None:
     job, gpu = replace(small_job("bert", 2, batch_size=4), dtype=dtype), find_gpu("h200")
-    found = plan(job, gpu=gpu, keep="bf16_master + keep_all + whole_batch + torch_kernels", workers=1)
+    found = plan(job, gpu=gpu, keep=kept("bf16_master", but="attention optimizer"), workers=1)
     assert found.best is not None
     assert "bf16_master" in str(found.best.recipe)
     predicted = predict(job, found.best.recipe, gpu=gpu)

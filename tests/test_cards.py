@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kept import REST
 from made_up_judge import MadeUpJudge, best_of_all
 from small_models import small_job
 from snugfit.cli.main import run
@@ -30,6 +31,7 @@ from snugfit.prediction.headroom import headroom_of
 from snugfit.report.plan.cards import render
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB
+from tiers import slow_but
 
 JOB = replace(small_job("llama", 12), batch_size=64)
 KINDS = tuple(map(find_gpu, ("h200", "h100-sxm", "l4")))
@@ -47,8 +49,11 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> type[MadeUpJudge]:
 # ---- the search --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("states", [1, 160, 700])
-@pytest.mark.parametrize(("sample", "exchange"), [(0.1, 0.02), (6, 1e-4), (20, 0.0)])
+FORMULAS = [(states, *more) for more in ((0.1, 0.02), (6, 1e-4), (20, 0.0)) for states in (1, 160, 700)]
+OFTEN = ((160, 0.1, 0.02), (1, 6, 1e-4), (700, 20, 0.0))
+
+
+@pytest.mark.parametrize(("states", "sample", "exchange"), slow_but(FORMULAS, OFTEN.__contains__))
 def test_the_fewest_and_the_cheapest_are_those_of_every_recipe(
     made_up: type[MadeUpJudge],
     monkeypatch: pytest.MonkeyPatch,
@@ -151,7 +156,7 @@ def test_answers_are_those_of_a_plan_for_one_kind() -> None:
     """On the GPUs that a search names, a plan that simulates in full finds a step as fast, in a precision
     that one GPU and several take."""
     job = replace(small_job("llama", 12), batch_size=8)
-    keep = "bf16 + sdpa + torch_kernels"
+    keep = f"bf16 + sdpa + default + inline + {REST}"
     (kind,) = plan_cards(job, ["h200"], counts=[1, 2], keep=keep, workers=1).answers
     assert kind.fits
     for one in kind.answers:

@@ -18,12 +18,13 @@ from typing import Any
 
 import pytest
 
+from kept import REST
 from made_up import guide_result
 from scripts_here import run_script
 from tiers import slow_but
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-LITTLE = "lora + eager + bf16 + keep_all + default + inline + adamw"
+LITTLE = f"lora + eager + bf16 + keep_all + default + inline + adamw + {REST}"
 """Leaves a plan the batching alone."""
 
 TINY = {
@@ -145,7 +146,7 @@ def test_a_trainer_script_of_a_small_model(folder: Path) -> None:
     script = lines.replace("answerdotai/ModernBERT-base", tiny_model(folder))
     assert script != lines
     (folder / "mine.py").write_text(script.replace("=64,", "=4,"))
-    keep = "sdpa + keep_all + default + inline"
+    keep = f"sdpa + keep_all + default + inline + {REST}"
     check_trainer_script(small_answer("trainer_script.sh", SCRIPT="mine.py", GPU="rtx 2060", KEEP=keep))
 
 

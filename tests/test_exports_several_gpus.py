@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from exported_processes import STEPS
+from clean_forks import forks_of
+from exported_processes import STEPS, one_rank
+from many_ranks import free_port
 from snugfit.cli.main import run
 from snugfit.errors import RecipeError, UsageError
 from snugfit.exchange.check import check
@@ -57,6 +59,14 @@ def started(*command: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+def forked(size: int, folders: Sequence[Path]) -> None:
+    """The same work by forks of one process that has imported transformers, accelerate and DeepSpeed."""
+    forks, port, names = forks_of("many_fits"), free_port(), [*map(str, folders)]
+    children = [forks.start(one_rank, rank, size, port, names) for rank in range(size)]
+    failed = [rank for rank, child in enumerate(children) if forks.ended(child, TIME_LIMIT)]
+    assert not failed, "\n".join((folders[0] / f"said{rank}").read_text() for rank in failed)
 
 
 def losses_of(folder: Path) -> list[float]:
@@ -142,7 +152,7 @@ def test_the_trainer_trains_by_its_arguments(tmp_path: Path) -> None:
         job = job_in(tmp_path / family, family, batch_size=8, clip=1.0)
         folders.append(written(job, recipe, "hf", 2, tmp_path / str(number)))
         expected.append(alone(job, recipe))
-    started(*TORCHRUN, "2", str(PROCESSES), *map(str, folders))
+    forked(2, folders)
     for folder, losses in zip(folders, expected, strict=True):
         assert losses_of(folder) == pytest.approx(losses, rel=1e-4)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kept import REST
 from small_models import small_job
 from snugfit.errors import RecipeError
 from snugfit.exchange.export import export
@@ -136,7 +137,7 @@ def test_an_export_refuses_it_by_name(target: str) -> None:
 def test_a_plan_recomputes_as_few_layers_as_fit() -> None:
     """One sample, which cannot be cut, and memory for a third of what layers keep."""
     this = small_job("llama", 12, batch_size=1, sequence_length=8192)
-    keep = "lora(r=4) + bf16 + sdpa + adamw_fused + uncompiled + torch_kernels + whole_logits"
+    keep = f"lora(r=4) + bf16 + sdpa + adamw_fused + default + inline + {REST}"
 
     def needed(recipe: str) -> int:
         footprint = predict(this, f"lora(r=4) + bf16 + adamw_fused + {recipe}", gpu="h200").footprint

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 import snugfit
-from clean_forks import Forks
+from clean_forks import Forks, forks_of
 from fitted import losses_of
 from many_fits import fit_of, fits, result_in
 from small_runs import events
@@ -30,9 +29,8 @@ pytestmark = [pytest.mark.whole, pytest.mark.skipif(not hasattr(os, "fork"), rea
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    with Forks("many_fits") as started:
-        yield started
+def forks() -> Forks:
+    return forks_of("many_fits")
 
 
 @pytest.mark.parametrize(

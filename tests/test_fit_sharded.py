@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 import torch
 import transformers
 
-from clean_forks import Forks
+from clean_forks import Forks, forks_of
 from fitted import classified, losses_of, model_of, trainer_of
 from many_fits import fit_of, fits, result_in
 from small_runs import events
@@ -33,9 +32,8 @@ pytestmark = [pytest.mark.whole, pytest.mark.skipif(not hasattr(os, "fork"), rea
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    with Forks("many_fits") as started:
-        yield started
+def forks() -> Forks:
+    return forks_of("many_fits")
 
 
 GATHERED_ONCE = {"reshard_after_forward": False}

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers import modeling_flash_attention_utils as utils
 
+from kept import kept
 from small_models import small_job
 from snugfit.errors import RecipeError, RehearsalError
 from snugfit.job.gpu import find_gpu
@@ -200,7 +201,7 @@ def test_it_does_not_run_without_a_gpu_or_the_package(
 @pytest.mark.whole
 def test_a_plan_takes_it_only_where_it_is_kept() -> None:
     job, gpu = a_job(), find_gpu("h200")
-    found = plan(job, gpu=gpu, keep=RECIPE, workers=1)
+    found = plan(job, gpu=gpu, keep=kept(RECIPE, but="batching checkpointing"), workers=1)
     assert found.best is not None
     assert "flash" in str(found.best.recipe)
     predicted = predict(job, found.best.recipe, gpu=gpu)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from kept import REST
 from small_models import small_job
 from snugfit.evaluation.guide_predictions import PredictionRequest
 from snugfit.evaluation.per_parameter import per_parameter, per_parameter_requests
@@ -122,7 +123,7 @@ def _of_the_guide() -> list[PredictionRequest]:
 @pytest.mark.whole
 def test_a_plan_that_may_learn_otherwise_looks_at_it() -> None:
     job, gpu = small_job("bert", 2, batch_size=4), find_gpu("h200")
-    others = "sdpa + torch_kernels + uncompiled + bf16"
+    others = f"sdpa + default + inline + bf16 + {REST}"
     assert "adamw_4bit" not in str(plan(job, gpu=gpu, keep=others, workers=1).front)
     found = plan(job, gpu=gpu, keep=f"{others} + adamw_4bit", workers=1)
     assert found.best is not None

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from kept import REST
 from small_models import small_job
 from snugfit.errors import RecipeError
 from snugfit.job.gpu import find_gpu
@@ -153,7 +154,7 @@ def test_a_step_takes_longer_by_the_link_and_by_the_host() -> None:
 @pytest.mark.whole
 def test_a_plan_takes_it_only_where_it_is_kept() -> None:
     this = small_job("bert", 2, batch_size=4)
-    others = "sdpa + torch_kernels + uncompiled + bf16 + keep_all"
+    others = f"sdpa + default + inline + bf16 + keep_all + {REST}"
     assert "host_adamw" not in str(plan(this, gpu=H200, keep=others, workers=1).best)
     found = plan(this, gpu=H200, keep=f"{others} + host_adamw", workers=1)
     assert found.best is not None

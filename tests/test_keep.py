@@ -92,7 +92,17 @@ def test_a_gpu_that_is_too_old_for_what_is_kept_says_so() -> None:
 
 FEW = {
     slot: roster.plain(slot)
-    for slot in (Slot.ATTENTION, Slot.MATMUL, Slot.KERNELS, Slot.ENGINE, Slot.ALLOCATOR, Slot.LOADING)
+    for slot in (
+        Slot.ATTENTION,
+        Slot.MATMUL,
+        Slot.KERNELS,
+        Slot.HEAD,
+        Slot.ENGINE,
+        Slot.ACTIVATION_OFFLOAD,
+        Slot.GRADIENTS,
+        Slot.ALLOCATOR,
+        Slot.LOADING,
+    )
 }
 """Not searched where a test is about other slots."""
 ONE_PRECISION = {Slot.PRECISION: roster.plain(Slot.PRECISION)}

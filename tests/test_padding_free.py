@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from kept import REST
 from small_models import small_job
 from snugfit.data.lengths import Lengths
 from snugfit.errors import RecipeError, RehearsalError, UsageError
@@ -362,7 +363,7 @@ def test_gpus_before_ampere_are_refused() -> None:
 def test_a_plan_takes_it_only_where_it_is_kept() -> None:
     job, gpu = a_job("llama"), find_gpu("h200")
     assert not any("padding_free" in str(one) for one in space_of(job).offers(Slot.ATTENTION))
-    found = plan(job, gpu=gpu, keep=f"{RECIPE} + keep_all", workers=1)
+    found = plan(job, gpu=gpu, keep=f"{RECIPE} + keep_all + default + inline + {REST}", workers=1)
     assert found.best is not None
     assert "padding_free" in str(found.best.recipe)
     predicted = predict(job, found.best.recipe, gpu=gpu)

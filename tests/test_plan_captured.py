@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kept import kept
 from small_models import small_job
 from snugfit.frontends import next_recipe as recovery
 from snugfit.job.gpu import find_gpu
@@ -119,7 +120,7 @@ def test_what_is_played_already_stays() -> None:
 
 @pytest.mark.whole
 def test_a_plan_chooses_it_where_the_host_decides_and_says_why() -> None:
-    keep = "bf16 + micro_batches(2) + keep_all"
+    keep = kept("bf16 + micro_batches(2)", but="engine kernels head optimizer")
     made = plan(job_of("bert"), gpu="h200", keep=keep, workers=1)
     assert made.best is not None
     assert "captured" in made.best.recipe
@@ -130,7 +131,7 @@ def test_a_plan_chooses_it_where_the_host_decides_and_says_why() -> None:
 
 @pytest.mark.whole
 def test_a_plan_leaves_it_out_where_it_cannot_be_recorded() -> None:
-    made = plan(job_of("mixtral"), gpu="h200", keep="bf16 + keep_all + whole_batch", workers=1)
+    made = plan(job_of("mixtral"), gpu="h200", keep=kept("bf16", but="engine kernels optimizer"), workers=1)
     assert made.best is not None
     assert "captured" not in made.best.recipe
     assert any("cannot be recorded" in one.why for one in made.refused)

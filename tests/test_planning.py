@@ -39,6 +39,7 @@ from snugfit.techniques.precision.fp16 import Fp16
 from snugfit.techniques.recipe import Recipe, techniques_of
 from snugfit.techniques.setup import EVERY_LAYER, Setup
 from snugfit.techniques.technique import Fidelity, Slot
+from tiers import slow_but
 
 H200 = find_gpu("h200")
 CUDA = CudaPolicy()
@@ -419,7 +420,7 @@ def test_one_of_many_optimizers_is_judged_where_they_are_a_small_share_but_what_
 
 
 @pytest.mark.parametrize("misleads", [False, True])
-@pytest.mark.parametrize("seed", [0, 2])
+@pytest.mark.parametrize("seed", slow_but([0, 2], 1))
 def test_of_kinds_that_recompute_alike_the_better_one_stands_for_its_twins(seed: int, misleads: bool) -> None:
     """Eager attention is larger and slower here; where it misleads, smaller once layers are recomputed."""
     rng = random.Random(seed)
@@ -547,8 +548,20 @@ def test_recipes_that_all_fail_after_the_screening_are_one_error(monkeypatch: py
         plan(small_job("bert", 1), gpu="h200", fidelity="same", workers=1)
 
 
-@pytest.mark.parametrize(("family", "layers"), [("llama", 11), ("t5", 12), ("vit", 12)])
-@pytest.mark.parametrize("recipe", ["lora(r=4) + bf16", "tf32 + micro_batches(2)"])
+@pytest.mark.parametrize(
+    ("family", "layers", "recipe"),
+    slow_but(
+        [
+            ("llama", 11, "lora(r=4) + bf16"),
+            ("t5", 12, "tf32 + micro_batches(2)"),
+            ("vit", 12, "tf32 + micro_batches(2)"),
+            ("llama", 11, "tf32 + micro_batches(2)"),
+            ("t5", 12, "lora(r=4) + bf16"),
+            ("vit", 12, "lora(r=4) + bf16"),
+        ],
+        3,
+    ),
+)
 def test_recomputing_takes_no_less_than_is_said_by_none_and_each(
     family: str, layers: int, recipe: str
 ) -> None:

@@ -91,7 +91,7 @@ TWO = few_of(
         ("llama", "fsdp(reshard=none)"), ("llama", "fsdp + bf16"),
         ("llama", "tensor(2) + every_layer + bf16"), ("qwen3", "tensor(2)"),
         ("llama", "context(2) + every_layer + bf16"), ("mixtral", "tensor(2) + expert(2)"),
-        ("bert", "ddp(bucket_views=true)"), ("bert", "fsdp"),
+        ("bert", "ddp(bucket_views=true)"), ("bert", "fsdp"), ("bert", "ddp + bf16"),
     ],
 )  # fmt: skip
 FOUR = [

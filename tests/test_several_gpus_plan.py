@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from kept import REST
 from made_up_judge import MadeUpJudge, best_of_all, is_best
 from small_models import small_job
 from snugfit.cli.main import run
@@ -32,10 +33,11 @@ from snugfit.report.plan.several_gpus import render
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.units import GIB, MIB
+from tiers import slow_but
 
 JOB = replace(small_job("llama", 12), batch_size=8)
 H200 = find_gpu("h200")
-OTHERS = "sdpa + torch_kernels + ieee + uncompiled"
+OTHERS = f"sdpa + default + inline + {REST}"
 """Not searched where a test is about several GPUs."""
 H200_POLICY = policy_for(H200, Software())
 
@@ -172,7 +174,7 @@ def test_an_answer_recomputes_as_many_layers_as_it_has_to() -> None:
     rest = "adamw_fused + fsdp"
     none, every = (predict(job, recipe + rest, gpu=H200, gpus=2) for recipe in ("", "every_layer + "))
     memory = (none.needed_bytes + every.needed_bytes) // 2
-    kept = rest + " + whole_batch + fp32 + ieee"
+    kept = f"{rest} + whole_batch + fp32 + {OTHERS}"
     plan = plan_several_gpus(job, gpu=H200, gpus=2, memory_bytes=memory, headroom=0, keep=kept, workers=1)
     (answer,) = plan.answers
     wish = Recipe.parse(answer.recipe).setup().checkpoint
@@ -198,7 +200,7 @@ def test_a_plan_goes_through_json(plan: SeveralGpusPlan) -> None:
 def test_less_memory_takes_more_gpus_or_says_what_is_lacking(plan: SeveralGpusPlan) -> None:
     least = min(one.needed_bytes for one in plan.answers)
     none = plan_several_gpus(
-        JOB, gpu=H200, gpus=[2], memory_bytes=least // 2, keep=f"{OTHERS} + bf16", workers=1
+        JOB, gpu=H200, gpus=[2], memory_bytes=least // 2, keep=f"{OTHERS} + bf16 + adamw_fused", workers=1
     )
     assert not none.fitting
     assert none.fastest is None
@@ -214,13 +216,16 @@ def by_formulas(monkeypatch: pytest.MonkeyPatch) -> type[MadeUpJudge]:
 
 @pytest.mark.parametrize(
     ("states", "sample", "exchange", "more"),
-    [
-        (1, 20, 0.0, 1.2),
-        (160, 0.1, 0.02, 1.0),
-        (160, 6, 1e-4, 1.2),
-        (700, 6, 1e-4, 1.0),
-        (700, 20, 0.02, 1.2),
-    ],
+    slow_but(
+        [
+            (1, 20, 0.0, 1.2),
+            (160, 0.1, 0.02, 1.0),
+            (700, 6, 1e-4, 1.0),
+            (160, 6, 1e-4, 1.2),
+            (700, 20, 0.02, 1.2),
+        ],
+        3,
+    ),
 )
 def test_the_fastest_on_each_number_is_that_of_every_recipe(
     by_formulas: type[MadeUpJudge],

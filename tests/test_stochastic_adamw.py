@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import snugfit
+from kept import REST
 from small_models import small_job
 from snugfit.errors import RecipeError
 from snugfit.evaluation.per_parameter import per_parameter, per_parameter_requests
@@ -218,7 +219,7 @@ def test_weights_of_32_bits_are_refused(recipe: str) -> None:
 @pytest.mark.parametrize(("dtype", "keep"), [("bfloat16", "adamw_stochastic"), ("float32", RECIPE)])
 def test_a_plan_takes_it_only_where_it_is_kept(dtype: str, keep: str) -> None:
     job, gpu = replace(small_job("bert", 2, batch_size=4), dtype=dtype), find_gpu("h200")
-    others = "sdpa + torch_kernels + uncompiled"
+    others = f"sdpa + keep_all + default + inline + {REST}"
     assert "adamw_stochastic" not in str(plan(job, gpu=gpu, keep=others, workers=1).best)
     found = plan(job, gpu=gpu, keep=f"{keep} + {others}", workers=1)
     assert found.best is not None

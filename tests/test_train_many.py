@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from clean_forks import Forks
+from clean_forks import Forks, forks_of
 from many_ranks import fault_told, run_of, start, trained, weights_in
 from small_models import small_job
 from small_runs import events, losses, rows
@@ -51,9 +51,8 @@ Folders = dict[str, Path]
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    with Forks("many_ranks") as started:
-        yield started
+def forks() -> Forks:
+    return forks_of("many_ranks")
 
 
 @pytest.fixture(scope="module")

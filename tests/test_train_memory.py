@@ -11,7 +11,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from clean_forks import Forks
+from clean_forks import Forks, forks_of
 from many_ranks import fault_told, run_of, trained, weights_in
 from small_runs import bert_job, events, losses, rows, small_run
 from snugfit.errors import OutOfMemory
@@ -53,9 +53,8 @@ HOW: dict[str, Any] = {"layers": 1, "lr_scheduler_type": "constant", "save_steps
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    with Forks("many_ranks") as started:
-        yield started
+def forks() -> Forks:
+    return forks_of("many_ranks")
 
 
 CASES = [

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clean_forks import Forks
+from clean_forks import Forks, forks_of
 from many_ranks import fault_told, run_of, trained, weights_in
 from small_runs import events, losses
 from test_train_many import equal
@@ -33,9 +32,8 @@ TIED: dict[str, Any] = {**HOW, "facts": {"tie_word_embeddings": True}, "lr_sched
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    with Forks("many_ranks") as started:
-        yield started
+def forks() -> Forks:
+    return forks_of("many_ranks")
 
 
 @pytest.fixture(scope="module")

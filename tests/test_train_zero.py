@@ -10,14 +10,14 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from clean_forks import Forks
+from clean_forks import Forks, forks_of
 from many_ranks import fault_told, run_of, start, trained, weights_in
 from small_runs import events, losses
 from snugfit.errors import UsageError
@@ -39,9 +39,8 @@ ZERO2, ZERO3 = "zero2(offload=none)", "zero3(offload=none)"
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    with Forks("zero_ranks_warm") as started:
-        yield started
+def forks() -> Forks:
+    return forks_of("zero_ranks_warm")
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +194,7 @@ def test_resumed_on_as_many_it_is_the_same_run(
 
 
 OTHERS = [
-    (ZERO3, 2, "fsdp", 2), ("ddp", 2, ZERO2, 2), (ZERO2, 2, ZERO3, 4), (ZERO2, 2, "plain", 1),
+    (ZERO3, 2, "fsdp", 2), ("ddp", 2, ZERO2, 2), (ZERO2, 2, "plain", 1), (ZERO2, 2, ZERO3, 4),
     ("plain", 1, ZERO3, 2), (ZERO3, 2, ZERO2, 1), (ZERO2, 2, "ddp", 2), ("fsdp", 2, ZERO3, 2),
     (ZERO3, 2, "zero1", 2), ("zero1", 2, ZERO2, 4), (ZERO2, 1, "plain", 1), ("plain", 1, ZERO2, 1),
 ]  # fmt: skip

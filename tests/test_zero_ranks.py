@@ -72,7 +72,8 @@ def few_weights_live() -> Iterator[None]:
 def real(ranks: int) -> dict[tuple[str, str, int], Ran]:
     """What each of so many ranks did in every case; they are started once."""
     cases = TWO if ranks == 2 else FOUR
-    ran = run_ranks(ranks, [case(*one) for one in cases], within="test_zero_ranks:few_weights_live")
+    how = {"within": "test_zero_ranks:few_weights_live", "warm": "zero_ranks_warm"}
+    ran = run_ranks(ranks, [case(*one) for one in cases], **how)
     return {
         (*one, rank): what
         for rank, of_rank in enumerate(ran)

@@ -10,6 +10,7 @@ An error shows the whole text, marks the word that failed, and names the nearest
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
@@ -107,10 +108,7 @@ class Recipe:
 
     def setup(self) -> Setup:
         """What the recipe asks of a training loop."""
-        setup = Setup()
-        for technique in self:
-            setup = technique.install(setup)
-        return setup
+        return _setup_of(self)
 
     def check(
         self, job: Job, compute_capability: tuple[int, int] | None = None, *, installed: bool = True
@@ -150,6 +148,15 @@ class Recipe:
                 "or 'bf16_master', which update weights in 32 bits, adapters ('lora'), which are fp32, or "
                 "'adamw_stochastic', which rounds weights of bfloat16 by chance."
             )
+
+
+@functools.lru_cache(maxsize=4096)
+def _setup_of(recipe: Recipe) -> Setup:
+    """Remembered, since a search asks for that of the same recipe again and again."""
+    setup = Setup()
+    for technique in recipe:
+        setup = technique.install(setup)
+    return setup
 
 
 def techniques_of(text: str) -> dict[Slot, Technique]:

@@ -2,7 +2,9 @@
 
 A folder is a slot, a file in it is a technique, and the file's name is the word in a recipe. So a new
 technique is one new file, and no list anywhere grows with it. The roster checks each file against the few
-rules that the rest of the code relies on, and raises `RosterError` for the file's author when one is broken.
+rules that the rest of the code relies on, and raises `RosterError` for the file's author when one is broken:
+as it reads the techniques, or, where the sentence of a setting is missing, when somebody asks for these. To
+read the sentences takes as long as to read all techniques, which each process does.
 Listing names imports no torch: a technique file imports it, if at all, inside functions.
 
 It also knows the words of other libraries, and what to write here instead. One table, `foreign_names.json`,
@@ -106,16 +108,27 @@ class SettingLine:
 
 def setting_lines(technique: type[Technique]) -> tuple[SettingLine, ...]:
     """A technique's settings in the order in which they are written by position."""
-    kinds, docs = setting_types(technique), field_docs(technique)
+    kinds, sentences = setting_types(technique), _sentences(technique)
     return tuple(
         SettingLine(
             name=declared.name,
             kind=describe(kinds[declared.name]),
             default=None if declared.default is MISSING else show_setting(declared.default),
-            sentence=first_sentence(docs[declared.name]),
+            sentence=sentences[declared.name],
         )
         for declared in fields(technique)
     )
+
+
+def _sentences(technique: type[Technique]) -> dict[str, str]:
+    """What each setting is, by name. Raises `RosterError` where one does not say it."""
+    docs = field_docs(technique)
+    said = {declared.name: first_sentence(docs.get(declared.name, "")) for declared in fields(technique)}
+    if undocumented := [name for name, sentence in said.items() if not sentence]:
+        raise RosterError(
+            f"{_where(technique)}: each setting has its sentence directly under it; missing: {undocumented}."
+        )
+    return said
 
 
 def _slots(root: Path) -> list[str]:
@@ -137,13 +150,23 @@ def _read(module: ModuleType, slot: Slot, name: str) -> type[Technique]:
         raise RosterError(f"{module.__name__}: one technique a file, found {len(classes)}.")
     technique = classes[0]
     technique.name, technique.slot = name, slot
-    check(technique, slot=slot)
+    _check_facts(technique, slot)
     return technique
 
 
 def check(technique: type[Technique], *, slot: Slot | None) -> None:
     """Raises `RosterError` when a technique breaks a rule that the rest of the code relies on."""
-    where = f"{technique.__module__}.{technique.__qualname__}"
+    _check_facts(technique, slot)
+    _sentences(technique)
+
+
+def _where(technique: type[Technique]) -> str:
+    return f"{technique.__module__}.{technique.__qualname__}"
+
+
+def _check_facts(technique: type[Technique], slot: Slot | None) -> None:
+    """All but the sentences of its settings."""
+    where = _where(technique)
     if slot not in list(Slot):
         raise RosterError(f"{where}: its slot is {slot!r}; slots: {[known.value for known in Slot]}.")
     if not _NAME.fullmatch(technique.name):
@@ -164,11 +187,6 @@ def check(technique: type[Technique], *, slot: Slot | None) -> None:
         )
     if technique.plain and any(declared.default is MISSING for declared in fields(technique)):
         raise RosterError(f"{where}: a plain technique has a default for each setting.")
-    docs = field_docs(technique)
-    if undocumented := [one.name for one in fields(technique) if not first_sentence(docs.get(one.name, ""))]:
-        raise RosterError(
-            f"{where}: each setting has its sentence directly under it; missing: {undocumented}."
-        )
 
 
 def field_docs(kind: type[Any]) -> dict[str, str]:

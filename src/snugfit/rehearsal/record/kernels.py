@@ -102,6 +102,7 @@ def name_of_call(operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return f"{operator}_" if in_place else operator
 
 
+@functools.lru_cache(maxsize=8192)
 def group_of(operator: str) -> str:
     """The operator group of an operator, after the three classes of "Data Movement Is All You Need"
     (Ivanov et al., arXiv 2007.00072): contractions, statistical normalisations, element-wise."""
