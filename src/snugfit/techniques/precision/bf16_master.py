@@ -74,7 +74,7 @@ class Bf16Master(Technique):
         if compute_capability and compute_capability < (8, 0):
             yield "this GPU does not support bfloat16 and emulates it slowly."
         yield (
-            "its steps were measured on H200s: bytes were exact; BERT-large, recorded, took 7 % less time "
-            "than predicted, and Llama-3.2-1B 6 to 11 % more. Gradients of micro-batches are added up in "
-            "bfloat16."
+            "its steps were measured on H200s: bytes were exact, seconds of recorded steps within 6 % where "
+            "the GPU kept its clock; hot, Llama-3.2-1B took 8 to 11 % more. Gradients of micro-batches are "
+            "added up in bfloat16."
         )
