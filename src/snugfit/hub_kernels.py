@@ -16,7 +16,7 @@ import contextlib
 import importlib
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from importlib.util import find_spec
 
 
@@ -35,13 +35,24 @@ def no_hub_kernels() -> Iterator[None]:
             sys.modules["kernels"] = before  # type: ignore[assignment]
 
 
+_IMPORTED: set[Hashable] = set()
+"""What was imported within `only_errors`."""
+
+
 @contextlib.contextmanager
-def only_errors() -> Iterator[None]:
-    """Within it, bitsandbytes, torchao and what torchao has torch log are heard with errors alone."""
+def only_errors(once: Hashable = None) -> Iterator[None]:
+    """Within it, bitsandbytes, torchao and what torchao has torch log are heard with errors alone. What is
+    imported `once` is not imported again, so that nothing is done then: a rehearsal asks for a model's class
+    often, and a logger's level is kept by thousands of others."""
+    if once in _IMPORTED:
+        yield
+        return
     levels = {logger: logger.level for logger in map(logging.getLogger, _TALKATIVE)}
     log_only_errors()
     try:
         yield
+        if once is not None:
+            _IMPORTED.add(once)
     finally:
         for logger, level in levels.items():
             logger.setLevel(level)

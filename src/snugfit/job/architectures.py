@@ -70,7 +70,7 @@ def class_of(task: str, config: Any) -> Any:
     """The class that transformers builds for a task and a config, without building it."""
     import transformers
 
-    with only_errors():  # its code may import torchao
+    with only_errors(once=(task, type(config))):  # its code may import torchao
         classes = getattr(transformers, HEADS[task][0])._model_mapping[type(config)]
     return classes[0] if isinstance(classes, tuple) else classes
 

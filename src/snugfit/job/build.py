@@ -164,7 +164,7 @@ def _from_config(job: Job, auto_class: Any, config: Any, asked: Mapping[str, Any
     """
     import torch
 
-    with only_errors():  # the code of a model may import torchao
+    with only_errors(once=(auto_class, type(config))):  # the code of a model may import torchao
         model: nn.Module = auto_class.from_config(config, trust_remote_code=False, **asked)
     _keep_in_fp32(model, asked["dtype"])
     head = getattr(model, "lm_head", None)
