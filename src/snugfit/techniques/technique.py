@@ -195,6 +195,12 @@ class Technique(ABC):
         than this. A plan that keeps this takes the least that fits; none of one that is kept as it is."""
         return ()
 
+    def smaller(self, job: Job) -> Sequence[Self]:
+        """The same technique with other settings, each of which needs less memory and more seconds than the
+        one before, and all less memory than this. Where this does not fit, a plan looks for the first that
+        does."""
+        return ()
+
     def is_never_better_than(self, other: Technique, compute_capability: tuple[int, int] | None) -> bool:
         """Whether no step with it is faster or smaller than the same step with `other` in its place, on GPUs
         of this compute capability, so that a plan that may choose `other` need not look at it."""

@@ -13,13 +13,16 @@ is computed anyway cost nothing. How many these are follows from the line as wel
 (`mixture.py`). Where that makes a step faster by more than would be called as fast, such a mixture is
 rehearsed, and first: where it fits, the least grade is mostly no longer worth looking for.
 
+Of `fused`, layers whose largest product is computed again are looked for likewise, between none of them and
+all (`Technique.smaller`): a part of a layer costs fewer seconds for a byte than the whole of it.
+
 A technique that is kept for all layers, as `host(all)`, is looked for with fewer of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -43,6 +46,9 @@ if TYPE_CHECKING:
 
 RECIPES = 3
 """Recipes that get a grade, one after the other, the fastest on the line first."""
+
+SMALLER_RECIPES = 2
+"""Recipes of which smaller settings of one technique are rehearsed, the fastest first."""
 
 KEPT_RECIPES = 2
 """Of those that fit with what is kept for all layers, the fastest, which are looked at with fewer."""
@@ -104,6 +110,9 @@ def find_grades(
                 continue
             if least_grade := _least_that_fits(state, pool, between, grades):
                 add_candidate(state, *least_grade)
+    for slot in Slot:
+        if slot not in fixed:
+            _find_smaller(state, pool, job, slot, tell)
     for slot, (whole, *_) in fixed.items():
         if lesser := whole.lesser(job):
             tell(f"looking for the fewest layers of {whole}")
@@ -129,6 +138,48 @@ def _look_for_mixture(state: SearchState, pool: WorkerPool, between: _Between, m
     gone = between.layers_within(memory, mixture.layers)
     most = min(state.fastest_that_fits, between.seconds_within(memory))
     find_mixture(mixture, RecomputingLine(*between[1:]), base, gone, most, look)
+
+
+def _find_smaller(state: SearchState, pool: WorkerPool, job: Job, slot: Slot, tell: Tell) -> None:
+    """Judges the fastest recipes that keep all and do not fit with smaller settings of what is in this slot,
+    and adds those that fit and are faster than all that does."""
+    smaller = {technique: technique.smaller(job) for technique in state.space.offers(slot)}
+    if not any(smaller.values()):
+        return
+    tried = set[int]()
+    for _ in range(SMALLER_RECIPES):
+        number = _fastest_too_large(state, slot, smaller, tried)
+        if number is None:
+            return
+        tried.add(state.space.candidates[number].sized)
+        base = state.space.candidates[number].recipe
+        *settings, last = smaller[base[slot]]
+        tell(f"looking for {last.name} with as few layers as fit")
+        least = _judge(state, pool, base.with_(last))
+        if least is None or not state.fits(least[1].needed_bytes):
+            continue
+        known = state.judged.get(number) or state.bounds[number]
+        between = _Between(number, known.needed_bytes, known.seconds, least[1].needed_bytes, least[1].seconds)
+        found = _least_that_fits(state, pool, between, settings) or least
+        if found[1].seconds < state.fastest_that_fits:
+            add_candidate(state, *found)
+
+
+def _fastest_too_large(
+    state: SearchState, slot: Slot, smaller: Mapping[Technique, Sequence[Technique]], tried: Collection[int]
+) -> int | None:
+    """Of the recipes that recompute no layer, do not fit, and may be faster than all that fits, the fastest,
+    with other passes than those `tried`, whose technique in this slot has `smaller` settings."""
+    most, plain = state.fastest_that_fits * (1 - AS_FAST), roster.plain(Slot.CHECKPOINTING)
+    seconds: dict[int, float] = {}
+    for number, bound in state.bounds.items():
+        candidate, known = state.space.candidates[number], state.judged.get(number) or bound
+        of_slot = smaller.get(candidate.recipe[slot])
+        if not of_slot or candidate.recipe[Slot.CHECKPOINTING] != plain or candidate.sized in tried:
+            continue
+        if known.seconds < most and not state.fits(known.needed_bytes):
+            seconds[number] = known.seconds
+    return min(seconds, key=lambda number: (seconds[number], number), default=None)
 
 
 def _find_lesser(state: SearchState, pool: WorkerPool, slot: Slot, lesser: Sequence[Technique]) -> None:

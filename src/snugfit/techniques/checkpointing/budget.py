@@ -69,7 +69,7 @@ class Budget(Technique):
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """What was measured of it."""
         yield (
-            "three steps on an H200 whose host others shared took the bytes that were predicted, and 8 to "
+            "three steps on an H200 whose host others shared took the bytes that were predicted, and 4 to "
             "64 % more time."
         )
 

@@ -21,7 +21,7 @@ kernels for sequences of several lengths, and no mask is made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -94,6 +94,12 @@ class Fused(Technique):
         """As it stands, for models that it knows."""
         if not _why_not_covered(job):
             yield cls()
+
+    def smaller(self, job: Job) -> Sequence[Self]:
+        """One decoder layer's product of gate and up that is computed again, and more, up to all."""
+        if self.recomputed_mlps or job.model.module is not None or not _is_decoder(job):
+            return ()
+        return [replace(self, recomputed_mlps=k) for k in range(1, job.model.layers + 1)]
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
