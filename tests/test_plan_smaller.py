@@ -1,13 +1,16 @@
-"""Plans that look for smaller settings of a technique where it does not fit: of `fused`, the fewest layers
-whose product of gate and up is computed again."""
+"""Plans that look further where what they searched does not fit: for the fewest layers whose product of gate
+and up is computed again (`fused`), and for updates within the backward pass (`released`)."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
 from kept import kept
 from small_models import small_job
 from snugfit.job.job import Job
+from snugfit.job.model import Model
 from snugfit.planning.search.search import plan
 from snugfit.prediction.predict import predict
 from snugfit.techniques.kernels.fused import Fused
@@ -16,6 +19,7 @@ from snugfit.techniques.technique import Slot
 
 LAYERS = 6
 FULL = "bf16_master + fused + captured + expandable + workers"
+WHOLE = "bf16_master + fused + captured + workers"
 
 
 def deep() -> Job:
@@ -48,3 +52,21 @@ def test_a_plan_computes_as_few_products_again_as_fit() -> None:
     assert found.best.reserved_bytes + found.best.context_bytes <= memory
     assert needed(job, FULL.replace("fused", f"fused(recomputed_mlps={k - 1})")) > memory
     assert found.verified
+
+
+@pytest.mark.whole
+def test_a_plan_keeps_no_gradients_where_nothing_else_is_as_fast_and_fits() -> None:
+    small = small_job("bert", 4, batch_size=2)
+    wide = {**small.model.config, "hidden_size": 512, "intermediate_size": 2048}
+    job = replace(small, clip=1.0, model=Model.from_config(wide, name="wide"))
+    memory = (needed(job, f"{WHOLE} + released") + needed(job, WHOLE)) // 2
+    found = plan(job, gpu="h200", memory_bytes=memory, keep=kept(WHOLE, but="engine gradients"), workers=1)
+    assert found.best is not None
+    assert Recipe.parse(found.best.recipe) == Recipe.parse(f"{WHOLE} + released")
+    assert found.best.reserved_bytes + found.best.context_bytes == needed(job, f"{WHOLE} + released")
+    assert found.verified
+    assert not any(one.what == "released" for one in found.refused)
+    roomy = plan(job, gpu="h200", keep=kept(WHOLE, but="gradients"), workers=1)
+    assert roomy.best is not None
+    assert Recipe.parse(roomy.best.recipe) == Recipe.parse(WHOLE)
+    assert any(one.what == "released" for one in roomy.refused)

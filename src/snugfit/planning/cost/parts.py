@@ -258,6 +258,8 @@ class Parts:
     def run(self, setup: Setup) -> PeriodicRun | None:
         """The training run under this Setup; None where its parts cannot be spliced. Raises
         `CannotBeRecorded` where it is to be recorded and waits for the device."""
+        if setup.release:  # passes and update are one
+            return None
         setup = as_rehearsed(setup)
         passes = self._whole_passes(as_written(setup, padded=bool(self.job.padding)))
         if setup.capture is not None:

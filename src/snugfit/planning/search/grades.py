@@ -126,7 +126,7 @@ def _look_for_mixture(state: SearchState, pool: WorkerPool, between: _Between, m
     memory = state.memory_bytes or 0
 
     def look(recipe: Recipe) -> Tried | None:
-        judged = _judge(state, pool, recipe)
+        judged = judge_recipe(state, pool, recipe)
         if judged is None:
             return None
         lacking = judged[1].needed_bytes - memory
@@ -155,7 +155,7 @@ def _find_smaller(state: SearchState, pool: WorkerPool, job: Job, slot: Slot, te
         base = state.space.candidates[number].recipe
         *settings, last = smaller[base[slot]]
         tell(f"looking for {last.name} with as few layers as fit")
-        least = _judge(state, pool, base.with_(last))
+        least = judge_recipe(state, pool, base.with_(last))
         if least is None or not state.fits(least[1].needed_bytes):
             continue
         known = state.judged.get(number) or state.bounds[number]
@@ -193,7 +193,7 @@ def _find_lesser(state: SearchState, pool: WorkerPool, slot: Slot, lesser: Seque
             if high - low <= 1:
                 break
             middle = (low + high) // 2
-            judged = _judge(state, pool, base.with_(lesser[middle - 1]))
+            judged = judge_recipe(state, pool, base.with_(lesser[middle - 1]))
             if judged is None:
                 break
             if state.fits(judged[1].needed_bytes):
@@ -257,7 +257,7 @@ def _least_that_fits(
         share = (low_bytes - memory) / max(1, low_bytes - high_bytes)
         guess = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
         for grade in sorted({guess, max(guess - 1, low + 1)}):
-            judged = _judge(state, pool, base.with_(grades[grade - 1]))
+            judged = judge_recipe(state, pool, base.with_(grades[grade - 1]))
             if judged is None:
                 return least_grade
             _, figures = judged
@@ -270,7 +270,7 @@ def _least_that_fits(
     return least_grade if least_grade and least_grade[1].seconds < state.fastest_that_fits else None
 
 
-def _judge(state: SearchState, pool: WorkerPool, recipe: Recipe) -> tuple[Recipe, Figures] | None:
+def judge_recipe(state: SearchState, pool: WorkerPool, recipe: Recipe) -> tuple[Recipe, Figures] | None:
     """What a recipe takes by the simplest allocator with which it fits, or the one that needs the fewest
     bytes; None where it cannot be rehearsed."""
     space = state.space

@@ -34,6 +34,7 @@ from snugfit.planning.search.grades import find_grades
 from snugfit.planning.search.progress import Tell, with_best
 from snugfit.planning.search.ranking import rank_best
 from snugfit.planning.search.recomputing import KINDS_AT_A_TIME, RecomputingKinds
+from snugfit.planning.search.released import find_released
 from snugfit.planning.search.simpler import AS_FAST
 from snugfit.planning.search.space import Space, space_of
 from snugfit.planning.search.state import BEYOND_MEMORY, SearchState
@@ -144,6 +145,8 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     tell = with_best(asked.tell, lambda: state.best_so_far(asked.objective, job.batch_size))
     search(state, pool, tell, smallest=smallest, every_bound=listed)
     space = space if smallest else find_grades(state, pool, job, tell, link_of(asked.gpu))
+    looked_at = find_released(state, pool, job, tell, smallest=smallest)
+    space = state.space
     front = state.front()
     if not front:
         why = next((f"'{one.what}': {one.why}" for one in state.excluded), "the space is empty.")
@@ -165,7 +168,8 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     explanation = explain(state, pool, shown, job)
     lacking = () if fitting else cures(recipe, needed_bytes, job, memory or 0, asked.fidelity, space.fixed)
     start = compare_with_start(asked.start, recipe, pool, job, asked.gpu) if asked.start else None
-    counts, excluded = state.counts(), (*space.excluded, *state.excluded)
+    excluded = tuple(one for one in (*space.excluded, *state.excluded) if one.what != looked_at)
+    counts = state.counts()
     ranked = _rank_few(asked, state, pool, tell, best) if asked.ranked else []
     assumed = [doubt for number in (*front, *ranked) for doubt in state.judged[number].doubts]
     return Plan(

@@ -23,7 +23,8 @@ last checkpoint. Where memory runs out after the first weight was updated it goe
 With `captured` each pass is played back, with what its hooks ask of the device, where the optimizer's numbers
 are on the device: `bf16_master` and `adamw_compact`.
 
-Plans leave it out for now: they put a step together from passes and an update, which are one here.
+Plans put a step together from passes and an update, which are one here. So they look at it last, where
+nothing else is as fast and fits (`planning/search/released.py`).
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class Released(Technique):
     @classmethod
     def planning_objection(cls, job: Job) -> str:
         """Its step is not put together from parts."""
-        return "plans do not look at updates within the backward pass yet; snugfit predict tells of one"
+        return "plans look at it where little else fits, for each of its steps is simulated in full"
 
     def is_searched(self) -> bool:
         """Passes and update are one, which a search takes apart."""
