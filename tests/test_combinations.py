@@ -30,7 +30,7 @@ def planned(recipe: Recipe, fixed: Kept) -> bool:
     if any(next(technique.objections(JOB, recipe), "") for technique in recipe):
         return False
     free = Recipe(tuple(one for one in recipe if one.slot not in fixed.slots))
-    return recipe == fixed.start or not any(technique.planned_without(free) for technique in recipe)
+    return recipe == fixed.start or not any(technique.planned_without(JOB, free) for technique in recipe)
 
 
 @pytest.mark.parametrize(

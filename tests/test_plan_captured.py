@@ -152,6 +152,10 @@ def test_so_it_is_of_padded_batches_which_are_filled_up(family: str, length: int
     assert_as_predicted(replace(job_of(family), padding=0.25, sequence_length=length), recipe)
 
 
+def test_so_it_is_of_kept_attention_with_dropout() -> None:
+    assert_as_predicted(job_of("bert", layers=6), "bf16_master + fused + captured + selective(attention)")
+
+
 def test_plans_of_padded_batches_know_its_passes_from_those_that_are_launched() -> None:
     space = space_of(replace(job_of("bert"), padding=0.25))
     recorded = {one.passes for one in space.candidates if one.setup.capture is not None}

@@ -184,11 +184,21 @@ def test_a_layer_that_writes_into_what_is_kept_is_refused() -> None:
 
 
 def test_attention_that_cannot_be_kept_is_not_planned() -> None:
-    """Of BERT it has dropout, which a recipe is warned of; eager attention is no operator of its own. A short
-    sequence is known without transformers, and is reason enough."""
+    """Of GPT-2 it has dropout, which a recipe is warned of; of BERT it is kept all the same where a step is
+    recorded with kernels of ours, and planned with nothing else; eager attention is no operator of its own. A
+    short sequence is known without transformers, and is reason enough."""
     kind = roster.find("selective")
-    long_bert = replace(job("bert"), sequence_length=job("bert").transformers_config().hidden_size)
-    assert "dropout" in kind.planning_objection(long_bert)
+    long_gpt2, long_bert = (
+        replace(job(family), sequence_length=job(family).transformers_config().hidden_size)
+        for family in ("gpt2", "bert")
+    )
+    assert "dropout" in kind.planning_objection(long_gpt2)
+    assert not kind.planning_objection(long_bert)
+    (of_bert,) = kind.settings(long_bert)
+    assert str(of_bert) == "selective(attention)"
+    for recipe, is_planned in (("fused + captured", True), ("fused", False), ("captured", False)):
+        assert (of_bert.planned_without(long_bert, Recipe.parse(recipe)) == "") == is_planned, recipe
+    assert not of_bert.planned_without(replace(job("llama"), sequence_length=64), Recipe())
     assert "less than a seventh" in kind.planning_objection(job("bert"))
     width = job("llama").transformers_config().hidden_size
     long, short = (replace(job("llama"), sequence_length=length) for length in (width, width - 1))

@@ -7,6 +7,9 @@ from snugfit.techniques.setup import Call, Setup
 FUSED = Call(path="snugfit.step.wishes.kernels.fused:use_fused")
 """What a Setup wishes with our kernels."""
 
+ALL_SEEDED = ("bert", "distilbert", "electra", "roberta")
+"""Model types of transformers whose dropout beside attention is all drawn by these kernels."""
+
 
 def seeds_dropout(setup: Setup) -> bool:
     """Whether dropout beside attention has seeds under this Setup, so that a layer drops the same when it is

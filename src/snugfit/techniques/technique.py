@@ -149,9 +149,9 @@ class Technique(ABC):
         """Why it cannot go with this job or recipe, in words a user can act on; nothing when it can."""
         return iter(())
 
-    def planned_without(self, recipe: TechniqueBySlot) -> str:
-        """Which of this recipe's other techniques no plan puts beside it, unless they are kept, and why;
-        empty where any may stand there."""
+    def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:
+        """Which of this recipe's other techniques no plan of this job puts beside it, unless they are kept,
+        and why; empty where any may stand there."""
         return ""
 
     def is_searched(self) -> bool:

@@ -147,4 +147,4 @@ class Combinations:
         start = self._fixed.start
         if start and all(recipe[slot] == start[slot] for slot in Slot):
             return ""
-        return technique.planned_without(_WithoutKept(recipe, self._fixed))
+        return technique.planned_without(self._job, _WithoutKept(recipe, self._fixed))

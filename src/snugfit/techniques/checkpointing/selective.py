@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from snugfit.job.job import dropout_among
 from snugfit.job.kv_prefix import dropped_prefix
 from snugfit.job.limits import NO_SEQUENCE
-from snugfit.techniques.seeded_dropout import seeds_dropout
+from snugfit.techniques.seeded_dropout import ALL_SEEDED, seeds_dropout
 from snugfit.techniques.setup import CheckpointWish, Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
@@ -79,6 +79,8 @@ class Selective(Technique):
         stated = {} if job.model.module is not None else job.model.config
         short = job.task in NO_SEQUENCE or job.sequence_length < _stated_width(stated)
         if dropout := dropout_among(stated, of="att") if short else job.stated_dropout(of="att"):
+            if stated.get("model_type") in ALL_SEEDED:  # the one kind of recomputing that can be recorded
+                return ""
             return f"attention has dropout ({dropout}), so it is computed again and not kept"
         if short or job.sequence_length < _width(job):
             return (
@@ -91,7 +93,16 @@ class Selective(Technique):
     def settings(cls, job: Job) -> Iterator[Self]:
         """Attention alone where it can be kept. The others are for who names them: recomputing fewer layers
         takes less time than keeping all products."""
-        yield cls(what="products" if job.stated_dropout(of="att") else "attention")
+        lost = job.stated_dropout(of="att") and job.model.config.get("model_type") not in ALL_SEEDED
+        yield cls(what="products" if lost else "attention")
+
+    def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:
+        """Steps whose attention would be computed again, for its dropout."""
+        dropout = job.stated_dropout(of="att")
+        is_seeded = seeds_dropout(recipe[Slot.KERNELS].alone)
+        if not dropout or (is_seeded and recipe[Slot.ENGINE].alone.capture is not None):
+            return ""
+        return f"attention has dropout ({dropout}), so it is kept in steps with 'fused + captured' alone"
 
 
 def _stated_width(facts: Mapping[str, Any]) -> int:

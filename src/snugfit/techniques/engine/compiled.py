@@ -212,7 +212,7 @@ class Compiled(Technique):
         """Steps that record CUDA graphs are not alike from the second on, as a search takes steps to be."""
         return not self._graphs
 
-    def planned_without(self, recipe: TechniqueBySlot) -> str:
+    def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:
         """Other attention than torch's own choice, and masters in two halves: no compiled step with them was
         measured."""
         attention, precision = recipe[Slot.ATTENTION], recipe[Slot.PRECISION]

@@ -62,7 +62,7 @@ class Bf16Master(Technique):
         if any(recipe[slot] != roster.plain(slot) for slot in roster.slots_of_several_gpus()):
             yield "several processes do not share weights in two halves. Try 'bf16'."
 
-    def planned_without(self, recipe: TechniqueBySlot) -> str:
+    def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:
         """Other kernels of AdamW than the default: masters are updated by one, whichever is named."""
         optimizer, default = recipe[Slot.OPTIMIZER], roster.plain(Slot.OPTIMIZER)
         if optimizer == default or optimizer.install(self.alone) != default.install(self.alone):
