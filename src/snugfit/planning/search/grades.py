@@ -160,9 +160,9 @@ def _find_smaller(state: SearchState, pool: WorkerPool, job: Job, slot: Slot, te
             continue
         known = state.judged.get(number) or state.bounds[number]
         between = _Between(number, known.needed_bytes, known.seconds, least[1].needed_bytes, least[1].seconds)
-        found = _least_that_fits(state, pool, between, settings) or least
-        if found[1].seconds < state.fastest_that_fits:
-            add_candidate(state, *found)
+        enough = _least_that_fits(state, pool, between, settings) or least
+        if enough[1].seconds < state.fastest_that_fits:
+            add_candidate(state, *enough)
 
 
 def _fastest_too_large(

@@ -42,9 +42,9 @@ def find_released(state: SearchState, pool: WorkerPool, job: Job, tell: Tell, *,
         return ""
     if state.memory_bytes is None and not smallest:
         return ""
-    found = sorted(_promising(state, technique, job, smallest=smallest))
+    candidates = sorted(_promising(state, technique, job, smallest=smallest))
     tried = set[int]()
-    for _, number in found:
+    for _, number in candidates:
         candidate = state.space.candidates[number]
         if candidate.trace in tried:
             continue

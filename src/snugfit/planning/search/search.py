@@ -144,13 +144,9 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     state = SearchState(space, memory_bytes=bound, slowest=asked.slowest * (1 + AS_FAST))
     tell = with_best(asked.tell, lambda: state.best_so_far(asked.objective, job.batch_size))
     search(state, pool, tell, smallest=smallest, every_bound=listed)
-    space = space if smallest else find_grades(state, pool, job, tell, link_of(asked.gpu))
-    looked_at = find_released(state, pool, job, tell, smallest=smallest)
+    looked_at = _look_further(asked, state, pool, tell)
     space = state.space
-    front = state.front()
-    if not front:
-        why = next((f"'{one.what}': {one.why}" for one in state.excluded), "the space is empty.")
-        raise RehearsalError(f"No recipe could be simulated. The first: {why}")
+    front = _front_of(state)
     fitting = [n for n in front if bound is None or state.judged[n].needed_bytes <= bound]
     fitting = fitting or [n for n in front[-1:] if state.judged[n].needed_bytes <= (memory or 0)]
     best = fitting[-1 if smallest else 0] if fitting else None
@@ -194,6 +190,23 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
         versions=installed_versions(),
         doubts=tuple(dict.fromkeys((*explanation.doubts, *assumed, *doubts_about(asked.gpu)))),
     )
+
+
+def _front_of(state: SearchState) -> list[int]:
+    """The Pareto front of what was judged. Raises `RehearsalError` where nothing was."""
+    if front := state.front():
+        return front
+    why = next((f"'{one.what}': {one.why}" for one in state.excluded), "the space is empty.")
+    raise RehearsalError(f"No recipe could be simulated. The first: {why}")
+
+
+def _look_further(asked: _PlanRequest, state: SearchState, pool: WorkerPool, tell: Tell) -> str:
+    """Adds what is no part of the space and better than what is; the name of a technique that was looked at
+    though no space has it."""
+    smallest = asked.objective == "memory"
+    if not smallest:
+        find_grades(state, pool, asked.job, tell, link_of(asked.gpu))
+    return find_released(state, pool, asked.job, tell, smallest=smallest)
 
 
 def _rank_few(
