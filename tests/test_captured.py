@@ -218,8 +218,8 @@ def test_classes_are_no_tokens() -> None:
 # ---- rehearsed -------------------------------------------------------------------------------------------
 
 
-def rehearsed(recipe: str, family: str = "bert", clip: float | None = 1.0) -> Trace:
-    job = replace(small_job(family, 2, batch_size=4), clip=clip)
+def rehearsed(recipe: str, family: str = "bert", clip: float | None = 1.0, **changes: Any) -> Trace:
+    job = replace(small_job(family, 2, batch_size=4), clip=clip, **changes)
     return rehearse(job, Recipe.parse(recipe).setup(), CudaPolicy())
 
 
@@ -289,11 +289,18 @@ def test_attention_with_dropout_is_kept_where_other_dropout_has_seeds() -> None:
     assert any("add_norm" in one.operator and "backward" not in one.operator for one in again)
 
 
+def test_so_it_is_of_padded_batches() -> None:
+    """Whose attention is FlashAttention's for sequences of several lengths, called by its operator's name."""
+    played = rehearsed(f"{KEPT} + captured", padding=0.25)
+    assert not any("is not recorded" in doubt for doubt in played.doubts)
+    assert phases_of_attention(played) == ["forward"] * 2
+
+
 def phases_of_attention(trace: Trace) -> list[str]:
     return [
         kernel.phase
         for kernel in trace.kernels
-        if "scaled_dot_product" in kernel.operator
+        if ("scaled_dot_product" in kernel.operator or "_flash_attention" in kernel.operator)
         and "backward" not in kernel.operator
         and (kernel.played or not any(one.played for one in trace.kernels))
     ]

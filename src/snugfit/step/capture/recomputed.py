@@ -20,8 +20,9 @@ from torch.overrides import TorchFunctionMode
 
 from snugfit.step.capture.graphs import NotRecorded
 
-ATTENTION = "scaled_dot_product_attention"
-"""What torch calls it."""
+ATTENTION = {"scaled_dot_product_attention": 4, "_flash_attention_forward": 7}
+"""What torch calls it, in one length and in several (`wishes/padding_free.py`), and which of its arguments
+says how much it drops."""
 
 
 @contextlib.contextmanager
@@ -52,11 +53,11 @@ class DrawsNothing(TorchFunctionMode):
 
     def __init__(self, attention_is_kept: bool = False) -> None:
         super().__init__()
-        self._kept = ATTENTION if attention_is_kept else ""
+        self._kept = ATTENTION if attention_is_kept else ()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function that draws none."""
-        if draws(func, args, kwargs or {}) and func.__name__ != self._kept:
+        if draws(func, args, kwargs or {}) and func.__name__ not in self._kept:
             raise NotRecorded(f"{func.__name__} draws random numbers in a layer that is recomputed")
         return func(*args, **kwargs or {})
 
@@ -64,8 +65,9 @@ class DrawsNothing(TorchFunctionMode):
 def draws(function: Any, arguments: Any, keywords: Any) -> bool:
     """Whether this call of a function of torch's draws random numbers."""
     name = getattr(function, "__name__", "")
-    if name == ATTENTION:
-        return bool(keywords.get("dropout_p", arguments[4] if len(arguments) > 4 else 0.0))
+    if name in ATTENTION:
+        at = ATTENTION[name]
+        return bool(keywords.get("dropout_p", arguments[at] if len(arguments) > at else 0.0))
     if "dropout" in name:
         share = keywords.get("p", arguments[1] if len(arguments) > 1 else 0.5)
         trains = keywords.get("training", keywords.get("train", arguments[2] if len(arguments) > 2 else True))
