@@ -20,7 +20,13 @@ from snugfit.job.model import Model
 from snugfit.prediction.kernel_seconds import KernelClock, tile_seconds
 from snugfit.prediction.predict import predict
 from snugfit.prediction.rates import HostLaunchCosts, Rates, packaged_rates, rates_for
-from snugfit.prediction.seconds import simulate_queue, step_seconds
+from snugfit.prediction.seconds import (
+    PREPARED,
+    loader_seconds,
+    simulate_queue,
+    step_seconds,
+    with_worker_batches,
+)
 from snugfit.prediction.timeline import QUEUE_DEPTH, queue_moments
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.record.kernels import CONTRACTIONS, group_of
@@ -226,6 +232,19 @@ class _OfALibrary(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         doubled: torch.Tensor = _Doubles.apply(self.block(_Doubles.apply(self.block(x))))
         return doubled.square().mean()
+
+
+def test_pictures_of_16_bits_are_made_in_32() -> None:
+    """Half the bytes are copied, and as many drawn."""
+    host = packaged_rates(find_gpu("h200")).host
+    took = {}
+    for recipe in ("plain", "bf16_pure"):
+        trace = rehearse(small_job("vit", 2), Recipe.parse(recipe).setup(), CudaPolicy())
+        kernels = with_worker_batches(1, trace.kernels)
+        copied = sum(one.nbytes for one in kernels if one.operator == PREPARED and one.shapes[0][1:])
+        took[recipe] = copied, sum(loader_seconds(one, host) for one in kernels)
+    assert took["plain"][0] == 2 * took["bf16_pure"][0] > 0
+    assert took["plain"][1] == pytest.approx(took["bf16_pure"][1])
 
 
 def test_functions_of_a_library_cost_the_host_forward_and_backward() -> None:

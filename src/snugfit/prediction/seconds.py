@@ -60,6 +60,9 @@ on PCIe 3 and on PCIe 4. None was measured."""
 
 CAST = "aten::_to_copy"
 
+CAST_ON_HOST = ("torch.bfloat16", "torch.float16")
+"""Of inputs: no loader makes them in 16 bits."""
+
 LARGEST_SMALL_COPY = 1024 * 1024
 """Bytes that are copied from pageable memory without waiting for the device. On an H200 with CUDA 13.0
 (2026-11-21) 1 MiB did not wait, and 4 MiB did."""
@@ -314,9 +317,11 @@ def loader_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
 
 
 def _batch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
-    """Seconds in which one process reads and collates the tensor that this kernel copies."""
+    """Seconds in which one process reads and collates the tensor that this kernel copies. Inputs of 16 bits
+    are made in 32 and cast (`step/batches.py`)."""
     samples = kernel.shapes[0][0] if kernel.shapes and kernel.shapes[0] else 1
-    return host.sample * samples + host.byte * (kernel.nbytes // 2)
+    made = kernel.nbytes // 2 * (2 if kernel.dtype in CAST_ON_HOST else 1)
+    return host.sample * samples + host.byte * made
 
 
 def _roofline(kernel: Kernel, gpu: Gpu) -> float:
