@@ -38,6 +38,7 @@ LLAMA: dict[str, Any] = {
     "num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 512,
 }  # fmt: skip
 RECOMPUTED = "bf16_master + adamw_fused + fused + chunked_loss + first_layers(k=2)"
+KEPT = "bf16 + adamw_fused + fused + selective(attention)"
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -132,6 +133,7 @@ def cases() -> list[Callable[[], dict[str, Any]]]:
         partial(compare_plain, "llama, lora", job_of(LLAMA), "lora + bf16 + adamw_fused"),
         partial(compare_plain, "bert, fused", job_of(BERT), "bf16_master + adamw_fused + fused"),
         partial(compare_plain, "fused, padding", job_of(still, padding=0.3), "bf16 + adamw_fused + fused"),
+        partial(compare_plain, "fused, padding, kept", job_of(BERT, padding=0.3), KEPT),
         partial(compare_plain, "llama, fused", job_of(LLAMA), "bf16 + adamw_fused + fused + chunked_loss"),
         partial(compare_plain, "llama, recomputed", job_of(LLAMA), "bf16 + adamw_fused + every_layer"),
         partial(compare_plain, "llama, selective", job_of(LLAMA), "bf16 + adamw_fused + selective(products)"),

@@ -320,8 +320,8 @@ def _batch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
     """Seconds in which one process reads and collates the tensor that this kernel copies. Inputs of 16 bits
     are made in 32 and cast (`step/batches.py`)."""
     samples = kernel.shapes[0][0] if kernel.shapes and kernel.shapes[0] else 1
-    made = kernel.nbytes // 2 * (2 if kernel.dtype in CAST_ON_HOST else 1)
-    return host.sample * samples + host.byte * made
+    nbytes = kernel.nbytes // 2 * (2 if kernel.dtype in CAST_ON_HOST else 1)
+    return host.sample * samples + host.byte * nbytes
 
 
 def _roofline(kernel: Kernel, gpu: Gpu) -> float:

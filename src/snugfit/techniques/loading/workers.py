@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import LoaderWish, Setup
 from snugfit.techniques.technique import Fidelity, Technique
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+FEW = 2
+"""Processes that prepare batches of tokens fast enough for any step."""
+
+MOST = 8
+"""Processes that a plan asks for, at most (chosen): hosts have that many cores for each GPU."""
+
+BYTES_OF_ONE = 3 * 2**20
+"""Of pictures or sound in fp32, as many as one process prepares in some 4 ms, at the packaged rates of a
+host, so that few steps wait for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +40,28 @@ class Workers(Technique):
         ),
     )
 
-    n: int = between(1, 256, default=2)
+    n: int = between(1, 256, default=FEW)
     """Processes that prepare batches."""
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """As many processes as the batches' pictures or sound want."""
+        yield cls(n=min(MOST, max(FEW, -(-_bytes_of_floats(job) // BYTES_OF_ONE))))
 
     def install(self, setup: Setup) -> Setup:
         """Starts n worker processes and pins their batches."""
         return replace(setup, loader=LoaderWish(workers=self.n, pinned=True))
+
+
+def _bytes_of_floats(job: Job) -> int:
+    """Bytes of pictures or sound in a batch, in fp32; 0 for a module of the user's, whose loader nobody
+    knows."""
+    if job.model.module is not None:
+        return 0
+    import torch
+
+    from snugfit.job.batch import SyntheticDataset
+
+    sample = SyntheticDataset(job, 1)[0]
+    floats = [value for name, value in sample.items() if name != "labels" and torch.is_tensor(value)]
+    return job.batch_size * sum(value.nbytes for value in floats if value.is_floating_point())
