@@ -4,7 +4,8 @@
 
 Seconds are those of the device: all kernels of a call, by torch's profiler, so that neither side waits for
 its host. Sides take turns. The largest difference of results, as a share of the largest result, says that
-both computed the same; with dropout they draw other masks. Needs liger-kernel; parts that it has no kernel for have torch's on its side.
+both computed the same; with dropout they draw other masks. Needs liger-kernel; parts that it has no kernel
+for have torch's on its side.
 """
 
 from __future__ import annotations
