@@ -296,6 +296,16 @@ def test_so_it_is_of_padded_batches() -> None:
     assert phases_of_attention(played) == ["forward"] * 2
 
 
+def test_that_attention_is_computed_again_is_said_where_it_is() -> None:
+    job = small_job("bert")
+    said = [
+        [one for one in Recipe.parse(recipe).check(job) if "computed again and not kept" in one]
+        for recipe in (KEPT, f"{KEPT} + captured")
+    ]
+    assert [len(one) for one in said] == [1, 0]
+    assert said[0][0].startswith("selective(attention): attention has dropout (attention_probs_dropout_prob")
+
+
 def phases_of_attention(trace: Trace) -> list[str]:
     return [
         kernel.phase

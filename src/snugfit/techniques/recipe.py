@@ -130,7 +130,8 @@ class Recipe:
 
     def _warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         for technique in self:
-            yield from (f"{technique}: {text}" for text in technique.warnings(job, compute_capability))
+            own = technique.warnings(job, compute_capability)
+            yield from (f"{technique}: {text}" for text in (*own, *technique.warnings_beside(job, self)))
             if doubt := technique.planning_objection(job) or technique.uncertain(job):
                 yield f"{technique}: {doubt}."
             if not job.trains and technique.slot in ONLY_TRAINING and not technique.plain:

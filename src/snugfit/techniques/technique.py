@@ -167,6 +167,10 @@ class Technique(ABC):
         """What the user should know of this job on a GPU of this compute capability, though it runs."""
         return iter(())
 
+    def warnings_beside(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """What the user should know of it beside this recipe's other techniques, though it runs."""
+        return iter(())
+
     @classmethod
     def planning_objection(cls, job: Job) -> str:
         """Why no plan and no recovery chooses it for this job, though a user may name it; empty where they

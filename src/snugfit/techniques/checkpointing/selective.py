@@ -64,12 +64,16 @@ class Selective(Technique):
                 "'sdpa', or 'selective(products)'."
             )
 
-    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Attention with dropout is computed again."""
+    def warnings_beside(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """Attention with dropout is computed again, but in a step that is recorded and whose other dropout
+        has seeds."""
+        is_recorded = recipe[Slot.ENGINE].alone.capture is not None
+        if is_recorded and seeds_dropout(recipe[Slot.KERNELS].alone):
+            return
         if dropout := job.stated_dropout(of="att"):
             yield (
-                f"{self}: attention has dropout ({dropout}), so it is computed again and not kept, "
-                "unless the step has 'fused + captured'."
+                f"attention has dropout ({dropout}), so it is computed again and not kept, unless the step "
+                "has 'fused + captured'."
             )
 
     @classmethod
