@@ -166,6 +166,18 @@ def test_each_mlp_that_is_computed_again_frees_its_product_and_takes_one_more() 
     assert products[2] - products[0] == 3 * (products[1] - products[0]) > 0
 
 
+def test_more_mlps_than_there_are_layers_are_all_of_them_and_that_is_said() -> None:
+    said = [
+        [one for one in Recipe.parse(f"fused(recomputed_mlps={count})").check(job) if "2 layers" in one]
+        for job in [small_job("llama", 2)]
+        for count in (2, 3)
+    ]
+    assert said == [
+        [],
+        ["fused(recomputed_mlps=3): llama has 2 layers, and all of them make the product again."],
+    ]
+
+
 def test_where_no_mlp_is_gated_nothing_can_be_computed_again() -> None:
     recipe = Recipe.parse("fused(recomputed_mlps=2)")
     with pytest.raises(RecipeError, match=r"no gated MLP is in bert. Try 'fused', or 'first_layers'"):

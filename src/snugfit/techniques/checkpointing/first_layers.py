@@ -45,7 +45,7 @@ class FirstLayers(Technique):
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """All layers are recomputed where there are no more."""
         if (layers := job.model.layers) and self.k >= layers:
-            yield f"{self}: {job.model.name} has {layers} layers, so every layer is recomputed."
+            yield f"{job.model.name} has {layers} layers, so every layer is recomputed."
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:

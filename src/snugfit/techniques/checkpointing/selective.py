@@ -55,7 +55,7 @@ class Selective(Technique):
         yield from dropped_prefix(job)
         if recipe[Slot.ADAPTERS].install(Setup()).quantize is not None:
             yield (
-                f"{self}: products with weights in 4 bits are bitsandbytes' own operators, of which nothing "
+                "products with weights in 4 bits are bitsandbytes' own operators, of which nothing "
                 "is kept. Try 'every_layer', or 'lora'."
             )
         if self.what == "attention" and recipe[Slot.ATTENTION].install(Setup()).attention == "eager":

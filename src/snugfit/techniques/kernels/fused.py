@@ -77,7 +77,7 @@ class Fused(Technique):
         if why := _why_not_covered(job):
             yield f"{why} Try 'torch_kernels'."
         if self.recomputed_mlps and not _why_not_covered(job) and not _is_decoder(job):
-            yield f"{self}: no gated MLP is in {job.model.name}. Try 'fused', or 'first_layers'."
+            yield f"no gated MLP is in {job.model.name}. Try 'fused', or 'first_layers'."
         if not job.trains:
             yield "its kernels are those of training. Try 'torch_kernels'."
         if recipe[Slot.ENGINE].alone.compile is not None:
@@ -88,6 +88,11 @@ class Fused(Technique):
             yield "several processes do not share weights that lie side by side. Try 'torch_kernels'."
         if recipe[Slot.ADAPTERS].alone.quantize is not None:
             yield f"{recipe[Slot.ADAPTERS]} quantizes weights that its products read. Try 'torch_kernels'."
+
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """All layers make their product again where there are no more."""
+        if (layers := job.model.layers) and self.recomputed_mlps > layers:
+            yield f"{job.model.name} has {layers} layers, and all of them make the product again."
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:

@@ -57,7 +57,7 @@ class AdamWCompact(Technique):
             )
         elif self.master_bits != 32 and not setup.masters:
             yield (
-                f"{self}: weights that train are fp32 and have no masters that could have "
+                "weights that train are fp32 and have no masters that could have "
                 f"{self.master_bits} bits. Add 'bf16_master', or take 'adamw_compact' as it is."
             )
         if setup.sharding is not None or setup.parallel is not None:
