@@ -156,7 +156,7 @@ def test_answers_are_those_of_a_plan_for_one_kind() -> None:
     """On the GPUs that a search names, a plan that simulates in full finds a step as fast, in a precision
     that one GPU and several take."""
     job = replace(small_job("llama", 12), batch_size=8)
-    keep = f"bf16 + sdpa + default + inline + {REST}"
+    keep = f"bf16 + sdpa + adamw_fused + default + inline + {REST}"
     (kind,) = plan_cards(job, ["h200"], counts=[1, 2], keep=keep, workers=1).answers
     assert kind.fits
     for one in kind.answers:

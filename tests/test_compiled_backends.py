@@ -38,8 +38,8 @@ from tiers import slow_but
 GRAPHS = ("mode=reduce-overhead", "backend=cudagraphs")
 
 
-def rehearsed(family: str, recipe: str, policy: Policy | None = None, **facts: Any) -> Trace:
-    job = small_job(family, 2, facts or None)
+def rehearsed(family: str, recipe: str, policy: Policy | None = None, layers: int = 2, **facts: Any) -> Trace:
+    job = small_job(family, layers, facts or None)
     return rehearse(job, Recipe.parse(recipe).setup(), policy or CpuPolicy())
 
 
@@ -60,7 +60,7 @@ OFTEN = [
     ("llama", "compiled(what=model, backend=aot_eager)"),
     ("bert", "bf16 + compiled(backend=eager)"),
     ("gpt2", "compiled(backend=aot_eager)"),
-    ("bert", "compiled(what=model, backend=cudagraphs)"),
+    ("bert", "compiled(backend=cudagraphs)"),
 ]
 
 
@@ -92,14 +92,16 @@ def test_a_graph_that_is_not_cut_in_two_is_noticed(monkeypatch: pytest.MonkeyPat
 @pytest.mark.whole
 def test_on_a_cpu_a_mode_with_graphs_records_none() -> None:
     graphs, plain = (
-        rehearsed("llama", f"compiled(what=model{mode})") for mode in (", mode=reduce-overhead", "")
+        rehearsed("llama", f"compiled(what=model{mode})", layers=1) for mode in (", mode=reduce-overhead", "")
     )
     assert not graphs.of_graphs
     assert peak(foreseen(graphs)) - peak(foreseen(plain)) <= LOSS_OUTSIDE
 
 
-@pytest.mark.parametrize("setting", GRAPHS)
-@pytest.mark.parametrize("what", ["layers", "model"])
+@pytest.mark.parametrize(
+    ("what", "setting"),
+    slow_but([("layers", GRAPHS[0]), ("model", GRAPHS[1]), ("layers", GRAPHS[1]), ("model", GRAPHS[0])], 2),
+)
 def test_the_third_step_plays_graphs_back_and_allocates_nothing_for_them(what: str, setting: str) -> None:
     """The pool's memory stays reserved; kernels are launched as one, but for the copies of inputs."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
@@ -123,7 +125,7 @@ def trace_end(trace: Trace) -> int:
 def test_a_classifier_is_compiled_once_more_and_plays_a_step_later() -> None:
     """It writes its `problem_type` in the first step, so torch compiles it again in the second."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
-    trace = rehearsed("bert", "compiled(what=model, backend=cudagraphs)", CudaPolicy(), hidden_size=256)
+    trace = rehearsed("bert", "compiled(what=model, backend=cudagraphs)", CudaPolicy(), 1, hidden_size=256)
     assert max(mark.step for mark in trace.marks) == 4
     assert {trace.blocks[index].step for index in trace.of_graphs} == {0, 1, 2}
     assert any(kernel.played for kernel in trace.kernels)

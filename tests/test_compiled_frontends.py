@@ -122,7 +122,7 @@ def test_backends_that_compile_nothing_train_in_the_trainer_and_go_on(recipe: st
     assert_same_run(again, whole)
 
 
-@pytest.mark.parametrize("recipe", slow_but(BACKENDS, lambda one: one == "compiled(backend=aot_eager)"))
+@pytest.mark.parametrize("recipe", slow_but(BACKENDS, lambda one: one == "compiled(backend=eager)"))
 def test_backends_that_compile_nothing_train_in_other_loops(recipe: str) -> None:
     model, seen = model_of("bert"), []
     for one in ("plain", recipe):

@@ -61,17 +61,15 @@ IN_ANOTHER_LAYOUT = {("vit", f"bf16 + {WHOLE}"), ("vit", f"lora + bf16 + {WHOLE}
 def test_a_whole_model_with_recomputed_layers_is_predicted_for_a_gpu(family: str) -> None:
     """Its program keeps the state of random numbers for attention that it computes again."""
     setup = Recipe.parse(f"bf16 + {WHOLE} + every_layer").setup()
-    kernels = rehearse(small_job(family, 3), setup, CudaPolicy()).kernels
+    kernels = rehearse(small_job(family, 2), setup, CudaPolicy()).kernels
     attention = "aten::_scaled_dot_product_cudnn_attention"
-    assert [kernel.phase for kernel in kernels if kernel.operator == attention].count("backward") == 3
+    assert [kernel.phase for kernel in kernels if kernel.operator == attention].count("backward") == 2
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(
-    ("family", "recipe"),
-    slow_but(LAW, lambda case: case == ("llama", f"bf16 + {WHOLE}")),
-)
+@pytest.mark.parametrize(("family", "recipe"), slow_but(LAW, lambda case: case == ("vit", WHOLE)))
 def test_a_step_of_a_whole_model_allocates_what_its_trace_says(family: str, recipe: str) -> None:
+    """A ViT takes half of the time that a Llama does, whose C++ is compiled for longer."""
     job = small_job(family, layers=2)
     trace = foreseen(rehearsed(job, recipe))
     torch._dynamo.reset()
@@ -86,7 +84,7 @@ def test_a_step_of_a_whole_model_allocates_what_its_trace_says(family: str, reci
 def test_a_loss_that_is_a_graph_of_its_own_has_gradients_in_every_rehearsal() -> None:
     """transformers warns of GPT-2's loss, where Dynamo breaks the graph; torch's own kernel for shapes of a
     loss would hide its gradient, unless autograd's is in the way, as in a process's first rehearsal."""
-    rehearsed(small_job("bert", layers=1), WHOLE)
+    rehearsed(small_job("bert", layers=1), f"{WHOLE[:-1]}, backend=aot_eager)")
     trace = rehearsed(small_job("gpt2", layers=1), WHOLE)
     kernels = [kernel for kernel in trace.kernels if kernel.phase in ("forward", "backward")]
     programs = sum(kernel.programs for kernel in kernels)
@@ -98,8 +96,8 @@ def test_a_loss_that_is_a_graph_of_its_own_has_gradients_in_every_rehearsal() ->
 def test_a_rank_s_rehearsal_leaves_dynamo_s_table_of_functions_as_it_was() -> None:
     """GPT-2's attention asks for `math.sqrt`, which another function stands in for during a rehearsal."""
     predict(small_job("gpt2", layers=2, batch_size=4), "fsdp", gpu="h200", gpus=2)
-    for _ in range(2):  # each rehearsal has its own stand-ins
-        assert rehearsed(small_job("gpt2", layers=2), WHOLE).kernels
+    for _ in range(2):  # each rehearsal has its own stand-ins, which Dynamo sees under any backend
+        assert rehearsed(small_job("gpt2", layers=2), f"{WHOLE[:-1]}, backend=aot_eager)").kernels
     root = torch.compile(lambda x: x * math.sqrt(x.shape[-1]), backend="eager", fullgraph=True)
     assert root(torch.ones(4)).tolist() == [2.0] * 4
 
@@ -156,8 +154,10 @@ def test_what_stands_around_a_compiled_model_stays_when_it_runs_as_written_again
 
 @pytest.mark.whole
 def test_a_short_run_pays_for_compiling_the_whole_model() -> None:
-    job, once = small_job("llama", layers=2), {}
-    for recipe in ("compiled", WHOLE):
+    """Even for one of half as many layers."""
+    once = {}
+    for recipe, layers in (("compiled", 2), (WHOLE, 1)):
+        job = small_job("llama", layers)
         trace = rehearse(job, Recipe.parse(recipe).setup(), CpuPolicy())
         once[recipe] = StartupShares(job, PlannedRun(steps=10)).of(Recipe.parse(recipe).setup(), trace).once
     assert once[WHOLE] > once["compiled"] + 1
@@ -213,7 +213,7 @@ def test_the_bytes_of_a_bare_compiled_step_are_met(name: str) -> None:
 def test_attention_is_what_the_traced_model_asks_for() -> None:
     """A given mask is a tensor in the graph; where none is given and none is made, attention stays fused."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
-    trace: Trace = rehearsed(small_job("llama", 2, {"hidden_size": 256}), f"bf16 + {WHOLE}", CudaPolicy())
+    trace: Trace = rehearsed(small_job("llama", 1, {"hidden_size": 256}), f"bf16 + {WHOLE}", CudaPolicy())
     names = {kernel.operator for kernel in trace.kernels}
     assert any("scaled_dot_product" in name for name in names), names
     assert all(kernel.compiled for kernel in trace.kernels if kernel.phase == "forward")

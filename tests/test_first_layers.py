@@ -26,6 +26,7 @@ from snugfit.techniques.setup import CheckpointWish
 from snugfit.techniques.technique import Slot
 from test_law_loops import hold
 from test_law_rehearsed_equals_real import hold_to_reports, job
+from tiers import slow_but
 
 LAYERS = 6
 
@@ -94,7 +95,7 @@ def recomputed(trace: Trace) -> int:
     return sum(kernel.recomputed for kernel in trace.kernels)
 
 
-@pytest.mark.parametrize("family", ["vit", "llama", "t5"])
+@pytest.mark.parametrize("family", slow_but(["t5", "llama", "vit"], 2))
 def test_each_further_layer_frees_about_as_much(family: str) -> None:
     this = deep(family)
     recipes = ["keep_all", *(f"first_layers({k})" for k in range(1, LAYERS + 1))]
@@ -136,7 +137,7 @@ def test_an_export_refuses_it_by_name(target: str) -> None:
 @pytest.mark.whole
 def test_a_plan_recomputes_as_few_layers_as_fit() -> None:
     """One sample, which cannot be cut, and memory for a third of what layers keep."""
-    this = small_job("llama", 12, batch_size=1, sequence_length=8192)
+    this = small_job("llama", LAYERS, batch_size=1, sequence_length=8192)
     keep = f"lora(r=4) + bf16 + sdpa + adamw_fused + default + inline + {REST}"
 
     def needed(recipe: str) -> int:

@@ -18,12 +18,14 @@ import pytest
 import torch
 
 from fitted import classified, copy_of, fitted, losses_of, model_of, trainer_of
+from kept import kept
 from small_models import small_job
 from snugfit.errors import RecipeError
 from snugfit.exchange.export import export
 from snugfit.exchange.read import read_arguments
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
+from snugfit.planning.keep import kept_of
 from snugfit.planning.search.space import space_of
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import packaged_rates
@@ -42,6 +44,7 @@ from test_law_fidelity import job as learning_job
 from test_law_loops import foreach_as_on_a_gpu, hold  # noqa: F401
 from test_law_rehearsed_equals_real import hold_to_reports
 from test_law_rehearsed_equals_real import job as law_job
+from tiers import slow_but
 
 FP8 = roster.find("fp8")
 installed = pytest.mark.skipif(bool(FP8.missing_package()), reason=FP8.missing_package() or "")
@@ -107,7 +110,8 @@ def test_without_the_package_one_sentence_names_the_extra(monkeypatch: pytest.Mo
 def test_plans_look_at_it_where_they_may_learn_otherwise() -> None:
     capability = find_gpu("h200").compute_capability
     for fidelity, offered in ((Fidelity.ROUNDS, False), (Fidelity.LEARNS, True)):
-        space = space_of(llama(), fidelity=fidelity, capability=capability)
+        fixed = kept_of(llama(), kept(but="precision checkpointing"))
+        space = space_of(llama(), fidelity=fidelity, capability=capability, fixed=fixed)
         assert ("fp8" in {str(one) for one in space.offers(Slot.PRECISION)}) is offered
 
 
@@ -149,13 +153,18 @@ def test_what_does_not_train_stays_as_it_is() -> None:
 
 # ---- a rehearsal -------------------------------------------------------------------------------------------
 
+LAW = [
+    (*model, recipe)
+    for model in (("llama", "float32"), ("llama", "bfloat16"), ("bert", "float32"))
+    for recipe in (*BOTH, "fp8 + every_layer", "fp8 + micro_batches(2)")
+]
+OFTEN = [*LAW[:4], ("llama", "bfloat16", "fp8"), ("bert", "float32", "fp8 + every_layer")]
+"""Every recipe, every dtype and every family once."""
+
 
 @installed
 @pytest.mark.whole
-@pytest.mark.parametrize("recipe", [*BOTH, "fp8 + every_layer", "fp8 + micro_batches(2)"])
-@pytest.mark.parametrize(
-    ("family", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("bert", "float32")]
-)
+@pytest.mark.parametrize(("family", "dtype", "recipe"), slow_but(LAW, OFTEN.__contains__))
 def test_a_real_step_allocates_what_its_trace_says(family: str, dtype: str, recipe: str) -> None:
     hold_to_reports(replace(law_job(family), dtype=dtype), Recipe.parse(recipe))
 
@@ -252,7 +261,7 @@ def test_a_prediction_says_that_its_seconds_were_not_measured() -> None:
 
 @installed
 @pytest.mark.whole
-@pytest.mark.parametrize("recipe", BOTH)
+@pytest.mark.parametrize("recipe", slow_but(BOTH, 1))
 def test_it_learns_as_fast_as_bf16(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small real task: to tell high tokens from low ones."""
     monkeypatch.setattr("snugfit.step.batches.SyntheticDataset", HighOrLow)

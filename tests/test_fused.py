@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from kept import kept
 from small_models import small_job
 from snugfit.errors import RecipeError
 from snugfit.exchange.export import export
+from snugfit.job.job import Job
 from snugfit.kernels.bias_gelu import BLOCK_ROWS
-from snugfit.planning.keep import kept_of
+from snugfit.planning.keep import Kept, kept_of
 from snugfit.planning.search.space import space_of
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
@@ -61,10 +63,14 @@ def test_what_it_does_not_go_with_is_said(family: str, recipe: str, says: str) -
 
 def test_plans_look_at_it_where_it_knows_the_model() -> None:
     job = small_job("bert", 2)
-    assert {str(one) for one in space_of(job).offers(Slot.KERNELS)} == {"torch_kernels", "fused"}
-    assert {str(one) for one in space_of(small_job("t5", 2)).offers(Slot.KERNELS)} == {"torch_kernels"}
-    kept = kept_of(job, "fused")
-    assert {str(one) for one in space_of(job, fixed=kept).offers(Slot.KERNELS)} == {"fused"}
+
+    def offered(this: Job, fixed: Kept) -> set[str]:
+        return {str(one) for one in space_of(this, fixed=fixed).offers(Slot.KERNELS)}
+
+    assert offered(job, kept_of(job, kept(but="kernels"))) == {"torch_kernels", "fused"}
+    other = small_job("t5", 2)
+    assert offered(other, kept_of(other, kept(but="kernels"))) == {"torch_kernels"}
+    assert offered(job, kept_of(job, kept("fused", but="optimizer"))) == {"fused"}
 
 
 def test_no_script_has_it() -> None:

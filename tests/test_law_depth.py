@@ -187,7 +187,7 @@ COMPILED = [
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("family", "recipe", "more"), slow_but(COMPILED, lambda case: case[0] == "gpt2"))
+@pytest.mark.parametrize(("family", "recipe", "more"), slow_but(COMPILED, 0))
 def test_a_compiled_model_of_few_layers_tells_of_a_deep_one(
     family: str, recipe: str, more: dict[str, Any]
 ) -> None:
@@ -207,6 +207,19 @@ def test_a_compiled_model_of_few_layers_tells_of_a_deep_one(
 
 WRITTEN = [("Llama-3.2-1B", LONG), ("bert", {})]
 """Those that must not be refused."""
+
+
+def test_what_inductor_decides_by_the_memory_of_a_program_is_noted() -> None:
+    """Of one layer and its loss, forward and backward: deciding needs no more of them."""
+    pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
+    job, setup = job_of("gpt2", DEEP), setup_of(f"bf16 + {WHOLE}")
+    depth = depth_of(job, setup)
+    assert depth is not None
+    noted = few_layers._rehearse(depth, job, setup, CUDA, 1)
+    assert noted.decisions
+    assert all(one.timeline and one.orders for one in noted.decisions)
+    assert any(one.reuses for one in noted.decisions)
+    assert all(decides_alike(one, one, 0) for one in noted.decisions)
 
 
 class Asked:
@@ -262,5 +275,5 @@ def test_a_model_whose_programs_would_be_decided_otherwise_is_lowered_in_full(
     monkeypatch.setattr(predictions, "rehearse", counted)
     predict(job_of("llama", 8), f"bf16 + {WHOLE}", gpu="h200")
     assert not in_full
-    predict(job_of("llama", 48), f"bf16 + {WHOLE}", gpu="h200")
-    assert [job.model.config["num_hidden_layers"] for job in in_full] == [48]
+    predict(job_of("llama", 28), f"bf16 + {WHOLE}", gpu="h200")
+    assert [job.model.config["num_hidden_layers"] for job in in_full] == [28]

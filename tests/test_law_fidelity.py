@@ -172,10 +172,18 @@ COSTLY = ("zero2", "zero3", "compiled")
 """Which build C++ first, in minutes, or compile a model. Without the C++, ZeRO is held to the law below;
 compiled models have real steps in tests of their own."""
 
+DEARER = {"budget(0.75)", "budget(0.25)", "lora(r=64)", "lora(r=64, targets=all-linear)"}
+DEARER |= {"qlora(r=64, targets=all-linear)", "lion_8bit(embeddings=8)"}
+"""Settings beside which another of the same technique is tried each time."""
+
+
+def is_costly(technique: Technique) -> bool:
+    return technique.name in COSTLY or str(technique) in DEARER
+
 
 @pytest.mark.parametrize("name", BESIDE)
 @pytest.mark.parametrize(
-    "technique", slow_but(candidates(Fidelity.ROUNDS), lambda one: one.name not in COSTLY), ids=str
+    "technique", slow_but(candidates(Fidelity.ROUNDS), lambda one: not is_costly(one)), ids=str
 )
 def test_rounds_stays_within_its_bound(technique: Technique, name: str) -> None:
     hold_to_bound(technique, name)
@@ -257,7 +265,9 @@ class HighOrLow:
         return {"input_ids": ids, "labels": torch.tensor(index % 2)}
 
 
-@pytest.mark.parametrize("technique", candidates(Fidelity.LEARNS), ids=str)
+@pytest.mark.parametrize(
+    "technique", slow_but(candidates(Fidelity.LEARNS), lambda one: str(one) not in DEARER), ids=str
+)
 def test_learns_reduces_the_loss(technique: Technique, monkeypatch: pytest.MonkeyPatch) -> None:
     """At one of three usual learning rates: which one is the user's affair, and differs by optimizer."""
     monkeypatch.setattr("snugfit.step.batches.SyntheticDataset", HighOrLow)

@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 
+from kept import kept
 from small_models import small_job
 from snugfit.errors import RecipeError
 from snugfit.exchange.read import read_arguments
 from snugfit.exchange.trainer_arguments import training_arguments
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
+from snugfit.planning.keep import kept_of
 from snugfit.planning.search.space import space_of
 from snugfit.prediction.allocator import Replay, replay
 from snugfit.prediction.device import policy_for
@@ -116,7 +118,8 @@ def test_with_its_loss_off_it_goes_beside_another_head() -> None:
 @installed
 def test_plans_take_it_without_its_loss() -> None:
     offered = [
-        {str(one) for one in space_of(job).offers(Slot.KERNELS)} for job in (llama(), small_job("bert", 2))
+        {str(one) for one in space_of(job, fixed=kept_of(job, kept(but="kernels"))).offers(Slot.KERNELS)}
+        for job in (llama(), small_job("bert", 2))
     ]
     assert offered == [
         {"torch_kernels", "fused", "liger(fused_linear_cross_entropy=false)"},

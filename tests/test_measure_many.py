@@ -80,7 +80,7 @@ def test_two_processes_are_measured_together(two_on_the_cpu: tuple[Measurement, 
     assert seen.to_rows()[0]["gpus"] == 2
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_copied_weights_train_as_sharded_ones_do(two_on_the_cpu: tuple[Measurement, Path]) -> None:
     """Both begin with the same seed and average the same gradients."""
     copied = measure(tiny_job(), "ddp", device="cpu", gpus=2, warmup=1, steps=3, ledger=None)
@@ -113,7 +113,7 @@ def test_one_is_not_compared_with_two(two_on_the_cpu: tuple[Measurement, Path]) 
         compare(alone, replace(seen, recipe=alone.recipe))
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_all_and_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Rank 1 fails in its second step, while rank 0 waits for its gradients."""
     body = """

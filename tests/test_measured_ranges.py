@@ -90,7 +90,7 @@ def stated(name: str) -> tuple[int, int, int]:
     "name",
     [
         pytest.param("fp8", marks=pytest.mark.slow),  # many steps are predicted again
-        "budget",
+        pytest.param("budget", marks=pytest.mark.slow),
         pytest.param("zero2", marks=pytest.mark.slow),
         pytest.param("zero3", marks=pytest.mark.slow),
         "padding_free",

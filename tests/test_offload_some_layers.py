@@ -309,7 +309,7 @@ def test_a_run_is_resumed_where_it_was(tmp_path: Path) -> None:
 
 # ---- planned -----------------------------------------------------------------------------------------------
 
-DEPTH = 8
+DEPTH = 6
 KEEP = (
     "lora(r=4) + bf16 + sdpa + adamw_fused + uncompiled + torch_kernels + whole_logits + ieee + whole_batch"
     " + all_gradients + inline"

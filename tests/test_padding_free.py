@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from kept import REST
+from kept import REST, kept
 from small_models import small_job
 from snugfit.data.lengths import Lengths
 from snugfit.errors import RecipeError, RehearsalError, UsageError
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job, Phase, Task
 from snugfit.job.model import Model
+from snugfit.planning.keep import kept_of
 from snugfit.planning.lengths.lengths import plan_lengths
 from snugfit.planning.search.search import plan
 from snugfit.planning.search.space import space_of
@@ -362,7 +363,8 @@ def test_gpus_before_ampere_are_refused() -> None:
 @pytest.mark.whole
 def test_a_plan_takes_it_only_where_it_is_kept() -> None:
     job, gpu = a_job("llama"), find_gpu("h200")
-    assert not any("padding_free" in str(one) for one in space_of(job).offers(Slot.ATTENTION))
+    few = space_of(job, fixed=kept_of(job, kept(but="attention")))
+    assert not any("padding_free" in str(one) for one in few.offers(Slot.ATTENTION))
     found = plan(job, gpu=gpu, keep=f"{RECIPE} + keep_all + default + inline + {REST}", workers=1)
     assert found.best is not None
     assert "padding_free" in str(found.best.recipe)

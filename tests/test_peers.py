@@ -16,6 +16,7 @@ from snugfit.evaluation.verify import Verification
 from snugfit.job.gpu import find_gpu
 from snugfit.measurement.measure import measure
 from snugfit.report.plan import verify as report
+from snugfit.results.measurement import Measurement
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
 from snugfit.units import GIB
@@ -138,20 +139,32 @@ def test_what_is_said_of_the_best_peer(found: Verification, said: str) -> None:
 
 
 @pytest.mark.whole
-def test_arguments_reach_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backend that there is not ends the run by its name; one that compiles nothing trains."""
-    small = small_job("gpt2", 2, batch_size=2, sequence_length=16)
-    backend = {"torch_compile": True, "torch_compile_backend": "made_up"}
-    wrong = measure(
-        small, "sgd", loop="trainer", device="cpu", ledger=None, steps=1, warmup=0, trainer_arguments=backend
-    )
+def test_arguments_reach_the_trainer() -> None:
+    """A backend that there is not ends the run by its name."""
+    wrong = compiled_by("made_up")
     assert wrong.outcome != "ok"
     assert "made_up" in wrong.message.lower()
-    backend["torch_compile_backend"] = "eager"
-    right = measure(
-        small, "sgd", loop="trainer", device="cpu", ledger=None, steps=1, warmup=1, trainer_arguments=backend
-    )
+
+
+@pytest.mark.slow
+def test_the_trainer_trains_with_such_arguments() -> None:
+    """With a backend that compiles nothing."""
+    right = compiled_by("eager")
     assert right.outcome == "ok", right.message
+
+
+def compiled_by(backend: str) -> Measurement:
+    """A short run of the Trainer that is told to compile by this backend."""
+    return measure(
+        small_job("gpt2", 2, batch_size=2, sequence_length=16),
+        "sgd",
+        loop="trainer",
+        device="cpu",
+        ledger=None,
+        steps=1,
+        warmup=1,
+        trainer_arguments={"torch_compile": True, "torch_compile_backend": backend},
+    )
 
 
 def test_arguments_without_the_trainer_are_refused() -> None:
