@@ -5,7 +5,10 @@ computes and takes is measured there (`tests/captured_on_gpu.py`)."""
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from run_again import batch_of, captured_on_cpu
+from run_again import RunAgain, batch_of, captured_on_cpu
 from small_models import small_job
 from small_runs import CPU, assert_same_weights, events, killed_in, losses, small_run
 from snugfit.errors import RecipeError, SnugfitError, UsageError
@@ -24,6 +27,7 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import COPY_IN, Trace
 from snugfit.step.applier import refuse_unsupported
 from snugfit.step.capture.batch import fill_up, layout_of, longest_sequence
+from snugfit.step.capture.handler import REHEARSED
 from snugfit.step.capture.step import CapturedStep
 from snugfit.step.open_step import open_step
 from snugfit.step.selective import checkpoint_arguments
@@ -221,6 +225,33 @@ def test_classes_are_no_tokens() -> None:
 def rehearsed(recipe: str, family: str = "bert", clip: float | None = 1.0, **changes: Any) -> Trace:
     job = replace(small_job(family, 2, batch_size=4), clip=clip, **changes)
     return rehearse(job, Recipe.parse(recipe).setup(), CudaPolicy())
+
+
+class Unplayed(RunAgain):
+    """Keeps nothing of what was recorded, as a GPU's graphs do not either."""
+
+    def record(self, work: Callable[[], None], *, may_draw: bool = True) -> Callable[[], None]:
+        work()
+        return lambda: None
+
+
+@pytest.mark.whole
+def test_graphs_go_with_the_step_that_made_them() -> None:
+    """At once: Python's collector does not know how much of a GPU they hold."""
+    graphs = [Unplayed()]
+    token = REHEARSED.set(lambda: graphs[0])
+    gc.disable()
+    try:
+        setup = Recipe.parse("bf16_master + fused + captured").setup()
+        step: Any = open_step(replace(small_job("bert", 1), clip=1.0), setup, "plain", CPU)
+        step.run(3, Quiet())
+        assert step.captured.is_played
+        kept = [weakref.ref(one) for one in (step, step.captured, step.model, graphs.pop())]
+        del step
+        assert [one() for one in kept] == [None] * 4
+    finally:
+        gc.enable()
+        REHEARSED.reset(token)
 
 
 @pytest.mark.parametrize("recipe", ["bf16 + adamw_fused", "bf16 + adamw_fused + micro_batches(2)"])

@@ -23,6 +23,7 @@ gradients of each layout are held for it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -122,7 +123,8 @@ class CapturedStep:
     """The optimizer steps of a loop, recorded and played back."""
 
     def __init__(self, loop: Loop, graphs: Graphs, wish: CaptureWish) -> None:
-        self._loop, self._graphs, self._wish = loop, graphs, wish
+        self._loop: Loop = weakref.proxy(loop)  # which holds this: once it is dropped, so are the graphs
+        self._graphs, self._wish = graphs, wish
         self._met: set[Hashable] = set()
         self._recordings: dict[Hashable, LayoutGraphs] = {}
         self._played: LayoutGraphs | None = None
