@@ -26,7 +26,6 @@ from snugfit.step.selective import KEPT
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import CheckpointWish
-from snugfit.techniques.technique import Slot
 from test_law_loops import hold
 from test_law_rehearsed_equals_real import hold_to_reports, job
 
