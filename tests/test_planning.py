@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kept import REST
 from small_models import small_job
 from snugfit.errors import GpuError, SnugfitError, UsageError
 from snugfit.job.gpu import find_gpu
@@ -41,10 +42,7 @@ from snugfit.techniques.setup import EVERY_LAYER, Setup
 from snugfit.techniques.technique import Fidelity, Slot
 from tiers import slow_but
 
-FEW = (
-    "torch_kernels + uncompiled + whole_logits + on_device + all_gradients + keep_all + sdpa + ieee + default"
-    " + inline"
-)
+FEW = f"{REST} + keep_all + sdpa + default + inline"
 """Slots that a question about others is asked without, where the space would have tens of thousands."""
 
 H200 = find_gpu("h200")
@@ -516,6 +514,7 @@ def test_a_recipe_to_start_from_may_be_text() -> None:
 SCRIPT = """
 import sys
 sys.path.insert(0, {tests!r})
+from kept import REST
 from small_models import small_job
 import snugfit
 try:
