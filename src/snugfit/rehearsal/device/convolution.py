@@ -9,8 +9,8 @@ convolutions of `results/h200-2026-11-22/convolutions.json`.
 - Half precision over the three colours of an image, as patch embeddings have it, was read over 136 shapes
   (`results/h200-2026-11-27/patch-embeddings.json`, bf16). Forward, results of up to 384 channels take no
   copy. Backward, a long sum over pictures and patches is made in parts, whose results lie in the workspace in
-  fp32; and small pictures' gradient of the weight takes one such part and no copies. Not known is what cuDNN
-  does with more than 42 million numbers of input: then it took no copy forward in two of four shapes.
+  fp32; and small pictures' gradient of the weight takes one such part and no copies. Not followed:
+  three shapes with 42 million and more numbers of input copied nothing forward; up to 39 million did.
 - fp32 whose channels fill whole 16 bytes (Whisper's) copies in TF32 only, whatever its size.
 - fp32 whose channels do not (the three colours of an image) copies where there is enough to compute, with
   TF32 from less on than without; between `LEAST_WORK` and the nearest smaller convolution that copied nothing

@@ -76,6 +76,6 @@ class Bf16Master(Technique):
         yield (
             "its steps were measured on H200s: requested bytes were exact; recorded, BERT-large, "
             "RoBERTa-large, GPT-2 and a ViT took within 6 % of what was predicted, and Llama-3.2-1B 8 to "
-            "11 % more, for the power limit lowers the GPU's clock. Gradients of micro-batches are added up "
-            "in bfloat16."
+            "11 % more, at the GPU's power limit, which lowers its clock. Gradients of micro-batches are "
+            "added up in bfloat16."
         )
