@@ -39,6 +39,7 @@ LLAMA: dict[str, Any] = {
 }  # fmt: skip
 RECOMPUTED = "bf16_master + adamw_fused + fused + chunked_loss + first_layers(k=2)"
 KEPT = "bf16 + adamw_fused + fused + selective(attention)"
+DROPPED = "bf16 + adamw_fused + padding_free"
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -75,6 +76,18 @@ def compare_plain(name: str, job: Job, recipe: str) -> dict[str, Any]:
         "right": not other.captured.why_not and written[0] == played[0] and written != played[:1] * STEPS
         and max(abs(a - b) for a, b in zip(written, played, strict=True)) < 2e-2 and all(moved),
         "losses": [written, played],
+    }  # fmt: skip
+
+
+def compare_dropped(name: str, job: Job, recipe: str) -> dict[str, Any]:
+    """A step whose padding is dropped, played, beside one that computes it, as they are written: losses."""
+    padded, _ = plain_losses(job, recipe)
+    dropped, step = plain_losses(job, f"{recipe} + padding_free + captured")
+    apart = max(abs(a - b) for a, b in zip(padded, dropped, strict=True))
+    return {
+        "case": name, "recipe": recipe, "why_not": step.captured.why_not, "losses_apart": apart,
+        "right": not step.captured.why_not and apart < 2e-2 and len(set(dropped)) > 1,
+        "losses": [padded, dropped],
     }  # fmt: skip
 
 
@@ -134,6 +147,12 @@ def cases() -> list[Callable[[], dict[str, Any]]]:
         partial(compare_plain, "bert, fused", job_of(BERT), "bf16_master + adamw_fused + fused"),
         partial(compare_plain, "fused, padding", job_of(still, padding=0.3), "bf16 + adamw_fused + fused"),
         partial(compare_plain, "fused, padding, kept", job_of(BERT, padding=0.3), KEPT),
+        partial(compare_plain, "no padding", job_of(BERT, padding=0.25), DROPPED),
+        partial(compare_plain, "no padding, fused", job_of(BERT, padding=0.25), f"{DROPPED} + fused"),
+        partial(compare_plain, "no padding, llama", job_of(LLAMA, padding=0.3), f"{DROPPED} + chunked_loss"),
+        partial(compare_dropped, "dropped, bert", job_of(still, padding=0.3), "bf16 + adamw_fused"),
+        partial(compare_dropped, "dropped, fused", job_of(still, padding=0.3), "bf16_master + fused"),
+        partial(compare_dropped, "dropped, llama", job_of(LLAMA, padding=0.3), "bf16 + fused + chunked_loss"),
         partial(compare_plain, "llama, fused", job_of(LLAMA), "bf16 + adamw_fused + fused + chunked_loss"),
         partial(compare_plain, "llama, recomputed", job_of(LLAMA), "bf16 + adamw_fused + every_layer"),
         partial(compare_plain, "llama, selective", job_of(LLAMA), "bf16 + adamw_fused + selective(products)"),
@@ -145,6 +164,8 @@ def cases() -> list[Callable[[], dict[str, Any]]]:
         partial(compare_runs, "a run with dropout", BERT, "bf16 + adamw_fused + micro_batches(2)"),
         partial(compare_runs, "a run with masters", BERT, "bf16_master + adamw_fused"),
         partial(compare_runs, "a run, all of it", BERT, "bf16_master + adamw_fused + fused"),
+        partial(compare_runs, "a run without padding", still, f"{DROPPED} + fused"),
+        partial(compare_runs, "a run, dropout, no padding", BERT, f"{DROPPED} + fused + micro_batches(2)"),
     ]
 
 

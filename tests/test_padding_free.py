@@ -32,7 +32,8 @@ from snugfit.step.build import build_model
 from snugfit.step.open_step import open_step
 from snugfit.step.step import LOOPS, Observer
 from snugfit.step.wishes.handler import LiveTraining
-from snugfit.step.wishes.padding_free import _one_by_one, attend, without_padding
+from snugfit.step.wishes.padding_free.attention import _one_by_one, attend
+from snugfit.step.wishes.padding_free.rows import Filling, RowRules, as_rows, without_padding
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import PADDING_FREE, Setup
 from snugfit.techniques.technique import Slot
@@ -151,7 +152,7 @@ def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str, pad
 @pytest.mark.parametrize("left", [False, True])
 def test_a_batch_becomes_one_row_with_the_positions_that_its_tokens_had(left: bool) -> None:
     batch = uneven(left=left) | {"token_type_ids": torch.ones(4, 16, dtype=torch.long), "use_cache": False}
-    packed, kept = without_padding(batch, shifts=True)
+    packed, kept = without_padding(batch, RowRules(shifts=True))
     count = sum(LENGTHS)
     assert kept is not None
     assert packed["input_ids"].tolist() == [batch["input_ids"].flatten()[kept].tolist()]
@@ -174,7 +175,7 @@ def test_sequences_without_a_token_take_nothing_from_others() -> None:
     batch = uneven()
     for name, nothing in (("input_ids", 0), ("attention_mask", 0), ("labels", -100)):
         batch[name][[0, 3]] = nothing
-    packed, _ = without_padding(batch, shifts=True)
+    packed, _ = without_padding(batch, RowRules(shifts=True))
     assert packed["cu_seq_lens_q"].tolist() == [0, 0, 3, 4, 4]
     assert (packed["labels"][0] != -100).tolist() == [False, True, True, False]
 
@@ -274,7 +275,7 @@ def test_a_model_from_python_is_predicted_without_padding(live: bool) -> None:
 
 def test_rows_that_a_collator_has_made_stay_as_they_are() -> None:
     model: Any = build_model(a_job("llama"), wide(PADDING_FREE), CPU)
-    packed, _ = without_padding(uneven(), shifts=True)
+    packed, _ = without_padding(uneven(), RowRules(shifts=True))
     losses = [model(**batch).loss.item() for batch in (uneven(), packed)]
     assert losses[0] == losses[1]
 

@@ -34,7 +34,9 @@ from snugfit.step.loss import loss_of
 from snugfit.step.step import Step
 from snugfit.step.transformers_internals import masks_by_shape
 from snugfit.step.wishes.mesh.spread_tensors import clip
+from snugfit.step.wishes.padding_free.rows import Filling, RowRules, as_rows
 from snugfit.step.wishes.updates.released import ReleasedPasses
+from snugfit.techniques.setup import PADDING_FREE
 
 if TYPE_CHECKING:
     import torch
@@ -187,6 +189,8 @@ class PlainStep(OptimizerLoop):
         built.observer.phase("load")
         pieces = next(built.batches)
         weights = self._weights_of(pieces)
+        if self.setup.attention == PADDING_FREE:
+            pieces = as_rows(pieces, RowRules.of(built.model), self._filling(pieces))
         if self.passes is not None:
             return self._accumulate_in_stages(built, self.passes, pieces, weights)
         if self.released is not None:
@@ -199,6 +203,17 @@ class PlainStep(OptimizerLoop):
                 pieces = fill_up(pieces, wish.multiple, longest_sequence(self.job))
                 return self.run_passes(built, pieces, weights)
         return self.run_passes(built, pieces, weights)
+
+    def _filling(self, pieces: Sequence[Mapping[str, Any]]) -> Filling | None:
+        """To what micro-batches without padding are filled up; None where steps are not recorded."""
+        wish = self.setup.capture
+        if wish is None or (wish.recorded and self.captured is None):
+            return None
+        if self.job.model.module is not None:  # of which a job knows no lengths
+            most = max(value.numel() for piece in pieces if (value := piece.get("input_ids")) is not None)
+            return Filling(wish.multiple, most, 1)
+        longest = self.job.sequence_length
+        return Filling(wish.multiple, self.job.batch_size // self.setup.micro_batches * longest, longest)
 
     def needs_norm(self) -> bool:
         """Whether the norm of the gradients must be known before the first update of the next step."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 PADDING_FREE = "padding_free"
-"""An attention of our own (`step/wishes/padding_free.py`) that drops the padding of what a model is given."""
+"""An attention of our own (`step/wishes/padding_free/`) that drops the padding of what a model is given."""
 
 RING = "ring"
 """torch's `scaled_dot_product_attention` without masks, whose sequences are cut over ranks

@@ -37,7 +37,7 @@ class AttentionHandler(Handler):
     def import_code(self, value: str) -> None:
         """An attention that is not transformers' own is told to it."""
         if value == PADDING_FREE:
-            from snugfit.step.wishes.padding_free import register
+            from snugfit.step.wishes.padding_free.attention import register
 
             register()
         if value == RING:
@@ -58,14 +58,14 @@ class AttentionHandler(Handler):
             with no_package_asked_for(value, next(model.parameters()).device):
                 model.set_attn_implementation(value)
         if value == PADDING_FREE:
-            from snugfit.step.wishes.padding_free import drop_padding
+            from snugfit.step.wishes.padding_free.hooks import drop_padding
 
             drop_padding(model)
 
     def around_rehearsal(self, value: str, *, on_gpu: bool) -> Context | None:
         """A CPU has no such kernels, and those of a package have no shapes."""
         from snugfit.step.wishes.flash import FLASH, on_shapes
-        from snugfit.step.wishes.padding_free import rehearsed_on_the_cpu
+        from snugfit.step.wishes.padding_free.attention import rehearsed_on_the_cpu
 
         if value == FLASH:
             return on_shapes
@@ -90,7 +90,7 @@ class AttentionHandler(Handler):
         self.import_code(value)
         now = getattr(getattr(live.model, "config", None), "_attn_implementation", None)
         if now == PADDING_FREE != value:
-            from snugfit.step.wishes.padding_free import keep_padding
+            from snugfit.step.wishes.padding_free.hooks import keep_padding
 
             keep_padding(live.model)
         if now == value or not hasattr(live.model, "set_attn_implementation"):

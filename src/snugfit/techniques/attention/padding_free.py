@@ -10,7 +10,9 @@ Attention is FlashAttention's for sequences of several lengths, which torch has 
 batches without padding nothing is dropped, and what remains is that torch's own choice of a kernel (on Hopper
 cuDNN's) is passed by.
 
-The host waits for the device once a micro-batch, to learn how many tokens there are.
+snugfit's own loop drops the padding on the host, and nothing waits; a step that is recorded fills its rows up
+to few lengths. Elsewhere (the Trainer, Accelerate, a loop of one's own) a batch is on the device when the
+model is called, and the host waits once a micro-batch to learn how many tokens there are.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ TASKS = (Task.CAUSAL_LM, Task.MASKED_LM, Task.TOKEN_CLASSIFICATION)
 
 OF_A_TOKEN_EACH = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")
 """Ends of the names of such models."""
+
+FIRST_TOKEN_POOLED = ("bert", "roberta", "electra", "distilbert", "xlm-roberta", "camembert")
+"""Model types of transformers that classify a sequence by its first token."""
 
 HALVES = ("bfloat16", "float16")
 
@@ -68,34 +73,26 @@ class PaddingFree(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Where each token has an output of its own."""
-        if job.task in TASKS:
+        """Where there is padding, and the model is known."""
+        if job.padding and not _why_not(job):
             yield cls()
 
-    @classmethod
-    def planning_objection(cls, job: Job) -> str:
-        """Its seconds are another kernel's, and batches differ in their lengths."""
-        return "its seconds are those of sequences of equal lengths, so no plan chooses it by itself"
-
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Seconds are another kernel's."""
-        yield (
-            "its seconds are those of flash attention with sequences of equal lengths. Four steps on an H200 "
-            "whose host others shared took the bytes that were predicted and 7 to 20 % more time."
-        )
+        """Where nothing is gained."""
         if not job.padding:
             yield "batches have no padding, so there is none to drop. 'sdpa' is as small."
 
 
 def _why_not(job: Job) -> str:
     """Why the padding of this job's batches cannot be dropped; empty where it can."""
-    module = job.model.module
-    if module is None and job.task not in TASKS:
-        return f"the outputs of {job.task} belong to whole sequences; it knows {', '.join(TASKS)}."
-    model = job.model_class()
-    if module is not None and not model.__name__.endswith(OF_A_TOKEN_EACH):
-        return f"the outputs of {model.__name__} may belong to whole sequences."
+    module, model = job.model.module, job.model_class()
     config: Any = job.config_to_read() if module is None else getattr(module, "config", None)
+    known = job.task in TASKS if module is None else model.__name__.endswith(OF_A_TOKEN_EACH)
+    if model.__name__.endswith("ForSequenceClassification"):
+        known = config.model_type in FIRST_TOKEN_POOLED
+    if not known:
+        more = f"it knows {', '.join(TASKS)}, and encoders that classify a sequence by its first token."
+        return f"the outputs of {model.__name__} may belong to whole sequences; {more}"
     if not getattr(model, "_supports_flash_attn", False) or config.is_encoder_decoder:
         return f"{model.__name__} does not support FlashAttention, whose kernels it needs."
     return ""

@@ -1,0 +1,233 @@
+"""A batch without its padding: its sequences one after the other in one row.
+
+Where a model of transformers is given (B, S) tokens with a mask, its forward pass gets (1, N): the N tokens
+that are not padding, with the positions that they had, and where each sequence ends (`cu_seq_lens_q`, as
+transformers' own `DataCollatorWithFlattening` says it).
+
+A decoder's first token of a sequence would be predicted from the last one of the sequence before, so it
+carries no label. In a padded batch nothing predicts it either, unless padding stands on the left.
+
+snugfit's own loop makes rows on the host, where the mask is, so nothing waits for the device. A step that is
+recorded needs few lengths: its rows are filled up with sequences of which nothing counts, by as much for
+every batch as makes `LENGTHS` lengths of them all, and what is no tensor is the same for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import RecipeError
+from snugfit.job.batch import IGNORED
+from snugfit.job.limits import OFFSET_BY_PADDING
+from snugfit.step.batches import FILL, REAL_VALUES
+from snugfit.techniques.setup import PADDING_FREE
+
+if TYPE_CHECKING:
+    import torch
+
+OF_ITS_OWN_TOKEN = ("ForMaskedLM", "ForTokenClassification")
+"""Ends of the names of models whose logits are compared with the label of the same token."""
+
+OF_THE_FIRST_TOKEN = "ForSequenceClassification"
+"""The end of the name of an encoder whose head reads the first token of a sequence alone."""
+
+COUNT = "sequence_count"
+"""The argument that says how many sequences of a row are the batch's."""
+
+LENGTHS = 16
+"""How many lengths of rows are recorded at most (chosen): more take longer to record, fewer are filled up by
+more tokens, of which a half for the average batch is 3 % of the longest."""
+
+
+@dataclass(frozen=True)
+class RowRules:
+    """What of a model decides how its batches become rows."""
+
+    shifts: bool = False
+    """Whether logits are compared with the label of the next token."""
+    pools_first: bool = False
+    """Whether the head reads the first token of each sequence alone, and labels are one a sequence."""
+    padding_token: int | None = None
+    """Of models whose positions are counted from the padding token's number on, that number."""
+
+    @classmethod
+    def of(cls, model: Any) -> RowRules:
+        """Those of a model of transformers, which adapters may stand around."""
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        name, config = type(base).__name__, getattr(base, "config", None)
+        offset = getattr(config, "model_type", None) in OFFSET_BY_PADDING
+        pools_first = name.endswith(OF_THE_FIRST_TOKEN)
+        return cls(
+            shifts=not name.endswith(OF_ITS_OWN_TOKEN) and not pools_first,
+            pools_first=pools_first,
+            padding_token=config.pad_token_id if config is not None and offset else None,
+        )
+
+
+@dataclass(frozen=True)
+class Filling:
+    """To what rows are filled up."""
+
+    multiple: int
+    """Tokens of which a row's length is a multiple at the least."""
+    tokens: int
+    """Of the longest micro-batch, padding and all."""
+    longest: int
+    """Tokens of the longest sequence that there may be."""
+
+    @property
+    def step(self) -> int:
+        """Tokens from one length to the next."""
+        return -(-self.tokens // (LENGTHS * self.multiple)) * self.multiple
+
+
+# ---- of the loop's own batches -----------------------------------------------------------------------------
+
+
+def as_rows(
+    pieces: Sequence[Mapping[str, Any]], rules: RowRules, filling: Filling | None = None
+) -> list[dict[str, Any]]:
+    """Host micro-batches (B, S) as rows (1, N), all of one length where they are filled up. What is a row
+    already, or has no tokens, stays as it is."""
+    if not all("input_ids" in piece and "cu_seq_lens_q" not in piece for piece in pieces):
+        return [dict(piece) for piece in pieces]
+    if filling is None:
+        return [without_padding(piece, rules)[0] for piece in pieces]
+    most = max(_token_count(piece) for piece in pieces)
+    length = -(-most // filling.step) * filling.step
+    longest = max(filling.longest, *(piece["input_ids"].shape[1] for piece in pieces))
+    more = -(-(filling.step if len(pieces) == 1 else length) // longest)
+    return [_filled_up(without_padding(piece, rules)[0], length, longest, more) for piece in pieces]
+
+
+def _token_count(piece: Mapping[str, Any]) -> int:
+    mask = piece.get("attention_mask")
+    return int(piece["input_ids"].numel() if mask is None else mask.ne(0).sum())
+
+
+def _filled_up(row: dict[str, Any], length: int, longest: int, more: int) -> dict[str, Any]:
+    """A row (1, N) of so many tokens, with so many `more` sequences, some of them empty."""
+    import torch
+
+    count = row["input_ids"].shape[1]
+    ends = row["cu_seq_lens_q"]
+    added = torch.arange(1, more + 1, dtype=torch.int32).mul_(longest).add_(count).clamp_(max=length)
+    ends = torch.cat([ends, added])
+    row = {
+        name: _changed(value, partial(_lengthened, length=length, fill=FILL.get(name, 0)))
+        if torch.is_tensor(value) and value.shape[:2] == (1, count)
+        else value
+        for name, value in row.items()
+    }
+    return {
+        **row, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest
+    }  # fmt: skip
+
+
+def _lengthened(value: torch.Tensor, *, length: int, fill: int) -> torch.Tensor:
+    """(1, N, ...) as (1, length, ...)."""
+    import torch
+
+    sides = [0, 0] * (value.dim() - 2) + [0, length - value.shape[1]]
+    longer: torch.Tensor = torch.nn.functional.pad(value, sides, value=fill)
+    return longer.pin_memory() if value.is_pinned() else longer
+
+
+# ---- of any batch ------------------------------------------------------------------------------------------
+
+
+def without_padding(batch: Mapping[str, Any], rules: RowRules) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """A padded batch (B, S) as one row (1, N), with what attention must know of it; and which of the B * S
+    places its tokens had, None where there is no padding. Raises `RecipeError` for a mask that is not (B, S),
+    and where a sequence does not begin at its first place, whose token the head would read."""
+    import torch
+
+    shape = batch["input_ids"].shape
+    mask = batch.get("attention_mask")
+    _refuse_mask(mask, shape, rules)
+    tokens = {
+        name: value
+        for name, value in batch.items()
+        if name != "attention_mask" and torch.is_tensor(value) and value.shape[:2] == shape
+    }
+    if rules.shifts and "labels" in tokens:
+        tokens["labels"] = _changed(tokens["labels"], partial(_unlabel_first, mask=mask))
+    places = None if mask is None else mask.flatten().nonzero().flatten()  # (N,)
+    rows = {name: _changed(value, partial(_row, places=places)) for name, value in tokens.items()}
+    ends, longest = _ends(shape, mask, batch["input_ids"].device)
+    if "position_ids" not in rows:
+        rows["position_ids"] = _positions(batch["input_ids"], places, rules)
+    extra = {name: value for name, value in batch.items() if name not in tokens and name != "attention_mask"}
+    told = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    counted = {COUNT: shape[0]} if rules.pools_first else {}
+    return {**extra, **rows, **told, **counted}, places
+
+
+def _refuse_mask(mask: torch.Tensor | None, shape: torch.Size, rules: RowRules) -> None:
+    if mask is None:
+        return
+    if mask.shape != shape:
+        raise RecipeError(
+            f"{PADDING_FREE} takes a mask of the shape of input_ids, {tuple(shape)}, and was given "
+            f"{tuple(mask.shape)}. Take 'sdpa' for such masks."
+        )
+    if rules.pools_first and not bool(mask[:, 0].all()):
+        raise RecipeError(
+            f"{PADDING_FREE}: the model reads the first token of each sequence, and of one of them that is "
+            "padding. Pad on the right, or take 'sdpa'."
+        )
+
+
+def _changed(value: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """This tensor changed; one that stands for another on the host still does."""
+    result = change(value)
+    if (real := getattr(value, REAL_VALUES, None)) is not None:
+        setattr(result, REAL_VALUES, lambda: change(real()))
+    return result
+
+
+def _row(value: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+    """(B, S, ...) as (1, N, ...)."""
+    flat = value.flatten(0, 1)
+    row = (flat if places is None else flat[places]).unsqueeze(0)
+    return row.pin_memory() if value.is_pinned() else row
+
+
+def _unlabel_first(labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Labels (B, S) but for the first token of each sequence, which nothing may predict."""
+    import torch
+
+    if mask is None:
+        first = torch.zeros_like(labels, dtype=torch.bool)
+        first[:, :1].fill_(True)
+    else:
+        first = (mask.cumsum(1) == 1) & mask.bool()
+    return labels.masked_fill(first, IGNORED)
+
+
+def _ends(shape: torch.Size, mask: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, int]:
+    """Where each sequence begins and the last ends (B + 1,) int32, and the tokens of the longest."""
+    import torch
+
+    batch, length = shape
+    if mask is None:
+        steps = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)
+        return steps, length
+    lengths = mask.sum(1, dtype=torch.int32)  # (B,)
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)), int(lengths.max())
+
+
+def _positions(ids: torch.Tensor, places: torch.Tensor | None, rules: RowRules) -> torch.Tensor:
+    """(1, N): the places that tokens had in their sequences (B, S), as the model counts them."""
+    import torch
+
+    batch, length = ids.shape
+    if rules.padding_token is not None:
+        counted = ids.ne(rules.padding_token).long()
+        return _row(counted.cumsum(1) * counted + rules.padding_token, places)
+    if places is not None:
+        return places.remainder(length).unsqueeze(0)
+    return torch.arange(length, device=ids.device).repeat(batch).unsqueeze(0)
