@@ -26,7 +26,7 @@ from snugfit.rehearsal.trace.trace import Trace
 from snugfit.step.applier import set_process
 from snugfit.step.build import build_model
 from snugfit.step.wishes import flash
-from snugfit.step.wishes.padding_free import attention
+from snugfit.step.wishes.padding_free.attention import _one_by_one
 from snugfit.techniques.recipe import Recipe
 
 RECIPE = "bf16 + flash"
@@ -123,7 +123,7 @@ def kernel_for_lengths(
     dropout_p: float = 0.0, softmax_scale: Any = None, causal: bool = False, window_size: Any = (-1, -1),
 ) -> Any:  # fmt: skip
     rows = (operand.transpose(0, 1)[None] for operand in (q, k, v))
-    out = attention._one_by_one(*rows, cu_seqlens_q, dropout_p, softmax_scale, causal, None)
+    out = _one_by_one(*rows, cu_seqlens_q, dropout_p, softmax_scale, causal, None)
     return out[0].transpose(0, 1)
 
 

@@ -190,7 +190,7 @@ class PlainStep(OptimizerLoop):
         pieces = next(built.batches)
         weights = self._weights_of(pieces)
         if self.setup.attention == PADDING_FREE:
-            pieces = as_rows(pieces, RowRules.of(built.model), self._filling(pieces))
+            pieces = as_rows(pieces, RowRules.of(built.model), self._filling())
         if self.passes is not None:
             return self._accumulate_in_stages(built, self.passes, pieces, weights)
         if self.released is not None:
@@ -204,16 +204,12 @@ class PlainStep(OptimizerLoop):
                 return self.run_passes(built, pieces, weights)
         return self.run_passes(built, pieces, weights)
 
-    def _filling(self, pieces: Sequence[Mapping[str, Any]]) -> Filling | None:
+    def _filling(self) -> Filling | None:
         """To what micro-batches without padding are filled up; None where steps are not recorded."""
         wish = self.setup.capture
         if wish is None or (wish.recorded and self.captured is None):
             return None
-        if self.job.model.module is not None:  # of which a job knows no lengths
-            most = max(value.numel() for piece in pieces if (value := piece.get("input_ids")) is not None)
-            return Filling(wish.multiple, most, 1)
-        longest = self.job.sequence_length
-        return Filling(wish.multiple, self.job.batch_size // self.setup.micro_batches * longest, longest)
+        return Filling(wish.multiple, 1 if self.job.model.module is not None else self.job.sequence_length)
 
     def needs_norm(self) -> bool:
         """Whether the norm of the gradients must be known before the first update of the next step."""

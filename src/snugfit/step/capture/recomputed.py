@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from snugfit.step.capture.graphs import NotRecorded
 
 ATTENTION = {"scaled_dot_product_attention": 4, "_flash_attention_forward": 7}
-"""What torch calls it, in one length and in several (`wishes/padding_free/attention.py`), and which of its arguments
-says how much it drops."""
+"""What torch calls it, in one length and in several (`wishes/padding_free/attention.py`), and which of its
+arguments says how much it drops."""
 
 
 @contextlib.contextmanager

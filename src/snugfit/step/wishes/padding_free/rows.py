@@ -15,7 +15,7 @@ every batch as makes `LENGTHS` lengths of them all, and what is no tensor is the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -73,15 +73,12 @@ class Filling:
 
     multiple: int
     """Tokens of which a row's length is a multiple at the least."""
-    tokens: int
-    """Of the longest micro-batch, padding and all."""
     longest: int
-    """Tokens of the longest sequence that there may be."""
+    """Tokens of the longest sequence that there may be; a batch may have longer ones where nobody knows."""
 
-    @property
-    def step(self) -> int:
-        """Tokens from one length to the next."""
-        return -(-self.tokens // (LENGTHS * self.multiple)) * self.multiple
+    def step(self, samples: int) -> int:
+        """Tokens from one length of so many samples to the next."""
+        return -(-samples * self.longest // (LENGTHS * self.multiple)) * self.multiple
 
 
 # ---- of the loop's own batches -----------------------------------------------------------------------------
@@ -96,11 +93,14 @@ def as_rows(
         return [dict(piece) for piece in pieces]
     if filling is None:
         return [without_padding(piece, rules)[0] for piece in pieces]
-    most = max(_token_count(piece) for piece in pieces)
-    length = -(-most // filling.step) * filling.step
-    longest = max(filling.longest, *(piece["input_ids"].shape[1] for piece in pieces))
-    more = -(-(filling.step if len(pieces) == 1 else length) // longest)
-    return [_filled_up(without_padding(piece, rules)[0], length, longest, more) for piece in pieces]
+    widest = max(piece["input_ids"].shape[1] for piece in pieces)
+    filling = replace(filling, longest=max(filling.longest, widest))
+    most: dict[int, int] = {}  # tokens, by samples
+    for piece in pieces:
+        samples = len(piece["input_ids"])
+        most[samples] = max(most.get(samples, 0), _token_count(piece))
+    is_alone = len(pieces) == 1
+    return [_filled_up(piece, rules, filling, most[len(piece["input_ids"])], is_alone) for piece in pieces]
 
 
 def _token_count(piece: Mapping[str, Any]) -> int:
@@ -108,14 +108,21 @@ def _token_count(piece: Mapping[str, Any]) -> int:
     return int(piece["input_ids"].numel() if mask is None else mask.ne(0).sum())
 
 
-def _filled_up(row: dict[str, Any], length: int, longest: int, more: int) -> dict[str, Any]:
-    """A row (1, N) of so many tokens, with so many `more` sequences, some of them empty."""
+def _filled_up(
+    piece: Mapping[str, Any], rules: RowRules, filling: Filling, most: int, is_alone: bool
+) -> dict[str, Any]:
+    """A micro-batch as a row that has room for `most` tokens. What fills it up is sequences too, as many for
+    each row of its length, and some of them empty: a row that `is_alone` has less room than a step to the
+    next length."""
     import torch
 
-    count = row["input_ids"].shape[1]
-    ends = row["cu_seq_lens_q"]
+    row, _ = without_padding(piece, rules)
+    count, longest = row["input_ids"].shape[1], filling.longest
+    step = filling.step(len(piece["input_ids"]))
+    length = -(-most // step) * step
+    more = -(-(step if is_alone else length) // longest)
     added = torch.arange(1, more + 1, dtype=torch.int32).mul_(longest).add_(count).clamp_(max=length)
-    ends = torch.cat([ends, added])
+    ends = torch.cat([row["cu_seq_lens_q"], added])
     row = {
         name: _changed(value, partial(_lengthened, length=length, fill=FILL.get(name, 0)))
         if torch.is_tensor(value) and value.shape[:2] == (1, count)
