@@ -1,6 +1,6 @@
 """What a technique's warning says was measured of it is what the committed files say.
 
-`fp8`, `budget`, `zero2`, `zero3` and `padding_free` tell by how much measured steps took longer than they
+`fp8`, `budget`, `zero2` and `zero3` tell by how much measured steps took longer than they
 were predicted. The numbers stand in the text; here they are computed again: measured seconds over predicted
 ones, of each step under `results/` that has the technique. When rates are fitted anew or steps are added,
 this test says what to write.
@@ -28,7 +28,6 @@ RESULTS = Path(__file__).parents[1] / "results"
 STEPS = sorted((RESULTS / "h200-2026-11-24" / "techniques").glob("*.json"))
 STEPS.append(RESULTS / "h200-2026-11-24" / "zero3-bert-large" / "measurement.json")
 DRAWN = RESULTS / "accuracy-seed2411.json"
-PADDING_FREE = RESULTS / "h200-2026-11-24" / "padding-free.json"
 
 WORDS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 ROUNDING = 1
@@ -61,9 +60,6 @@ def ratios(name: str) -> Iterator[float]:
             found = predict(Job.from_json(run["job"]), run["recipe"], gpu="h200")
             assert found.timing is not None
             yield run["step_seconds"] / found.timing.step_seconds
-    for run in document(PADDING_FREE)["runs"]:
-        if _has(run["recipe"], name):
-            yield run["measured"]["step_seconds"] / run["predicted"]["step_seconds"]
 
 
 def _has(recipe: str, name: str) -> bool:
@@ -93,7 +89,6 @@ def stated(name: str) -> tuple[int, int, int]:
         pytest.param("budget", marks=pytest.mark.slow),
         pytest.param("zero2", marks=pytest.mark.slow),
         pytest.param("zero3", marks=pytest.mark.slow),
-        "padding_free",
     ],
 )
 def test_a_warning_s_numbers_are_the_files(name: str) -> None:

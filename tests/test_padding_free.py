@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kept import REST, kept
+from kept import kept
 from small_models import small_job
 from snugfit.data.lengths import Lengths
 from snugfit.errors import RecipeError, RehearsalError, UsageError
@@ -28,11 +28,13 @@ from snugfit.rehearsal.device.scratch import cuda_scratch
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Trace
 from snugfit.step.applier import change_live
+from snugfit.step.batches import REAL_VALUES
 from snugfit.step.build import build_model
 from snugfit.step.open_step import open_step
 from snugfit.step.step import LOOPS, Observer
 from snugfit.step.wishes.handler import LiveTraining
 from snugfit.step.wishes.padding_free.attention import _one_by_one, attend
+from snugfit.step.wishes.padding_free.hooks import drop_padding, keep_first_tokens
 from snugfit.step.wishes.padding_free.rows import Filling, RowRules, as_rows, without_padding
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import PADDING_FREE, Setup
@@ -99,6 +101,79 @@ def test_loss_and_gradients_are_those_of_the_padded_batch(family: str, masked: b
     assert packed_loss == pytest.approx(loss, rel=1e-6), "losses are computed in 32 bits"
     for name, gradient in padded.items():
         torch.testing.assert_close(packed[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+WIDE_ENCODER = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 96}
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": {**WIDE_ENCODER, **NO_DROPOUT, "pad_token_id": 0},
+    "roberta": {**WIDE_ENCODER, **NO_DROPOUT, "pad_token_id": 1},
+    "electra": {**WIDE_ENCODER, **NO_DROPOUT, "embedding_size": 32, "pad_token_id": 0},
+    "distilbert": {
+        "dim": 64, "hidden_dim": 128, "n_heads": 4, "vocab_size": 96, "dropout": 0.0, "pad_token_id": 0,
+        "attention_dropout": 0.0, "seq_classif_dropout": 0.0, "n_layers": 2,
+    },
+    "xlm-roberta": {**WIDE_ENCODER, **NO_DROPOUT, "pad_token_id": 1},
+    "camembert": {**WIDE_ENCODER, **NO_DROPOUT, "pad_token_id": 1},
+}  # fmt: skip
+
+
+def encoder_job(family: str, task: Task, **changes: Any) -> Job:
+    facts = {"num_hidden_layers": 2, "max_position_embeddings": 40, **ENCODERS[family], "model_type": family}
+    facts |= {"bos_token_id": 2, "eos_token_id": 3}
+    given: dict[str, Any] = {"batch_size": 4, "sequence_length": 16, "padding": 0.5, "learning_rate": 1e-3}
+    return Job(model=Model.from_config(facts, name=family), task=task, **given | changes)
+
+
+def encoder_batch(job: Job) -> dict[str, torch.Tensor]:
+    """Padded with the token that the model takes for padding, which is nowhere else."""
+    batch, padding = uneven(), job.model.config["pad_token_id"]
+    counted = batch["attention_mask"].bool()
+    batch["input_ids"] = torch.where(counted, batch["input_ids"].clamp(min=5), padding)
+    if job.task is Task.SEQUENCE_CLASSIFICATION:
+        batch["labels"] = torch.tensor([0, 1, 1, 0])
+    return batch
+
+
+@pytest.mark.parametrize("task", [Task.SEQUENCE_CLASSIFICATION, Task.MASKED_LM])
+@pytest.mark.parametrize("family", ENCODERS)
+def test_encoders_give_the_same_losses_and_gradients(family: str, task: Task) -> None:
+    """In 64 bits: what a loop gives the model, rows that are filled up, and padding."""
+    job = encoder_job(family, task)
+    batch = encoder_batch(job)
+    loss, padded = grads_of(job, "sdpa", batch)
+    rules = RowRules.of(build_model(job, wide("sdpa"), CPU))
+    for given in (batch, *as_rows([batch], rules), *as_rows([batch], rules, Filling(8, 16))):
+        packed_loss, packed = grads_of(job, PADDING_FREE, given)
+        assert packed_loss == pytest.approx(loss, rel=1e-6), "losses are computed in 32 bits"
+        for name, gradient in padded.items():
+            torch.testing.assert_close(packed[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("mask", [[[0, 1, 1]], [[1, 1, 1], [0, 0, 0]]])
+def test_a_head_that_reads_first_tokens_wants_them(mask: list[list[int]]) -> None:
+    batch = {"input_ids": torch.ones(len(mask), 3, dtype=torch.long), "attention_mask": torch.tensor(mask)}
+    with pytest.raises(RecipeError, match=r"first token of each sequence.*on the right.*'sdpa'"):
+        without_padding(batch, RowRules(pools_first=True))
+
+
+def test_an_encoder_without_layers_to_hook_is_refused() -> None:
+    class Odd(torch.nn.Module):
+        base_model_prefix = "body"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = torch.nn.Linear(1, 1)
+
+    Odd.__name__ = "OddForSequenceClassification"
+    with pytest.raises(RecipeError, match=r"does not find the layers of Odd.*'sdpa'"):
+        drop_padding(Odd())
+
+
+def test_a_copy_s_hooks_take_no_first_tokens_twice() -> None:
+    out = SimpleNamespace(last_hidden_state=torch.arange(12.0).view(1, 6, 2))
+    given = {"cu_seq_lens_q": torch.tensor([0, 2, 5, 6], dtype=torch.int32), "sequence_count": 2}
+    for _ in range(2):
+        assert keep_first_tokens(None, (), given, out).last_hidden_state.tolist() == [[[0, 1]], [[4, 5]]]
 
 
 @pytest.mark.whole
@@ -169,6 +244,41 @@ def test_a_batch_becomes_one_row_with_the_positions_that_its_tokens_had(left: bo
     assert "attention_mask" not in packed
     unlabelled = (packed["labels"][0] == -100).nonzero().flatten().tolist()
     assert unlabelled == [0, 16, 19, 20], "what would be predicted from another sequence"
+
+
+def test_rows_that_are_recorded_have_few_lengths() -> None:
+    """Sequences of which nothing counts fill them up, and all that is no tensor is the same for all."""
+    filling = Filling(8, 16)
+    (row,) = as_rows([uneven()], RowRules(shifts=True), filling)
+    assert row["input_ids"].shape == row["position_ids"].shape == (1, 32), "29 tokens, by 8"
+    assert row["cu_seq_lens_q"].tolist() == [0, 16, 19, 20, 29, 32]
+    assert row["labels"][0, 29:].tolist() == [-100] * 3
+    assert (row["max_length_q"], row["max_length_k"]) == (16, 16)
+    short = {name: value[:, :9] for name, value in uneven().items()}
+    (other,) = as_rows([short], RowRules(shifts=True), filling)
+    assert other["input_ids"].shape == (1, 24)
+    assert other["cu_seq_lens_q"].tolist() == [0, 9, 12, 13, 22, 24]
+    assert other["max_length_q"] == 16
+    assert Filling(64, 384).step(8) == 192, "sixteen lengths of 3,072 tokens"
+
+
+def test_micro_batches_of_as_many_samples_are_as_long_as_each_other() -> None:
+    pieces = [{name: value[rows] for name, value in uneven().items()} for rows in ([0], [1], [2, 3])]
+    rows = as_rows(pieces, RowRules(shifts=True), Filling(4, 16))
+    assert [row["input_ids"].shape[1] for row in rows] == [16, 16, 12]
+    assert rows[1]["cu_seq_lens_q"].tolist() == [0, 3, 16], "room for what the longest has more"
+    assert rows[2]["cu_seq_lens_q"].tolist() == [0, 1, 10, 12]
+    plain = as_rows(pieces, RowRules(shifts=True))
+    assert [row["input_ids"].shape[1] for row in plain] == [16, 3, 10], "nothing is recorded"
+
+
+def test_a_row_that_stands_for_others_still_does() -> None:
+    batch = {name: value[:1].expand(4, -1) for name, value in uneven().items()}
+    setattr(batch["input_ids"], REAL_VALUES, lambda: batch["input_ids"] + torch.arange(4)[:, None])
+    (row,) = as_rows([batch], RowRules(shifts=True), Filling(64, 16))
+    real = getattr(row["input_ids"], REAL_VALUES)()
+    assert real.shape == row["input_ids"].shape == (1, 64)
+    assert real[0, 16:32].tolist() == (batch["input_ids"][0] + 1).tolist()
 
 
 def test_sequences_without_a_token_take_nothing_from_others() -> None:
@@ -299,7 +409,7 @@ def test_a_gpu_is_asked_for_tokens_that_count(padding: float, tokens: int) -> No
     dtypes = {kernel.dtype for kernel in trace.kernels if "_flash" in kernel.operator}
     assert dtypes == {"torch.bfloat16"}, "keys and values come back from transformers' cache in 32 bits"
     assert shapes(trace, "silu") == {((1, tokens, 112),)}
-    assert bool(trace.waits) == bool(padding), "how many tokens there are is known without padding"
+    assert not trace.waits, "the host knows its batch"
 
 
 def test_memory_follows_the_tokens() -> None:
@@ -310,7 +420,6 @@ def test_memory_follows_the_tokens() -> None:
     saved = [one["activations"] for one in kinds]
     assert saved[0] == pytest.approx(saved[1] / 2, rel=0.02)
     assert saved[0] < 0.55 * saved[2]
-    assert any("sequences of equal lengths" in doubt for doubt in half.doubts)
 
 
 def test_backward_takes_what_flash_attention_takes_for_several_lengths() -> None:
@@ -333,11 +442,14 @@ def test_backward_takes_what_flash_attention_takes_for_several_lengths() -> None
 
 # ---- refused, planned --------------------------------------------------------------------------------------
 
+CLASSIFIED = replace(small_job("modernbert", 2), task=Task.SEQUENCE_CLASSIFICATION)
+"""Whose head may read the mean of all tokens."""
+
 
 @pytest.mark.parametrize(
     ("job", "recipe", "says"),
     [
-        (small_job("bert", 2), RECIPE, "belong to whole sequences.*Try 'sdpa'"),
+        (CLASSIFIED, RECIPE, "belong to whole sequences.*Try 'sdpa'"),
         (small_job("t5", 2), RECIPE, "belong to whole sequences"),
         (small_job("llama", 2), "padding_free", "computes in 16 bits.*Add 'bf16'"),
         (small_job("llama", 2), RECIPE + " + compiled", "compiled.*was not tried"),
@@ -362,17 +474,20 @@ def test_gpus_before_ampere_are_refused() -> None:
 
 
 @pytest.mark.whole
-def test_a_plan_takes_it_only_where_it_is_kept() -> None:
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_plan_offers_it_where_there_is_padding(micro_batches: int) -> None:
+    """And rehearses it in parts as it is rehearsed in full, recorded."""
     job, gpu = a_job("llama"), find_gpu("h200")
-    few = space_of(job, fixed=kept_of(job, kept(but="attention")))
-    assert not any("padding_free" in str(one) for one in few.offers(Slot.ATTENTION))
-    found = plan(job, gpu=gpu, keep=f"{RECIPE} + keep_all + default + inline + {REST}", workers=1)
-    assert found.best is not None
-    assert "padding_free" in str(found.best.recipe)
-    predicted = predict(job, found.best.recipe, gpu=gpu)
+    for padding in (0.0, 0.5):
+        space = space_of(replace(job, padding=padding), fixed=kept_of(job, kept(but="attention")))
+        assert any("padding_free" in str(one) for one in space.offers(Slot.ATTENTION)) == bool(padding)
+    recipe = f"{RECIPE} + captured + micro_batches({micro_batches})"
+    best = plan(job, gpu=gpu, keep=kept(recipe, but="allocator"), workers=1).best
+    assert best is not None
+    predicted = predict(job, best.recipe, gpu=gpu)
     assert predicted.timing is not None
-    assert found.best.reserved_bytes == predicted.footprint.reserved_bytes
-    assert found.best.step_seconds == pytest.approx(predicted.timing.step_seconds)
+    assert best.reserved_bytes == predicted.footprint.reserved_bytes
+    assert best.step_seconds == pytest.approx(predicted.timing.step_seconds)
 
 
 def test_the_cpu_rehearses_its_own_way() -> None:
