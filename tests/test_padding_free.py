@@ -14,6 +14,7 @@ from kept import kept
 from small_models import small_job
 from snugfit.data.lengths import Lengths
 from snugfit.errors import RecipeError, RehearsalError, UsageError
+from snugfit.job.batch import REAL_VALUES
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job, Phase, Task
 from snugfit.job.model import Model
@@ -28,7 +29,6 @@ from snugfit.rehearsal.device.scratch import cuda_scratch
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Trace
 from snugfit.step.applier import change_live
-from snugfit.step.batches import REAL_VALUES
 from snugfit.step.build import build_model
 from snugfit.step.open_step import open_step
 from snugfit.step.step import LOOPS, Observer

@@ -50,6 +50,12 @@ LOWEST_ID, HIGHEST_ID = 100, 30_000
 IGNORED = -100
 """The label that torch's cross-entropy leaves out."""
 
+FILL = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED}
+"""What a shorter micro-batch is filled up with, by input; other inputs must be as long as each other."""
+
+REAL_VALUES = "_snugfit_real_values"
+"""Attribute of a tensor of a rehearsed batch: a function that makes what a real one would hold."""
+
 
 def synthetic(job: Job, samples: int, *, seed: int = 0) -> Batch:
     """A batch of B = `samples` random samples on the CPU; the same seed gives the same batch."""

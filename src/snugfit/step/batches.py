@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
-from snugfit.job.batch import Batch, SyntheticDataset
+from snugfit.job.batch import FILL, REAL_VALUES, Batch, SyntheticDataset
 from snugfit.job.batch_layout import map_leaves
 from snugfit.step.applier import loader_arguments
 from snugfit.step.wishes.model import input_dtype
@@ -40,10 +40,6 @@ must not pay more often than a real one. Samples are made when they are asked fo
 def dataset_size(job: Job, device: torch.device, steps: int = 1) -> int:
     """Samples to go through: the guide's, at least one global batch; a rehearsal makes only what it uses."""
     return job.batch_size * steps if device.type == "meta" else max(SAMPLES, job.batch_size * steps)
-
-
-REAL_VALUES = "_snugfit_real_values"
-"""Attribute of a tensor of a rehearsed batch: a function that makes what a real one would hold."""
 
 
 class _StandIn(UserDict[str, Any]):
@@ -203,10 +199,6 @@ def place(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         batch,
         lambda _, value: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value,
     )
-
-
-FILL = {"input_ids": 0, "attention_mask": 0, "labels": -100}
-"""What a shorter micro-batch is filled up with, by input; other inputs must be as long as each other."""
 
 
 def join(pieces: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:

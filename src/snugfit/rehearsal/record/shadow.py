@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from snugfit.job.batch import REAL_VALUES
 from snugfit.rehearsal.record.assumed import Assumption
-from snugfit.step.batches import REAL_VALUES
 from snugfit.units import MIB
 
 COPIED = MIB

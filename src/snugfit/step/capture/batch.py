@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from snugfit.job.batch import FILL
 from snugfit.job.batch_layout import map_leaves
 from snugfit.job.limits import input_limit
-from snugfit.step.batches import FILL
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job

@@ -74,8 +74,13 @@ class PaddingFree(Technique):
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
         """Where there is padding, and the model is known."""
-        if job.padding and not _why_not(job):
+        if not cls.planning_objection(job):
             yield cls()
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """What it does not cover, and where there is nothing to drop."""
+        return _why_not(job) or ("" if job.padding else "batches have no padding, so there is none to drop")
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Where nothing is gained."""

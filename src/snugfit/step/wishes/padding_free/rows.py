@@ -20,9 +20,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
-from snugfit.job.batch import IGNORED
+from snugfit.job.batch import FILL, IGNORED, REAL_VALUES
 from snugfit.job.limits import OFFSET_BY_PADDING
-from snugfit.step.batches import FILL, REAL_VALUES
 from snugfit.techniques.setup import PADDING_FREE
 
 if TYPE_CHECKING:
@@ -124,7 +123,7 @@ def _filled_up(
     added = torch.arange(1, more + 1, dtype=torch.int32).mul_(longest).add_(count).clamp_(max=length)
     ends = torch.cat([row["cu_seq_lens_q"], added])
     row = {
-        name: _changed(value, partial(_lengthened, length=length, fill=FILL.get(name, 0)))
+        name: _change(value, partial(_lengthen, length=length, fill=FILL.get(name, 0)))
         if torch.is_tensor(value) and value.shape[:2] == (1, count)
         else value
         for name, value in row.items()
@@ -134,7 +133,7 @@ def _filled_up(
     }  # fmt: skip
 
 
-def _lengthened(value: torch.Tensor, *, length: int, fill: int) -> torch.Tensor:
+def _lengthen(value: torch.Tensor, *, length: int, fill: int) -> torch.Tensor:
     """(1, N, ...) as (1, length, ...)."""
     import torch
 
@@ -161,16 +160,16 @@ def without_padding(batch: Mapping[str, Any], rules: RowRules) -> tuple[dict[str
         if name != "attention_mask" and torch.is_tensor(value) and value.shape[:2] == shape
     }
     if rules.shifts and "labels" in tokens:
-        tokens["labels"] = _changed(tokens["labels"], partial(_unlabel_first, mask=mask))
+        tokens["labels"] = _change(tokens["labels"], partial(_unlabel_first, mask=mask))
     places = None if mask is None else mask.flatten().nonzero().flatten()  # (N,)
-    rows = {name: _changed(value, partial(_row, places=places)) for name, value in tokens.items()}
+    rows = {name: _change(value, partial(_row, places=places)) for name, value in tokens.items()}
     ends, longest = _ends(shape, mask, batch["input_ids"].device)
     if "position_ids" not in rows:
         rows["position_ids"] = _positions(batch["input_ids"], places, rules)
     extra = {name: value for name, value in batch.items() if name not in tokens and name != "attention_mask"}
-    told = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    bounds = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
     counted = {COUNT: shape[0]} if rules.pools_first else {}
-    return {**extra, **rows, **told, **counted}, places
+    return {**extra, **rows, **bounds, **counted}, places
 
 
 def _refuse_mask(mask: torch.Tensor | None, shape: torch.Size, rules: RowRules) -> None:
@@ -188,7 +187,7 @@ def _refuse_mask(mask: torch.Tensor | None, shape: torch.Size, rules: RowRules) 
         )
 
 
-def _changed(value: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def _change(value: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """This tensor changed; one that stands for another on the host still does."""
     result = change(value)
     if (real := getattr(value, REAL_VALUES, None)) is not None:
