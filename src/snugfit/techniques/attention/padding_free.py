@@ -73,8 +73,8 @@ class PaddingFree(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Where there is padding, and the model is known."""
-        if not cls.planning_objection(job):
+        """As it stands, for models that it covers."""
+        if not _why_not(job):
             yield cls()
 
     @classmethod
