@@ -16,7 +16,8 @@ their place. A layer that an adapter changed keeps its own code.
 
 Dropout draws other numbers than torch's does. Attention is torch's own: `sdpa`, which takes its fast kernels
 where a batch comes without a mask, or `padding_free`. A padded batch of an encoder in 16 bits gets the
-kernels for sequences of several lengths, and no mask is made.
+kernels for sequences of several lengths, and no mask is made; with `padding_free` its padding is not
+computed at all.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ FlashAttention's kernels for sequences of several lengths, gives tokens what a m
 stretches end is computed on the device, as many of them for every batch, so nothing waits and a captured step
 takes any padding. What padding gets is another than under a mask; nothing that counts reads it.
 
-Padding is computed all the same, but not by attention among tokens. A mask with gaps among its tokens has no
-such stretches: the device checks that, and ends the run there.
+Padding is computed all the same (`padding_free` drops it), but not by attention among tokens. A mask with
+gaps among its tokens has no such stretches: the device checks that, and ends the run there.
 """
 
 from __future__ import annotations
