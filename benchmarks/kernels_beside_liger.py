@@ -27,7 +27,7 @@ from snugfit.kernels.gated_mlp import gated_mlp
 from snugfit.kernels.joint_linear import lay_side_by_side
 from snugfit.kernels.rms_norm import add_rms_norm
 from snugfit.kernels.rotary import Heads
-from snugfit.step.chunked_loss import ChunkedCrossEntropy, Loss
+from snugfit.step.head.chunked_loss import ChunkedCrossEntropy, Loss
 from snugfit.versions import versions
 
 CUDA, HALF = torch.device("cuda", 0), torch.bfloat16

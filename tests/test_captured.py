@@ -236,19 +236,31 @@ class Unplayed(RunAgain):
 
 
 @pytest.mark.whole
-def test_graphs_go_with_the_step_that_made_them() -> None:
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [
+        ("bert", "bf16_master + fused + captured"),
+        ("llama", "fused + captured + chunked_loss + first_layers(k=1)"),
+        ("llama", "fused + released"),
+        ("gpt2", "fused + segments(k=2)"),
+    ],
+)
+def test_graphs_and_weights_go_with_the_step_that_made_them(family: str, recipe: str) -> None:
     """At once: Python's collector does not know how much of a GPU they hold."""
     graphs = [Unplayed()]
     token = REHEARSED.set(lambda: graphs[0])
     gc.disable()
     try:
-        setup = Recipe.parse("bf16_master + fused + captured").setup()
-        step: Any = open_step(replace(small_job("bert", 1), clip=1.0), setup, "plain", CPU)
+        setup = Recipe.parse(recipe).setup()
+        step: Any = open_step(replace(small_job(family, 2), clip=1.0), setup, "plain", CPU)
         step.run(3, Quiet())
-        assert step.captured.is_played
-        kept = [weakref.ref(one) for one in (step, step.captured, step.model, graphs.pop())]
+        if "captured" in recipe:
+            assert step.captured.is_played, step.captured.why_not
+        parts = (step, graphs.pop(), *step.model.modules(), *step.model.parameters())
+        kept = [weakref.ref(one) for one in parts]
+        del parts
         del step
-        assert [one() for one in kept] == [None] * 4
+        assert [one() for one in kept] == [None] * len(kept)
     finally:
         gc.enable()
         REHEARSED.reset(token)

@@ -22,8 +22,8 @@ from snugfit.job.model import Model
 from snugfit.planning.search.space import space_of
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.step.chunked_loss import ChunkedCrossEntropy, Loss
-from snugfit.step.deferred_logits import DeferredLogits, LogitsComputedWhole, defer_logits
+from snugfit.step.head.chunked_loss import ChunkedCrossEntropy, Loss
+from snugfit.step.head.deferred_logits import DeferredLogits, LogitsComputedWhole, defer_logits
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import LOGITS_BYTES, LogitsWish
 from snugfit.techniques.technique import Slot

@@ -27,7 +27,7 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import TRITON
 from snugfit.step import chunked_loss
 from snugfit.step.checkpointing import checkpoint_layers
-from snugfit.step.deferred_logits import defer_logits
+from snugfit.step.head.deferred_logits import defer_logits
 from snugfit.step.wishes.kernels.fused import use_fused
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import CheckpointWish, LogitsWish

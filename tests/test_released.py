@@ -339,5 +339,6 @@ def test_statistics_that_a_second_pass_would_count_again_are_refused() -> None:
         optimizer = torch.optim.AdamW(model.parameters())
 
     BuiltHere.model = model  # type: ignore[attr-defined]
+    loop = Loop()
     with pytest.raises(UsageError, match=r"buffer norm\.\w+.*'all_gradients'"):
-        ReleasedPasses(Loop()).run_passes(BuiltHere(), [], [])  # type: ignore[arg-type]
+        ReleasedPasses(loop).run_passes(BuiltHere(), [], [])  # type: ignore[arg-type]

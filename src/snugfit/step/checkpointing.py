@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
+from snugfit.step.own_forward import forward_of
 from snugfit.step.selective import checkpoint_arguments
 from snugfit.step.wishes.mesh.stages import is_elsewhere
 from snugfit.techniques import roster
@@ -122,7 +123,7 @@ def _checkpoint_single(
     replaced = any(hasattr(layer.forward, COMPILED) or "forward" in vars(layer) for layer in layers)
     if replaced or not holders or not all(hasattr(layer, "gradient_checkpointing") for layer in layers):
         for layer in layers:
-            layer.forward = _recompute(layer.forward, more)
+            layer.forward = _recompute(forward_of(layer), more)
         return
     before = {id(module) for module in model.modules() if getattr(module, "gradient_checkpointing", False)}
     for holder in holders:
@@ -194,11 +195,11 @@ def without_cache(
 def _checkpoint_spans(model: torch.nn.Module, chosen: Sequence[Sequence[torch.nn.Module]]) -> None:
     spans = []
     for layers in chosen:
-        span = _Span([layer.forward for layer in layers], type(layers[0]).__name__)
+        span = _Span([forward_of(layer) for layer in layers], type(layers[0]).__name__)
         for index, layer in enumerate(layers):
             layer.forward = span.member(index)
         spans.append(span)
-    model.forward = _blaming(spans, model.forward)
+    model.forward = _blaming(spans, forward_of(model))
 
 
 def _blaming(spans: Sequence[_Span], forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -254,14 +254,14 @@ class LogitsHandler(Handler):
 
     def wrap(self, value: LogitsWish | None, model: Any) -> None:
         """The head gives logits that are not computed yet."""
-        from snugfit.step.deferred_logits import defer_logits
+        from snugfit.step.head.deferred_logits import defer_logits
 
         if value is not None:
             defer_logits(model, value)
 
     def change(self, value: LogitsWish | None, live: LiveTraining) -> Iterator[str]:
         """As when it is built; also of a model whose head was changed before."""
-        from snugfit.step.deferred_logits import defer_logits
+        from snugfit.step.head.deferred_logits import defer_logits
 
         defer_logits(live.model, value)
         if value is not None:

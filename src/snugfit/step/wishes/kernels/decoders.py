@@ -11,7 +11,7 @@ layers, runs its own code; so does every module outside training.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import MethodType
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from snugfit.kernels.joint_linear import lay_side_by_side
 from snugfit.kernels.operators import activation_dtype
 from snugfit.kernels.rms_norm import add_rms_norm
 from snugfit.kernels.rotary import Heads, Norms
+from snugfit.step.own_forward import OwnForward
 from snugfit.step.wishes.kernels.attention import attend
 
 SLIDING, CAPPED = "sliding_window", "attn_logit_softcapping"
@@ -62,6 +63,8 @@ def fuse(model: torch.nn.Module) -> list[str]:
     """Gives known modules of this model our forward passes; the names of their classes, once each."""
     changed: dict[str, None] = {}
     for module in model.modules():
+        if "forward" in vars(module):  # another's, or ours from before
+            continue
         for part, fuse_part in _PARTS.items():
             family = _family(module, part)
             if family is not None and fuse_part(module, family):
@@ -85,14 +88,16 @@ def _family(module: Any, part: str) -> DecoderFamily | None:
 def _replace(module: Any, forward: Callable[..., Any], family: DecoderFamily) -> None:
     """In training this forward pass, which takes the module, its family and its own forward pass first;
     elsewhere the module's own."""
-    own = module.forward
+    module.forward = OwnForward(partial(_either, forward, family), module)
 
-    def either(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        if not self.training:
-            return own(*arguments, **keywords)
-        return forward(self, family, own, *arguments, **keywords)
 
-    module.forward = MethodType(either, module)
+def _either(
+    forward: Callable[..., Any], family: DecoderFamily, module: Any, *arguments: Any, **keywords: Any
+) -> Any:
+    own = partial(type(module).forward, module)
+    if not module.training:
+        return own(*arguments, **keywords)
+    return forward(module, family, own, *arguments, **keywords)
 
 
 def _is_plain(layers: Sequence[Any], *, biased: bool | None = None) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from snugfit.kernels.add_norm import add_norm
 from snugfit.kernels.bias_gelu import bias_gelu
 from snugfit.kernels.joint_linear import joint_linear, lay_side_by_side
 from snugfit.kernels.seeds import Seeds, checkpoint_around
+from snugfit.step.own_forward import OwnForward
 from snugfit.step.wishes.kernels.attention import attend
 from snugfit.step.wishes.kernels.padded import without_mask
 
@@ -81,7 +81,7 @@ def fuse(model: torch.nn.Module) -> list[str]:
             lay_side_by_side([layer.weight for layer in layers])
             if layers[0].bias is not None:
                 lay_side_by_side([layer.bias for layer in layers])
-        module.forward = MethodType(patch.forward, module)
+        module.forward = OwnForward(patch.forward, module)
     return list(changed)
 
 

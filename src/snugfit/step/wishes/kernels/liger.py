@@ -13,11 +13,12 @@ import inspect
 import logging
 import sys
 from collections.abc import Iterator, Mapping
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
 from snugfit.hub_kernels import import_peft, no_hub_kernels
+from snugfit.step.own_forward import OwnForward
 from snugfit.techniques import liger_table
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def use_liger(model: torch.nn.Module, **parts: bool) -> None:
                 kind.forward = forward
     for module in base.modules():
         if type(module) in bound:
-            module.forward = MethodType(bound[type(module)], module)
+            module.forward = OwnForward(bound[type(module)], module)
     for name, functions in changed.items():
         if functions:
             _bind(base, sys.modules[name], functions)
@@ -105,7 +106,7 @@ def _bind(model: torch.nn.Module, file: ModuleType, changed: Mapping[str, Any]) 
                     function.__code__, names, name, function.__defaults__, function.__closure__
                 )
                 method.__kwdefaults__ = function.__kwdefaults__
-                vars(module)[name] = MethodType(method, module)
+                vars(module)[name] = OwnForward(method, module)
 
 
 def _methods(kind: type[Any]) -> Iterator[tuple[str, FunctionType]]:

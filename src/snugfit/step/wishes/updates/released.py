@@ -11,6 +11,7 @@ graph, and reads the step's numbers on the device.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, final
@@ -57,7 +58,7 @@ class ReleasedPasses:
     """The passes of one loop's steps, and the updates within them."""
 
     def __init__(self, loop: ReleasedLoop) -> None:
-        self._loop = loop
+        self._loop: ReleasedLoop = weakref.proxy(loop)  # which holds this
         self._updates: WeightUpdates | None = None
         self._hooks: list[Any] = []
         self._pass: HookedPass | None = None

@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,7 +28,8 @@ from torch.utils._pytree import tree_map
 
 from snugfit.errors import RecipeError
 from snugfit.kernels.cross_entropy import LOSS_KERNEL
-from snugfit.step.chunked_loss import ChunkedCrossEntropy, Loss
+from snugfit.step.head.chunked_loss import ChunkedCrossEntropy, Loss
+from snugfit.step.own_forward import OwnForward
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 
@@ -242,7 +244,7 @@ def defer_logits(model: Any, wish: LogitsWish | None) -> None:
     """From now on the model's head gives deferred logits in training, or plain ones without a wish. Raises
     `RecipeError` for a model whose head is no single linear layer."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if hasattr(getattr(head, "__dict__", {}).get("forward"), "plain_forward"):
+    if isinstance(getattr(head, "__dict__", {}).get("forward"), HeadForward):
         head.__dict__.pop("forward")
     if wish is None:
         return
@@ -253,19 +255,25 @@ def defer_logits(model: Any, wish: LogitsWish | None) -> None:
             f"torch.nn.Linear that no adapter changes, and it has {kind}. Choose "
             f"{roster.plain(Slot.HEAD).name!r}."
         )
-    head.__dict__["forward"] = _deferring(head, head.forward, wish)
+    head.__dict__["forward"] = HeadForward(partial(_plain_or_deferred, wish, vars(head).get("forward")), head)
 
 
-def _deferring(head: torch.nn.Linear, forward: Callable[..., Any], wish: LogitsWish) -> Callable[..., Any]:
-    def plain_or_deferred(input: torch.Tensor) -> torch.Tensor:
-        if not head.training or not torch.is_grad_enabled():
-            return forward(input)  # type: ignore[no-any-return]
-        dtype, by_kernel = _product_dtype(input), hasattr(head, LOSS_KERNEL)
-        tokens = wish.tokens_at_once(head.out_features, dtype.itemsize if by_kernel else 4)
-        return DeferredLogits(input, Head(head.weight, head.bias, tokens, dtype, by_kernel))
+class HeadForward(OwnForward):
+    """Of a head whose logits are deferred."""
 
-    plain_or_deferred.plain_forward = forward  # type: ignore[attr-defined]
-    return plain_or_deferred
+
+def _plain_or_deferred(
+    wish: LogitsWish,
+    before: Callable[..., torch.Tensor] | None,
+    head: torch.nn.Linear,
+    input: torch.Tensor,
+) -> torch.Tensor:
+    """A head's logits; `before` is the forward pass that it had in place of its class's."""
+    if not head.training or not torch.is_grad_enabled():
+        return torch.nn.Linear.forward(head, input) if before is None else before(input)
+    dtype, by_kernel = _product_dtype(input), hasattr(head, LOSS_KERNEL)
+    tokens = wish.tokens_at_once(head.out_features, dtype.itemsize if by_kernel else 4)
+    return DeferredLogits(input, Head(head.weight, head.bias, tokens, dtype, by_kernel))
 
 
 def _product_dtype(hidden: torch.Tensor) -> torch.dtype:

@@ -1,0 +1,1 @@
+"""The slot "head": logits, and the loss that is taken of them."""

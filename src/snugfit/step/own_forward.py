@@ -1,0 +1,48 @@
+"""A forward pass for one module in place of its class's, which does not keep that module alive.
+
+A module that holds a bound method of its own is a cycle: once dropped, its weights stay on the GPU until
+Python's collector comes by, which counts objects and knows nothing of their size.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import SnugfitError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class OwnForward:
+    """Calls `function` with `module` before all other arguments, as a bound method does. A copy of the module
+    gets one of its own."""
+
+    def __init__(self, function: Callable[..., Any], module: torch.nn.Module) -> None:
+        self._function, self._module = function, weakref.ref(module)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Raises `SnugfitError` once the module is gone."""
+        module = self._module()
+        if module is None:
+            raise SnugfitError("This forward pass is of a module that no longer exists. Keep the model.")
+        return self._function(module, *arguments, **keywords)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(MethodType(self._function, self._module()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._function, self._module())
+
+
+def forward_of(module: torch.nn.Module) -> Callable[..., Any]:
+    """The module's forward pass as it is now, for what the module itself is going to hold."""
+    forward = module.forward
+    if isinstance(forward, MethodType) and forward.__self__ is module:
+        return OwnForward(forward.__func__, module)
+    return forward

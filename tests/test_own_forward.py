@@ -1,0 +1,79 @@
+"""Forward passes that a module holds itself: gone with it, and a copy's own."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import io
+import weakref
+
+import pytest
+import torch
+
+from small_models import small_job
+from snugfit.errors import SnugfitError
+from snugfit.job.build import instantiate
+from snugfit.step.head.deferred_logits import defer_logits
+from snugfit.step.own_forward import OwnForward, forward_of
+from snugfit.step.wishes.kernels import decoders, encoders
+from snugfit.techniques.setup import LogitsWish
+
+
+def doubled(module: torch.nn.Linear, x: torch.Tensor, *, shift: float = 0.0) -> torch.Tensor:
+    return 2 * torch.nn.Linear.forward(module, x) + shift
+
+
+def test_it_is_called_as_a_method_is() -> None:
+    module = torch.nn.Linear(2, 2)
+    module.forward = OwnForward(doubled, module)
+    x = torch.ones(1, 2)
+    assert torch.equal(
+        module(x, shift=1.0), 2 * torch.nn.functional.linear(x, module.weight, module.bias) + 1
+    )
+    assert list(inspect.signature(module.forward).parameters) == ["x", "shift"]
+
+
+def test_it_does_not_keep_its_module() -> None:
+    module = torch.nn.Linear(2, 2)
+    module.forward = kept = OwnForward(doubled, module)
+    gone = weakref.ref(module)
+    gc.disable()
+    try:
+        del module
+        assert gone() is None
+    finally:
+        gc.enable()
+    with pytest.raises(SnugfitError, match="Keep the model"):
+        kept(torch.ones(1, 2))
+
+
+def test_what_another_has_put_there_is_left() -> None:
+    module = torch.nn.Linear(2, 2)
+    assert isinstance(forward_of(module), OwnForward)
+    module.forward = other = lambda x: x
+    assert forward_of(module) is other
+
+
+@pytest.mark.parametrize("family", ["bert", "llama", "gpt2"])
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+@pytest.mark.filterwarnings("ignore::snugfit.step.head.deferred_logits.LogitsComputedWhole")
+def test_a_copy_of_a_model_computes_with_its_own_weights(family: str, way: str) -> None:
+    """In training and in evaluation, where the model's own code runs."""
+    model = instantiate(small_job(family, 1), dtype=None, attention="sdpa")
+    (encoders if family in ("bert", "gpt2") else decoders).fuse(model)
+    if family == "llama":
+        defer_logits(model, LogitsWish())
+    if way == "deepcopy":
+        other = copy.deepcopy(model)
+    else:
+        torch.save(model, file := io.BytesIO())
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.zero_()
+    given = {"input_ids": torch.ones(1, 8, dtype=torch.long), "attention_mask": torch.ones(1, 8)}
+    for training in (True, False):
+        assert model.train(training)(**given).logits.abs().sum() > 0
+        assert other.train(training)(**given).logits.abs().sum() == 0
