@@ -25,8 +25,8 @@ from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import TRITON
-from snugfit.step import chunked_loss
 from snugfit.step.checkpointing import checkpoint_layers
+from snugfit.step.head import chunked_loss
 from snugfit.step.head.deferred_logits import defer_logits
 from snugfit.step.wishes.kernels.fused import use_fused
 from snugfit.techniques.recipe import Recipe
