@@ -59,7 +59,7 @@ LAW = [
 OFTEN = [
     ("llama", "compiled(what=model, backend=aot_eager)"),
     ("bert", "bf16 + compiled(backend=eager)"),
-    ("gpt2", "compiled(backend=aot_eager)"),
+    ("t5", "compiled(backend=aot_eager)"),
     ("bert", "compiled(backend=cudagraphs)"),
 ]
 
