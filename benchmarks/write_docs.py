@@ -253,6 +253,8 @@ UNITS = {
     "flops": "FLOP",
     "bandwidth": "bytes/s",
     "_hz": "Hz",
+    "_mhz": "MHz",
+    "reasons": "share",
     "_watts": "W",
     "_gb": "GB",
     "mfu": "share",

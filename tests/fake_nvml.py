@@ -34,6 +34,9 @@ class FakeGpu:
     """MIG parts; None: not in MIG mode."""
     utilization: int | None = None
     """Per cent; None: not reported."""
+    clocks: list[int] | None = None
+    """MHz of successive questions, the last one for ever; None: not reported."""
+    clock_reasons: int = 0
     lost: bool = False
     """Every question is refused."""
 
@@ -82,6 +85,17 @@ class FakeNvml:
         if gpu.utilization is None:
             raise NvmlError("Not Supported")
         return SimpleNamespace(gpu=gpu.utilization)
+
+    def nvmlDeviceGetClockInfo(self, gpu: FakeGpu, kind: int) -> int:
+        if gpu.clocks is None:
+            raise NvmlError("Not Supported")
+        return gpu.clocks.pop(0) if len(gpu.clocks) > 1 else gpu.clocks[0]
+
+    def nvmlDeviceGetMaxClockInfo(self, gpu: FakeGpu, kind: int) -> int:
+        return 1980
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, gpu: FakeGpu) -> int:
+        return gpu.clock_reasons
 
     def nvmlDeviceGetName(self, gpu: FakeGpu) -> str | bytes:
         return gpu.name

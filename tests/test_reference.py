@@ -19,7 +19,7 @@ from made_up import guide_result, measurement, timing
 from small_models import small_job
 from snugfit.planning.fleet.cards import document_of_cards
 from snugfit.planning.fleet.prices import Prices, document
-from snugfit.results.measurement import RankMeasured
+from snugfit.results.measurement import GpuClock, RankMeasured
 from test_cards import cards
 from test_gpus_command import made_up as plans_for_gpus
 from test_lengths_command import made_up as of_lengths
@@ -93,7 +93,8 @@ def answers() -> Iterator[tuple[str, Any]]:
     yield "predict --json", snugfit.predict(stages, "pipeline(2) + micro_batches(2)", gpu="h200", gpus=2)
     yield "predict --compare --json", snugfit.compare(job, ["plain"], gpu="h200")
     ranks = (RankMeasured(rank=0, gpu_index=0, uuid=None, footprint=measured.footprint, step_seconds=0.1),)
-    yield "measure --json", replace(measured, ranks=ranks)
+    clock = GpuClock(mean_mhz=1700.4, lowest_mhz=1590, highest_mhz=1980, readings=40, reasons={"power": 0.9})
+    yield "measure --json", replace(measured, ranks=ranks, clock=clock)
     yield "measure --predict --json", snugfit.compare(predicted, measured)
     kept = "full + sdpa + as_loaded + ieee + keep_all + whole_batch + default"
     how: dict[str, Any] = {"gpu": "h200", "keep": kept, "workers": 1, "fresh": True}

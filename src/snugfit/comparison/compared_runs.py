@@ -12,6 +12,7 @@ from snugfit.comparison.compare import ErrorLine, error_lines, step_seconds_line
 from snugfit.documents import decode_fields, encode_fields
 from snugfit.job.job import Job
 from snugfit.results.footprint import Footprint
+from snugfit.results.measurement import GpuClock
 from snugfit.techniques.recipe import Recipe
 
 SCHEMA = 2
@@ -72,6 +73,8 @@ class ComparedRun:
     """What other processes took of the host's cores while steps were timed, when none was idle."""
     disturbed: float | None = None
     """Share of the checks in which somebody else disturbed the loop's core."""
+    clock: GpuClock | None = None
+    """Of the GPU while steps were timed, as in `Measurement`."""
     host_loop_seconds: float | None = None
     """How fast the core was: seconds of a short loop of pure Python, the median."""
     cause: str = ""

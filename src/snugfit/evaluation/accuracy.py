@@ -239,6 +239,7 @@ def measure_run(
         contaminated=measurement.contaminated,
         crowded=measurement.crowded,
         disturbed=measurement.disturbed,
+        clock=measurement.clock,
         host_loop_seconds=measurement.host_loop_seconds,
         message=measurement.message,
         when=measurement.when,

@@ -145,7 +145,7 @@ def _run_steps(request: Mapping[str, Any], history: Path) -> ChildResult:
 def _read_idle(request: Mapping[str, Any], stopwatch: Stopwatch) -> ChildResult:
     """The seconds and the peaks so far, and what NVML and nvidia-smi count once the device is idle."""
     seconds = tuple(stopwatch.seconds())
-    peaks = _peaks()
+    peaks = replace(_peaks(), timed_from=stopwatch.timed_from, timed_until=time.monotonic())
     uuid = request["uuid"]
     nvml_bytes = _used_bytes(uuid) if request["device"] != "cpu" else None
     smi_bytes = smi_used_bytes(uuid) if uuid and nvml_bytes is not None else None

@@ -31,6 +31,8 @@ _COUNTS = (
 _SECONDS = (
     "disturbed",
     "host_loop_seconds",
+    "timed_from",
+    "timed_until",
     "peaks_at",
     "failed_at",
     "fabric_seconds",
@@ -103,6 +105,12 @@ class ChildResult:
 
     host_loop_seconds: float | None = None
     """How long a short loop takes that core (`QuietCore.loop_seconds`)."""
+
+    timed_from: float | None = None
+    """When the first steady step began on the host, by the monotonic clock."""
+
+    timed_until: float | None = None
+    """When the last of them had ended on the device."""
 
     peaks_at: float | None = None
     """When the peaks were read, by the monotonic clock; None at the end of all."""

@@ -23,6 +23,14 @@ MEMORY_V2 = 0x02000028
 """`nvmlMemory_v2`: sizeof(nvmlMemory_v2_t) | 2 << 24, from nvml.h."""
 
 
+CLOCK_SM = 1
+"""`NVML_CLOCK_SM`, the clock of the multiprocessors, from nvml.h."""
+
+CLOCK_REASONS = {"power": 0x04 | 0x80, "heat": 0x20 | 0x40, "the hardware": 0x08, "its settings": 0x02}
+"""Why a clock is not higher, in words, with the bits of `nvmlClocksEventReasons` from nvml.h. That a GPU is
+idle is none."""
+
+
 class NvmlUnavailable(SnugfitError):
     """NVML, or one of its answers, is not available here; the message says why."""
 
@@ -102,6 +110,28 @@ class Card:
         if type(share) is not int or not 0 <= share <= 100:
             raise NvmlUnavailable(f"NVML reports a utilization of {share!r} %.")
         return share / 100
+
+    def clock_mhz(self) -> int:
+        """The multiprocessors' clock now; raises `NvmlUnavailable` where the driver does not report it."""
+        return self._mhz("nvmlDeviceGetClockInfo")
+
+    def highest_clock_mhz(self) -> int:
+        """The highest that it may have; raises `NvmlUnavailable` likewise."""
+        return self._mhz("nvmlDeviceGetMaxClockInfo")
+
+    def clock_reasons(self) -> int:
+        """Why the clock is not higher now, as bits (`CLOCK_REASONS`); raises `NvmlUnavailable` likewise.
+        Drivers before R535 know the question by another name."""
+        try:
+            return int(_ask(self._library, "nvmlDeviceGetCurrentClocksEventReasons", self._handle))
+        except NvmlUnavailable:
+            return int(_ask(self._library, "nvmlDeviceGetCurrentClocksThrottleReasons", self._handle))
+
+    def _mhz(self, question: str) -> int:
+        mhz = _ask(self._library, question, self._handle, CLOCK_SM)
+        if type(mhz) is not int or mhz <= 0:
+            raise NvmlUnavailable(f"NVML reports a clock of {mhz!r} MHz.")
+        return mhz
 
     def capability(self) -> tuple[int, int] | None:
         """Its CUDA compute capability; None where the driver does not report it."""

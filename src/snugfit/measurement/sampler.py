@@ -11,10 +11,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from snugfit.measurement.clock import ClockReading, read_clock
 from snugfit.measurement.nvml import Card, GpuProcess, NvmlUnavailable
 
 INTERVAL = 0.01
@@ -25,6 +27,9 @@ READINGS_PER_CENSUS = 25
 
 READINGS_BEFORE_UTILIZATION = 100
 """The driver's utilization is of up to a second before: earlier ones would be of the time before sampling."""
+
+READINGS_PER_CLOCK = 5
+"""Steps may be timed for less than half a second, and the clock is read all along. A choice."""
 
 MAX_REFUSALS = 100
 """After a second of refusals in a row the GPU is lost or NVML is, and sampling stops."""
@@ -61,6 +66,8 @@ class Sampler:
         """For each distinct set of process ids, the census in which the device was fullest."""
         self.refusal: str | None = None
         """Why a reading failed, when one did."""
+        self.clocks: list[ClockReading] = []
+        """Of the multiprocessors; empty where the driver does not report it."""
         self.utilizations: list[float] = []
         """Shares of the time in which kernels ran, one for each census after the first second."""
         self.utilization_fault: str | None = "the block was shorter than a second"
@@ -117,6 +124,9 @@ class Sampler:
         while not self._stop.wait(self._interval) and refusals < MAX_REFUSALS:
             refusals = 0 if self.read() else refusals + 1
             readings += 1
+            if readings % READINGS_PER_CLOCK == 0:
+                with suppress(NvmlUnavailable):
+                    self.clocks.append(read_clock(self._card, time.monotonic()))
             if readings % READINGS_PER_CENSUS == 0:
                 self.count()
                 if readings > READINGS_BEFORE_UTILIZATION:

@@ -86,6 +86,8 @@ class Stopwatch(Observer):
         self._device, self._warmup, self._after_step, self._core = device, warmup, after_step, core
         self._first_step_ended = False
         self._boundaries: list[_Boundary] = []
+        self.timed_from: float | None = None
+        """When the first steady step began on the host, by the monotonic clock."""
         self._starting: list[Any] = [self._mark()]
         """Marks of the start-up: this stopwatch is made, the model is built, the first step ends."""
 
@@ -148,6 +150,7 @@ class Stopwatch(Observer):
 
     def _add_boundary(self) -> None:
         mark = self._mark()
+        self.timed_from = self.timed_from or time.monotonic()
         before = self._core.disturbed_samples if self._core else 0
         if self._core:
             self._core.sample()

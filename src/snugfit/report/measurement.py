@@ -133,6 +133,8 @@ def _notes(measurement: Measurement) -> list[tuple[str, str]]:
                 "yellow",
             )
         )
+    if measurement.clock and measurement.clock.fall:
+        notes.append((f"The GPU lowered its clock: {measurement.clock.fall}.", "yellow"))
     if measurement.footprint and measurement.footprint.retries:
         times = measurement.footprint.retries
         notes.append((f"It fits but thrashes: the allocator released its cache {times} times.", "yellow"))

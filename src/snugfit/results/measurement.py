@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from snugfit.documents import decode_fields, encode_fields, finite_or_null, null_to_nan
@@ -13,6 +13,9 @@ from snugfit.results.frame import Tabular
 from snugfit.techniques.recipe import Recipe
 
 SCHEMA = 1
+
+LOWERED = 0.97
+"""Of its highest clock: a mean below that is said. A choice."""
 
 HIGH_DISTURBANCE = 0.2
 """Share of disturbed checks of a core from which a measurement says so. A choice."""
@@ -31,6 +34,38 @@ class Device:
     """By NVML, or by torch where NVML does not answer."""
     reserve_bytes: int | None = None
     """Held by the driver itself; no process can use it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuClock:
+    """The clock of a GPU's multiprocessors while steps were timed, by NVML."""
+
+    mean_mhz: float
+    """The mean of all readings."""
+    lowest_mhz: int
+    """The lowest of them."""
+    highest_mhz: int
+    """The highest that this GPU may have."""
+    readings: int
+    """How often it was read."""
+    reasons: Mapping[str, float] = field(default_factory=dict)
+    """Why it was not higher, as NVML says, with the share of the readings: `power`, `heat`, `the hardware`,
+    `its settings`."""
+
+    @property
+    def fall(self) -> str | None:
+        """That it was lowered, in words; None where it was not, by more than `LOWERED`, or NVML says no
+        reason."""
+        if not self.reasons or self.mean_mhz >= LOWERED * self.highest_mhz:
+            return None
+        why = ", ".join(
+            f"{name} in {100 * share:.0f} % of {self.readings} readings"
+            for name, share in sorted(self.reasons.items(), key=lambda one: -one[1])
+        )
+        return (
+            f"{self.mean_mhz:,.0f} of {self.highest_mhz:,} MHz on average, {self.lowest_mhz:,} at the lowest "
+            f"({why})"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +125,10 @@ class Measurement(Tabular):
     disturbed: float | None = None
     """Share of the checks in which somebody else disturbed the core that launches kernels
     (`measurement/quiet_core.py`); None on a CPU."""
+    clock: GpuClock | None = None
+    """Of the GPU while steps were timed; None on a CPU, where NVML does not tell, for steps that are timed
+    in less than a twentieth of a second, and in results older than this field. Of several ranks: of the
+    slowest's."""
     host_loop_seconds: float | None = None
     """How fast that core was while steps ran: seconds of a short loop of pure Python on it, the median; None
     on a CPU and in older measurements."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from snugfit.measurement import contamination
 from snugfit.measurement.child_result import ChildResult
+from snugfit.measurement.clock import clock_between
 from snugfit.measurement.contamination import GpuBaseline
 from snugfit.measurement.experiment.request import MeasurementRequest
 from snugfit.measurement.process import ChildExit
@@ -14,7 +15,7 @@ from snugfit.measurement.sampler import Sampler
 from snugfit.measurement.stopwatch import timing_of
 from snugfit.measurement.target import Target
 from snugfit.results.footprint import Footprint, Timing
-from snugfit.results.measurement import RankMeasured
+from snugfit.results.measurement import GpuClock, RankMeasured
 from snugfit.step.bitsandbytes_optimizers import on_gpu_bytes
 from snugfit.step.wishes.engine.config import group_bytes
 
@@ -43,6 +44,13 @@ class RankRun:
     def timing(self) -> Timing | None:
         """The seconds of its steps, in each of which all ranks together take a global batch."""
         return timing_of(self.result.seconds, self.request.job.batch_size, self.quiet)
+
+    def clock(self) -> GpuClock | None:
+        """Its GPU's clock while its steps were timed; None on a CPU, and where NVML does not tell."""
+        if self.target.card is None or self.sampler is None:
+            return None
+        result = self.result
+        return clock_between(self.sampler.clocks, self.target.card, result.timed_from, result.timed_until)
 
     def contamination(self) -> str | None:
         """Why the GPU was not this run's alone, or could not be proven so; None when it was. The memory of a

@@ -169,6 +169,7 @@ def _measurement(request: MeasurementRequest, runs: Sequence[RankRun], cause: in
         contaminated=_of_ranks(reasons, runs),
         crowded=result.crowded,
         disturbed=result.disturbed,
+        clock=runs[slowest].clock() if outcome == causes.OK else None,
         host_loop_seconds=result.host_loop_seconds,
         losses=runs[0].result.losses,
         message=_message(runs, cause),

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from snugfit.errors import RehearsalError
+from snugfit.rehearsal.compiled.any_sizes import FirstSizes
 from snugfit.rehearsal.compiled.backends import (
     Run,
     TracedPass,
@@ -116,7 +117,7 @@ class Compiler:
         self._assumed: list[str] = []  # of the graph that is compiled now
         self._timed: list[PaddedProduct] = []  # of it, too
         self._chosen: set[str] = set()  # sources of kernels whose settings were timed
-        self._sizes: dict[int, Any] = {}  # of what a function was traced for first, by its number
+        self._sizes = FirstSizes()
         self._tried: set[int] = set()  # programs for whose products kernels were tried, by their ids
         self._padded: set[str] = set()  # products that were timed as they are and padded
         self._own = {name: getattr(torch.Tensor, name) for name in ("item", "tolist", "numpy", "__format__")}
@@ -224,7 +225,7 @@ class Compiler:
         """What runs a graph that Dynamo traced, from memory where this process has made it before."""
         if backend == "eager":
             return _as_traced(graph)
-        with self._for_any_sizes(inputs) as any_sizes:
+        with self._sizes.noted(inputs) as any_sizes:
             shapes = any_sizes, _shape_of(inputs)
             return self._compiled_graph(graph, inputs, backend, mode, budget, shapes)
 
@@ -244,22 +245,6 @@ class Compiler:
         if key is not None:
             _GRAPHS[key] = compiled
         return compiled
-
-    @contextlib.contextmanager
-    def _for_any_sizes(self, inputs: Sequence[Any]) -> Iterator[bool]:
-        """Whether torch would trace this graph for any sizes, since the same function was traced for others
-        before (T5's decoder after its encoder). Within it AOTAutograd asks of gradients what it then does: to
-        be contiguous, and not to lie as the outputs do."""
-        import torch
-        from torch._functorch import config as functorch
-        from torch._guards import CompileContext
-
-        number = getattr(CompileContext.current_compile_id(), "frame_id", None)
-        of_data = (one.shape for one in inputs if isinstance(one, torch.Tensor) and not one.is_leaf)
-        sizes = next(of_data, None)
-        any_sizes = number is not None and self._sizes.setdefault(number, sizes) != sizes
-        with functorch.patch(guess_tangent_strides_as_outputs=not any_sizes):
-            yield any_sizes
 
     def _lower(self, graph: Any, inputs: Sequence[Any], mode: str, budget: float) -> Any:
         """What runs the programs that Inductor makes of a graph, in this mode."""

@@ -118,6 +118,8 @@ def causes(run: ComparedRun) -> Iterator[str]:
         yield f"the GPU was shared: {run.contaminated}"
     if run.crowded:
         yield f"the host was crowded: {run.crowded}"
+    if run.clock and run.clock.fall:
+        yield f"the GPU lowered its clock: {run.clock.fall}"
     if run.disturbed and run.disturbed > HIGH_DISTURBANCE:
         yield f"other processes disturbed its core in {100 * run.disturbed:.0f} % of the samples"
     if run.spread is not None and run.spread > MAX_STABLE_SPREAD:

@@ -48,6 +48,8 @@ def conclusions(verified: Verification) -> Iterator[str]:
         spoilt = run.contaminated or run.crowded
         if spoilt and run.outcome == "ok":
             yield f"{run.recipe} was disturbed while it was measured: {spoilt}."
+        if run.clock and run.clock.fall:
+            yield f"The GPU lowered its clock while {run.recipe} was measured: {run.clock.fall}."
 
 
 def _peers_grid(verified: Verification) -> Iterator[Grid]:
