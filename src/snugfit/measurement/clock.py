@@ -20,7 +20,7 @@ class ClockReading(NamedTuple):
     moment: float
     """By the monotonic clock."""
     mhz: int
-    """The multiprocessors' clock."""
+    """How fast the multiprocessors' clock ran then, in MHz."""
     reasons: int
     """Why it is not higher: NVML's bits."""
 

@@ -20,7 +20,7 @@ class FirstSizes:
         self._sizes: dict[int, Any] = {}  # of the first input that is no weight, by Dynamo's number
 
     @contextlib.contextmanager
-    def noted(self, inputs: Sequence[Any]) -> Iterator[bool]:
+    def ask(self, inputs: Sequence[Any]) -> Iterator[bool]:
         """Whether torch would compile the graph that Dynamo traced now, for these inputs, for any sizes.
         Within it AOTAutograd asks of gradients what it then does."""
         import torch

@@ -225,7 +225,7 @@ class Compiler:
         """What runs a graph that Dynamo traced, from memory where this process has made it before."""
         if backend == "eager":
             return _as_traced(graph)
-        with self._sizes.noted(inputs) as any_sizes:
+        with self._sizes.ask(inputs) as any_sizes:
             shapes = any_sizes, _shape_of(inputs)
             return self._compiled_graph(graph, inputs, backend, mode, budget, shapes)
 
