@@ -1,6 +1,9 @@
-"""For every test: one thread, no calibration of the user's, and short garbage collections.
+"""For every test: one thread, no GPU, no calibration of the user's, and short garbage collections.
 
 Models in tests are tiny; threads would only wait for each other, and for those of the other worker.
+
+Tests are the same on every machine, so a GPU is hidden from them, and from DeepSpeed, which would choose it.
+Kernels are compared with their references on one under `SNUGFIT_TEST_GPU=1` (CONTRIBUTING.md).
 
 The cyclic garbage collector runs as seldom as in the command (`cli/main.py`), and leaves out the objects that
 the tests' modules made when they were imported: walking through torch and transformers again and again took a
@@ -29,6 +32,8 @@ from clean_forks import Forks
 from snugfit.cli.main import FEW_COLLECTIONS
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, here and in children
+if "SNUGFIT_TEST_GPU" not in os.environ:
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test reaches the hub; read when huggingface_hub is imported
 gc.set_threshold(FEW_COLLECTIONS, 50, 50)
 

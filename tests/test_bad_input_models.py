@@ -66,6 +66,26 @@ def test_a_missing_package_is_named_with_its_cure(method: str, monkeypatch: pyte
         trace_of(job_of(BERT, "masked-lm"))
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("libparts.so.3: cannot open shared object file", name="lib"),
+        ImportError("cannot import name 'newer' from 'torch'", name="torch"),
+        ModuleNotFoundError("No module named 'torch.newer'", name="torch.newer"),
+    ],
+)
+def test_a_package_that_is_there_and_does_not_load_is_not_said_to_be_missing(
+    error: ImportError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(BertModel, "forward", fail)
+    with pytest.raises(RehearsalError, match=re.escape(error.msg)) as told:
+        trace_of(job_of(BERT, "masked-lm"))
+    assert "pip install" not in str(told.value)
+
+
 # T5 and its kind ---------------------------------------------------------------------------------
 
 

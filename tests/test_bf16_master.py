@@ -286,7 +286,7 @@ def test_an_element_takes_fourteen_bytes_and_the_update_moves_twenty_six() -> No
 def test_the_kernel_does_what_the_reference_does(device: str) -> None:
     """In Triton's interpreter, and on a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
+        pytest.skip("needs a GPU, and SNUGFIT_TEST_GPU=1")
     script = Path(__file__).with_name("masters_in_triton.py")
     variables = os.environ | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
     done = subprocess.run(

@@ -177,7 +177,7 @@ def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> 
 def test_kernels_do_what_their_references_do(device: str) -> None:
     """In Triton's interpreter, and on a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
+        pytest.skip("needs a GPU, and SNUGFIT_TEST_GPU=1")
     script = Path(__file__).with_name("fused_in_triton.py")
     variables = os.environ | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
     done = subprocess.run(

@@ -383,7 +383,7 @@ def test_what_it_keeps_is_less_than_the_model_s_own_code_keeps() -> None:
 def test_the_kernels_do_what_the_references_do(device: str) -> None:
     """In Triton's interpreter, and on a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
+        pytest.skip("needs a GPU, and SNUGFIT_TEST_GPU=1")
     script = Path(__file__).with_name("decoders_in_triton.py")
     variables = os.environ | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
     done = subprocess.run(

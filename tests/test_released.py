@@ -145,7 +145,7 @@ def test_no_more_gradients_exist_than_that_of_one_weight(
 def test_kernels_of_one_weight_do_what_those_of_all_do(device: str) -> None:
     """In Triton's interpreter, and on a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
+        pytest.skip("needs a GPU, and SNUGFIT_TEST_GPU=1")
     script = Path(__file__).with_name("one_weight_in_triton.py")
     variables = os.environ | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
     done = subprocess.run(

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Iterable, Sequence
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -112,12 +113,17 @@ def did_you_mean(word: str, legal: Iterable[str], *, cutoff: float = NEAR_MISS) 
 
 def lacks_package(name: str, error: BaseException) -> str | None:
     """That `name` needs a package, when that is what an import or transformers' `requires_backends` failed
-    for; None for another error."""
+    for; None for another error. A package that is there and cannot be imported is another error too: a file
+    of its own is missing or does not load, or it has another version than its caller knows."""
     if not isinstance(error, ImportError):
         return None
     required = re.search(r"requires the ([\w.-]+) library", str(error))
-    package = required[1] if required else error.name
-    return f"{name} needs {package}, which is not installed. Try: pip install {package}" if package else None
+    package = required[1] if required else error.name or ""
+    if not package or not (required or isinstance(error, ModuleNotFoundError)):
+        return None
+    if package.partition(".")[0] in sys.modules:  # only a part of it is missing
+        return None
+    return f"{name} needs {package}, which is not installed. Try: pip install {package}"
 
 
 def some_of(names: Sequence[str], most: int = 3) -> str:

@@ -3,7 +3,8 @@
 T5's decoder is one, whose layers share their code with its encoder's. Here each is compiled for its own
 sizes, so that buffers are numbers. One thing differs that is allocated: AOTAutograd asks of the gradients of
 a graph for any sizes that they are contiguous, and of any other graph's that they lie as its outputs do, and
-copies those that do not (`MemoryFormatMeta.from_tensor`, `torch/_functorch/_aot_autograd/schemas.py`).
+copies those that do not (`MemoryFormatMeta.from_tensor`, `torch/_functorch/_aot_autograd/schemas.py`). torch
+2.11 asks the same of both, unless its setting is changed.
 """
 
 from __future__ import annotations
@@ -30,5 +31,6 @@ class FirstSizes:
         number = getattr(CompileContext.current_compile_id(), "frame_id", None)
         sizes = next((one.shape for one in inputs if isinstance(one, torch.Tensor) and not one.is_leaf), None)
         any_sizes = number is not None and self._sizes.setdefault(number, sizes) != sizes
-        with functorch.patch(guess_tangent_strides_as_outputs=not any_sizes):
+        as_outputs = functorch.guess_tangent_strides_as_outputs and not any_sizes
+        with functorch.patch(guess_tangent_strides_as_outputs=as_outputs):
             yield any_sizes

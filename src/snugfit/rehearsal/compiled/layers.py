@@ -450,11 +450,12 @@ def compiled_layers(policy: Policy, recorder: Recorder, notes: PolicyNotes) -> I
 
 def _where_numbers_are_drawn(get_device: Callable[..., str | None]) -> Callable[..., str | None]:
     """Whose random numbers a compiled program keeps the state of, for operators that it computes again, as
-    attention is. Either state is on the host, and only the host's can be had without a GPU."""
+    attention is. Either state is on the host, and only the host's can be had without a GPU. Of tensors on
+    `meta` torch says that they are there, and before 2.13 nothing."""
 
     def device_of(args: Any, kwargs: Any) -> str | None:
         device = get_device(args, kwargs)
-        return "cpu" if device in ("meta", "cuda") else device
+        return "cpu" if device in ("meta", "cuda", None) else device
 
     return device_of
 

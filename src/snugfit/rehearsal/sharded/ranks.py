@@ -32,6 +32,7 @@ from snugfit.rehearsal.record.kernels import KernelCost
 from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.rehearsal.sharded import collectives
 from snugfit.rehearsal.sharded.device_module import ShapesModule
+from snugfit.rehearsal.sharded.host_tensors import asks_for_shapes
 from snugfit.rehearsal.sharded.largest_part import takes_the_largest_part
 from snugfit.rehearsal.sharded.offloaded_shards import TO_COPY, HostShards
 from snugfit.rehearsal.sharded.spreading import while_spreading
@@ -53,8 +54,6 @@ from snugfit.rehearsal.trace.trace import (
 )
 from snugfit.results.footprint import Kind
 from snugfit.step.offload.host_link import MetaLink
-
-FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 REDISTRIBUTION = 5
 """Operators on parts of tensors that take the host as long as one exchange by which these become others, in
@@ -90,8 +89,7 @@ class RankRecorder(Recorder):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        of_no_device = torch._C._get_dispatch_mode(FAKE) is not None
-        if of_no_device or (self._phase == "build" and func.is_view and self._is_on_host(args[0])):
+        if asks_for_shapes() or (self._phase == "build" and func.is_view and self._is_on_host(args[0])):
             return func(*args, **kwargs)
         if collectives.is_wrapping(func):
             return AsyncCollectiveTensor(args[0])
