@@ -209,6 +209,7 @@ def test_a_module_that_drops_without_a_config_is_refused_when_nothing_is_kept() 
 # ---- front-ends and exports -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_a_run_within_a_budget_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With dropout, by the program that g++ made: the same losses bit for bit. Two runs that nobody

@@ -338,14 +338,12 @@ def each_alone() -> list[Recipe]:
     return [Recipe((one,)) for one in found if one != roster.plain(one.slot)]
 
 
-FURTHER_BUDGETS = ("budget(0.75)", "budget(0.25)")
-"""Each compiles a model anew, as `budget(0.5)` does."""
+COMPILES = ("compiled", "budget(0.75)", "budget(0.5)", "budget(0.25)")
+"""Each compiles a model anew; `test_compiled.py` and `test_budget.py` compare their real steps too."""
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(
-    "recipe", slow_but(each_alone(), lambda one: str(one) not in FURTHER_BUDGETS), ids=str
-)
+@pytest.mark.parametrize("recipe", slow_but(each_alone(), lambda one: str(one) not in COMPILES), ids=str)
 def test_each_technique_alone(recipe: Recipe) -> None:
     hold_to_reports(job("bert"), recipe)
 

@@ -340,6 +340,7 @@ def test_liger_is_faster_or_slower_as_it_was_measured() -> None:
 
 
 @installed
+@pytest.mark.slow
 @pytest.mark.whole
 def test_on_the_cpu_gradients_and_allocations_are_those_of_a_real_step() -> None:
     """In Triton's interpreter, which a process of its own is told of."""
