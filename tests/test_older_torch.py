@@ -1,0 +1,62 @@
+"""What the oldest torch that is supported, 2.11, does otherwise than the one that tests run with.
+
+Each test makes today's torch do as 2.11 does at one point. Three predictions failed or went wrong there.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._functorch import config as functorch
+from torch._guards import CompileContext
+from torch._prims import rng_prims
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from snugfit.rehearsal.compiled.any_sizes import FirstSizes
+from snugfit.rehearsal.compiled.layers import _where_numbers_are_drawn
+from snugfit.rehearsal.sharded.host_tensors import HostTensors
+
+
+def test_shapes_that_dtensor_asks_for_on_the_host_are_no_tensors_there() -> None:
+    """It names no device for them (`_rebuild_tensor_from_dtensor_meta`)."""
+    host = HostTensors(lambda tensor, dtype: tensor.to(dtype))
+    with host:
+        with FakeTensorMode():
+            asked = torch.empty_strided((64, 64), (64, 1))
+            assert isinstance(asked.sqrt(), FakeTensor)
+        assert host.most == 0
+        made = torch.empty_strided((64, 64), (64, 1))
+        assert host.holds(made)
+        assert host.most == made.nbytes
+
+
+@pytest.fixture
+def compiled_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo's number of one function, whatever is compiled."""
+    monkeypatch.setattr(CompileContext, "current_compile_id", lambda: SimpleNamespace(frame_id=7))
+
+
+@pytest.mark.parametrize("as_outputs", [True, False])
+def test_gradients_lie_as_torch_asks_for_them(as_outputs: bool, compiled_twice: None) -> None:
+    """By default 2.11 asks them to be contiguous, and 2.13 to lie as outputs do, but of a function for any
+    sizes."""
+    weight = torch.ones(2, 3, requires_grad=True)
+    short, long = weight[:, :2] * 1, weight * 1
+    sizes = FirstSizes()
+    with functorch.patch(guess_tangent_strides_as_outputs=as_outputs):
+        for inputs, expected in (([weight, long], False), ([weight, short], True), ([weight, long], False)):
+            with sizes.ask(inputs) as any_sizes:
+                assert any_sizes == expected
+                assert functorch.guess_tangent_strides_as_outputs == (as_outputs and not expected)
+        assert functorch.guess_tangent_strides_as_outputs == as_outputs
+
+
+@pytest.mark.parametrize(
+    ("says", "is_drawn_on"), [("meta", "cpu"), (None, "cpu"), ("cuda", "cpu"), ("xpu", "xpu")]
+)
+def test_tensors_without_data_draw_on_the_host(says: str | None, is_drawn_on: str) -> None:
+    """2.11 says nothing of where they are."""
+    assert _where_numbers_are_drawn(lambda args, kwargs: says)((), {}) == is_drawn_on
+    assert _where_numbers_are_drawn(rng_prims.get_device)((torch.ones(2, device="meta"),), {}) == "cpu"
