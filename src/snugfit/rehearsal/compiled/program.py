@@ -129,6 +129,10 @@ def settings_of(source: str) -> int:
     return counts[-1]
 
 
+_CHECKS = ("assert_size_stride", "assert_size_stride_grouped", "assert_tensor_metadata", "assert_alignment")
+"""What a program asks of its inputs and of what operators gave; the second and third since torch 2.14."""
+
+
 def _namespace() -> dict[str, Any]:
     """What a program finds by name, for tensors on `meta`."""
     import math
@@ -156,8 +160,7 @@ def _namespace() -> dict[str, Any]:
         "empty_strided_cpu": empty,
         "empty_strided_cuda": empty,
         "reinterpret_tensor": guards._reinterpret_tensor,
-        "assert_size_stride": lambda *arguments: None,
-        "assert_alignment": lambda *arguments: None,
+        **dict.fromkeys(_CHECKS, lambda *arguments: None),
         "get_raw_stream": lambda index: 0,
         "run_intermediate_hooks": lambda *arguments: None,
     }

@@ -142,12 +142,12 @@ class ModuleTracker:
     def _count_functions(self) -> Iterator[None]:
         from torch.autograd.function import BackwardCFunction, Function
 
-        forward: Callable[..., Any] = vars(Function)["apply"].__func__
+        forward: Any = vars(Function)["apply"]  # written in Python, and since torch 2.14 in C
         backward: Callable[..., Any] = BackwardCFunction.apply
 
         def apply(kind: type[Function], *arguments: Any, **keywords: Any) -> Any:
             self.functions += _is_counted(kind)
-            return forward(kind, *arguments, **keywords)
+            return forward.__get__(None, kind)(*arguments, **keywords)
 
         def apply_backward(node: Any, *gradients: Any) -> Any:
             self.functions += _is_counted(node._forward_cls)
