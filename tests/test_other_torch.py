@@ -1,11 +1,13 @@
-"""What the oldest torch that is supported, 2.11, does otherwise than the one that tests run with.
+"""What supported versions of torch do otherwise than the one that tests run with, 2.13.
 
-Each test makes today's torch do as 2.11 does at one point. Three predictions failed or went wrong there.
+Each test makes today's torch do as another one does at one point. With 2.11 three predictions failed or went
+wrong there, and with 2.14 all of them.
 """
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +15,16 @@ from torch._functorch import config as functorch
 from torch._guards import CompileContext
 from torch._prims import rng_prims
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import Function
 
+from small_models import small_job
 from snugfit.rehearsal.compiled.any_sizes import FirstSizes
 from snugfit.rehearsal.compiled.layers import _where_numbers_are_drawn
+from snugfit.rehearsal.compiled.program import _namespace
+from snugfit.rehearsal.device.policy import CudaPolicy
+from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.sharded.host_tensors import HostTensors
+from snugfit.techniques.recipe import Recipe
 
 
 def test_shapes_that_dtensor_asks_for_on_the_host_are_no_tensors_there() -> None:
@@ -60,3 +68,27 @@ def test_tensors_without_data_draw_on_the_host(says: str | None, is_drawn_on: st
     """2.11 says nothing of where they are."""
     assert _where_numbers_are_drawn(lambda args, kwargs: says)((), {}) == is_drawn_on
     assert _where_numbers_are_drawn(rng_prims.get_device)((torch.ones(2, device="meta"),), {}) == "cpu"
+
+
+class WrittenInC:
+    """A method of a class that has no function of Python."""
+
+    def __init__(self, method: Any) -> None:
+        self.method = method
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return self.method.__get__(instance, owner)
+
+
+def test_functions_that_autograd_applies_in_c_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in 2.14: `Function.apply` is one, and what a library applies takes the host some time."""
+    job, setup = small_job("llama", 2), Recipe.parse("bf16_master + adamw_fused + fused").setup()
+    expected = rehearse(job, setup, CudaPolicy())
+    monkeypatch.setattr(Function, "apply", WrittenInC(vars(Function)["apply"]))
+    assert rehearse(job, setup, CudaPolicy()) == expected
+
+
+def test_a_program_finds_every_check_that_inductor_writes() -> None:
+    """2.14 has checks that 2.13 has not."""
+    checks = {name for name in dir(torch._C._dynamo.guards) if name.startswith("assert_")}
+    assert checks <= _namespace().keys()
