@@ -186,5 +186,12 @@ def merge(folder: Path, out: Path) -> None:
     print(f"{len(tests)} tests, {len(failed)} failed, {len(numbers)} lines")
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Merge the files of a folder that the command line names."""
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
     merge(Path(sys.argv[1]), Path(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -74,7 +75,7 @@ def predict_run(text: str) -> dict[str, Any]:
 def write(path: Path) -> None:
     """Predicts all committed runs and writes them to `path`."""
     runs = committed_runs()
-    with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=50) as pool:
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count(), maxtasksperchild=50) as pool:
         predictions = {}
         for number, (text, prediction) in enumerate(zip(runs, pool.imap(predict_run, runs), strict=True), 1):
             predictions[text] = prediction
