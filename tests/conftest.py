@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import multiprocessing.process
 import os
 import subprocess
@@ -35,6 +36,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, he
 if "SNUGFIT_TEST_GPU" not in os.environ:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test reaches the hub; read when huggingface_hub is imported
+os.environ.setdefault(
+    "MPLCONFIGDIR", str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "matplotlib"))
+)  # which takes seconds to fill, and would follow XDG_CACHE_HOME (`own_answers`)
 gc.set_threshold(FEW_COLLECTIONS, 50, 50)
 
 NOT_OF_A_UNIT: set[str] = set()
@@ -149,3 +153,13 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     torch._dynamo.reset()
     yield graphs
     torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def own_answers(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No command of a test is answered from what another one stored."""
+    own = tmp_path_factory.getbasetemp() / f"answers-{next(_NUMBERS)}"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(own))
+
+
+_NUMBERS = itertools.count()

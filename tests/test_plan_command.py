@@ -17,7 +17,7 @@ import snugfit
 from made_up import EVIL, job
 from snugfit.cli import plan_cache as cache
 from snugfit.cli.main import run
-from snugfit.cli.plan_cache import Rememberable
+from snugfit.cli.plan_cache import Storable
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.job.model import Model
@@ -271,7 +271,7 @@ def test_a_plan_in_python_is_remembered_and_tells_as_the_command_does(
     ],
 )
 def test_a_remembered_answer_is_shown_without_torch_or_transformers(
-    answer: Callable[[], Rememberable], words: list[str], heavy: str, tmp_path: Path
+    answer: Callable[[], Storable], words: list[str], heavy: str, tmp_path: Path
 ) -> None:
     """With all its last lines: importing either takes longer than all else that the command does."""
     file = tmp_path / "answer.json"

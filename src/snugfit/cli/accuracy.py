@@ -187,7 +187,7 @@ def _draw(
     stem = "-".join(file.stem for file in files)[:80] or f"seed{seed}"
     stem = f"{stem}-gpus{gpus}" if gpus > 1 else stem
     file = writable_folder(output) / file_name(stem, kind, recipes)
-    with show_progress() as tell:
+    with show_progress("measuring" if measured else "predicting") as tell:
         writer = draws.DrawWriter(file, measured, tell)
         if kind == "within-job":
             result = draws.accuracy_within_jobs(seed, named or count, recipes, gpu, writer, workers=workers)
@@ -238,7 +238,7 @@ def _measure(file: Path) -> tuple[Accuracy, Path]:
         raise GpuError("This machine has no GPU to measure on.")
     if find_gpu(name).key != find_gpu(result.gpu).key:
         raise GpuError(f"{file} has predictions for {result.gpu}, but the GPU of this machine is {name}.")
-    with show_progress() as tell:
+    with show_progress("measuring") as tell:
         return measure_rest(result, file=file, tell=tell), file
 
 
@@ -254,7 +254,7 @@ def _rescore(source: Path, rates_file: Path | None, output: Path, workers: int) 
     gpu = find_gpu(result.gpu)
     rates = read_rates(rates_file, gpu) if rates_file else None
     file = writable_folder(output) / f"{source.stem.removesuffix('-rescored')}-rescored.json"
-    with show_progress() as tell:
+    with show_progress("predicting") as tell:
         return rescore(result, gpu, file=file, rates=rates, workers=workers, tell=tell), file
 
 

@@ -179,7 +179,9 @@ Plot = Annotated[
     Path | None,
     typer.Option(help="Draw the same into this .png or .svg file.", dir_okay=False, metavar="FILE"),
 ]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Do not use a cached answer; compute it again.")]
+Fresh = Annotated[
+    bool, typer.Option("--no-cache", "--fresh", help="Do not use a stored answer; compute it again.")
+]
 
 
 def _job_arguments(

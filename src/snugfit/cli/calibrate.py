@@ -42,7 +42,7 @@ def calibrate(gpus: Gpus = 1, as_json: given.AsJson = False) -> None:
     if gpus > 1:
         refuse_more_than_here(gpus, "cuda")
     gpu = find_gpu(name)
-    with show_progress() as tell:
+    with show_progress(f"calibrating {gpu.name}") as tell:
         rates, readings = run(gpu, gpus=gpus, tell=tell)
     document = {
         "schema": 1,

@@ -193,6 +193,7 @@ def _answers(request: Request, gpus: Sequence[Gpu], steps: int | None, asked: Ma
         request.job,
         *gpus,
         fresh=asked["fresh"],
+        first=f"planning {request.job.model.name} on {len(gpus)} kinds of GPU",
         what="gpus",
         **question,
     )
@@ -246,6 +247,7 @@ def _show_cards(request: Request, gpus: Sequence[Gpu], prices: Prices, asked: Ma
         request.job,
         *gpus,
         fresh=asked["fresh"],
+        first=f"planning {request.job.model.name} on {len(gpus)} kinds of GPU",
         what="cards",
         gpus=counts,
         **question,

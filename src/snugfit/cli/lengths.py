@@ -98,6 +98,7 @@ def plan_of(
         request.job,
         gpu,
         fresh=fresh,
+        first=f"predicting {request.job.model.name} at its lengths",
         what="lengths",
         of=of,
         recipe=recipe,

@@ -251,6 +251,7 @@ def _show_several(
         request.job,
         gpu,
         fresh=fresh,
+        first=f"planning {request.job.model.name}",
         what="several gpus",
         **asked,
     )

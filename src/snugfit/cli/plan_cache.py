@@ -1,11 +1,13 @@
-"""Plans remembered: a question asked again is answered from a file.
+"""Answers of commands, kept on disk: a question asked again is answered from a file.
 
-A plan, or the plans for many GPUs, is one JSON file in the user's cache folder
-(`$XDG_CACHE_HOME/snugfit/plans`, or `~/.cache/...`), named by a digest of all that it depends on: the job,
-the GPUs and their rates (a calibration changes them), the memory, fidelity and objective, the versions of the
-packages that it was rehearsed with, and the source files of snugfit itself. A file that is damaged, or that
-another version wrote, counts as none. A folder that cannot be written is no error: the plan is made anew each
-time.
+An answer (a prediction, a plan, the plans for many GPUs) is one JSON file in the user's cache folder
+(`$XDG_CACHE_HOME/snugfit/answers`, or `~/.cache/...`), named by a digest of all that it depends on: the job,
+the GPUs and their rates (a calibration changes them), every other argument, the versions of the packages that
+it was rehearsed with, and the source files of snugfit itself. A file that is damaged, or that another version
+wrote, counts as none. A folder that cannot be written is no error: the answer is computed anew each time.
+Answers unused for longest go when the folder grows too large.
+
+Reading an answer imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from snugfit.cli.progress import show_progress
 from snugfit.documents import BadDocument, read_document, write_document
 from snugfit.errors import GpuError, SnugfitError, UsageError, did_you_mean
+from snugfit.frontends.launch import COMMAND_LINE
 from snugfit.prediction.profile import installed_versions
 from snugfit.prediction.rates import rates_for
 
@@ -32,29 +35,32 @@ if TYPE_CHECKING:
     from snugfit.planning.plan import Plan
 
 
-class Rememberable(Protocol):
-    """What can be written down."""
+class Storable(Protocol):
+    """An answer that becomes a JSON document."""
 
     def to_json(self) -> dict[str, Any]:
         """The answer as a JSON object."""
 
 
-_Answer = TypeVar("_Answer", bound=Rememberable)
+_Answer = TypeVar("_Answer", bound=Storable)
 
 
 LARGEST_FILE = 16 << 20
-"""A plan is some hundred kilobytes; what is larger is none."""
+"""Bytes of one answer. A plan is some hundred kilobytes."""
+
+LARGEST_FOLDER = 64 << 20
+"""Bytes of all answers together: some hundreds."""
 
 
 def folder() -> Path:
-    """Where plans are remembered."""
+    """The folder of all answers."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
-    return root / "snugfit" / "plans"
+    return root / "snugfit" / "answers"
 
 
 def key_of(job: Job, *gpus: Gpu | None, **asked: Any) -> str | None:
-    """A digest of all that a plan for these GPUs depends on; None for a model that lives in this process
+    """A digest of all that an answer for these GPUs depends on; None for a model that lives in this process
     only."""
     if job.model.module is not None:
         return None
@@ -71,12 +77,16 @@ def key_of(job: Job, *gpus: Gpu | None, **asked: Any) -> str | None:
 
 
 def recall(key: str, read: Callable[[dict[str, Any]], _Answer]) -> _Answer | None:
-    """What was remembered under this key, as `read` makes it of its document; None when there is none that
-    can be read."""
+    """The answer stored under this key, as `read` makes it of its document; None when there is none that can
+    be read."""
+    file = folder() / f"{key}.json"
     try:
-        return read(read_document(folder() / f"{key}.json", limit=LARGEST_FILE))
+        answer = read(read_document(file, limit=LARGEST_FILE))
     except (OSError, BadDocument, ValueError, KeyError, TypeError, AttributeError, SnugfitError):
         return None
+    with contextlib.suppress(OSError):
+        os.utime(file)
+    return answer
 
 
 def answer(
@@ -85,14 +95,16 @@ def answer(
     job: Job,
     *gpus: Gpu | None,
     fresh: bool,
+    first: str = "",
     **asked: Any,
 ) -> _Answer:
-    """The remembered answer to what is `asked` about this job on these GPUs; or, where there is none or a
-    `fresh` one is wanted, what `compute` gives, which shows its progress and is remembered."""
+    """The stored answer to what is `asked` about this job on these GPUs. Where there is none, or a `fresh`
+    one is wanted, the result of `compute`, which shows its progress and is stored. `first` is the progress
+    that is shown before anything is computed."""
     key = key_of(job, *gpus, **asked)
-    if key and not fresh and (known := recall(key, read)):
+    if key and not fresh and (known := recall(key, read)) is not None:
         return known
-    with show_progress() as tell:
+    with show_progress(first) as tell:
         new = compute(tell)
     if key:
         remember(key, new)
@@ -100,9 +112,9 @@ def answer(
 
 
 def plan(job: Job, *, fresh: bool = False, **asked: Any) -> Plan:
-    """`planning.search.search.plan`, whose arguments it takes, with the command's memory and its progress on
-    stderr: a question asked again, here or by the command, is answered from a file unless it is `fresh`. With
-    a `clock`, with start-up rates of one's own or without a GPU nothing is remembered."""
+    """`planning.search.search.plan`, whose arguments it takes, with the command's store of answers and its
+    progress on stderr: a question asked again, here or by the command, is answered from a file unless it is
+    `fresh`. With a `clock`, with start-up rates of one's own or without a GPU nothing is stored."""
     from snugfit.job.gpu import find_gpu
     from snugfit.job.job import Job
     from snugfit.planning.plan import Plan
@@ -130,15 +142,29 @@ def plan(job: Job, *, fresh: bool = False, **asked: Any) -> Plan:
         job,
         gpu,
         fresh=fresh,
+        first=f"planning {job.model.name}" if COMMAND_LINE.get() else "",
         **question,
     )
 
 
-def remember(key: str, answer: Rememberable) -> None:
-    """Writes the answer down, whole or not at all."""
+def remember(key: str, answer: Storable) -> None:
+    """Store the answer, whole or not at all, and make room for it."""
     with contextlib.suppress(OSError, ValueError):
         folder().mkdir(parents=True, exist_ok=True)
         write_document(folder() / f"{key}.json", answer.to_json())
+        _prune(LARGEST_FOLDER)
+
+
+def _prune(limit: int) -> None:
+    """Remove answers, those unused for longest first, until the rest has at most `limit` bytes."""
+    with os.scandir(folder()) as entries:
+        files = [(entry.stat().st_mtime_ns, entry.stat().st_size, entry.path) for entry in entries]
+    total = 0
+    for _, size, path in sorted(files, reverse=True):
+        total += size
+        if total > limit:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
 
 
 def _rates(gpu: Gpu, gpus: int) -> Any:
@@ -150,7 +176,7 @@ def _rates(gpu: Gpu, gpus: int) -> Any:
 
 
 def _source() -> str:
-    """A digest of snugfit's own files: a plan of another version of them is another plan."""
+    """A digest of snugfit's own files: an answer of another version of them is another answer."""
     root = Path(__file__).parents[1]
     files = sorted(path for path in root.rglob("*") if path.suffix in (".py", ".json"))
     stats = [(str(path.relative_to(root)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]

@@ -6,7 +6,7 @@ Exit code 3 when it does not fit, so that a script can ask.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -16,8 +16,11 @@ from snugfit.cli.request import Request
 from snugfit.errors import NothingFits, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from snugfit.comparison.recipes import RecipeComparison
     from snugfit.results.prediction import Prediction
+    from snugfit.techniques.recipe import Recipe
 
 Software = Annotated[
     str | None,
@@ -67,6 +70,7 @@ def predict(
     plot: given.Plot = None,
     trace: TraceFile = None,
     export: Into = None,
+    fresh: given.Fresh = False,
     as_json: given.AsJson = False,
 ) -> int:
     """Predict the memory of a training step, without a GPU."""
@@ -78,12 +82,14 @@ def predict(
         raise UsageError("--export writes one recipe. Leave --compare out.")
     if largest and request.has_auto:
         raise UsageError("--largest asks about one recipe, so it takes none with 'auto'. Try 'every_layer'.")
-    request = request.with_least()
+    request = request.with_least(fresh=fresh)
     check_export(export, request.job)
     if trace:
         _check_trace(trace, request, compare)
     predictions = (
-        [_largest(request, largest, quiet=as_json)] if largest else _predict_all(request, compare or [])
+        [_largest(request, largest, quiet=as_json, fresh=fresh)]
+        if largest
+        else _predict_all(request, compare or [], fresh=fresh)
     )
     _print(predictions, operators=operators, as_json=as_json)
     given.write_pictures(html, plot, predictions[0] if len(predictions) == 1 else _side_by_side(predictions))
@@ -107,43 +113,72 @@ def _check_trace(path: Path, request: Request, compared: list[str] | None) -> No
         raise UsageError("--trace FILE.json is a timeline in seconds, which need a GPU. Add --gpu NAME.")
 
 
-def _predict_all(request: Request, compared: list[str]) -> list[Prediction]:
-    from snugfit.prediction.predict import predict as foresee
+def _predict_all(request: Request, compared: list[str], *, fresh: bool) -> list[Prediction]:
     from snugfit.techniques.recipe import Recipe
 
+    name = request.job.model.name
     recipes = [request.recipe, *(Recipe.parse(text) for text in compared)]
-    return [
-        foresee(
-            request.job,
-            recipe,
-            gpu=request.gpu,
-            gpus=request.gpus,
-            memory_bytes=request.memory_bytes,
-            headroom=request.headroom,
-            loop=request.loop,
-            software=request.software,
-        )
-        for recipe in recipes
-    ]
+    firsts = [f"predicting {name} under {one}" if compared else f"predicting {name}" for one in recipes]
+    return [_predict(request, one, first, fresh=fresh) for one, first in zip(recipes, firsts, strict=True)]
 
 
-def _largest(request: Request, of: str, *, quiet: bool) -> Prediction:
+def _predict(request: Request, recipe: Recipe, first: str, *, fresh: bool) -> Prediction:
+    """The prediction under this recipe, stored or computed."""
+    from snugfit.cli.plan_cache import answer
+    from snugfit.results.prediction import Prediction
+
+    how: dict[str, Any] = {
+        "memory_bytes": request.memory_bytes,
+        "headroom": request.headroom,
+        "loop": request.loop,
+        "software": request.software,
+    }
+
+    def compute(tell: Callable[[str], None]) -> Prediction:
+        from snugfit.prediction.predict import predict as foresee
+
+        return foresee(request.job, recipe, gpu=request.gpu, gpus=request.gpus, **how)
+
+    return answer(
+        Prediction.from_json,
+        compute,
+        request.job,
+        request.gpu,
+        fresh=fresh,
+        first=first,
+        what="prediction",
+        recipe=str(recipe),
+        gpus=[request.gpus],
+        **how,
+    )
+
+
+def _largest(request: Request, of: str, *, quiet: bool, fresh: bool) -> Prediction:
     if request.gpu is None and request.memory_bytes is None:
         raise UsageError("--largest needs a limit. Add --gpu NAME or --memory 24GiB.")
     if request.software != "installed":
         raise UsageError("--largest works for the installed software only. Leave --software out.")
     if request.gpus != 1:
         raise UsageError("--largest is for one GPU. Leave --gpus out.")
-    from snugfit.planning.largest import largest as search
+    from snugfit.cli.plan_cache import answer
+    from snugfit.planning.largest import LargestFit, largest
 
-    size, prediction = search(
+    how: dict[str, Any] = {
+        "memory_bytes": request.memory_bytes,
+        "headroom": request.headroom,
+        "loop": request.loop,
+        "of": of,
+    }
+    size, prediction = answer(
+        LargestFit.from_json,
+        lambda tell: largest(request.job, request.recipe, gpu=request.gpu, **how),
         request.job,
-        request.recipe,
-        gpu=request.gpu,
-        memory_bytes=request.memory_bytes,
-        headroom=request.headroom,
-        loop=request.loop,
-        of=of,
+        request.gpu,
+        fresh=fresh,
+        first=f"predicting {request.job.model.name} at several sizes",
+        what="largest",
+        recipe=str(request.recipe),
+        **how,
     )
     if not quiet:
         typer.echo(f"Largest {of.replace('-', ' ')} that fits: {size:,}\n")
@@ -157,12 +192,15 @@ def _side_by_side(predictions: list[Prediction]) -> RecipeComparison:
 
 
 def _print(predictions: list[Prediction], *, operators: bool, as_json: bool) -> None:
-    from snugfit.report import compare, prediction
     from snugfit.report.text.terminal import show, show_json
 
     if as_json:
         show_json(predictions[0].to_json() if len(predictions) == 1 else _side_by_side(predictions).to_json())
     elif len(predictions) == 1:
+        from snugfit.report import prediction
+
         show(prediction.render(predictions[0], operators=operators))
     else:
+        from snugfit.report import compare
+
         show(compare.render(predictions))

@@ -7,26 +7,33 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from snugfit.errors import escape_controls
+
 SPINNER = 3
 """Columns that are not the text's: what turns before it, a space, and the terminal's last."""
 
 QUIET = 30.0
-"""Seconds before the first line where stderr is no terminal. Each further one comes when twice as much time
+"""Seconds before the second line where stderr is no terminal. Each further one comes when twice as much time
 has passed, so that hours are a dozen lines."""
 
 
 @contextmanager
-def show_progress() -> Iterator[Callable[[str], None]]:
+def show_progress(first: str = "") -> Iterator[Callable[[str], None]]:
     """A function that shows what is being done, cut to one line; the line is gone when the block ends. Where
-    stderr is no terminal, it writes a line after `QUIET` seconds, and another after twice as many each."""
+    stderr is no terminal, it writes a line after `QUIET` seconds, and another after twice as many each.
+
+    `first` is shown at once, as one line where stderr is no terminal."""
+    interactive = sys.stderr.isatty()
+    if first and not interactive:
+        print(f"snugfit: {escape_controls(first)} ...", file=sys.stderr, flush=True)
     from rich.console import Console
     from rich.text import Text
 
     console = Console(stderr=True, markup=False)
-    if not (sys.stderr.isatty() or console.is_jupyter):
+    if not (interactive or console.is_jupyter):
         yield _seldom()
         return
-    with console.status(Text("starting")) as status:
+    with console.status(Text(first or "starting")) as status:
 
         def tell(what: str) -> None:
             line = Text(what)

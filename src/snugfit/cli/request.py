@@ -110,23 +110,37 @@ class Request:
             job=_job(_with_lengths(settings, lengths), online=_may_ask_hub(flags)),
         )
 
-    def with_least(self, local_gpu: Callable[[], Gpu | str | None] = lambda: None) -> Request:
+    def with_least(
+        self, local_gpu: Callable[[], Gpu | str | None] = lambda: None, *, fresh: bool = False
+    ) -> Request:
         """The same with what `auto` in its recipe stands for on its GPU, or else on the local one; stderr
         says what. Raises `UsageError` where there is none, and `NothingFits` where nothing fits it."""
         if not self.has_auto:
             return self
-        from snugfit.planning.search.auto import AUTO_ALONE, resolve
+        from snugfit.cli.plan_cache import answer
+        from snugfit.job.gpu import find_gpu
+        from snugfit.planning.search.auto import AUTO_ALONE, Resolved, resolve
 
         if self.gpus != 1:
             raise UsageError(AUTO_ALONE)
-        recipe, why = resolve(
+        named = self.gpu or (None if self.memory_bytes else local_gpu())
+        gpu = None if named is None else find_gpu(named)
+        how: dict[str, Any] = {
+            "memory_bytes": self.memory_bytes,
+            "headroom": self.headroom,
+            "loop": self.loop,
+            "software": self.software,
+        }
+        recipe, why = answer(
+            Resolved.from_json,
+            lambda tell: resolve(self.job, self.recipe, gpu=gpu, **how),
             self.job,
-            self.recipe,
-            gpu=self.gpu or (None if self.memory_bytes else local_gpu()),
-            memory_bytes=self.memory_bytes,
-            headroom=self.headroom,
-            loop=self.loop,
-            software=self.software,
+            gpu,
+            fresh=fresh,
+            first=f"looking for what 'auto' is for {self.job.model.name}",
+            what="auto",
+            recipe=str(self.recipe),
+            **how,
         )
         typer.echo(why, err=True)
         return replace(self, recipe=recipe, has_auto=False)

@@ -57,7 +57,7 @@ def verify_plan(
 
     assert plan.gpu is not None
     recipes = [planned_recipe(choice, plan.memory_bytes) for choice in plan.ranked]
-    with show_progress() as tell:
+    with show_progress(f"measuring {plan.job.model.name}") as tell:
         verified = verify(plan.job, plan.gpu.name, recipes, versions=plan.versions, tell=tell)
         if peers and plan.ranked:
             verified = replace(verified, peers=_measure_peers(plan, tell))

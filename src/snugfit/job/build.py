@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
-from unittest.mock import patch
 
 from snugfit.errors import ModelError, RecipeError, SnugfitError, lacks_package, one_line
 from snugfit.hub_kernels import only_errors
@@ -89,6 +88,8 @@ def no_package_asked_for(attention: str, device: torch.device) -> Iterator[None]
     if not attention.startswith("flash_attention") or device.type != "meta":
         yield
         return
+    from unittest.mock import patch
+
     from transformers import modeling_utils as models
 
     def can_dispatch(model: Any, *_: Any, **__: Any) -> bool:

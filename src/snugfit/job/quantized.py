@@ -15,7 +15,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 if TYPE_CHECKING:
     import torch
@@ -149,6 +148,8 @@ def _is_quantized(module: nn.Module) -> bool:
 def _without_initialization() -> Iterator[None]:
     """A model without data is given none, also in a rehearsal, where transformers is told that it builds on a
     device."""
+    from unittest.mock import patch
+
     from transformers import PreTrainedModel
 
     with patch.object(PreTrainedModel, "initialize_weights", lambda model: None):
@@ -167,5 +168,7 @@ def _own_code_books(model: nn.Module, device: torch.device) -> Iterator[None]:
         yield
         return
     book = vars(model)["code_book"] = torch.empty(256, dtype=torch.float32, device=device)
+    from unittest.mock import patch
+
     with patch.dict(functional.name2qmap, {"dynamic": book}):
         yield

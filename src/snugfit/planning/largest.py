@@ -8,20 +8,21 @@ fits, whose next larger one does not.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from snugfit.errors import JobError, NothingFits, UsageError
 from snugfit.job.job import LARGEST_BATCH, LARGEST_LENGTH, refuse_what_is_no_job
 from snugfit.job.limits import NO_SEQUENCE
 from snugfit.prediction.predict import predict
+from snugfit.results.prediction import Prediction
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import show_bytes
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
-    from snugfit.results.prediction import Prediction
 
 FIELDS = {"batch": ("batch_size", LARGEST_BATCH), "sequence-length": ("sequence_length", LARGEST_LENGTH)}
 
@@ -31,6 +32,15 @@ class LargestFit(NamedTuple):
 
     size: int
     prediction: Prediction
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object; `LargestFit.from_json` reads it back."""
+        return {"size": self.size, "prediction": self.prediction.to_json()}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """The size and prediction that `to_json` wrote."""
+        return cls(document["size"], Prediction.from_json(document["prediction"]))
 
 
 def largest(

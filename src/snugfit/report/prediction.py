@@ -15,7 +15,6 @@ from snugfit.report.text.terminal import words
 from snugfit.results.footprint import Footprint
 from snugfit.results.prediction import Anatomy, Prediction
 from snugfit.results.step_seconds import COMMUNICATION, LINK, PIPELINE, PhaseSeconds, StepSeconds
-from snugfit.step.build import could_be_spread_from_the_host
 from snugfit.units import show_bytes, show_mib, show_seconds
 
 LARGEST_SHOWN = 12
@@ -178,7 +177,11 @@ def _peak(prediction: Prediction) -> list[RenderableType]:
         return []
     when = f"in step {moment.step}" if moment.step else "before the first step"
     lines: list[RenderableType] = [words(f"The peak is {when}: {moment}.")]
-    if not moment.step and could_be_spread_from_the_host(prediction.job, prediction.recipe.setup()):
+    if moment.step:
+        return lines
+    from snugfit.step.build import could_be_spread_from_the_host  # whose handlers take a tenth of a second
+
+    if could_be_spread_from_the_host(prediction.job, prediction.recipe.setup()):
         lines.append(
             words(
                 "Each GPU builds the whole model before it keeps its part. With --set build_on=host it takes "

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Self
 
-from snugfit.documents import encode_fields
+from snugfit.documents import decode_fields, encode_fields
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.results.footprint import Footprint, Startup
@@ -195,3 +195,11 @@ class Prediction(Tabular):
         verdict = {"fits": self.fits, "tight": self.tight, "spare_bytes": self.spare_bytes}
         fields = encode_fields(self, timing=timing, **verdict)
         return {"schema": SCHEMA, "what": "prediction", **fields}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """The prediction that `to_json` wrote. Raises `KeyError`, `TypeError` or `ValueError` for another
+        document."""
+        if document["what"] != "prediction" or document["schema"] != SCHEMA:
+            raise ValueError("another kind of document")
+        return decode_fields(cls, document)

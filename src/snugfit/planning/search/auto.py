@@ -22,7 +22,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from snugfit.errors import NothingFits, SnugfitError, UsageError
 from snugfit.job.gpu import find_gpu
@@ -55,6 +55,15 @@ class Resolved(NamedTuple):
     recipe: Recipe
     why: str
     """A sentence with the techniques, and why these."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object; `Resolved.from_json` reads it back."""
+        return {"recipe": self.recipe.to_json(), "why": self.why}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """The recipe and reason that `to_json` wrote."""
+        return cls(Recipe.from_json(document["recipe"]), str(document["why"]))
 
 
 AUTO_ALONE = "'auto' is for one GPU. Leave --gpus out, or name what is recomputed, such as 'every_layer'."
