@@ -1,8 +1,11 @@
-"""Processes that are forked from a clean one.
+"""Processes that are forked from one that has imported everything and run nothing.
 
-A test's own process has a past: a tokenizer that was used, or a pool of threads, is in its forks a lock that
-nobody opens any more; and by then it is large, so that each fork takes its while. So one process is started
-that has imported what it needs and done nothing else, and it forks when it is told.
+Importing torch, transformers and DeepSpeed takes ten seconds; a fork takes some milliseconds. `prepare` forks
+one clean process per pytest process, after the test modules are imported and before any test runs (conftest).
+All tests fork from it. A fork of the pytest process itself would inherit locks of tokenizers and of thread
+pools that no thread opens any more.
+
+A module with a function `warm` imports what its children need beyond that, once, when the first one starts.
 """
 
 from __future__ import annotations
@@ -13,91 +16,128 @@ import functools
 import gc
 import importlib
 import json
+import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-MOST_SECONDS = 60.0
-"""That a process may take, unless one says otherwise."""
+MOST_SECONDS = 120.0
+"""Limit for one process, unless a test gives another."""
 
 
 class Forks:
-    """A clean process, and what it has forked. It has imported this module, and called its `warm` if there
-    is one."""
+    """Forks of the clean process, after the function `warm` of a module has run there."""
 
     def __init__(self, module: str) -> None:
-        self._ours, theirs = socket.socketpair()
-        words = [sys.executable, __file__, str(theirs.fileno()), module]
-        self._server = subprocess.Popen(words, pass_fds=[theirs.fileno()])
-        theirs.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ours.close()
-        self._server.wait(MOST_SECONDS)
+        self._module = module
 
     def start(
-        self, work: Callable[..., int], *arguments: Any, streams: Mapping[int, int | None] | None = None
+        self,
+        work: Callable[..., int],
+        *arguments: Any,
+        streams: Mapping[int, int | None] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> int:
-        """A process that does this work, a function of a module, and ends with the code that it gives; its
-        id. `streams` are its standard ones: a descriptor, or None for one that is closed; the others are open
-        on nothing."""
+        """Start a process that calls this function of a module and exits with its result; return its id.
+
+        `streams` are its standard ones: a descriptor, or None for one that is closed; the others are open
+        on /dev/null. `environment` replaces the whole environment.
+        """
         streams = streams or {}
         sent = [each for each in streams.values() if each is not None]
-        told = {
+        request = {
+            "warm": self._module,
             "work": [work.__module__, work.__qualname__],
             "arguments": arguments,
             "folder": os.getcwd(),
+            "environment": dict(os.environ if environment is None else environment),
             "streams": {
                 number: None if each is None else sent.index(each) for number, each in streams.items()
             },
         }
-        return int(self._asked(told, sent)["pid"])
+        return int(_answer(request, sent)["pid"])
 
     def ended(self, child: int, within: float = MOST_SECONDS) -> int:
-        """Its exit code, or minus the signal that ended it; it is ended after so many seconds."""
-        code = self._asked({"wait": child, "seconds": within})["code"]
+        """Return its exit code, or minus the signal that ended it; kill it after so many seconds."""
+        code = _answer({"wait": child, "seconds": within})["code"]
         assert code is not None, "the process did not end"
         return int(code)
-
-    def _asked(self, told: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
-        socket.send_fds(self._ours, [json.dumps(told).encode()], list(descriptors))
-        answer: dict[str, Any] = json.loads(self._ours.recv(1 << 16))
-        return answer
 
 
 @functools.cache
 def forks_of(module: str) -> Forks:
-    """Forks of a process that has imported this module, for all tests of this process, with which it ends:
-    starting it takes ten seconds."""
-    forks = Forks(module)
-    atexit.register(forks.__exit__)
-    return forks
+    """Return forks that have run the function `warm` of this module."""
+    return Forks(module)
+
+
+@functools.cache
+def prepare() -> socket.socket:
+    """Fork the clean process and return the connection to it; it ends when the connection does."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a thread of xdist waits for messages
+        server = os.fork()
+    if server:
+        theirs.close()
+        atexit.register(_end, ours, server, os.getpid())
+        return ours
+    try:
+        ours.close()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for number in range(3):
+            os.dup2(nothing, number)
+        serve(theirs)
+    finally:
+        os._exit(0)
+
+
+def _end(ours: socket.socket, server: int, parent: int) -> None:
+    if os.getpid() == parent:
+        ours.close()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(server, 0)
+
+
+def _answer(request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
+    connection = prepare()
+    socket.send_fds(connection, [json.dumps(request).encode()], list(descriptors))
+    answer: dict[str, Any] = json.loads(connection.recv(1 << 17))
+    assert "failed" not in answer, answer["failed"]
+    return answer
 
 
 def serve(connection: socket.socket) -> None:
+    """Fork and wait for children, one request after the other, until the connection ends."""
     while True:
-        told, descriptors, *_ = socket.recv_fds(connection, 1 << 16, 8)
-        if not told:
+        message, descriptors, *_ = socket.recv_fds(connection, 1 << 17, 8)
+        if not message:
             return
-        asked = json.loads(told)
-        answer = (
-            {"code": _waited(asked["wait"], asked["seconds"])}
-            if "wait" in asked
-            else {"pid": _forked(asked, descriptors)}
-        )
+        request = json.loads(message)
+        try:
+            answer: dict[str, Any] = (
+                {"code": _waited(request["wait"], request["seconds"])}
+                if "wait" in request
+                else {"pid": _forked(request, descriptors)}
+            )
+        except Exception:
+            answer = {"failed": traceback.format_exc()[-(1 << 16) :]}
         for each in descriptors:
             os.close(each)
         connection.send(json.dumps(answer).encode())
+
+
+@functools.cache
+def _warm(module: str) -> None:
+    getattr(importlib.import_module(module), "warm", lambda: None)()
+    gc.collect()
+    gc.freeze()  # a collection in a fork walks through what the fork has made, and copies no other page
 
 
 def _waited(child: int, seconds: float) -> int | None:
@@ -113,25 +153,33 @@ def _waited(child: int, seconds: float) -> int | None:
     return None
 
 
-def _forked(asked: dict[str, Any], descriptors: Sequence[int]) -> int:
+def _forked(request: dict[str, Any], descriptors: Sequence[int]) -> int:
+    _warm(request["warm"])
     child = os.fork()
     if child:
         return child
     code = 99
     try:
-        os.chdir(asked["folder"])
-        _stream(asked["streams"], descriptors)
-        module, name = asked["work"]
-        code = getattr(importlib.import_module(module), name)(*asked["arguments"])
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        os.chdir(request["folder"])
+        _stream(request["streams"], descriptors)
+        module, name = request["work"]
+        code = getattr(importlib.import_module(module), name)(*request["arguments"])
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except Exception:
         if sys.stderr is not None:
             traceback.print_exc()
     finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
         os._exit(code)
 
 
 def _stream(streams: Mapping[str, int | None], descriptors: Sequence[int]) -> None:
-    """The standard streams, as Python itself begins with them."""
+    """Open the standard streams as Python itself begins with them, also for handlers of messages."""
     nothing = os.open(os.devnull, os.O_RDWR)
     made = []
     for number in (1, 2):
@@ -141,12 +189,14 @@ def _stream(streams: Mapping[str, int | None], descriptors: Sequence[int]) -> No
         else:
             os.dup2(nothing if place < 0 else descriptors[place], number)
         made.append(None if place is None else os.fdopen(number, "w", closefd=False))
-    sys.stdout, sys.stderr = made  # type: ignore[assignment]
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__ = made  # type: ignore[misc, assignment]
+    for handler in [one for each in logging.Logger.manager.loggerDict.values() for one in _handlers(each)]:
+        if type(handler) is logging.StreamHandler:
+            handler.stream = sys.stderr
 
 
-if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parent)]
-    getattr(importlib.import_module(sys.argv[2]), "warm", lambda: None)()
-    gc.collect()
-    gc.freeze()  # a collection in a fork walks through what the fork has made, and copies no other page
-    serve(socket.socket(fileno=int(sys.argv[1])))
+def _handlers(logger: Any) -> Sequence[logging.Handler]:
+    return getattr(logger, "handlers", ())
+
+
+sys.path[:0] = [str(Path(__file__).parent)] * (str(Path(__file__).parent) not in sys.path)

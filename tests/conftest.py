@@ -8,7 +8,8 @@ Kernels are compared with their references on one under `SNUGFIT_TEST_GPU=1` (CO
 The cyclic garbage collector runs as seldom as in the command (`cli/main.py`), and leaves out the objects that
 the tests' modules made when they were imported: walking through torch and transformers again and again took a
 fifteenth of all the time. After each module the garbage is collected and what remains is frozen too, so that
-a collection that a run asks for is short however many tests ran before it, and so is a fork.
+a collection that a run asks for is short however many tests ran before it, and so is a fork. Between the two
+a clean process is forked, from which all processes of tests are forked (`clean_forks.py`).
 
 A test that starts a process, trains or searches for a plan is no unit test. It says so with the marker
 `whole` or `slow`, and a test without either fails here when it does so (`NOT_OF_A_UNIT`).
@@ -29,7 +30,7 @@ from typing import Any
 
 import pytest
 
-from clean_forks import Forks
+import clean_forks
 from snugfit.cli.main import FEW_COLLECTIONS
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, here and in children
@@ -49,6 +50,8 @@ def pytest_collection_finish() -> None:
     """All modules of tests are imported."""
     gc.collect()
     gc.freeze()
+    if hasattr(os, "fork"):
+        clean_forks.prepare()
     _watch()
 
 
@@ -77,6 +80,7 @@ def _watch() -> None:
     os.register_at_fork(before=lambda: NOT_OF_A_UNIT.add("starts a process"))
     _note_calls(subprocess.Popen, "__init__", "starts a process", _is_python)
     _note_calls(multiprocessing.process.BaseProcess, "start", "starts a process")
+    _note_calls(clean_forks.Forks, "start", "starts a process")
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     from snugfit.planning.cost import parts_pool
@@ -124,10 +128,9 @@ def no_own_rates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def forks() -> Iterator[Forks]:
-    """Forks of one process that has imported what training needs, because starting it takes seconds."""
-    with Forks("test_train_faults") as server:
-        yield server
+def forks() -> clean_forks.Forks:
+    """Forks that have imported what training needs."""
+    return clean_forks.forks_of("test_train_faults")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,28 @@ def written(job: Job, recipe: str, to: str, gpus: int, folder: Path) -> Path:
     return folder
 
 
+def forked(size: int, folders: Sequence[Path], variables: Mapping[str, str] | None = None) -> None:
+    """Train by each folder's script in so many processes, with the variables that a launcher sets."""
+    forks, port, names = forks_of("many_fits"), free_port(), [*map(str, folders)]
+    environment = {**os.environ, **(variables or {})}
+    children = [
+        forks.start(one_rank, rank, size, port, names, environment=environment) for rank in range(size)
+    ]
+    failed = [rank for rank, child in enumerate(children) if forks.ended(child, TIME_LIMIT)]
+    assert not failed, "\n".join((folders[0] / f"said{rank}").read_text() for rank in failed)
+
+
+def losses_of(folder: Path) -> list[float]:
+    losses: list[float] = json.loads((folder / "losses.json").read_text())
+    return losses
+
+
+def alone(job: Job, recipe: str) -> list[float]:
+    """What one process's plain loop loses with the whole batch, and without what is for several GPUs."""
+    one = Recipe(tuple(each for each in Recipe.parse(recipe) if each.slot is not Slot.SHARDING))
+    return ours(job, str(one), "plain")
+
+
 def started(*command: str) -> None:
     environment = os.environ | {
         "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu",
@@ -61,27 +83,10 @@ def started(*command: str) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def forked(size: int, folders: Sequence[Path]) -> None:
-    """The same work by forks of one process that has imported transformers, accelerate and DeepSpeed."""
-    forks, port, names = forks_of("many_fits"), free_port(), [*map(str, folders)]
-    children = [forks.start(one_rank, rank, size, port, names) for rank in range(size)]
-    failed = [rank for rank, child in enumerate(children) if forks.ended(child, TIME_LIMIT)]
-    assert not failed, "\n".join((folders[0] / f"said{rank}").read_text() for rank in failed)
-
-
-def losses_of(folder: Path) -> list[float]:
-    losses: list[float] = json.loads((folder / "losses.json").read_text())
-    return losses
-
-
-def alone(job: Job, recipe: str) -> list[float]:
-    """What one process's plain loop loses with the whole batch, and without what is for several GPUs."""
-    one = Recipe(tuple(each for each in Recipe.parse(recipe) if each.slot is not Slot.SHARDING))
-    return ours(job, str(one), "plain")
-
-
-def run_all(tmp_path: Path, to: str, gpus: int, cases: Sequence[tuple[str, str]]) -> None:
-    """Runs recipes of jobs, each family by its name, in one start of so many processes."""
+def run_all(
+    tmp_path: Path, to: str, gpus: int, cases: Sequence[tuple[str, str]], *, by_torchrun: bool = False
+) -> None:
+    """Run recipes of jobs, each family by its name, in one start of so many processes."""
     jobs = {
         family: job_in(tmp_path / family, family, batch_size=8, clip=1.0, padding=0.4) for family, _ in cases
     }
@@ -89,7 +94,10 @@ def run_all(tmp_path: Path, to: str, gpus: int, cases: Sequence[tuple[str, str]]
         written(jobs[family], recipe, to, gpus, tmp_path / str(number))
         for number, (family, recipe) in enumerate(cases)
     ]
-    started(*TORCHRUN, str(gpus), str(PROCESSES), *map(str, folders))
+    if by_torchrun:
+        started(*TORCHRUN, str(gpus), str(PROCESSES), *map(str, folders))
+    else:
+        forked(gpus, folders)
     for folder, (family, recipe) in zip(folders, cases, strict=True):
         expected = alone(jobs[family], recipe)
         assert len(set(expected)) == STEPS
@@ -97,7 +105,9 @@ def run_all(tmp_path: Path, to: str, gpus: int, cases: Sequence[tuple[str, str]]
 
 
 @pytest.mark.whole
-def test_a_torch_script_on_two_processes_has_the_losses_of_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_torchrun", slow_but([False, True], 1))
+def test_a_torch_script_on_two_processes_has_the_losses_of_one(tmp_path: Path, by_torchrun: bool) -> None:
+    """torchrun sets the variables that forks are given (`exported_processes.one_rank`)."""
     cases = [
         ("bert", "ddp"),
         ("llama", "ddp(bucket_views=true) + micro_batches(2)"),
@@ -106,7 +116,7 @@ def test_a_torch_script_on_two_processes_has_the_losses_of_one(tmp_path: Path) -
         ("llama", "zero1 + micro_batches(2)"),
         ("bert", "hsdp(2, reshard=none) + sgd"),
     ]
-    run_all(tmp_path, "torch", 2, cases)
+    run_all(tmp_path, "torch", 2, cases, by_torchrun=by_torchrun)
 
 
 @pytest.mark.slow
@@ -122,18 +132,37 @@ def test_deepspeed_trains_by_its_file_on_two_processes(tmp_path: Path) -> None:
     run_all(tmp_path, "deepspeed", 2, cases)
 
 
+BY_ACCELERATE = ["fsdp + micro_batches(2) + every_layer", "ddp(bucket_views=true) + micro_batches(2)"]
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    "recipe",
-    slow_but(["fsdp + micro_batches(2) + every_layer", "ddp(bucket_views=true) + micro_batches(2)"], 1),
+    ("recipe", "launches"),
+    slow_but([(BY_ACCELERATE[0], False), *((recipe, True) for recipe in BY_ACCELERATE)], 1),
 )
-def test_accelerate_launch_trains_by_its_file(tmp_path: Path, recipe: str) -> None:
-    """BERT: transformers says not to split its embeddings, and accelerate cannot make a group of those."""
+def test_accelerate_launch_trains_by_its_file(tmp_path: Path, recipe: str, launches: bool) -> None:
+    """BERT: transformers says not to split its embeddings, and accelerate cannot make a group of those. Forks
+    have the variables that `accelerate launch` sets."""
     job = job_in(tmp_path / "model", batch_size=8, clip=1.0)
     folder = written(job, recipe, "accelerate", 2, tmp_path / "case")
-    config = str(folder / "accelerate_config.yaml")
-    started("-m", "accelerate.commands.launch", "--config_file", config, str(PROCESSES), str(folder))
+    config = folder / "accelerate_config.yaml"
+    if launches:
+        words = ("--config_file", str(config), str(PROCESSES), str(folder))
+        started("-m", "accelerate.commands.launch", *words)
+    else:
+        forked(2, [folder], variables_of_launch(config))
     assert losses_of(folder) == pytest.approx(alone(job, recipe), rel=1e-5)
+
+
+def variables_of_launch(config: Path) -> dict[str, str]:
+    """Return the variables that `accelerate launch` sets by this file."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    words = ["--config_file", str(config), "train.py"]
+    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
+    variables: dict[str, str] = prepare_multi_gpu_env(arguments)
+    return variables
 
 
 @pytest.mark.whole
@@ -248,15 +277,11 @@ def test_training_arguments_take_what_is_written(tmp_path: Path) -> None:
 
 def test_accelerate_loads_the_mesh(tmp_path: Path) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils.launch import prepare_multi_gpu_env
 
     file = tmp_path / "accelerate_config.yaml"
     file.write_text(made(tmp_path, "hsdp(2) + bf16", "accelerate", 4).files[file.name])
     assert load_config_from_file(str(file)).num_processes == 4
-    words = ["--config_file", str(file), "train.py"]
-    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
-    told = prepare_multi_gpu_env(arguments)
+    told = variables_of_launch(file)
     assert (told["FSDP_VERSION"], told["FSDP_RESHARD_AFTER_FORWARD"], told["FSDP_OFFLOAD_PARAMS"]) == (
         "2",
         "true",

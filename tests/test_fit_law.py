@@ -13,6 +13,7 @@ from small_models import small_job
 from small_runs import losses
 from snugfit import fit
 from snugfit.frontends.own import train
+from tiers import slow_but
 
 pytestmark = pytest.mark.whole
 
@@ -30,7 +31,13 @@ LINES += [("llama", (2, 2), "bf16 + padding_free"), ("llama", (4, 1), "bf16 + ev
 LINES += [("bert", (2, 2), "fused"), ("bert", (2, 2), "bf16 + every_layer + fused")]
 
 
-@pytest.mark.parametrize(("family", "cut", "recipe"), LINES)
+OFTEN = [("bert", (4, 1), "plain"), ("bert", (2, 2), "adamw_fused"), ("bert", (1, 4), "every_layer")]
+OFTEN += [line for line in LINES[12:] if line[2] not in ("lion_8bit", "bf16_pure", "fused")]
+OFTEN += [("llama", (2, 2), "bf16_pure"), ("bert", (1, 4), "adafactor_torch")]
+"""Lines of `make test`: each technique and each way to cut a batch, once or twice."""
+
+
+@pytest.mark.parametrize(("family", "cut", "recipe"), slow_but(LINES, OFTEN.__contains__))
 def test_the_trainer_fitted_equals_our_own_loop(
     family: str, cut: tuple[int, int], recipe: str, tmp_path: Path
 ) -> None:

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
-import subprocess
+import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.whole
-
-CODE = """
-import sys
+from clean_forks import forks_of
 from small_models import small_job
 from snugfit.measurement.child import _import_code_of
 from snugfit.techniques.recipe import Recipe
-for recipe in ("plain", "lora"):
-    _import_code_of(small_job("bert"), Recipe.parse(recipe).setup())
-    print(recipe, "peft" in sys.modules, "transformers.models.bert.modeling_bert" in sys.modules)
-"""
+
+pytestmark = [pytest.mark.whole, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")]
+
+MODEL = "transformers.models.vit.modeling_vit"
 
 
-def test_the_code_of_model_and_adapters_is_imported() -> None:
+def imports(told: str) -> int:
+    """Write which of both modules a plain run and one with adapters have imported, beginning with neither."""
+    for name in [name for name in sys.modules if name == MODEL or name.partition(".")[0] == "peft"]:
+        del sys.modules[name]
+    seen = {}
+    for recipe in ("plain", "lora"):
+        _import_code_of(small_job("vit"), Recipe.parse(recipe).setup())
+        seen[recipe] = ["peft" in sys.modules, MODEL in sys.modules]
+    Path(told).write_text(json.dumps(seen))
+    return 0
+
+
+def test_the_code_of_model_and_adapters_is_imported(tmp_path: Path) -> None:
     """Else constants of peft's modules would be made on the GPU, within `with device`."""
     pytest.importorskip("peft")
-    command = [sys.executable, "-W", "ignore", "-c", CODE]
-    ran = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
-    assert ran.stdout.splitlines() == ["plain False True", "lora True True"]
+    forks = forks_of(__name__)
+    assert forks.ended(forks.start(imports, str(tmp_path / "told"))) == 0
+    assert json.loads((tmp_path / "told").read_text()) == {"plain": [False, True], "lora": [True, True]}

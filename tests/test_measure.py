@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -14,9 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import pytest
 
+from clean_forks import forks_of
 from fake_nvml import FakeGpu, FakeNvml
+from forked_children import forked_children
 from snugfit.documents import BadDocument, read_document, write_document
 from snugfit.errors import JobError, UsageError
 from snugfit.job.job import Job, Task
@@ -642,7 +646,8 @@ def test_a_step_on_the_cpu(on_the_cpu: tuple[Measurement, Path]) -> None:
 @pytest.mark.whole
 def test_the_seed_is_the_same_in_every_run(on_the_cpu: tuple[Measurement, Path]) -> None:
     """Losses of two runs agree, so a difference between recipes is the recipe's."""
-    other = measure(tiny_job(), "workers(1)", device="cpu", warmup=1, steps=3, ledger=None)
+    with forked_children():
+        other = measure(tiny_job(), "workers(1)", device="cpu", warmup=1, steps=3, ledger=None)
     assert other.outcome == "ok"
     assert other.losses == on_the_cpu[0].losses
 
@@ -655,18 +660,25 @@ def test_one_that_takes_too_long_is_ended_and_kept(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path)) == 1
 
 
+def measures_in_little_memory(request: str, result: str) -> int:
+    """Measure in this process, which may take 8 GB more."""
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 8_000_000_000, most))
+    write_document(Path(result), child_room.run(read_document(Path(request)), Path("none")).to_json())
+    return 1
+
+
 @pytest.mark.whole
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_too_little_memory_on_the_host(tmp_path: Path) -> None:
     """A model of 16 GB in a process that may have 8: refused by the kernel, and the message says so."""
     job = tiny_job(config={"vocab_size": 4_000_000, "hidden_size": 1024})
-    request = experiment_of(job).document(Target(type="cpu"), None)
-    write_document(tmp_path / "request.json", request)
-    command = run_room.child_command(tmp_path / "request.json", tmp_path / "result.json")
-    limited = ["bash", "-c", 'ulimit -v 8000000; exec "$@"', "limited", *command]
-    with Child(limited, environment=os.environ) as running:
-        ending = running.wait(120)
-    reported = read_result(ending, tmp_path / "result.json")
-    assert reported.outcome == "host-oom", ending.tail
+    request, result = tmp_path / "request.json", tmp_path / "result.json"
+    write_document(request, experiment_of(job).document(Target(type="cpu"), None))
+    forks = forks_of("many_fits")
+    code = forks.ended(forks.start(measures_in_little_memory, str(request), str(result)))
+    reported = read_result(replace(ENDED, returncode=code), result)
+    assert reported.outcome == "host-oom"
     assert reported.host_bytes is not None
     assert "memory" in reported.message
 

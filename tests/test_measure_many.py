@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from fake_nvml import FakeGpu, FakeNvml
+from forked_children import forked_children
 from snugfit.comparison.compare import compare
 from snugfit.documents import read_document
 from snugfit.errors import RecipeError, UsageError
@@ -56,7 +57,9 @@ def shown(measurement: Measurement) -> str:
 def two_on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> tuple[Measurement, Path]:
     """A run of two processes by FSDP2 on gloo, and its ledger."""
     ledger = tmp_path_factory.mktemp("runs")
-    return measure(tiny_job(), "fsdp", device="cpu", gpus=2, warmup=1, steps=3, ledger=ledger), ledger
+    with forked_children():
+        measured = measure(tiny_job(), "fsdp", device="cpu", gpus=2, warmup=1, steps=3, ledger=ledger)
+    return measured, ledger
 
 
 @pytest.mark.whole

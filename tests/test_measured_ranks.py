@@ -33,6 +33,7 @@ from snugfit.rehearsal.trace.trace import Mark, MarkKind, Trace
 from snugfit.step.wishes.parallel import ParallelHandler
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+from tiers import slow_but
 
 DATA = Path(__file__).parent / "data"
 RUNS: dict[str, dict[str, Any]] = {
@@ -68,6 +69,10 @@ def trace_of(name: str) -> Trace:
         return rehearse(job_of_rank(job, setup), setup, policy_for(find_gpu("h200"), Software()))
 
 
+ONCE = ("ddp_bert_bf16", "ddp_view_gpt2m_fp32", "fsdp_llama1b", "fsdp_llama1b_offload", "zero1_llama1b")
+"""Runs of `make test`, one for each way of sharding."""
+
+
 def emptied(trace: Trace) -> Trace:
     """The trace of a run that gives back what the allocator keeps once it is built, as the script did."""
     begins = next(place for place, mark in enumerate(trace.marks) if mark.step == 0)
@@ -76,7 +81,7 @@ def emptied(trace: Trace) -> Trace:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", slow_but(RUNS, ONCE.__contains__))
 def test_what_a_rank_takes_is_foreseen(name: str) -> None:
     after, run = replay(emptied(trace_of(name))), RUNS[name]
     assert after.requested_peak / MIB == pytest.approx(run["requested_mib"], rel=EXACT, abs=0)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from small_models import small_job
+from snugfit.rehearsal import rehearse as rehearsing
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import SortedSet, rehearse, sets_in_order
 from snugfit.techniques.recipe import Recipe
@@ -23,7 +26,21 @@ def account() -> str:
     return f"{trace.events} {trace.marks}"
 
 
-@pytest.mark.whole
+class BackwardsSet(SortedSet):
+    """A set that is walked from its last item to its first."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(sorted(super().__iter__(), reverse=True))
+
+
+def test_a_trace_follows_the_order_of_its_own_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it follows no order that a hash seed gives."""
+    in_order = account()
+    monkeypatch.setattr(rehearsing, "SortedSet", BackwardsSet)
+    assert account() != in_order
+
+
+@pytest.mark.slow
 def test_traces_do_not_depend_on_the_hash_seed() -> None:
     """Here, and in a process that walks the kinds in the other order."""
     first, *_ = KINDS

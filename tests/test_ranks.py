@@ -42,7 +42,7 @@ from snugfit.rehearsal.trace.trace import STAGE_BACK, STAGE_OUT, MarkKind, Recor
 from snugfit.results.footprint import Kind
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
-from tiers import few_of
+from tiers import few_of, slow_but
 
 LEAST = 1024
 BATCH = 8
@@ -85,15 +85,16 @@ TWO = [
     }.items()
     for recipe in recipes
 ]  # fmt: skip
-TWO = few_of(
-    TWO,
-    [
-        ("llama", "fsdp(reshard=none)"), ("llama", "fsdp + bf16"),
-        ("llama", "tensor(2) + every_layer + bf16"), ("qwen3", "tensor(2)"),
-        ("llama", "context(2) + every_layer + bf16"), ("mixtral", "tensor(2) + expert(2)"),
-        ("bert", "ddp(bucket_views=true)"), ("bert", "fsdp"), ("bert", "ddp + bf16"),
-    ],
-)  # fmt: skip
+COVERING = [
+    ("llama", "ddp + micro_batches(2)"), ("llama", "ddp(bucket_views=true) + bf16"), ("llama", "fsdp"),
+    ("llama", "fsdp(reshard=all) + every_layer + bf16"), ("llama", "context(2)"),
+    ("qwen3", "tensor(2) + micro_batches(2) + adamw_fused"),
+    ("mixtral", "bf16 + micro_batches(2) + tensor(2) + expert(2)"),
+    ("bert", "fsdp(reshard=none) + bf16 + micro_batches(2)"),
+    ("bert", "zero1(bucket_views=true) + bf16 + adamw_fused + micro_batches(2)"),
+]  # fmt: skip
+"""Each technique of several GPUs in one or two jobs."""
+TWO = few_of(TWO, [case for case in TWO if case not in COVERING])
 FOUR = [
     ("llama", "hsdp(2)"), ("llama", "hsdp(2, reshard=none) + bf16"), ("bert", "fsdp + bf16"),
     ("llama", "ddp + tensor(2)"), ("llama", "fsdp + tensor(2)"),
@@ -227,29 +228,27 @@ def test_so_does_one_of_four(family: str, recipe: str) -> None:
 
 
 @pytest.mark.whole
-def test_ranks_that_are_given_the_same_batch_train_as_one_does() -> None:
+@pytest.mark.parametrize(("ranks", "cases"), slow_but([(2, TWO), (4, FOUR)], 1))
+def test_ranks_that_are_given_the_same_batch_train_as_one_does(
+    ranks: int, cases: list[tuple[str, str]]
+) -> None:
     """Law 3: averaged over ranks, the gradients are those of each. The loss of a sequence that is cut is the
     mean of its pieces'."""
-    for ranks, cases in ((2, TWO), (4, FOUR)):
-        for family, recipe in cases:
-            job, _ = case(family, recipe)
-            alone = (
-                " + ".join(part for part in recipe.split(" + ") if not part.startswith(SEVERAL)) or "plain"
-            )
-            wish = on_gpus(Recipe.parse(recipe).setup(), ranks).parallel
-            assert wish is not None
-            expected = losses_of(
-                replace(job, batch_size=BATCH // wish.data_ranks), Recipe.parse(alone).setup()
-            )
-            exact = "bf16" not in recipe  # with shards bf16 is no autocast, and norms compute in it too
-            for part in range(wish.data_ranks):
-                of_pieces = [
-                    real(ranks)[family, recipe, rank].losses
-                    for rank in range(ranks)
-                    if wish.data_rank(rank) == part
-                ]
-                losses = [sum(step) / len(step) for step in zip(*of_pieces, strict=True)]
-                assert losses == pytest.approx(expected, rel=1e-4 if exact else 2e-2), f"{family}, {recipe}"
+    for family, recipe in cases:
+        job, _ = case(family, recipe)
+        alone = " + ".join(part for part in recipe.split(" + ") if not part.startswith(SEVERAL)) or "plain"
+        wish = on_gpus(Recipe.parse(recipe).setup(), ranks).parallel
+        assert wish is not None
+        expected = losses_of(replace(job, batch_size=BATCH // wish.data_ranks), Recipe.parse(alone).setup())
+        exact = "bf16" not in recipe  # with shards bf16 is no autocast, and norms compute in it too
+        for part in range(wish.data_ranks):
+            of_pieces = [
+                real(ranks)[family, recipe, rank].losses
+                for rank in range(ranks)
+                if wish.data_rank(rank) == part
+            ]
+            losses = [sum(step) / len(step) for step in zip(*of_pieces, strict=True)]
+            assert losses == pytest.approx(expected, rel=1e-4 if exact else 2e-2), f"{family}, {recipe}"
 
 
 # ---- planted faults --------------------------------------------------------------------------------------
@@ -287,9 +286,14 @@ def test_what_is_sent_and_not_kept_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("recipe", ["ddp", "fsdp"])
-def test_another_recipe_is_noticed(recipe: str) -> None:
-    other = {"ddp": "ddp(bucket_views=true)", "fsdp": "fsdp(reshard=none)"}[recipe]
+@pytest.mark.parametrize(
+    ("recipe", "other"),
+    [
+        ("ddp + micro_batches(2)", "ddp(bucket_views=true) + micro_batches(2)"),
+        ("fsdp", "fsdp(reshard=none)"),
+    ],
+)
+def test_another_recipe_is_noticed(recipe: str, other: str) -> None:
     trace = without_own(rehearsed(2, "llama", other))
     account = unheard(without_own(real(2)["llama", recipe, 0].account), trace)
     assert compare(account, trace).similarity < 1.0
@@ -323,7 +327,10 @@ WIDENED = few_of(
         ("fsdp(offload=cpu) + bf16", 2), ("ddp + bf16", 2), ("ddp(bucket_views=true)", 2),
         ("ddp + tensor(2)", 4), ("fsdp + tensor(2) + bf16", 4), ("fsdp + context(2) + bf16", 4),
     ],
-    [("fsdp", 2), ("ddp + bf16", 2), ("fsdp + context(2) + bf16", 4)],
+    [
+        ("fsdp", 2), ("ddp + bf16", 2), ("fsdp + context(2) + bf16", 4), ("fsdp + tensor(2) + bf16", 4),
+        ("zero1", 2),
+    ],
 )  # fmt: skip
 
 
@@ -356,7 +363,7 @@ def test_micro_batches_that_repeat_are_written_again(
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("recipe", ["fsdp", "hsdp(4) + bf16"])
+@pytest.mark.parametrize("recipe", slow_but(["hsdp(4) + bf16", "fsdp"], 1))
 def test_no_rank_has_all_of_a_model_that_is_built_on_the_host(recipe: str) -> None:
     """It has its parts, and a layer at a time; what the steps take is the same."""
     job = small_job("llama", 8, batch_size=BATCH)
@@ -445,7 +452,7 @@ def test_what_does_not_go_together(recipe: str, why: str) -> None:
         Recipe.parse(recipe).check(case("llama", recipe)[0], installed=False)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", slow_but([2, 4], 1))
 def test_where_states_are_shared_out_the_rank_with_most_of_them_is_predicted(ranks: int) -> None:
     """All but which weights it has is as in any other rank."""
     setup = on_gpus(Recipe.parse("zero1").setup(), ranks)

@@ -7,6 +7,7 @@ bytes, since a CPU cannot tell host from device.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import importlib
 import json
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -59,9 +61,10 @@ from snugfit.step.wishes.engine.config import (
     refuse_without_file_operator,
 )
 from snugfit.step.wishes.engine.loop import in_numbers
+from snugfit.step.wishes.engine.sharding import ShardingHandler
 from snugfit.techniques import technique
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import Setup
+from snugfit.techniques.setup import Setup, ShardingWish
 from snugfit.techniques.sharding.zero2 import Zero2
 from snugfit.techniques.technique import Fidelity
 from snugfit.versions import version_of
@@ -446,10 +449,28 @@ def test_weights_are_joined_on_the_host_where_the_gpu_has_no_room() -> None:
     assert mine == others
 
 
+def test_deepspeed_writes_to_stderr_while_it_is_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An answer is alone on stdout."""
+    real = builtins.__import__
+
+    def write(name: str, *given: Any) -> Any:
+        if name.partition(".")[0] != "deepspeed":
+            return real(name, *given)
+        print("found an accelerator")
+        return ModuleType(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "__import__", write)
+        ShardingHandler().import_code(ShardingWish(stage=2))
+    assert capsys.readouterr() == ("", "found an accelerator\n" * 2)
+
+
 @with_deepspeed
-@pytest.mark.whole
+@pytest.mark.slow
 def test_an_answer_in_json_is_alone_on_stdout() -> None:
-    """DeepSpeed writes there while it is imported."""
+    """The same in a fresh process."""
     asked = ["bert-base-uncased", "--task", "sequence-classification", "--recipe", "zero2", "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "snugfit", "predict", *asked], capture_output=True, check=True

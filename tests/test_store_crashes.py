@@ -3,87 +3,24 @@ of every call, a full disk, and kill -9."""
 
 from __future__ import annotations
 
-import builtins
 import ctypes
 import errno
-import io
 import itertools
 import os
 import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from clean_forks import Forks
+from dying_files import dies, watch
 from snugfit.training.checkpoint.manifest import MANIFEST, verify
 from snugfit.training.checkpoint.save_failed import SaveFailed
 from snugfit.training.checkpoint.store import Store
 from stored import NAMES, assert_whole, fill, hidden, in_child, stored, visible
-
-CALLS = ("mkdir", "rename", "replace", "unlink", "remove", "rmdir", "open", "write", "fsync")
-"""What of `os` changes a file system, or begins to."""
-
-DEATH = 137
-
-
-def watch(patch: pytest.MonkeyPatch, meet: Callable[[Callable[[], object], str], object]) -> None:
-    """Every call that changes the file system goes through `meet`, which gets the call and its name."""
-
-    def through(real: Callable[..., object], name: str) -> Callable[..., object]:
-        return lambda *args, **named: meet(lambda: real(*args, **named), name)
-
-    def opening(file: object, mode: str = "r", *args: object, **named: object) -> object:
-        def real() -> object:
-            return io_open(file, mode, *args, **named)  # type: ignore[call-overload]
-
-        return real() if set(mode) <= set("rbt") else meet(real, "open")
-
-    io_open = io.open
-    for name in CALLS:
-        patch.setattr(os, name, through(getattr(os, name), name))
-    patch.setattr(io, "open", opening)
-    patch.setattr(builtins, "open", opening)
-
-
-def dying(act: Callable[[], object], *, at: int) -> Callable[[], None]:
-    """`act`, but the process dies at its point number `at`: before a call, which is after the one before it,
-    and after each opening, because what is written next may wait in the process. Nothing is truly synced: the
-    kernel lives on, and what a disk holds is another test's."""
-
-    def run() -> None:
-        points = itertools.count(1)
-
-        def die() -> None:
-            if next(points) == at:
-                os._exit(DEATH)
-
-        def meet(real: Callable[[], object], name: str) -> object:
-            die()
-            answer = None if name == "fsync" else real()
-            if name == "open":
-                die()
-            return answer
-
-        watch(pytest.MonkeyPatch(), meet)
-        act()
-
-    return run
-
-
-def dies(act: str, root: str, at: int) -> int:
-    """In a process of its own."""
-    dying(lambda: ACTS[act][1](Path(root)), at=at)()
-    return 0
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    with Forks(__name__) as made:
-        yield made
 
 
 def saved_and_retained(root: Path) -> None:
@@ -125,23 +62,21 @@ ACTS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], list[t
 """What stood there, what was being done, and the steps and runs that may be the newest after a death."""
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("act", ACTS)
-def test_death_at_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: Forks, act: str) -> None:
+def test_death_at_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
-    prepare, _, newest = ACTS[act]
+    prepare, work, newest = ACTS[act]
     stored(tmp_path / "model", 10, 20)
     prepare(tmp_path / "model")
     seen = []
     for at in itertools.count(1):
         root = Path(shutil.copytree(tmp_path / "model", tmp_path / f"at-{at}"))
-        code = forks.ended(forks.start(dies, act, str(root), at))
-        assert code in (0, DEATH)
+        died = dies(lambda: work(root), at=at)  # noqa: B023
         seen.append(whole_at(root))
         assert seen[-1] in newest
         goes_on(root)
         shutil.rmtree(root)
-        if code == 0:
+        if not died:
             break
     assert at > 10
     assert seen == sorted(seen), "what was kept was lost again"

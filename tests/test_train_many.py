@@ -252,7 +252,7 @@ KILLS = 2
 STORMS = [("fsdp", 0), ("ddp", 1), ("fsdp", 2), ("ddp", 3), ("zero1", 4), ("zero1", 5)]
 
 
-@pytest.mark.parametrize(("recipe", "seed"), slow_but(STORMS, 1))
+@pytest.mark.parametrize(("recipe", "seed"), slow_but(STORMS, 0))
 def test_a_killed_process_ends_all_and_nothing_is_lost(
     tmp_path: Path, forks: Forks, recipe: str, seed: int
 ) -> None:
@@ -275,14 +275,14 @@ def test_a_signal_to_one_stops_all_at_one_boundary(
     tmp_path: Path, forks: Forks, recipe: str, victim: int
 ) -> None:
     """A checkpoint, exit code 75 in each, and a resume bit for bit."""
-    how: dict[str, Any] = {"recipe": recipe, "dropout": True, "layers": 1, "max_steps": 30}
+    how: dict[str, Any] = {"recipe": recipe, "dropout": True, "layers": 1, "max_steps": 20}
     children = start(forks, tmp_path / "run", 2, how)
-    until(lambda: steps_told(tmp_path / "run") >= 3)
+    until(lambda: steps_told(tmp_path / "run") >= 2)
     os.kill(children[victim], signal.SIGTERM)
     assert [forks.ended(child) for child in children] == [75, 75]
     (told,) = events(tmp_path / "run", "ended")
     assert told["outcome"] == "stopped"
-    assert 3 <= told["step"] < 30
+    assert 2 <= told["step"] < 20
     verify(tmp_path / "run" / f"checkpoint-{told['step']}", told["step"])
     assert trained(forks, tmp_path / "run", 2, **how) == [0, 0]
     assert trained(forks, tmp_path / "whole", 2, **how) == [0, 0]

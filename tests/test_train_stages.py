@@ -79,7 +79,7 @@ def test_as_one_process(tmp_path: Path, forks: Forks, alone: Path, recipe: str, 
             (INTERLEAVED, 2),
             ("pipeline(2, schedule=interleaved) + fsdp + micro_batches(2)", 4),
         ],
-        1,
+        0,
     ),
 )
 def test_resumed_on_as_many_it_is_the_same_run(tmp_path: Path, forks: Forks, recipe: str, size: int) -> None:
@@ -101,7 +101,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "size"), slow_but(OTHERS, lambda case: case in (*OTHERS[:2], OTHERS[4]))
+    ("before", "after", "size"), slow_but(OTHERS, lambda case: case in (OTHERS[1], OTHERS[4]))
 )
 def test_resumed_on_others_it_has_the_same_numbers(
     tmp_path: Path, forks: Forks, alone: Path, before: str, after: str, size: int
@@ -144,6 +144,7 @@ def test_a_head_that_is_the_embedding_trains_as_in_one_process(
     for name in ("half", "whole"):
         assert trained(forks, tmp_path / name, size, **how) == [0] * size
     assert losses(tmp_path / "half") == losses(tmp_path / "whole")
+    assert not events(tmp_path / "half", "warning")
     ours, theirs = (weights_in(at, LAST) for at in (tmp_path / "whole", tied_alone))
     assert equal(weights_in(tmp_path / "half", LAST), ours)
     assert set(ours) == set(theirs)

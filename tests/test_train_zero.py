@@ -172,7 +172,7 @@ def test_states_go_to_the_host_and_back(
 
 
 AGAIN = [
-    (f"{ZERO3} + micro_batches(2)", 2, "bert"), (f"bf16 + {ZERO2}", 2, "bert"),
+    (f"bf16 + {ZERO2}", 2, "bert"), (f"{ZERO3} + micro_batches(2)", 2, "bert"),
     (f"bf16 + {ZERO3}", 2, "gpt2"), (ZERO2, 1, "bert"),
     (f"bf16 + {ZERO3}", 1, "bert"), (f"{ZERO2} + micro_batches(2)", 4, "gpt2"),
 ]  # fmt: skip
@@ -264,7 +264,7 @@ KILLS = 2
 
 
 @pytest.mark.parametrize(
-    ("recipe", "seed"), slow_but([(ZERO2, 1), (f"bf16 + {ZERO3}", 0), (ZERO3, 2), (f"bf16 + {ZERO2}", 3)], 1)
+    ("recipe", "seed"), slow_but([(ZERO2, 1), (f"bf16 + {ZERO3}", 0), (ZERO3, 2), (f"bf16 + {ZERO2}", 3)], 0)
 )
 def test_a_killed_process_ends_all_and_nothing_is_lost(
     tmp_path: Path, forks: Forks, recipe: str, seed: int
@@ -289,11 +289,13 @@ def test_a_killed_process_ends_all_and_nothing_is_lost(
 def test_a_process_that_dies_in_a_write_leaves_the_checkpoint_before(
     tmp_path: Path, forks: Forks, recipe: str, victim: int
 ) -> None:
-    """Half of its part of the third checkpoint is on the disk then."""
+    """SIGKILL, when half of its part of the third checkpoint is on the disk. The other ends by itself, and
+    who starts them again has the numbers of a run that nobody touched."""
     how: dict[str, Any] = {"recipe": recipe, "dropout": True, "layers": 1, "max_steps": 6, "save_steps": 1}
     codes = trained(forks, tmp_path / "run", 2, fault={str(victim): "dies_writing"}, **how)
     assert codes[victim] == -signal.SIGKILL
     assert codes[1 - victim] == 1
+    assert fault_told(tmp_path / "run", 1 - victim).startswith("ToldElsewhere: Another process")
     store = Store(tmp_path / "run")
     newest = store.newest()
     assert newest is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from clean_forks import Forks
+from dying_files import dies, points
 from small_models import small_job
 from small_runs import assert_same_weights, bert_job, events, losses, small_run
 from snugfit.errors import UsageError
@@ -23,6 +25,7 @@ from snugfit.training.checkpoint.manifest import verify
 from snugfit.training.checkpoint.store import Store
 from snugfit.training.interrupt import TRIGGER
 from snugfit.training.run.train import train
+from snugfit.training.run.trained import Trained
 from tiers import slow_but
 
 pytestmark = [pytest.mark.whole, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")]
@@ -86,7 +89,8 @@ def steps_told(folder: Path) -> int:
         return 0
 
 
-@pytest.mark.parametrize("seed", slow_but(range(4), 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
 def test_killed_at_any_moment_it_goes_on(tmp_path: Path, forks: Forks, seed: int) -> None:
     """SIGKILL at seeded moments; each run that gets to its end has the very numbers of one
     that nobody touched."""
@@ -109,7 +113,45 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path, forks: Forks, seed: int
     assert not Store(folder).broken
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGINT", 130)])
+POINTS = 8
+"""Calls to the file system at which a run dies; spread evenly over all of its calls."""
+
+
+def test_a_run_that_dies_at_any_call_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each checkpoint is written by the training thread, so that a number names the same call each time."""
+    start = threading.Thread.start
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name == "snugfit-save":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+    def begin(folder: Path) -> Trained:
+        return train(small_run(folder, job=SHALLOW, max_steps=3, save_steps=1))
+
+    def is_ended(folder: Path, at: int) -> bool:
+        return not dies(lambda: begin(folder), at=at)
+
+    whole = begin(tmp_path / "whole")
+    calls = points(lambda: begin(tmp_path / "again"))
+    kept = []
+    for at in range(1, calls, calls // POINTS):
+        folder = tmp_path / f"run-{at}"
+        is_over = is_ended(folder, at)
+        found = Store(folder).newest()
+        kept.append(found.step if found else 0)
+        done = begin(folder)
+        assert losses(folder) == losses(tmp_path / "whole"), at
+        assert_same_weights(done.model, whole.model)
+        assert not Store(folder).broken
+        assert is_over == (kept[-1] == 3 and not events(folder, "started")[1:])
+    assert kept == sorted(kept), "a checkpoint was lost again"
+    assert {0, 1, 2} <= set(kept)
+
+
+@pytest.mark.parametrize(("name", "code"), slow_but([("SIGTERM", 75), ("SIGINT", 130)], 1))
 def test_one_signal_keeps_and_ends(tmp_path: Path, forks: Forks, name: str, code: int) -> None:
     """A checkpoint at the next boundary, an exit code that says so, and a resume bit for bit."""
     whole = train(small_run(tmp_path / "whole", max_steps=60))
@@ -168,24 +210,24 @@ def test_a_checkpoint_on_demand_changes_nothing(tmp_path: Path, forks: Forks, me
     assert whole.step == 40
 
 
-def test_two_trainers_on_one_folder(tmp_path: Path, forks: Forks) -> None:
-    """The second one is refused, by the number of the first; a dead one holds nothing."""
-    child = forks.start(trains, str(tmp_path), {"max_steps": 4000})
-    until(lambda: steps_told(tmp_path) >= 1)
-    with pytest.raises(UsageError, match=str(child)):
-        train(small_run(tmp_path))
-    os.kill(child, signal.SIGKILL)
-    forks.ended(child)
-    assert train(small_run(tmp_path)).outcome == "finished", "a dead process holds nothing"
-
-
-def test_workers_end_with_the_run(tmp_path: Path, forks: Forks) -> None:
-    """The loader's processes go when the run is killed."""
-    child = forks.start(trains, str(tmp_path), {"recipe": "workers", "max_steps": 4000})
-    until(lambda: steps_told(tmp_path) >= 1)
+def test_a_killed_run_goes_on(tmp_path: Path, forks: Forks) -> None:
+    """SIGKILL. Before it a second run in its folder is refused, by the number of the first. After it the
+    loader's processes end, the dead one holds nothing, and the next run has the numbers of one that nobody
+    touched."""
+    how: dict[str, Any] = {"recipe": "workers", "max_steps": 30, "save_steps": 1}
+    child = forks.start(trains, str(tmp_path / "run"), how)
+    until(lambda: len(events(tmp_path / "run", "saved")) >= 2 if steps_told(tmp_path / "run") else False)
     workers = psutil.Process(child).children(recursive=True)
-    assert workers
+    os.kill(child, signal.SIGSTOP)
+    with pytest.raises(UsageError, match=str(child)):
+        train(small_run(tmp_path / "run", **how))
     os.kill(child, signal.SIGKILL)
-    forks.ended(child)
+    assert forks.ended(child) == -signal.SIGKILL
+    assert workers
     _, alive = psutil.wait_procs(workers, timeout=20)
     assert not alive
+    done = train(small_run(tmp_path / "run", **how))
+    assert events(tmp_path / "run", "started")[1]["resumed_from"] >= 1
+    whole = train(small_run(tmp_path / "whole", **how))
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert_same_weights(done.model, whole.model)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from forked_children import forked_children
 from made_up import EVIL, footprint, job, measurement, prediction, timing
 from small_models import small_job
 from snugfit.cli.main import run
@@ -289,7 +290,8 @@ def test_real_runs_on_the_cpu() -> None:
         PlannedRecipe(recipe=Recipe.parse(text), footprint=footprint(GIB), step_seconds=seconds)
         for text, seconds in (("sgd", 0.01), ("micro_batches(4)", 0.04))
     ]
-    found = verify(small, "NVIDIA H200", recipes, versions={})
+    with forked_children():
+        found = verify(small, "NVIDIA H200", recipes, versions={})
     assert [each.outcome for each in found.runs] == ["ok", "ok"]
     assert found.order.pairs == 1
     assert found.gap is not None

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from aligned import Event, compare, peak
+from forked_children import forked_children
 from gloo_ranks import Ran, losses_of, run_ranks
 from snugfit.errors import UsageError
 from snugfit.job.gpu import find_gpu
@@ -235,9 +236,10 @@ def test_nccl_has_two_groups_where_the_run_exchanges_in_two() -> None:
 @pytest.mark.whole
 def test_two_processes_are_measured() -> None:
     """DeepSpeed trains in the group that a measurement has made."""
-    measured = measure(
-        tiny_job(), "zero3(offload=none)", device="cpu", gpus=2, warmup=1, steps=2, ledger=None
-    )
+    with forked_children("zero_ranks_warm"):
+        measured = measure(
+            tiny_job(), "zero3(offload=none)", device="cpu", gpus=2, warmup=1, steps=2, ledger=None
+        )
     assert measured.outcome == causes.OK, measured.message
     assert len([rank for rank in measured.ranks if rank.step_seconds]) == 2
     assert len(measured.losses) == 3
