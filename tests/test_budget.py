@@ -66,7 +66,9 @@ def of_llama(share: float) -> Trace:
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("family", "share"),
-    slow_but([("llama", 0.25), ("llama", 0.5), ("bert", 0.5), ("llama", 0.0), ("bert", 0.25), ("gpt2", 0.5)], 1),
+    slow_but(
+        [("llama", 0.25), ("llama", 0.5), ("bert", 0.5), ("llama", 0.0), ("bert", 0.25), ("gpt2", 0.5)], 1
+    ),
 )
 @pytest.mark.usefixtures("idle_kernels")
 def test_a_step_within_a_budget_allocates_what_its_trace_says(family: str, share: float) -> None:

@@ -184,8 +184,8 @@ def test_masks_are_made_outside_so_attention_stays_fused(family: str) -> None:
     ("precision", "replaced"), slow_but([("ieee", False), ("tf32", True), ("bf16_pure", True)], 2)
 )
 def test_attention_that_is_written_out_is_replaced_as_on_a_gpu(precision: str, replaced: bool) -> None:
-    """By the kernel that torch chooses there; in fp32 only with tf32, which its kernels multiply in. In 16 bits
-    `test_compiled_backends.py` sees it each time."""
+    """By the kernel that torch chooses there; in fp32 only with tf32, which its kernels multiply in.
+    Each time `test_compiled_backends.py` sees it in 16 bits."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     job = small_job("bert", 2, facts={"hidden_size": 128, "num_attention_heads": 2})
     kernels = rehearsed(job, f"{precision} + eager + compiled", CudaPolicy()).kernels

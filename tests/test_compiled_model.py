@@ -29,7 +29,7 @@ from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.planning.cost.startup_share import PlannedRun, StartupShares
 from snugfit.prediction.predict import predict
-from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
+from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Trace
 from snugfit.results.prediction import Prediction
@@ -192,12 +192,10 @@ def measured_job(name: str) -> Job:
     return Job(model=model, task=Task.SEQUENCE_CLASSIFICATION, batch_size=4, sequence_length=512)
 
 
-@pytest.mark.parametrize(
-    "name", slow_but(["llama4_whole", "bert4_whole", "bert24_whole"], 0)
-)
+@pytest.mark.parametrize("name", slow_but(["llama4_whole", "bert4_whole", "bert24_whole"], 0))
 def test_the_bytes_of_a_bare_compiled_step_are_met(name: str) -> None:
-    """As measured; transformers 5.23 traces BERT otherwise than 5.17 did. `test_compiled_truth.py` holds compiled
-    layers to measured bytes each time, and `test_compiled_backends.py` a whole model's CUDA graphs."""
+    """As measured; transformers 5.23 traces BERT otherwise than 5.17 did. Each time `test_compiled_truth.py`
+    holds compiled layers to measured bytes, and `test_compiled_backends.py` a whole model's CUDA graphs."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     job = measured_job(name)
     found: Prediction = predict(job, Recipe.parse(f"bf16 + adamw_fused + {WHOLE}"), gpu="h200")
