@@ -34,6 +34,7 @@ import clean_forks
 from snugfit.cli.main import FEW_COLLECTIONS
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, here and in children
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or g++ tries each kind of vectors, for ten seconds
 if "SNUGFIT_TEST_GPU" not in os.environ:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test reaches the hub; read when huggingface_hub is imported

@@ -28,6 +28,7 @@ from snugfit.step.wishes.masters.table import MOMENTS
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.run.train import train
 from third_step import hold_third_step
+from tiers import crossed, slow_but
 
 RECIPE = "bf16_master + adamw_compact"
 IN_24_BITS = f"{RECIPE}(master_bits=24)"
@@ -115,8 +116,9 @@ def test_weights_stay_beside_those_of_moments_in_32_bits() -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("family", ["bert", "llama"])
-@pytest.mark.parametrize("recipe", [RECIPE, IN_24_BITS, "bf16 + adamw_compact"])
+@pytest.mark.parametrize(
+    ("family", "recipe"), crossed(["bert", "llama"], [RECIPE, IN_24_BITS, "bf16 + adamw_compact"], keep=1)
+)
 def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> None:
     hold_third_step(replace(small_job(family, 2), clip=1.0), Recipe.parse(recipe).setup())
 
@@ -141,7 +143,7 @@ def test_bytes_of_an_element(recipe: str, states: float, moved: float) -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("recipe", [RECIPE, IN_24_BITS, "adamw_compact"])
+@pytest.mark.parametrize("recipe", slow_but([RECIPE, IN_24_BITS, "adamw_compact"], 1))
 def test_a_run_that_is_resumed_is_the_run(recipe: str, tmp_path: Path) -> None:
     """What chance gives follows from the step's number, so weights and losses are equal bit for bit."""
     options: dict[str, Any] = {"max_steps": 4, "save_steps": 2}

@@ -14,6 +14,7 @@ from snugfit.step.muon import MATRICES, leave_to_adamw
 from snugfit.step.wishes.apollo import GROWTH, ApolloOfMatrices, ApolloWithAdamW
 from snugfit.techniques.recipe import Recipe
 from third_step import hold_third_step
+from tiers import crossed
 
 NUMBERS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-8}
 
@@ -85,8 +86,10 @@ def test_matrices_of_hidden_layers_that_are_larger_than_the_rank_are_scaled() ->
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("recipe", ["apollo(rank=4)", "bf16_pure + apollo(rank=4, renew=1)"])
-@pytest.mark.parametrize("family", ["bert", "llama"])
+@pytest.mark.parametrize(
+    ("recipe", "family"),
+    crossed(["apollo(rank=4)", "bf16_pure + apollo(rank=4, renew=1)"], ["bert", "llama"]),
+)
 def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> None:
     job, setup = small_job(family, 2), Recipe.parse(recipe).setup()
     hold_third_step(job, setup)

@@ -36,6 +36,7 @@ from snugfit.step.wishes.masters.halves import flat, join, split, split_weights
 from snugfit.step.wishes.masters.marks import RESIDUAL
 from snugfit.techniques.recipe import Recipe
 from third_step import hold_third_step
+from tiers import crossed, slow_but
 
 RECIPE = "bf16_master + adamw_fused"
 NUMBERS: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -208,8 +209,10 @@ class Quiet(Observer):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("family", ["bert", "llama"])
-@pytest.mark.parametrize(("recipe", "job_clip"), [("adamw", None), ("adamw_fused + micro_batches(2)", 0.05)])
+@pytest.mark.parametrize(
+    ("family", "recipe", "job_clip"),
+    crossed(["bert", "llama"], [("adamw", None), ("adamw_fused + micro_batches(2)", 0.05)]),
+)
 def test_a_run_is_that_of_masters_in_32_bits(family: str, recipe: str, job_clip: float | None) -> None:
     """A loop as one writes it by hand: a copy of the weights in fp32, bfloat16 for the passes, AdamW over the
     copy, and what is the nearest bfloat16 written back. Losses and masters are equal, bit for bit."""
@@ -257,8 +260,7 @@ def test_a_run_is_that_of_masters_in_32_bits(family: str, recipe: str, job_clip:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("at_once", [1 << 20, 5000])
-@pytest.mark.parametrize("family", ["bert", "llama", "vit"])
+@pytest.mark.parametrize(("at_once", "family"), crossed([1 << 20, 5000], ["bert", "llama", "vit"], keep=2))
 def test_a_real_step_allocates_what_its_trace_says(
     family: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,7 +376,7 @@ def test_a_plan_that_keeps_it_gives_what_a_prediction_gives(dtype: str) -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("loop", ["accelerate", "trainer"])
+@pytest.mark.parametrize("loop", slow_but(["accelerate", "trainer"], 1))
 def test_other_loops_train_with_it_as_rehearsed(loop: str) -> None:
     """accelerate loads the optimizer's states into it once more."""
     job, setup = small_job("bert", 2, batch_size=4), Recipe.parse(RECIPE).setup()

@@ -35,6 +35,7 @@ from snugfit.step.step import Observer
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.run.loop import TrainingStep
 from snugfit.training.run.train import train
+from tiers import crossed, slow_but
 
 RECIPES = (
     "plain",
@@ -63,8 +64,7 @@ def run(recipe: str, family: str = "bert", *, clip: float | None = 0.05, steps: 
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("clip", "recipe"), crossed([None, 0.05], RECIPES))
 def test_steps_that_are_played_are_those_that_are_written(recipe: str, clip: float | None) -> None:
     """Bit for bit, with dropout: from the second step on everything is played."""
     written, expected = run(recipe, clip=clip)
@@ -100,7 +100,9 @@ def test_without_a_gpu_steps_run_as_they_are_written() -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("recipe", ["adamw_fused", "bf16_pure + adafactor", "bf16_master + released"])
+@pytest.mark.parametrize(
+    "recipe", slow_but(["adamw_fused", "bf16_pure + adafactor", "bf16_master + released"], 1)
+)
 def test_a_run_is_the_same_and_goes_on_where_it_was_killed(tmp_path: Path, recipe: str) -> None:
     """With a schedule, clipping, dropout and batches of several lengths: losses, norms, rates and weights."""
     whole = train(small_run(tmp_path / "written", recipe))

@@ -25,6 +25,7 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.checkpointing import NAMES, checkpoint_layers
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import CheckpointWish
+from tiers import slow_but
 
 WIDE = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 96}
 HYBRID = {
@@ -128,7 +129,7 @@ def of_family(facts: dict[str, Any]) -> Job:
     return Job(model=model, task=possible, sequence_length=24)
 
 
-@pytest.mark.parametrize("facts", [HYBRID, *CACHED], ids=lambda facts: facts["model_type"])
+@pytest.mark.parametrize("facts", slow_but([HYBRID, *CACHED], 2), ids=lambda facts: facts["model_type"])
 def test_stacks_of_two_classes_and_models_whose_cache_stays_on_are_checkpointed(
     facts: dict[str, Any],
 ) -> None:

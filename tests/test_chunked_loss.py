@@ -32,6 +32,7 @@ from snugfit.training.run.train import train
 from test_law_fidelity import run
 from test_law_rehearsed_equals_real import hold_to_reports
 from test_law_rehearsed_equals_real import job as law_job
+from tiers import crossed
 
 WIDE = {
     "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 48,
@@ -234,8 +235,7 @@ LAW_1 = ["chunked_loss(tokens=16)", "bf16 + chunked_loss(tokens=24)", "lora + bf
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("recipe", LAW_1)
-@pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "bert"])
+@pytest.mark.parametrize(("recipe", "family"), crossed(LAW_1, ["llama", "gpt2", "t5", "bert"], keep=3))
 def test_rehearsed_bytes_are_real_ones(family: str, recipe: str) -> None:
     this = law_job(family)
     if family == "bert":
@@ -284,7 +284,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("micro", [(4, 1), (2, 2)])
+@pytest.mark.parametrize("micro", [(4, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
 def test_a_live_trainer_trains_it_and_evaluates_with_whole_logits(
     tmp_path: Path, micro: tuple[int, int]
 ) -> None:

@@ -13,6 +13,7 @@ from snugfit.planning.search.space import Space, space_of
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot
+from tiers import slow_but
 
 JOB = small_job("bert", 2, batch_size=2)
 
@@ -35,11 +36,14 @@ def planned(recipe: Recipe, fixed: Kept) -> bool:
 
 @pytest.mark.parametrize(
     "fixed",
-    [
-        kept("uncompiled + sdpa + default"),
-        kept("eager + inline + default"),
-        kept("inline + default", "bf16_master + adamw_fused"),
-    ],
+    slow_but(
+        [
+            kept("uncompiled + sdpa + default"),
+            kept("eager + inline + default"),
+            kept("inline + default", "bf16_master + adamw_fused"),
+        ],
+        lambda fixed: fixed.start is not None,
+    ),
     ids=["two kept", "one that plans leave out kept", "the user's own"],
 )
 def test_they_are_those_of_which_each_whole_recipe_is_asked(fixed: Kept) -> None:

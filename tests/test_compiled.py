@@ -6,6 +6,8 @@ GPU, and all else (tracing, partitioning, fusion, buffers that are reused) is th
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,6 +59,12 @@ def rehearsed(job: Job, recipe: str = "compiled", policy: Policy | None = None) 
     return rehearse(job, Recipe.parse(recipe).setup(), policy or CpuPolicy())
 
 
+@functools.cache
+def of_llama() -> Trace:
+    """The first rehearsal of three compiled layers; nobody changes it."""
+    return rehearsed(small_job("llama", layers=3))
+
+
 @pytest.mark.whole
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["compiled", "bf16 + compiled + every_layer"])
@@ -76,7 +84,7 @@ def test_a_compiled_step_allocates_what_its_trace_says(family: str, recipe: str)
 @pytest.mark.whole
 def test_layers_share_a_program_and_every_rehearsal_is_the_first() -> None:
     """torch remembers where traced operators go: unless it forgets, the second has no gradients of layers."""
-    first, second = (rehearsed(small_job("llama", layers=3)) for _ in range(2))
+    first, second = of_llama(), rehearsed(small_job("llama", layers=3))
     assert (first.blocks, first.events, first.kernels) == (second.blocks, second.events, second.kernels)
     launched = [
         [
@@ -119,10 +127,11 @@ def test_where_nothing_else_compiles_what_dynamo_traced_is_used_again(
 
 @pytest.mark.whole
 def test_fewer_kernels_run_and_nothing_of_a_layer_is_uncompiled() -> None:
-    compiled, plain = (rehearsed(small_job("bert"), recipe) for recipe in ("compiled", "plain"))
+    compiled, plain = of_llama(), rehearsed(small_job("llama", layers=3), "plain")
     inside = [
-        kernel for kernel in compiled.kernels if ".layer." in kernel.module and kernel.phase == "forward"
+        kernel for kernel in compiled.kernels if ".layers." in kernel.module and kernel.phase == "forward"
     ]
+    assert inside
     assert all(kernel.compiled for kernel in inside)
     assert len(compiled.kernels) < 0.8 * len(plain.kernels)
     assert not compiled.doubts
@@ -147,33 +156,48 @@ def test_a_dispatch_mode_that_hears_of_compilers_is_noticed(
         rehearsed(small_job("bert", layers=2))
 
 
-@pytest.mark.parametrize("family", ["llama", "bert"])
+@functools.cache
+def of_bert_on_a_gpu() -> tuple[Trace, Sequence[torch.device]]:
+    """Compiled layers in bfloat16, and the devices that torch opened for their tensors without data."""
+    opened: list[torch.device] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fake_tensor, "init_gpu_context", opened.append)
+        job = small_job("bert", 2, facts={"hidden_size": 256})
+        return rehearsed(job, "bf16 + compiled", CudaPolicy()), opened
+
+
+@pytest.mark.parametrize("family", slow_but(["bert", "llama"], 1))
 def test_masks_are_made_outside_so_attention_stays_fused(family: str) -> None:
     """In a model that is compiled whole transformers makes a mask of what is none, and attention with it
     stores every score."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
-    job = small_job(family, facts={"hidden_size": 256})
-    trace = rehearsed(job, "bf16 + compiled", CudaPolicy())
+    if family == "bert":
+        trace, _ = of_bert_on_a_gpu()
+    else:
+        trace = rehearsed(small_job(family, 2, {"hidden_size": 256}), "bf16 + compiled", CudaPolicy())
     operators = {kernel.operator for kernel in trace.kernels}
     assert not operators & {"aten::_softmax", "aten::_safe_softmax", "aten::bmm"}, operators
     assert any("scaled_dot_product" in name for name in operators)
 
 
-def test_attention_that_is_written_out_is_replaced_as_on_a_gpu() -> None:
-    """By the kernel that torch chooses there; in fp32 only with tf32, which its kernels multiply in."""
+@pytest.mark.parametrize(
+    ("precision", "replaced"), slow_but([("ieee", False), ("tf32", True), ("bf16_pure", True)], 2)
+)
+def test_attention_that_is_written_out_is_replaced_as_on_a_gpu(precision: str, replaced: bool) -> None:
+    """By the kernel that torch chooses there; in fp32 only with tf32, which its kernels multiply in.
+    Each time `test_compiled_backends.py` sees it in 16 bits."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     job = small_job("bert", 2, facts={"hidden_size": 128, "num_attention_heads": 2})
-    seen = {}
-    for recipe in ("eager + compiled", "tf32 + eager + compiled", "bf16_pure + eager + compiled"):
-        names = {kernel.operator for kernel in rehearsed(job, recipe, CudaPolicy()).kernels}
-        seen[recipe] = sorted(name for name in names if "scaled_dot" in name and "backward" not in name)
-    assert [bool(names) for names in seen.values()] == [False, True, True], seen
-    assert not any("for_cpu" in name for names in seen.values() for name in names), seen
+    kernels = rehearsed(job, f"{precision} + eager + compiled", CudaPolicy()).kernels
+    names = {kernel.operator for kernel in kernels if "scaled_dot" in kernel.operator}
+    assert bool(names) == replaced
+    assert not any("for_cpu" in name for name in names), names
 
 
-@pytest.mark.parametrize(("positions", "pads"), [(1536, False), (1500, True)])
+@pytest.mark.parametrize(("positions", "pads"), slow_but([(1500, True), (1536, False)], 1))
 def test_products_of_odd_sizes_are_padded_and_that_is_said(positions: int, pads: bool) -> None:
-    """Where they are, attention is not replaced by a kernel: a Whisper's scores were stored on an H200."""
+    """Where they are, attention is not replaced by a kernel: a Whisper's scores were stored on an H200. It is
+    where they are not, as above."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     facts = {"hidden_size": 128, "num_attention_heads": 2, "max_position_embeddings": positions}
     job = small_job("bert", 2, facts=facts, sequence_length=positions)
@@ -199,15 +223,18 @@ def test_a_graph_that_is_said_to_be_elsewhere_shares_the_same_storages() -> None
     assert {node.meta["val"].device.type for node in (sine, view, cosine)} == {"cuda"}
 
 
+@functools.cache
+def of_llama_on_a_gpu(cache_bytes: int) -> Trace:
+    """Compiled layers on a GPU with a cache of this size."""
+    job = small_job("llama", 2, {"hidden_size": 256})
+    return rehearsed(job, policy=CudaPolicy(cache_bytes=cache_bytes))
+
+
 def test_the_first_step_holds_what_timing_a_kernels_settings_takes() -> None:
     """As many bytes as the GPU's cache has, once for each different kernel that has a choice: 14 layers of a
     Mistral with adapters held 1.7 % more at their peak on an H200."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
-    job = small_job("llama", 2)
-    traces = [
-        rehearse(job, Recipe.parse("lora + compiled").setup(), CudaPolicy(cache_bytes=nbytes))
-        for nbytes in (60 * MIB, 0)
-    ]
+    traces = [of_llama_on_a_gpu(nbytes) for nbytes in (60 * MIB, 0)]
     timed = [[block for block in trace.blocks if block.nbytes == 60 * MIB] for trace in traces]
     assert len(timed[0]) > 4
     assert {block.step for block in timed[0]} == {0}
@@ -221,15 +248,15 @@ def test_what_only_the_first_step_holds_is_in_no_lower_bound() -> None:
     """Sixty MiB beside which no optimizer states stand yet: a plan took them for part of every step, and gave
     up because the whole step took less than its bound."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
-    found = plan(small_job("llama", 2), gpu="h200", keep=kept("bf16 + compiled", but="optimizer"), workers=1)
+    found = plan(small_job("llama", 2), gpu="h200", keep=kept("bf16 + compiled", but="allocator"), workers=1)
     assert "compiled" in str(found.best.recipe)
 
 
 @pytest.mark.whole
 def test_a_short_run_pays_for_compiling_in_each_of_its_steps() -> None:
-    job, traces = small_job("llama", layers=2), {}
-    for recipe in ("compiled", "plain"):
-        traces[recipe] = Recipe.parse(recipe).setup(), rehearsed(job, recipe)
+    job, traces = small_job("llama", layers=3), {}
+    for recipe, trace in (("compiled", of_llama()), ("plain", rehearsed(job, "plain"))):
+        traces[recipe] = Recipe.parse(recipe).setup(), trace
     for steps in (10, 1000):
         shares = StartupShares(job, PlannedRun(steps=steps))
         compiled, plain = (shares.of(*traces[recipe]) for recipe in ("compiled", "plain"))
@@ -240,13 +267,10 @@ def test_a_short_run_pays_for_compiling_in_each_of_its_steps() -> None:
     assert plain.share < least <= compiled.share
 
 
-def test_a_described_gpu_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_described_gpu_is_not_opened() -> None:
     """Where torch is built with CUDA, its tensors without data open a context, or fail where no GPU is."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
-    opened: list[torch.device] = []
-    monkeypatch.setattr(fake_tensor, "init_gpu_context", opened.append)
-    rehearsed(small_job("bert", layers=2, facts={"hidden_size": 192}), "compiled", CudaPolicy())
-    assert not opened
+    assert not of_bert_on_a_gpu()[1]
 
 
 def test_plans_for_one_gpu_look_at_it_and_plans_for_many_when_they_are_asked(
@@ -294,7 +318,6 @@ def test_what_is_compiled_can_run_as_written_again() -> None:
 
 def test_on_a_gpu_layers_run_generated_kernels_and_fused_attention() -> None:
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
-    trace = rehearsed(small_job("bert", facts={"hidden_size": 256}), "bf16 + compiled", CudaPolicy())
-    names = {kernel.operator for kernel in trace.kernels if kernel.compiled}
+    names = {kernel.operator for kernel in of_bert_on_a_gpu()[0].kernels if kernel.compiled}
     assert any("triton" in name for name in names)
     assert any("scaled_dot_product" in name for name in names), names

@@ -31,7 +31,7 @@ from snugfit.rehearsal.splice import rehearse_passes
 from snugfit.rehearsal.trace.trace import GRAPH_STREAM, Memory, Trace
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import MIB
-from test_compiled import LOSS_OUTSIDE
+from test_compiled import LOSS_OUTSIDE, of_llama, of_llama_on_a_gpu
 from test_compiled_model import measured_job
 from tiers import slow_but
 
@@ -59,7 +59,6 @@ LAW = [
 OFTEN = [
     ("llama", "compiled(what=model, backend=aot_eager)"),
     ("bert", "bf16 + compiled(backend=eager)"),
-    ("t5", "compiled(backend=aot_eager)"),
     ("bert", "compiled(backend=cudagraphs)"),
 ]
 
@@ -91,9 +90,7 @@ def test_a_graph_that_is_not_cut_in_two_is_noticed(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.whole
 def test_on_a_cpu_a_mode_with_graphs_records_none() -> None:
-    graphs, plain = (
-        rehearsed("llama", f"compiled(what=model{mode})", layers=1) for mode in (", mode=reduce-overhead", "")
-    )
+    graphs, plain = rehearsed("llama", "compiled(mode=reduce-overhead)", layers=3), of_llama()
     assert not graphs.of_graphs
     assert peak(foreseen(graphs)) - peak(foreseen(plain)) <= LOSS_OUTSIDE
 
@@ -197,10 +194,8 @@ def test_what_a_graph_reads_and_gives_back_is_its_own_copy() -> None:
 def test_a_gpu_tries_kernels_for_each_different_product_before_it_first_runs() -> None:
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     policy = CudaPolicy(cache_bytes=60 * MIB)
-    tries, plain = (
-        rehearsed("llama", f"compiled{mode}", policy, hidden_size=256)
-        for mode in ("(mode=max-autotune-no-cudagraphs)", "")
-    )
+    tries = rehearsed("llama", "compiled(mode=max-autotune-no-cudagraphs)", policy, hidden_size=256)
+    plain = of_llama_on_a_gpu(60 * MIB)
     counts = [sum(block.nbytes == 60 * MIB for block in trace.blocks) for trace in (tries, plain)]
     assert counts[0] > counts[1] > 0
     assert {block.step for block in tries.blocks if block.nbytes == 60 * MIB} == {0}
@@ -238,16 +233,17 @@ def test_plans_do_not_search_steps_that_play_graphs() -> None:
         )
 
 
-def test_attention_that_a_program_runs_is_told_in_every_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recipe", slow_but(["bf16_pure + eager + compiled", "bf16_pure + compiled"], 1))
+def test_attention_that_a_program_runs_is_told_in_every_rehearsal(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also of attention that Inductor replaces, and where what was traced before is used again: NVML shows 16
     MiB for cuDNN's."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     job = small_job("bert", 2, facts={"hidden_size": 128, "num_attention_heads": 2})
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    for recipe in ("bf16_pure + eager + compiled", "bf16_pure + compiled"):
-        setup = Recipe.parse(recipe).setup()
-        told = [rehearse(job, setup, CudaPolicy()).attention for _ in range(2)]
-        assert told == [("cudnn",), ("cudnn",)], recipe
+    setup = Recipe.parse(recipe).setup()
+    assert [rehearse(job, setup, CudaPolicy()).attention for _ in range(2)] == [("cudnn",), ("cudnn",)]
 
 
 TRUTH = json.loads((Path(__file__).parent / "data" / "compile-modes-h100.json").read_text())

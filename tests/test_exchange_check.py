@@ -20,6 +20,7 @@ from snugfit.exchange.dialect import DIALECTS, dialect
 from snugfit.exchange.installed import CHECKPOINTING, OLD_CHECKPOINTING, checkpointing_name, defaults
 from snugfit.exchange.python_call import read_script
 from snugfit.exchange.read import read_arguments
+from tiers import crossed
 
 SCRIPT = """\
 import torch
@@ -386,8 +387,7 @@ def odd_document(name: str, rng: random.Random) -> dict[str, Any]:
     return document | {dialect(name).known_by[0]: deepcopy(rng.choice(ODD))}
 
 
-@pytest.mark.parametrize("name", DIALECTS)
-@pytest.mark.parametrize("suffix", ["json", "yaml"])
+@pytest.mark.parametrize(("name", "suffix"), crossed(DIALECTS, ["json", "yaml"]))
 def test_odd_values_are_read_checked_and_corrected_without_an_accident(
     tmp_path: Path, name: str, suffix: str
 ) -> None:

@@ -161,7 +161,7 @@ def test_decay_groups_and_uneven_labels_are_exported(tmp_path: Path) -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", slow_but(RECIPES, 2))
 def test_an_accelerate_export_runs_as_our_accelerate_loop(tmp_path: Path, recipe: str) -> None:
     from accelerate.state import AcceleratorState, PartialState
 
@@ -216,7 +216,7 @@ def trainer_losses(made: Export, job: Job, recipe: str, folder: Path) -> list[fl
 
 @pytest.mark.whole
 @pytest.mark.usefixtures("seeded_adapters")
-@pytest.mark.parametrize("recipe", [*RECIPES, "lora(r=4) + every_layer"])
+@pytest.mark.parametrize("recipe", slow_but([*RECIPES, "lora(r=4) + every_layer"], 2))
 def test_an_hf_export_runs_as_our_trainer_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:

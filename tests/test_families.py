@@ -25,6 +25,7 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Trace
 from snugfit.results.footprint import Kind
 from snugfit.techniques.recipe import Recipe
+from tiers import slow_but
 
 H200, V100 = CudaPolicy(), CudaPolicy(capability=(7, 0), multiprocessors=80)
 NAMED = {family.name: family for family in FAMILIES}
@@ -85,7 +86,11 @@ def born(trace: Trace, kind: str) -> int:
     return sum(block.nbytes for block in trace.blocks if block.kind == kind)
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize(
+    "family",
+    slow_but(FAMILIES, lambda family: FAMILIES.index(family) % 2 == 0),
+    ids=lambda family: family.name,
+)
 def test_a_family_runs_the_kernels_of_an_h200(family: Family) -> None:
     job = small(family)
     in_bf16, in_fp32 = FUSED_ATTENTION.get(family.name, USUAL)
@@ -96,7 +101,11 @@ def test_a_family_runs_the_kernels_of_an_h200(family: Family) -> None:
     assert trace_of(padded(family), "plain").attention == in_fp32
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize(
+    "family",
+    slow_but(FAMILIES, lambda family: FAMILIES.index(family) % 2 == 1),
+    ids=lambda family: family.name,
+)
 def test_a_family_trains_adapters_in_pure_bf16_and_pieces(family: Family) -> None:
     trace = trace_of(padded(family), "lora(targets=all-linear) + bf16_pure + eager + micro_batches(2)")
     assert trace.attention == ()

@@ -28,6 +28,7 @@ from snugfit.step.wishes.four_bit_adamw import (
 )
 from snugfit.techniques.recipe import Recipe
 from third_step import hold_third_step
+from tiers import crossed, slow_but
 
 CPU = torch.device("cpu")
 
@@ -69,7 +70,7 @@ def of_many_shapes() -> list[torch.nn.Parameter]:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("at_once", [1 << 23, 3000])
+@pytest.mark.parametrize("at_once", slow_but([1 << 23, 3000], 1))
 def test_each_step_is_torch_s_from_the_moments_as_kept(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adamw_in_pieces, "AT_ONCE", at_once)
     numbers: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -98,9 +99,10 @@ def test_each_step_is_torch_s_from_the_moments_as_kept(at_once: int, monkeypatch
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("precision", ["", "bf16_pure + ", "lora + "])
-@pytest.mark.parametrize("at_once", [1 << 23, 5000])
-@pytest.mark.parametrize("family", ["bert", "llama", "vit"])
+@pytest.mark.parametrize(
+    ("precision", "at_once", "family"),
+    crossed(["", "bf16_pure + ", "lora + "], [1 << 23, 5000], ["bert", "llama", "vit"]),
+)
 def test_a_real_step_allocates_what_its_trace_says(
     family: str, at_once: int, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ from snugfit.rehearsal.trace.trace import TRITON, Trace
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
 from third_step import hold_third_step
+from tiers import crossed
 
 LAYERS = 3
 
@@ -161,9 +162,13 @@ def test_attention_over_padded_rows_computes_what_their_stretches_hold(recorded:
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    "recipe", ["fused", "bf16_master + adamw_fused + fused", "bf16 + every_layer + fused"]
+    ("recipe", "family"),
+    crossed(
+        ["fused", "bf16_master + adamw_fused + fused", "bf16 + every_layer + fused"],
+        ["bert", "vit", "gpt2"],
+        keep=2,
+    ),
 )
-@pytest.mark.parametrize("family", ["bert", "vit", "gpt2"])
 def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> None:
     padding = {"padding": 0.25, "batch_size": 4} if family == "bert" else {}
     hold_third_step(replace(small_job(family, 2, **padding), clip=1.0), Recipe.parse(recipe).setup())

@@ -32,6 +32,7 @@ from snugfit.step.wishes.kernels.fused import use_fused
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import CheckpointWish, LogitsWish
 from third_step import hold_third_step
+from tiers import crossed
 
 SIZES: dict[str, Any] = {
     "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -186,8 +187,9 @@ def test_where_no_mlp_is_gated_nothing_can_be_computed_again() -> None:
         kept_of(small_job("llama", 2), "fused(recomputed_mlps=2)").refuse()
 
 
-@pytest.mark.parametrize("keep", ["attention", "products", "every_other_product"])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("keep", "family"), crossed(["attention", "products", "every_other_product"], ["llama", "qwen3"])
+)
 def test_products_that_are_kept_are_not_changed(family: str, keep: str) -> None:
     """Selective checkpointing hands a product out again, which is rotated once more."""
     fused = small(family, "sdpa")
@@ -308,9 +310,13 @@ def test_a_second_backward_pass_is_refused() -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
 @pytest.mark.parametrize(
-    "recipe", ["bf16 + fused", "bf16_master + adamw_fused + fused", "fused + every_layer"]
+    ("family", "recipe"),
+    crossed(
+        ["llama", "qwen2", "gemma2"],
+        ["bf16 + fused", "bf16_master + adamw_fused + fused", "fused + every_layer"],
+        keep=2,
+    ),
 )
 def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> None:
     hold_third_step(small_job(family, 2), Recipe.parse(recipe).setup())

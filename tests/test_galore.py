@@ -26,6 +26,7 @@ from snugfit.results.footprint import Kind
 from snugfit.step.muon import MATRICES
 from snugfit.step.wishes.galore import GaloreOfMatrices, GaloreWithAdamW, leave_others_to_adamw
 from snugfit.techniques.recipe import Recipe
+from tiers import crossed
 
 NUMBERS: dict[str, Any] = {
     "lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.999), "eps": 1e-2, "scale": 0.25,
@@ -143,8 +144,10 @@ def test_which_layers_are_projected(targets: tuple[str, ...], projected: set[str
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("recipe", ["galore(rank=4)", "bf16_pure + galore(rank=4, proj_type=full)"])
-@pytest.mark.parametrize("family", ["bert", "llama"])
+@pytest.mark.parametrize(
+    ("recipe", "family"),
+    crossed(["galore(rank=4)", "bf16_pure + galore(rank=4, proj_type=full)"], ["bert", "llama"]),
+)
 def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> None:
     job, setup = small_job(family, 2), Recipe.parse(recipe).setup()
     trace = compared(foreseen(rehearse(job, setup, CpuPolicy())))

@@ -22,6 +22,7 @@ from snugfit.training.checkpoint.packed_state import pack, unpack
 from snugfit.training.run import active_run
 from snugfit.training.run.train import train
 from test_accelerate import loader_of
+from tiers import slow_but
 
 CPU = torch.device("cpu")
 
@@ -103,14 +104,17 @@ def trainer_under(folder: Path, optim: str = "adamw_torch", **more: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("optim", "why"),
-    [
-        ("galore_adamw_layerwise", "during the backward pass"),
-        ("apollo_adamw_layerwise", "during the backward pass"),
-        ("lomo", "during the backward pass"),
-        ("galore_adamw", "objects in its state"),
-        ("apollo_adamw", "objects in its state"),
-        ("adamw_torch_8bit", "objects in its state"),
-    ],
+    slow_but(
+        [
+            ("galore_adamw_layerwise", "during the backward pass"),
+            ("apollo_adamw_layerwise", "during the backward pass"),
+            ("lomo", "during the backward pass"),
+            ("galore_adamw", "objects in its state"),
+            ("apollo_adamw", "objects in its state"),
+            ("adamw_torch_8bit", "objects in its state"),
+        ],
+        2,
+    ),
 )
 def test_fit_refuses_these_names_and_changes_nothing(optim: str, why: str, tmp_path: Path) -> None:
     trainer = trainer_under(tmp_path, optim)

@@ -118,7 +118,9 @@ def part_of(family: str, layers: int, recipe: str, **more: Any) -> Part:
     return rehearse_passes(job_of(family, layers, **more), setup_of(recipe), CUDA)
 
 
-@pytest.mark.parametrize(("family", "recipe", "more"), AS_WRITTEN)
+@pytest.mark.parametrize(
+    ("family", "recipe", "more"), slow_but(AS_WRITTEN, lambda case: case[0] in ("gpt2", "t5"))
+)
 def test_moves_of_few_layers_tell_those_of_many(family: str, recipe: str, more: dict[str, Any]) -> None:
     few, deeper, many = (part_of(family, layers, recipe, **more).trace for layers in (3, 4, DEEP - 1))
     written = deepen(few, deeper, DEEP - 5)
@@ -237,7 +239,9 @@ class Asked:
         return few_layers._Shallow(part, self._decisions[number : number + 1])
 
 
-@pytest.mark.parametrize(("deep", "asked"), [(8, [3, 4]), (24, [3, 4]), (11, [4, 5])])
+@pytest.mark.parametrize(
+    ("deep", "asked"), slow_but([(8, [3, 4]), (24, [3, 4]), (11, [4, 5])], lambda case: case[0] == 11)
+)
 def test_few_layers_are_even_or_odd_as_the_whole_model_is(
     deep: int, asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ from snugfit.step.step import LOOPS, Step
 from snugfit.step.trainer_loop import TrainerStep
 from snugfit.techniques.recipe import Recipe
 from test_law_rehearsed_equals_real import job
+from tiers import crossed, slow_but
 
 CASES = (
     ("bert", "plain"),
@@ -64,14 +65,13 @@ def hold(this: Job, recipe: str, loop: str, own: type[Any] | None = None) -> lis
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("family", "recipe"), CASES)
-@pytest.mark.parametrize("loop", ["accelerate", "trainer"])
+@pytest.mark.parametrize(("family", "recipe", "loop"), crossed(CASES, ["accelerate", "trainer"]))
 def test_a_real_step_allocates_what_its_trace_says(loop: str, family: str, recipe: str) -> None:
     hold(job(family), recipe, loop)
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("loop", "clip"), [("accelerate", 0.5), ("trainer", 0.0)])
+@pytest.mark.parametrize(("loop", "clip"), slow_but([("accelerate", 0.5), ("trainer", 0.0)], 1))
 def test_clipping(loop: str, clip: float) -> None:
     """accelerate clips when it is told to, and the Trainer unless it is told not to."""
     hold(replace(job("bert", padding=0.25), clip=clip), "adamw_loop", loop)
@@ -101,7 +101,7 @@ def test_a_user_s_own_trainer_is_rehearsed_as_it_runs(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("loop", ["plain", "accelerate", "trainer"])
+@pytest.mark.parametrize("loop", slow_but(["plain", "accelerate", "trainer"], ["trainer"].__contains__))
 def test_gradients_zeroed_in_place_stay_in_every_loop(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's habit before 2.0: the next forward pass runs beside the last step's gradients."""
     this, setup = job("bert"), Recipe.parse("eager + adamw_loop").setup()

@@ -45,6 +45,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.units import MIB
+from tiers import slow_but
 
 ROOT = Path(__file__).parents[1]
 CARRIED: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "truth-h200.json").read_text())
@@ -320,7 +321,9 @@ BATCH = 4 * 512 * 8 + 4 * 8
 """Bytes of the carried loop's one batch, which it keeps; a loader's is dropped before the update."""
 
 
-@pytest.mark.parametrize("truth", list(plain_loops()), ids=lambda truth: truth.name)
+@pytest.mark.parametrize(
+    "truth", slow_but(list(plain_loops()), lambda truth: "ckpt" in truth.name), ids=lambda truth: truth.name
+)
 def test_the_carried_plain_loops_hold(truth: Truth) -> None:
     """And more than the law asks: to the byte, but for the batch where the peak lies in the update."""
     truth.check()

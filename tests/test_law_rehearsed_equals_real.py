@@ -3,9 +3,9 @@
 On CUDA, against the recorded histories of one H200 (`recorded.py`): peaks, what the allocator reserves, and
 the third step event by event. On the CPU, against what the allocator itself reports while the same Step runs
 for real (`reported.py`): for every technique that runs there and seven model families, the third step event
-by event and the peak of the whole run, exactly. Of families and mixed recipes every third pair meets, so that
-each family meets two recipes or more, and each recipe two families; under `SNUGFIT_ALL_TRUTH=1` all do. Those
-that compile once more are `slow`, and so is what siblings show for less.
+by event and the peak of the whole run, exactly. Each technique is met in a job of a covering array
+(`covering.py`), and in another of law 5 for recipes (`test_law_splicing.py`). Each pair of techniques, each
+setting alone and what compiles are `slow`.
 
 What stays different on CUDA, by class; nothing else may:
 
@@ -23,7 +23,6 @@ the statistics of layer norm, which the CPU alone keeps in bf16 when its weights
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +31,7 @@ import torch
 import transformers
 
 from aligned import compare, peak
+from covering import covering, lacking
 from cpu_scratch import HOST_TABLES, compared
 from recorded import CASES, history, rehearsed, third_step
 from reported import foreseen, reports
@@ -258,25 +258,36 @@ def techniques() -> list[list[Technique]]:
     return [list({type(one): one for one in reversed(found)}.values()) for found in settings().values()]
 
 
-LONGEST = max(len(found) for found in techniques())
+PARTS = 12
+"""Tests that the cases are dealt out to: the first makes the array, for which no collection waits."""
+
+NOT_HERE = ("compiled", "budget", "fp8")
+"""Techniques that compile, or multiply 8-bit floats, which takes long on a CPU. `test_compiled_model.py`,
+`test_budget.py` and `test_fp8.py` hold them to this law."""
 
 
-def mixed(family: str, index: int) -> Recipe:
-    """A technique in each slot. Over all indices every technique is in one, and what cannot go with the
-    others is left out: `left_over` has it."""
-    recipe = Recipe()
-    for found in techniques():
-        bolder = recipe.with_(found[index % len(found)])
-        if goes(family, bolder):
-            recipe = bolder
-    return recipe
+@functools.cache
+def cases(times: int) -> list[tuple[str, Recipe]]:
+    """Families and recipes in which each technique is met in so many jobs, beside others."""
+    found = covering(axes(), may_meet, times=times, seed=46)
+    return [(family, recipe) for family, recipe in map(job_and_recipe, found) if family]
 
 
-def left_over(family: str) -> list[Recipe]:
-    """Techniques of no mixed recipe, each alone."""
-    seen = {technique for index in range(LONGEST) for technique in mixed(family, index)}
-    rest = [technique for found in techniques() for technique in found if technique not in seen]
-    return [recipe for technique in rest if goes(family, recipe := Recipe((technique,)))]
+@functools.cache
+def axes() -> list[list[Any]]:
+    offered = [[one for one in found if one.name not in NOT_HERE] for found in techniques()]
+    return [list(FAMILIES), *offered]
+
+
+def job_and_recipe(case: tuple[Any, ...]) -> tuple[str, Recipe]:
+    """The family of a choice, and its techniques. Alone, a technique is tried with any family."""
+    family, *others = case if isinstance(case[0], str) else ("", *case)
+    return family, Recipe(tuple(others))
+
+
+def may_meet(case: tuple[Any, ...]) -> bool:
+    family, recipe = job_and_recipe(case)
+    return any(goes(one, recipe) for one in ([family] if family else FAMILIES))
 
 
 def hold_to_reports(this: Job, recipe: Recipe, policy: Policy | None = None) -> None:
@@ -294,43 +305,37 @@ def hold_to_reports(this: Job, recipe: Recipe, policy: Policy | None = None) -> 
     assert peak(real) - peak(trace) in (0, (held[0] - held[1]) // 2, held[0] - held[1])
 
 
-EVERY = os.environ.get("SNUGFIT_ALL_TRUTH") == "1"
-PAIRS = [
-    (family, index)
-    for number, family in enumerate(FAMILIES)
-    for index in range(LONGEST)
-    if EVERY or (number + index) % 3 == 0
-]
-COSTLY = {("llama", 4), ("whisper", 4), ("t5", 0), ("t5", 6), ("t5", 12)}
-"""Compiled with other techniques beside it, as a ViT is in the second recipe, for a third of the time; and a
-T5, whose two stacks take twice as long, where a BERT and a Mixtral meet the same recipe."""
-
-OFTEN_ALIKE = ("gpt2", 2)
-"""Equal alone, and in one of two whole suites: there the compiled program was another. Why is not known."""
-
-COMPILED_AGAIN = (8, 10, 14, 16)
-"""Mixed recipes that compile, as that of index 2 does, beside other techniques; each of these is met
-alone too. Compiling for the CPU takes most of such a case's time."""
+def test_each_technique_is_met_in_a_job() -> None:
+    assert not lacking([(family, *recipe) for family, recipe in cases(1)], axes(), may_meet)
+    assert all(goes(family, recipe) for family, recipe in cases(1))
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(
-    ("family", "index"),
-    slow_but(PAIRS, lambda pair: EVERY or not (pair[1] in COMPILED_AGAIN or pair in {OFTEN_ALIKE, *COSTLY})),
-)
-def test_a_real_step_allocates_what_its_trace_says(family: str, index: int) -> None:
-    hold_to_reports(job(family), mixed(family, index))
-
-
-ALONE_TOO = ("llama", "mixtral", "vit")
-"""A decoder, one with experts, and no language model. A BERT meets every technique alone below."""
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("family", slow_but(FAMILIES, ALONE_TOO.__contains__))
-def test_and_so_does_what_goes_with_nothing_else(family: str) -> None:
-    for recipe in left_over(family):
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_real_step_allocates_what_its_trace_says(part: int) -> None:
+    for family, recipe in cases(1)[part::PARTS]:
         hold_to_reports(job(family), recipe)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_so_does_one_of_another_job(part: int) -> None:
+    for family, recipe in cases(2)[part::PARTS]:
+        hold_to_reports(job(family), recipe)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(2 * PARTS))
+def test_so_does_one_of_each_pair_of_techniques(part: int) -> None:
+    """Those that compile too."""
+    slots = [list(FAMILIES), *techniques()]
+    for case in covering(slots, may_meet, together=2, seed=46)[part :: 2 * PARTS]:
+        hold_to_reports(*_with_a_job(case))
+
+
+def _with_a_job(case: tuple[Any, ...]) -> tuple[Job, Recipe]:
+    family, recipe = job_and_recipe(case)
+    return job(family or next(one for one in FAMILIES if goes(one, recipe))), recipe
 
 
 def each_alone() -> list[Recipe]:
@@ -338,18 +343,14 @@ def each_alone() -> list[Recipe]:
     return [Recipe((one,)) for one in found if one != roster.plain(one.slot)]
 
 
-COMPILES = ("compiled", "budget(0.75)", "budget(0.5)", "budget(0.25)")
-"""Each compiles a model anew; `test_compiled.py` and `test_budget.py` compare their real steps too."""
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("recipe", slow_but(each_alone(), lambda one: str(one) not in COMPILES), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", each_alone(), ids=str)
 def test_each_technique_alone(recipe: Recipe) -> None:
     hold_to_reports(job("bert"), recipe)
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5"])
+@pytest.mark.parametrize("family", slow_but(["bert", "t5", "gpt2", "llama"], 2))
 def test_padding(family: str) -> None:
     hold_to_reports(job(family, padding=0.25), Recipe())
 

@@ -23,6 +23,7 @@ from snugfit.step.batches import micro_batches
 from snugfit.step.open_step import open_step
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
+from tiers import slow_but
 
 CUDA = CudaPolicy()
 
@@ -56,7 +57,7 @@ RELATIVE = [
 ]
 
 
-@pytest.mark.parametrize(("family", "recipe"), RELATIVE)
+@pytest.mark.parametrize(("family", "recipe"), slow_but(RELATIVE, 2))
 def test_a_relative_trace_is_its_trace(family: str, recipe: str) -> None:
     trace, relative = whole(small_job(family, 2), setup_of(recipe))
     same(relative.trace(), trace)
@@ -96,7 +97,13 @@ PIECES = [
 ]
 
 
-@pytest.mark.parametrize(("family", "recipe", "more"), PIECES)
+@pytest.mark.parametrize(
+    ("family", "recipe", "more"),
+    slow_but(
+        PIECES,
+        lambda case: case[0] in ("bert", "gpt2"),
+    ),
+)
 def test_three_micro_batches_tell_of_many(
     family: str, recipe: str, more: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +128,9 @@ STEADY = [
 ]
 
 
-@pytest.mark.parametrize(("family", "recipe", "more"), STEADY)
+@pytest.mark.parametrize(
+    ("family", "recipe", "more"), slow_but(STEADY, lambda case: case[0] in ("gpt2", "bert"))
+)
 def test_two_steps_tell_of_three_where_they_are_known_to_be_steady(
     family: str, recipe: str, more: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

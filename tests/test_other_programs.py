@@ -28,6 +28,7 @@ from snugfit.rehearsal.record import cuda_names
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Trace
 from snugfit.techniques.recipe import Recipe
+from tiers import slow_but
 
 
 class Stack(nn.Module):
@@ -54,7 +55,7 @@ def trace_of_config(model_type: str, task: Task = Task.CAUSAL_LM, **facts: Any) 
     return rehearse(job, Recipe().setup(), CudaPolicy())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, 3))
 def test_ordinary_models_raise_no_such_doubt(family: str) -> None:
     assert rehearse(small_job(family), Recipe().setup(), CudaPolicy()).doubts == ()
 
@@ -130,11 +131,14 @@ HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
 
 @pytest.mark.parametrize(
     ("model_type", "facts", "packages"),
-    [
-        ("mamba", {}, ("mamba_ssm", "causal_conv1d", "mambapy")),
-        ("lfm2", {**HEADS, "layer_types": ["conv", "full_attention"]}, ("causal_conv1d",)),
-        ("rwkv", {"attention_hidden_size": 32}, ("kernels",)),
-    ],
+    slow_but(
+        [
+            ("mamba", {}, ("mamba_ssm", "causal_conv1d", "mambapy")),
+            ("lfm2", {**HEADS, "layer_types": ["conv", "full_attention"]}, ("causal_conv1d",)),
+            ("rwkv", {"attention_hidden_size": 32}, ("kernels",)),
+        ],
+        1,
+    ),
 )
 def test_a_model_with_kernels_elsewhere_says_so(
     model_type: str, facts: dict[str, Any], packages: tuple[str, ...]
@@ -198,7 +202,7 @@ class Dropping(Stack):
         return self.layers[0](x).mean()
 
 
-@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("draw", slow_but(DRAWS, 2))
 def test_no_layer_is_dropped_and_that_is_a_doubt(draw: str) -> None:
     trace = trace_of(Dropping(lambda: DRAWS[draw](0.5)))
     assert trace.peak() == trace_of(Dropping(lambda: False)).peak()
@@ -249,7 +253,7 @@ def test_layerdrop_of_transformers_is_a_doubt_where_it_is_on() -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", slow_but([False, True], 1))
 def test_flex_attention_saves_what_flash_attention_saves(masked: bool) -> None:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 

@@ -40,6 +40,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import PADDING_FREE, Setup
 from snugfit.techniques.technique import Slot
 from test_law_rehearsed_equals_real import hold_to_reports
+from tiers import crossed
 from tolerance import same_losses, same_parameters
 
 CPU = torch.device("cpu")
@@ -88,8 +89,7 @@ def grads_of(job: Job, attention: str, batch: dict[str, torch.Tensor]) -> tuple[
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize("family", ["llama", "bert", "qwen2", "gpt2"])
+@pytest.mark.parametrize(("masked", "family"), crossed([True, False], ["llama", "bert", "qwen2", "gpt2"]))
 def test_loss_and_gradients_are_those_of_the_padded_batch(family: str, masked: bool) -> None:
     batch = uneven()
     if not masked:
@@ -134,8 +134,9 @@ def encoder_batch(job: Job) -> dict[str, torch.Tensor]:
     return batch
 
 
-@pytest.mark.parametrize("task", [Task.SEQUENCE_CLASSIFICATION, Task.MASKED_LM])
-@pytest.mark.parametrize("family", ENCODERS)
+@pytest.mark.parametrize(
+    ("task", "family"), crossed([Task.SEQUENCE_CLASSIFICATION, Task.MASKED_LM], ENCODERS)
+)
 def test_encoders_give_the_same_losses_and_gradients(family: str, task: Task) -> None:
     """In 64 bits: what a loop gives the model, rows that are filled up, and padding."""
     job = encoder_job(family, task)
@@ -177,15 +178,18 @@ def test_a_copy_s_hooks_take_no_first_tokens_twice() -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize(
-    ("family", "more"),
-    [
-        ("llama", "plain"),
-        ("llama", "micro_batches(2) + every_layer"),
-        ("llama", "chunked_loss"),
-        ("bert", "plain"),
-    ],
+    ("loop", "family", "more"),
+    crossed(
+        LOOPS,
+        [
+            ("llama", "plain"),
+            ("llama", "micro_batches(2) + every_layer"),
+            ("llama", "chunked_loss"),
+            ("bert", "plain"),
+        ],
+        keep=3,
+    ),
 )
 def test_every_loop_trains_as_with_padding(family: str, more: str, loop: str) -> None:
     runs = []
@@ -205,17 +209,20 @@ def test_every_loop_trains_as_with_padding(family: str, more: str, loop: str) ->
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("padding", [0.0, 0.5])
 @pytest.mark.parametrize(
-    ("family", "recipe"),
-    [
-        *(
-            (family, more)
-            for family in ("llama", "bert")
-            for more in ("", " + every_layer + micro_batches(2)")
-        ),
-        ("llama", " + chunked_loss"),
-    ],
+    ("padding", "family", "recipe"),
+    crossed(
+        [0.0, 0.5],
+        [
+            *(
+                (family, more)
+                for family in ("llama", "bert")
+                for more in ("", " + every_layer + micro_batches(2)")
+            ),
+            ("llama", " + chunked_loss"),
+        ],
+        keep=2,
+    ),
 )
 def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str, padding: float) -> None:
     hold_to_reports(a_job(family, padding=padding), Recipe.parse(RECIPE + recipe))

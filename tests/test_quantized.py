@@ -30,6 +30,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.training.run.train import train
 from test_fit_keeping import At, die
+from tiers import slow_but
 
 LLAMA = replace(small_job("llama", 2), batch_size=4, sequence_length=16)
 ROWS = [{"input_ids": [5 + (7 * row + token) % 90 for token in range(6 + row % 9)]} for row in range(42)]
@@ -52,7 +53,10 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("recipe", "from_folder"),
-    [("qlora(dropout=0.1)", False), ("qlora(dora=true, double=false) + bf16 + every_layer", True)],
+    slow_but(
+        [("qlora(dropout=0.1)", False), ("qlora(dora=true, double=false) + bf16 + every_layer", True)],
+        lambda case: case[1],
+    ),
 )
 def test_a_killed_run_goes_on_bit_for_bit(
     recipe: str, from_folder: bool, stored: Path, tmp_path: Path

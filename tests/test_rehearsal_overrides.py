@@ -31,6 +31,7 @@ from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy, Policy
 from snugfit.rehearsal.record import accumulation
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.techniques.recipe import Recipe
+from tiers import crossed
 
 FACTS = {
     "model_type": "bert",
@@ -273,8 +274,10 @@ def settings() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("loop", ["plain", "accelerate", "trainer"])
-@pytest.mark.parametrize("recipe", ["plain", "fp16 + tf32", "bf16 + every_layer + adafactor"])
+@pytest.mark.parametrize(
+    ("loop", "recipe"),
+    crossed(["plain", "accelerate", "trainer"], ["plain", "fp16 + tf32", "bf16 + every_layer + adafactor"]),
+)
 def test_switches_of_the_process_are_left_as_they_were(recipe: str, loop: str) -> None:
     rehearsed(recipe, loop)
     before = settings()

@@ -34,6 +34,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.training.run.loop import TrainingStep
 from snugfit.training.run.train import train
 from third_step import hold_third_step
+from tiers import crossed, slow_but
 
 RECIPES = (
     "adamw_fused", "sgd", "bf16_master", "bf16_master + adamw_compact", "bf16 + every_layer",
@@ -59,9 +60,7 @@ def run(recipe: str, job: Job) -> Any:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("family", ["bert", "llama"])
+@pytest.mark.parametrize(("clip", "recipe", "family"), crossed([None, 0.05], RECIPES, ["bert", "llama"]))
 def test_weights_and_states_are_those_of_kept_gradients(family: str, recipe: str, clip: float | None) -> None:
     """Bit for bit, with dropout (BERT) and with a tied head (Llama)."""
     job = job_of(family, clip)
@@ -82,8 +81,9 @@ def test_weights_and_states_are_those_of_kept_gradients(family: str, recipe: str
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("recipe", ["bf16_master", "bf16_master + adamw_compact"])
+@pytest.mark.parametrize(
+    ("clip", "recipe"), crossed([None, 0.05], ["bf16_master", "bf16_master + adamw_compact"])
+)
 def test_passes_that_are_played_are_those_that_are_written(recipe: str, clip: float | None) -> None:
     """With dropout, whose masks are the same in the second pass of a step and others in the next step."""
     job = job_of("bert", clip)
@@ -159,7 +159,7 @@ def test_kernels_of_one_weight_do_what_those_of_all_do(device: str) -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("clip", slow_but([None, 1.0], 1))
 def test_a_run_is_the_same_and_goes_on_where_it_was_killed(tmp_path: Path, clip: float | None) -> None:
     """With a schedule, dropout and batches of several lengths: losses, norms, rates and weights."""
     job = bert_job(clip=clip)
@@ -174,8 +174,7 @@ def test_a_run_is_the_same_and_goes_on_where_it_was_killed(tmp_path: Path, clip:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("clip", [None, 1.0])
-@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize(("clip", "what"), crossed([None, 1.0], ["loss", "gradient"]))
 def test_what_is_no_number_changes_no_weight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, clip: float | None
 ) -> None:
@@ -237,8 +236,10 @@ def test_when_memory_runs_out_between_updates_the_run_goes_back(
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("clip", [None, 1.0])
-@pytest.mark.parametrize("recipe", ["bf16_master", "bf16_master + adamw_compact", "adamw_fused"])
+@pytest.mark.parametrize(
+    ("clip", "recipe"),
+    crossed([None, 1.0], ["bf16_master", "bf16_master + adamw_compact", "adamw_fused"], keep=2),
+)
 def test_a_real_step_allocates_what_its_trace_says(recipe: str, clip: float | None) -> None:
     hold_third_step(job_of("bert", clip), Recipe.parse(f"{recipe} + released").setup())
 

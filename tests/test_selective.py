@@ -28,6 +28,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import CheckpointWish
 from test_law_loops import hold
 from test_law_rehearsed_equals_real import hold_to_reports, job
+from tiers import crossed, slow_but
 
 CPU = torch.device("cpu")
 
@@ -47,10 +48,12 @@ def gradients(family: str, recipe: str, *, autocast: bool) -> dict[str, Tensor]:
     return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
 
 
-@pytest.mark.parametrize("what", KEPT)
 @pytest.mark.parametrize(
-    ("family", "attention", "autocast"),
-    [("bert", "sdpa", True), ("gpt2", "eager", False), ("llama", "sdpa", True), ("llama", "sdpa", False)],
+    ("what", "family", "attention", "autocast"),
+    crossed(
+        KEPT,
+        [("bert", "sdpa", True), ("gpt2", "eager", False), ("llama", "sdpa", True), ("llama", "sdpa", False)],
+    ),
 )
 def test_gradients_are_those_of_keep_all_bit_for_bit(
     family: str, attention: str, autocast: bool, what: str
@@ -87,11 +90,14 @@ def test_a_users_own_layers_keep_their_products() -> None:
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("family", "recipe"),
-    [
-        ("gpt2", "selective(products)"),
-        ("t5", "bf16 + selective(attention)"),
-        ("llama", "lora + bf16_pure + selective(every_other_product) + micro_batches(2)"),
-    ],
+    slow_but(
+        [
+            ("gpt2", "selective(products)"),
+            ("t5", "bf16 + selective(attention)"),
+            ("llama", "lora + bf16_pure + selective(every_other_product) + micro_batches(2)"),
+        ],
+        lambda case: case[0] == "t5",
+    ),
 )
 def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> None:
     """A mask is added to attention's scores out of place, as torch does under the layers' dispatch mode."""
@@ -99,7 +105,7 @@ def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> 
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("loop", ["accelerate", "trainer"])
+@pytest.mark.parametrize("loop", slow_but(["accelerate", "trainer"], ["trainer"].__contains__))
 def test_other_loops_keep_the_same(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("torch.optim.optimizer")  # torch.optim hides it under its class
     monkeypatch.setattr(module, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "meta"])

@@ -68,7 +68,7 @@ from snugfit.techniques.setup import Setup, ShardingWish
 from snugfit.techniques.sharding.zero2 import Zero2
 from snugfit.techniques.technique import Fidelity
 from snugfit.versions import version_of
-from tiers import slow_but
+from tiers import crossed, slow_but
 
 GIB = 1 << 30
 HAS_DEEPSPEED = version_of("deepspeed") is not None
@@ -328,8 +328,10 @@ def test_a_real_step_allocates_what_its_trace_says(stage: str, family: str, more
 @with_deepspeed
 @pytest.mark.whole
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-@pytest.mark.parametrize("recipe", ["zero2(offload=none)", "zero3(offload=none) + micro_batches(2)"])
-@pytest.mark.parametrize("loop", ["accelerate", "trainer"])
+@pytest.mark.parametrize(
+    ("recipe", "loop"),
+    crossed(["zero2(offload=none)", "zero3(offload=none) + micro_batches(2)"], ["accelerate", "trainer"]),
+)
 def test_so_does_one_of_accelerate_and_of_the_trainer(
     recipe: str, loop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,7 +363,7 @@ def copied(trace: Trace, operator: str) -> int:
 
 @with_deepspeed
 @pytest.mark.whole
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", slow_but([2, 3], [3].__contains__))
 def test_states_and_weights_wait_on_the_host(stage: int) -> None:
     this = small_job("bert", 2)
     alone, offloaded = (
@@ -399,14 +401,15 @@ def by_shape(weight: torch.Tensor, *numbers: Any, **named: Any) -> torch.Tensor:
 @with_deepspeed
 @pytest.mark.whole
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize(
-    "recipe",
+    ("loop", "recipe"),
     [
-        "zero2(offload=none)",
-        "zero3(offload=none) + micro_batches(2)",
-        pytest.param("zero2", marks=[compiles, pytest.mark.slow]),
-        pytest.param("zero3", marks=[compiles, pytest.mark.slow]),
+        *crossed(LOOPS, ["zero2(offload=none)", "zero3(offload=none) + micro_batches(2)"]),
+        *(
+            pytest.param(loop, recipe, marks=[compiles, pytest.mark.slow])
+            for loop in LOOPS
+            for recipe in ("zero2", "zero3")
+        ),
     ],
 )
 def test_it_trains_as_the_same_loop_does_without(recipe: str, loop: str) -> None:

@@ -37,6 +37,7 @@ from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot
+from tiers import slow_but
 
 H200 = find_gpu("h200")
 RECORDED = json.loads((Path(__file__).parent / "data" / "once-h200.json").read_text(encoding="utf-8"))["runs"]
@@ -224,7 +225,7 @@ def test_many_gpus_look_at_the_run_too(job: Job) -> None:
     assert short.answers[0].choice.once_seconds == alone.once_seconds
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
+@pytest.mark.parametrize("family", slow_but(["gpt2", "gemma2"], 1))
 def test_few_layers_tell_what_many_pay_once(family: str) -> None:
     """The least share is never more than the share; here it is the same."""
     deep = small_job(family, 6, batch_size=2)
@@ -241,7 +242,7 @@ def test_a_run_without_end_shares_nothing(job: Job) -> None:
     assert (share, opening.least_share(Setup(), [])) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("steps", [0, -1, True, 1.5, "10", 10**13])
+@pytest.mark.parametrize("steps", slow_but([0, -1, True, 1.5, "10", 10**13], lambda steps: steps in (0, 1.5)))
 def test_a_length_that_is_none(job: Job, steps: Any) -> None:
     with pytest.raises(UsageError, match=r"steps is .*whole number of steps from 1"):
         plan(job, gpu=H200, steps=steps)

@@ -23,6 +23,7 @@ from snugfit.step.wishes.stochastic_adamw import StochasticAdamW, round_by_chanc
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.digits import digits, digits_job
 from third_step import hold_third_step
+from tiers import crossed, slow_but
 
 RECIPE = "bf16_pure + adamw_stochastic"
 GAP = 2.0**-7
@@ -131,8 +132,7 @@ def give_gradients(weights: list[torch.nn.Parameter], step: int) -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("at_once", [1 << 23, 100, 7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("at_once", "dtype"), crossed([1 << 23, 100, 7], [torch.float32, torch.bfloat16]))
 def test_each_step_is_torch_s_to_a_neighbour(
     dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,8 +172,7 @@ def test_no_numbers_are_updated_without_a_gradient() -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("at_once", [1 << 23, 5000])
-@pytest.mark.parametrize("family", ["bert", "llama", "vit"])
+@pytest.mark.parametrize(("at_once", "family"), crossed([1 << 23, 5000], ["bert", "llama", "vit"], keep=2))
 def test_a_real_step_allocates_what_its_trace_says(
     family: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,7 +215,9 @@ def test_weights_of_32_bits_are_refused(recipe: str) -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("dtype", "keep"), [("bfloat16", "adamw_stochastic"), ("float32", RECIPE)])
+@pytest.mark.parametrize(
+    ("dtype", "keep"), slow_but([("bfloat16", "adamw_stochastic"), ("float32", RECIPE)], 1)
+)
 def test_a_plan_takes_it_only_where_it_is_kept(dtype: str, keep: str) -> None:
     job, gpu = replace(small_job("bert", 2, batch_size=4), dtype=dtype), find_gpu("h200")
     others = f"sdpa + keep_all + default + inline + {REST}"

@@ -14,6 +14,7 @@ from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Trace
 from snugfit.techniques.recipe import Recipe
+from tiers import slow_but
 
 FLUSHED, WORKSPACE = 52_428_800, 33_554_432
 POLICY = CudaPolicy(cache_bytes=FLUSHED)
@@ -68,7 +69,7 @@ def padded(trace: Trace, step: int) -> int:
     return sum(block.operator == "aten::constant_pad_nd" and block.step == step for block in trace.blocks)
 
 
-@pytest.mark.parametrize(("length", "pads"), [(16, False), (17, True)])
+@pytest.mark.parametrize(("length", "pads"), slow_but([(17, True), (16, False)], 1))
 def test_products_are_timed_where_sizes_are_no_multiple_of_16_bytes(length: int, pads: bool) -> None:
     """In the first step alone; the label that every step pads by is no part of it."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")

@@ -6,6 +6,7 @@ A test that asks the same of many cases at great cost (every recipe, many kills)
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -21,6 +22,21 @@ def slow_but(cases: Iterable[Any], keep: int | Callable[[Any], bool]) -> list[An
         arguments = case if type(case) is tuple else (case,)
         marked.append(case if kept else pytest.param(*arguments, marks=pytest.mark.slow))
     return marked
+
+
+def crossed(*axes: Iterable[Any], keep: int | None = None) -> list[Any]:
+    """Each combination of these axes' values, for `pytest.mark.parametrize`. `make test` runs those in which
+    each value of each axis is met once, or the first `keep` of them; the others are `slow`. A tuple is the
+    values of several parameters."""
+    values = [list(axis) for axis in axes]
+    longest = max(map(len, values))
+    often = [tuple(one[number % len(one)] for one in values) for number in range(longest)][:keep]
+    rest = [case for case in itertools.product(*values) if case not in often]
+    return slow_but([_flat(case) for case in (*often, *rest)], len(often))
+
+
+def _flat(case: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(itertools.chain.from_iterable(one if type(one) is tuple else (one,) for one in case))
 
 
 Case = TypeVar("Case")

@@ -1,0 +1,45 @@
+"""Programs of Inductor on the CPU whose kernels compute nothing, so that no C++ is compiled.
+
+A compiled step allocates and frees the same bytes whatever its kernels compute: the program that calls them
+does so. g++ takes 15 to 80 seconds for a step, and the rest of torch's compiler about three.
+Under `SNUGFIT_ALL_TRUTH=1` kernels are compiled.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch._dynamo
+import torch._inductor.config
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import PyCodeCache
+
+
+def _nothing(*_: Any) -> None:
+    """A kernel that leaves its results as they are."""
+
+
+@pytest.fixture
+def idle_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Inductor without g++. Gives a list that grows with the C++ of each kernel."""
+    made: list[str] = []
+
+    def idle(_self: AsyncCompile, _types: list[str], source: str) -> Any:
+        made.append(source)
+        return _nothing
+
+    _forget()
+    if os.environ.get("SNUGFIT_ALL_TRUTH") != "1":
+        monkeypatch.setattr(AsyncCompile, "cpp_pybinding", idle)
+    with torch._inductor.config.patch(compile_threads=1):
+        yield made
+    _forget()
+
+
+def _forget() -> None:
+    """Drop the programs that were loaded, which hold their kernels."""
+    torch._dynamo.reset()
+    PyCodeCache.cache_clear()
