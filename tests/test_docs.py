@@ -62,6 +62,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         return replace(measurement(), job=job, recipe=recipe)
 
     monkeypatch.setattr("snugfit.prediction.predict.predict", predict)
+
     def rehearse_again(_: Any) -> Any:
         return rehearse(small_job("bert", 1), Recipe().setup(), CudaPolicy())
 

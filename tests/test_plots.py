@@ -19,6 +19,8 @@ from test_pages import crowded, everything
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+pytestmark = pytest.mark.stored_rehearsals
+
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
