@@ -32,6 +32,7 @@ import pytest
 
 import clean_forks
 from snugfit.cli.main import FEW_COLLECTIONS
+from stored_rehearsals import STORE
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, here and in children
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or g++ tries each kind of vectors, for ten seconds
@@ -45,6 +46,11 @@ gc.set_threshold(FEW_COLLECTIONS, 50, 50)
 
 NOT_OF_A_UNIT: set[str] = set()
 """What the running test has done that no unit test does."""
+
+
+def pytest_configure() -> None:
+    """Before any test imports what rehearses."""
+    STORE.install()
 
 
 def pytest_collection_finish() -> None:
@@ -65,8 +71,9 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
+def pytest_runtest_setup(item: pytest.Item) -> None:
     NOT_OF_A_UNIT.clear()
+    STORE.begin(item)
 
 
 @pytest.hookimpl(wrapper=True)

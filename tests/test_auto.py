@@ -20,6 +20,8 @@ from snugfit.techniques.recipe import Recipe, without_auto
 from snugfit.techniques.setup import OffloadWish
 from snugfit.techniques.technique import Slot
 
+pytestmark = pytest.mark.stored_rehearsals
+
 LAYERS = 4
 MORE_LAYERS = 8
 """For what travels to the host, of which the first and the last layers keep some here."""

@@ -285,6 +285,7 @@ def test_the_guide_writes_its_files_and_says_where(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], empty_folder: Path
 ) -> None:
     monkeypatch.setattr("snugfit.evaluation.guide.run", lambda *_, **__: guide_result())
+    monkeypatch.setattr("snugfit.report.evaluation.guide_plot.summary", lambda *_: b"a picture")
     assert run(["guide", *V100, "--output", "here"]) == 0
     assert "here/guide.png" in capsys.readouterr().out
     assert sorted(path.name for path in (empty_folder / "here").iterdir()) == [
@@ -448,14 +449,20 @@ def command(*arguments: str, **how: Any) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.whole
 def test_the_process_ends_with_the_codes_and_words_of_the_command() -> None:
-    assert "Exit codes" in command("--help").stdout
-    assert command("--version").stdout.startswith("snugfit ")
     done = command("gpus", "RTX 9999")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("snugfit: ")
-    assert command().returncode == 2
-    listed = json.loads(command("gpus", "--json").stdout)
-    assert len(listed["gpus"]) > 50
+
+
+def test_the_command_without_a_question_and_its_lists(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    assert "Exit codes" in capsys.readouterr().out
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("snugfit ")
+    assert run([]) == 2
+    capsys.readouterr()
+    assert run(["gpus", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["gpus"]) > 50
 
 
 @pytest.mark.whole

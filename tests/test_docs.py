@@ -14,10 +14,14 @@ import pytest
 
 import snugfit
 from made_up import guide_result, measurement, prediction
+from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.evaluation.learn import nothing_learned
 from snugfit.job.gpu import find_gpu
 from snugfit.prediction.rates import rates_for
+from snugfit.rehearsal.device.policy import CudaPolicy
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.techniques.recipe import Recipe
 from test_cards import cards
 from test_gpus_command import made_up as plans_for_gpus
 from test_lengths_command import made_up as of_lengths
@@ -58,6 +62,12 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         return replace(measurement(), job=job, recipe=recipe)
 
     monkeypatch.setattr("snugfit.prediction.predict.predict", predict)
+
+    def rehearse_again(_: Any) -> Any:
+        return rehearse(small_job("bert", 1), Recipe().setup(), CudaPolicy())
+
+    monkeypatch.setattr("snugfit.prediction.traces.export_trace.rehearse_again", rehearse_again)
+    monkeypatch.setattr("snugfit.report.evaluation.guide_plot.summary", lambda *_: b"a picture")
     monkeypatch.setattr("snugfit.planning.largest.largest", lambda *a, **k: (1, predict(*a, **k)))
     monkeypatch.setattr("snugfit.measurement.measure.measure", measure)
     monkeypatch.setattr("snugfit.evaluation.guide.run", lambda *_, **__: guide_result())

@@ -95,7 +95,7 @@ def recomputed(trace: Trace) -> int:
     return sum(kernel.recomputed for kernel in trace.kernels)
 
 
-@pytest.mark.parametrize("family", slow_but(["t5", "llama", "vit"], 2))
+@pytest.mark.parametrize("family", slow_but(["llama", "t5", "vit"], 1))
 def test_each_further_layer_frees_about_as_much(family: str) -> None:
     this = deep(family)
     recipes = ["keep_all", *(f"first_layers({k})" for k in range(1, LAYERS + 1))]
@@ -135,16 +135,17 @@ def test_an_export_refuses_it_by_name(target: str) -> None:
 
 
 @pytest.mark.whole
+@pytest.mark.stored_rehearsals
 def test_a_plan_recomputes_as_few_layers_as_fit() -> None:
-    """One sample, which cannot be cut, and memory for a third of what layers keep."""
-    this = small_job("llama", LAYERS, batch_size=1, sequence_length=8192)
+    """One sample, which cannot be cut, and memory for what two of four layers keep."""
+    this = small_job("llama", 4, batch_size=1, sequence_length=8192)
     keep = f"lora(r=4) + bf16 + sdpa + adamw_fused + default + inline + {REST}"
 
     def needed(recipe: str) -> int:
         footprint = predict(this, f"lora(r=4) + bf16 + adamw_fused + {recipe}", gpu="h200").footprint
         return footprint.reserved_bytes + footprint.context_bytes
 
-    memory = (needed("keep_all") + 2 * needed("every_layer")) // 3
+    memory = needed("first_layers(2)")
     found = plan(this, gpu="h200", memory_bytes=memory, keep=keep, workers=1)
     assert found.best is not None
     assert found.verified

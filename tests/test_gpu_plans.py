@@ -512,7 +512,7 @@ def test_the_answers_survive_json(job: Job) -> None:
             GpuPlans.from_json({**document, **damage})
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_two_processes_find_what_one_finds(job: Job) -> None:
     gpus = [find_gpu("t4"), find_gpu("h200")]
     alone, together = (plan_gpus(job, gpus, fidelity="same", workers=count, keep=KEPT) for count in (1, 2))

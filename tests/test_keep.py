@@ -22,6 +22,8 @@ from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot
 
+pytestmark = pytest.mark.stored_rehearsals
+
 ADAPTED = "lora(targets=all-linear) + bf16_pure"
 WIDE = {"hidden_size": 512, "intermediate_size": 1376, "vocab_size": 8192}
 
@@ -115,16 +117,17 @@ def test_a_recipe_that_the_user_has_and_that_fits_is_never_left_out() -> None:
     job = llama()
     bound = predict(job, f"{ADAPTED} + every_layer + adamw_loop", gpu="h200").needed_bytes
     common: dict[str, Any] = {"gpu": "h200", "memory_bytes": bound, "workers": 1}
-    alone = plan(job, **common, keep=FEW)
+    few = {**FEW, Slot.CHECKPOINTING: Recipe.parse("every_layer")[Slot.CHECKPOINTING]}
+    alone = plan(job, **common, keep=few)
     assert not alone.fits
-    own = plan(job, **common, start=f"{ADAPTED} + every_layer + adamw_loop", keep=FEW)
+    own = plan(job, **common, start=f"{ADAPTED} + every_layer + adamw_loop", keep=few)
     assert own.fits
-    assert {slot.slot for slot in own.kept} == {"adapters", "precision", "optimizer", *FEW}
+    assert {slot.slot for slot in own.kept} == {"adapters", "precision", "optimizer", *few}
     text = as_text(render(own), width=200)
     assert "precision: bf16_pure, kept as in your own recipe (--free precision allows others)." in text
     assert "the algorithm kept as in your own recipe (--free optimizer allows others)" in text
     assert Plan.from_json(json.loads(json.dumps(own.to_json()))) == own
-    kept = plan(job, **common, keep=f"{ADAPTED} + {' + '.join(map(str, FEW.values()))}")
+    kept = plan(job, **common, keep=f"{ADAPTED} + {' + '.join(map(str, few.values()))}")
     assert kept.fits
     assert kept.best is not None
     assert "lora(targets=all-linear) + bf16_pure" in kept.best.recipe

@@ -15,6 +15,8 @@ from snugfit.prediction.predict import predict
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB, MIB
 
+pytestmark = pytest.mark.stored_rehearsals
+
 SMALL = Model.from_config(
     {
         "model_type": "bert",

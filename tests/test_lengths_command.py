@@ -23,6 +23,8 @@ from snugfit.report.text.terminal import as_text
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB
 
+pytestmark = pytest.mark.stored_rehearsals
+
 ASK = ["lengths", "bert-large-uncased", "--task", "sequence-classification", "--gpu", "h200"]
 
 

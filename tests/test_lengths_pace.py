@@ -17,6 +17,8 @@ from snugfit.prediction.seconds import step_seconds
 from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS, Trace
 from snugfit.techniques.recipe import Recipe
 
+pytestmark = pytest.mark.stored_rehearsals
+
 H200 = find_gpu("h200")
 
 

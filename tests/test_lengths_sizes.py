@@ -19,6 +19,8 @@ from snugfit.prediction.predict import predict
 from snugfit.prediction.rates import HostLaunchCosts, calibration_file, rates_for
 from snugfit.techniques.recipe import Recipe
 
+pytestmark = pytest.mark.stored_rehearsals
+
 OTHER = find_gpu("h100-sxm")  # on which the price of unaligned rows was not measured
 SLOW_PRODUCTS = 1e12
 """FLOPs per second: products are all there is to wait for."""

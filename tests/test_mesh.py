@@ -13,6 +13,8 @@ from snugfit.techniques.mesh import on_mesh
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import on_gpus
 
+pytestmark = pytest.mark.stored_rehearsals
+
 
 @pytest.mark.parametrize(
     ("recipe", "mesh", "expected", "gpus"),

@@ -32,6 +32,9 @@ from snugfit.report.plan import cards as report_of_cards
 from snugfit.report.plan.several_gpus import render
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB
+from tiers import slow_but
+
+pytestmark = pytest.mark.stored_rehearsals
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 128}
 JOB = small_job("llama", 12, HEADS, batch_size=16, sequence_length=512)
@@ -128,7 +131,8 @@ def test_larger_groups_that_share_experts_hold_no_more() -> None:
     ("recipe", "gpus", "layers"),
     [
         pytest.param("bf16 + fsdp + pipeline(2) + micro_batches(6)", 4, 21, marks=pytest.mark.slow),
-        ("pipeline(4) + micro_batches(8)", 4, 8),
+        ("pipeline(2) + micro_batches(4)", 2, 7),
+        pytest.param("pipeline(4) + micro_batches(8)", 4, 8, marks=pytest.mark.slow),
         pytest.param(
             "every_layer + pipeline(2, schedule=gpipe) + micro_batches(4)", 2, 21, marks=pytest.mark.slow
         ),
@@ -211,7 +215,16 @@ def counts_for(job: Job) -> list[int]:
     return [count for count in COUNTS if any(recipes(job, count, axes) for axes in range(3))]
 
 
-@pytest.mark.parametrize("name", WORLDS)
+SOME_WORLDS = (
+    "states of what fits on many alone",
+    "only stages share a batch of nine",
+    "stages are faster",
+    "four samples of a mixture of experts",
+    "two axes for one sample",
+)
+
+
+@pytest.mark.parametrize("name", slow_but(WORLDS, SOME_WORLDS.__contains__))
 def test_the_fastest_of_all_meshes_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world = WORLDS[name]
     monkeypatch.setattr(search, "Judge", MadeUpJudge)
@@ -275,7 +288,7 @@ def test_cards_are_counted_with_meshes(name: str, monkeypatch: pytest.MonkeyPatc
 # ---- rehearsed, and told -----------------------------------------------------------------------------------
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_sample_for_each_of_two_gpus_is_planned_on_four() -> None:
     job = small_job("llama", 2, HEADS, batch_size=2)
     plan = plan_several_gpus(job, gpu=H200, gpus=4, workers=1)
@@ -295,7 +308,11 @@ def test_a_mixture_of_experts_is_planned_on_more_gpus_than_samples() -> None:
     (answer,) = plan.answers
     assert answer.recipe.endswith(" + tensor(2) + expert(2)")
     assert "each GPU with 1/2 of its experts, because a batch of 2 cannot be shared" in answer.why
-    assert answer.needed_bytes == predict(job, answer.recipe, gpu=H200, gpus=4).needed_bytes
+    whole = predict(job, answer.recipe, gpu=H200, gpus=4)
+    assert answer.needed_bytes == whole.needed_bytes
+    assert whole.timing is not None
+    assert answer.step_seconds == whole.timing.step_seconds
+    assert any("measured" in doubt and "H100" in doubt for doubt in plan.doubts)
     assert any(doubt.startswith("expert(2): Each GPU is taken to") for doubt in plan.doubts)
 
 

@@ -37,12 +37,16 @@ from snugfit.training.run.train import train
 from test_activation_offload import INPUT, NBYTES, Stack, copies_of, gradients
 from test_law_loops import hold
 from test_law_rehearsed_equals_real import hold_to_reports, job
+from tiers import slow_but
 
 LAYERS = 6
 
 
 @pytest.fixture(autouse=True)
-def small_tensors_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_tensors_travel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of plans are large."""
+    if request.node.get_closest_marker("stored_rehearsals"):
+        return
     monkeypatch.setattr(activation_offload, "LEAST_BYTES", 1024)
 
 
@@ -226,7 +230,7 @@ def on_a_gpu(this: Job, recipe: str) -> Trace:
     return rehearse(this, Recipe.parse(recipe).setup(), CudaPolicy())
 
 
-@pytest.mark.parametrize("family", ["llama", "t5"])
+@pytest.mark.parametrize("family", slow_but(["llama", "t5"], 1))
 def test_each_further_layer_frees_memory_and_sends_more(family: str) -> None:
     this, gpu = deep(family), find_gpu("l4")
     recipes = ["on_device", *(f"host(all, layers={k})" for k in range(1, LAYERS))]
@@ -309,7 +313,7 @@ def test_a_run_is_resumed_where_it_was(tmp_path: Path) -> None:
 
 # ---- planned -----------------------------------------------------------------------------------------------
 
-DEPTH = 6
+DEPTH = 4
 KEEP = (
     "lora(r=4) + bf16 + sdpa + adamw_fused + uncompiled + torch_kernels + whole_logits + ieee + whole_batch"
     " + all_gradients + inline"
@@ -337,6 +341,7 @@ OF = "lora(r=4) + bf16 + adamw_fused"
 
 
 @pytest.mark.whole
+@pytest.mark.stored_rehearsals
 def test_a_plan_sends_layers_where_that_costs_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for all layers but one, whose copy is done beside the others."""
     memory = needed(f"{OF} + host(all, layers=1)")
@@ -351,6 +356,7 @@ def test_a_plan_sends_layers_where_that_costs_less(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.whole
+@pytest.mark.stored_rehearsals
 def test_a_plan_that_keeps_it_for_all_layers_sends_as_few_as_fit() -> None:
     memory = (needed(OF) + needed(f"{OF} + every_layer")) // 2
     recipe = planned(memory, "keep_all + host(all)")

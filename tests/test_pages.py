@@ -34,6 +34,8 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB, MIB
 from test_verify import choice, planned
 
+pytestmark = pytest.mark.stored_rehearsals
+
 SVG = "{http://www.w3.org/2000/svg}"
 ALONE = {"meta", "br", "link", "img", "hr", "input"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ from test_pages import crowded, everything
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+pytestmark = pytest.mark.stored_rehearsals
 
 
 @pytest.fixture
@@ -63,7 +66,8 @@ def words_that_meet(figure: Figure) -> list[str]:
 @pytest.mark.whole
 def test_no_words_meet_in_a_plot(figures: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)
-    results = [*everything().values(), guide_result(), *crowded()]
+    unmeasured = guide_result()
+    results = [*everything().values(), replace(unmeasured, rows=unmeasured.rows[:8]), *crowded()]
     for number, result in enumerate(results):
         draw_plot(tmp_path / f"{number}.svg", result)
     assert len(figures) == len(results)

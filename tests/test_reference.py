@@ -25,6 +25,8 @@ from test_gpus_command import made_up as plans_for_gpus
 from test_lengths_command import made_up as of_lengths
 from test_several_gpus_plan import made_up as several_gpus
 
+pytestmark = pytest.mark.stored_rehearsals
+
 ROOT = Path(__file__).parents[1]
 
 

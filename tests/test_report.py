@@ -351,7 +351,7 @@ def test_the_plot_is_the_same_twice_and_reads_any_name() -> None:
     """`$\\bad{$` is no formula. Deterministic, so that a committed plot changes only with its figures."""
 
     result = guide_result(measured=True)
-    result = replace(result, gpu=EVIL.replace("\x1b", ""))
+    result = replace(result, rows=result.rows[:4], gpu=EVIL.replace("\x1b", ""))
     svg = guide_plot.summary(result, "svg")
     assert svg == guide_plot.summary(result, "svg")
     assert b"<script>" not in svg
@@ -368,6 +368,7 @@ def test_the_plot_draws_each_known_figure() -> None:
 
 
 def test_files_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guide_plot, "summary", lambda result, form: form.encode())
     paths = guide.write(guide_result(), tmp_path / "made" / "here")
     assert {path.name for path in paths} == {"guide.md", "guide.csv", "guide.json", "guide.png", "guide.svg"}
     assert not [path for path in (tmp_path / "made" / "here").iterdir() if path.name.startswith(".")]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from kept import kept
 from small_models import small_job
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.search.search import plan
 from snugfit.planning.search.simpler import AS_FAST
-from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.technique import Slot
 
-SLOTS = (Slot.CHECKPOINTING, Slot.BATCHING, Slot.ATTENTION, Slot.PRECISION, Slot.LOADING)
-SETTLED = {slot: roster.plain(slot) for slot in SLOTS}
+pytestmark = pytest.mark.stored_rehearsals
+
+SETTLED = kept(but="adapters matmul optimizer allocator kernels")
 H200 = find_gpu("h200")
 
 

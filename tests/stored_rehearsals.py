@@ -1,0 +1,193 @@
+"""Rehearsals on disk for tests of plans, reports and commands.
+
+A test with the marker `stored_rehearsals` reads a rehearsal from the folder `.rehearsals` of the checkout. It
+stores each one that is missing there. Workers share the folder, and so does the next session. The key of a
+rehearsal is its function, its arguments, the installed versions and a hash of the simulation's source.
+
+Tests of the simulation itself never have the marker. A rehearsal is not stored where the test patches the
+simulation, torch or transformers with `monkeypatch`, where the model is a module, where layers are compiled,
+and under a policy of the CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib
+import inspect
+import os
+import pickle
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import snugfit
+from snugfit.prediction.profile import installed_versions
+
+MARKER = "stored_rehearsals"
+ROOMS = (
+    "documents", "errors", "hub_kernels", "job", "kernels", "rehearsal", "results", "step", "techniques",
+    "units", "versions",
+)  # fmt: skip
+"""Files and folders of the package on which a rehearsal depends: all that `rehearsal` imports."""
+
+SIZES = "planning/cost/batch_sizes.py"
+"""The one file elsewhere that rehearses by itself. It imports from `ROOMS` alone."""
+
+STORED = {
+    "snugfit.rehearsal.rehearse": "rehearse",
+    "snugfit.rehearsal.splice": "record_passes rehearse_update",
+    "snugfit.rehearsal.captured_parts": "rehearse_captured_update",
+    "snugfit.planning.cost.batch_sizes": "rehearse_sizes",
+}
+"""By module, the functions whose results are stored."""
+
+PACKAGE = Path(snugfit.__file__).parent
+FOLDER = Path(__file__).parents[1] / ".rehearsals"
+KEPT_SOURCES = 3
+"""Versions of the source whose rehearsals stay on disk."""
+
+
+class NotStorable(Exception):
+    """An argument has no description that is the same in every process."""
+
+
+def sources(package: Path = PACKAGE) -> Iterator[Path]:
+    """The files of the simulation, sorted."""
+    for name in ROOMS:
+        file = package / f"{name}.py"
+        yield from [file] if file.exists() else sorted((package / name).rglob("*.py"))
+    yield package / SIZES
+
+
+def source_hash(package: Path = PACKAGE, versions: Mapping[str, str] | None = None) -> str:
+    """A hash of the simulation's source, of Python's version and of those of the packages."""
+    found = hashlib.sha256(repr((sys.version_info, versions or installed_versions())).encode())
+    for file in sources(package):
+        content = file.read_bytes()
+        found.update(f"{file.relative_to(package)} {len(content)} ".encode() + content)
+    return found.hexdigest()[:20]
+
+
+def describe(value: Any) -> str:
+    """Return text that is equal for equal values alone. Raises `NotStorable`."""
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return repr(value)
+    kind = type(value).__qualname__
+    if isinstance(value, Enum):
+        return f"{kind}.{value.name}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        named = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+        return f"{kind}({', '.join(f'{name}={describe(one)}' for name, one in named.items())})"
+    if isinstance(value, Mapping):
+        return f"{kind}{{{', '.join(f'{describe(key)}: {describe(one)}' for key, one in value.items())}}}"
+    if isinstance(value, set | frozenset):
+        return f"{kind}{{{', '.join(sorted(map(describe, value)))}}}"
+    if isinstance(value, tuple | list):
+        return f"{kind}[{', '.join(map(describe, value))}]"
+    raise NotStorable(kind)
+
+
+class RehearsalStore:
+    """The folder, and the running test."""
+
+    def __init__(self, folder: Path = FOLDER) -> None:
+        self.folder = folder
+        self.item: pytest.Item | None = None
+
+    @functools.cached_property
+    def source(self) -> Path:
+        """The folder of today's source. The oldest folders of other sources are removed."""
+        folder = self.folder / source_hash()
+        folder.mkdir(parents=True, exist_ok=True)
+        os.utime(folder)
+        others = sorted(self.folder.iterdir(), key=lambda one: one.stat().st_mtime, reverse=True)
+        for old in others[KEPT_SOURCES:]:
+            shutil.rmtree(old, ignore_errors=True)
+        return folder
+
+    def begin(self, item: pytest.Item) -> None:
+        """Note the running test, where it has the marker."""
+        self.item = item if item.get_closest_marker(MARKER) else None
+
+    def file_of(self, name: str, arguments: Mapping[str, Any]) -> Path | None:
+        """The file of a rehearsal; None where it is not stored."""
+        compiled = getattr(arguments["setup"], "compile", None) is not None
+        if self.item is None or compiled or type(arguments["policy"]).__name__ == "CpuPolicy":
+            return None
+        if patches_simulation(self.item):
+            return None
+        try:
+            asked = describe([name, *arguments.values()])
+        except NotStorable:
+            return None
+        return self.source / hashlib.sha256(asked.encode()).hexdigest()[:32]
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function with its results stored. A `ComparedPolicy` collects sizes meanwhile, which
+        belong to the result."""
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def stored(*arguments: Any, **keywords: Any) -> Any:
+            bound = signature.bind(*arguments, **keywords)
+            bound.apply_defaults()
+            file = self.file_of(function.__name__, bound.arguments)
+            if file is None:
+                return function(*arguments, **keywords)
+            sizes = getattr(bound.arguments["policy"], "sizes", {})
+            known = read(file)
+            if known is not None:
+                sizes.update(known[1])
+                return known[0]
+            result = function(*arguments, **keywords)
+            write(file, (result, dict(sizes)))
+            return result
+
+        return stored
+
+    def install(self) -> None:
+        """Wrap the functions in `STORED`, also where they are imported already."""
+        for name, functions in STORED.items():
+            module = importlib.import_module(name)
+            for function in functions.split():
+                real = getattr(module, function)
+                stored = self.wrap(real)
+                for other in [one for name, one in sys.modules.items() if name.startswith("snugfit.")]:
+                    if vars(other).get(function) is real:
+                        setattr(other, function, stored)
+
+
+def patches_simulation(item: pytest.Item) -> bool:
+    """Whether the test has patched what a rehearsal runs."""
+    patch = getattr(item, "funcargs", {}).get("monkeypatch")
+    owners = [owner for owner, _, _ in getattr(patch, "_setattr", ())]
+    modules = [getattr(owner, "__module__", None) or getattr(owner, "__name__", "") for owner in owners]
+    simulation = tuple(f"snugfit.{room}" for room in ROOMS)
+    return any(module.startswith((*simulation, "torch.", "transformers.")) for module in modules)
+
+
+def read(file: Path) -> tuple[Any, dict[Any, Any]] | None:
+    """The stored rehearsal; None where it is missing or damaged."""
+    try:
+        found = pickle.loads(file.read_bytes())
+    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError):
+        return None
+    return found if type(found) is tuple and len(found) == 2 else None
+
+
+def write(file: Path, content: object) -> None:
+    """Store a rehearsal, so that no other process reads half of it."""
+    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
+        part.write(pickle.dumps(content, pickle.HIGHEST_PROTOCOL))
+    os.replace(part.name, file)
+
+
+STORE = RehearsalStore()
