@@ -94,9 +94,11 @@ class Plugin:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.record = start(folder)
+        self.pid = os.getpid()
         self.numbers: dict[Line, int] = {}
         self.tests = 0
-        self.rows = (folder / f"{worker()}.jsonl").open("w")
+        # Line by line: a forked child that ends writes its copy of the buffer once more.
+        self.rows = (folder / f"{worker()}.jsonl").open("w", buffering=1)
         # Python imports a module of this name by itself; it starts the record in fresh children.
         (folder / "sitecustomize.py").write_text(
             "import pathlib, lines_by_test\nlines_by_test.start(pathlib.Path(__file__).parent)\n"
@@ -129,8 +131,8 @@ class Plugin:
             print(json.dumps({"id": report.nodeid, "failed": str(report.longrepr)[-400:]}), file=self.rows)
 
     def pytest_unconfigure(self) -> None:
-        print(json.dumps({"numbers": [list(line) for line in self.numbers]}), file=self.rows)
-        self.rows.close()
+        if os.getpid() == self.pid:
+            print(json.dumps({"numbers": [list(line) for line in self.numbers]}), file=self.rows)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
