@@ -1,11 +1,13 @@
 """Plant faults in snugfit and count how many of them each of two test suites notices.
 
     python benchmarks/mutants.py choose LINES.xz MUTANTS.json [--count 60] [--seed 46]
+    python benchmarks/mutants.py locate MUTANTS.json LOCATED.json
     python benchmarks/mutants.py run MUTANTS.json LINES.xz TREE OUT.json [--only SURVIVORS_OF.json]
 
 `LINES.xz` is the file of `lines_by_test.py` for a suite. A mutant changes one operator, constant or condition
 on a line that a test of that suite runs; the seed draws the lines, from each room of `src/snugfit` in turn.
-For each mutant only the tests that run its line start, the cheapest first, until one fails. Tests that fail
+`locate`
+finds the same expressions in another state of the code, by the text of their lines. For each mutant only the tests that run its line start, the cheapest first, until one fails. Tests that fail
 without any mutant are left out. `--only` takes the mutants that survived another suite: a mutant that the
 smaller suite kills needs no second run where the larger suite contains the same tests.
 """
@@ -63,6 +65,8 @@ class Mutant:
 
     before: str
     after: str
+    text: str = ""
+    """The line as it is written."""
 
     def apply(self, tree: Path) -> None:
         """Write the fault into a copy of the repository."""
@@ -113,7 +117,8 @@ def mutants_of(file: str, source: str) -> Iterator[Mutant]:
         before = encoded[start:end].decode()
         for changed in _changes(node):
             after = ast.unparse(ast.fix_missing_locations(changed))
-            yield Mutant(file, node.lineno, start, end, before, f"({after})")
+            text = source.splitlines()[node.lineno - 1].strip()
+            yield Mutant(file, node.lineno, start, end, before, f"({after})", text)
 
 
 def _expressions(tree: ast.AST, inside: bool = False) -> Iterator[ast.expr]:
@@ -171,6 +176,23 @@ def choose(suite: Suite, count: int, seed: int) -> list[Mutant]:
     order = [found for _, found in sorted(rooms.items())]
     chosen = [found[turn] for turn in range(count) for found in order if turn < len(found)]
     return chosen[:count]
+
+
+def locate(mutants: Sequence[Mutant]) -> list[Mutant]:
+    """Return the mutants in this state of the code; those whose lines were changed or removed are left out."""
+    located = []
+    for mutant in mutants:
+        path = SOURCES / mutant.file
+        same = [
+            other
+            for other in mutants_of(mutant.file, path.read_text() if path.exists() else "")
+            if (other.text, other.before, other.after) == (mutant.text, mutant.before, mutant.after)
+        ]
+        if same:
+            located.append(min(same, key=lambda other: abs(other.line - mutant.line)))
+        else:
+            print(f"{mutant.file}:{mutant.line} {mutant.text!r} is gone.")
+    return located
 
 
 @dataclass
@@ -280,6 +302,10 @@ def _wait(process: subprocess.Popen[bytes], seconds: float, over: threading.Even
     return None if over.is_set() or seconds < SECONDS_PER_CHUNK else "timeout"
 
 
+def _write(path: Path, mutants: Sequence[Mutant]) -> None:
+    path.write_text(json.dumps([asdict(mutant) for mutant in mutants], indent=1) + "\n")
+
+
 def main() -> None:
     """Run the command that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -289,6 +315,9 @@ def main() -> None:
     chooser.add_argument("output", type=Path)
     chooser.add_argument("--count", type=int, default=60)
     chooser.add_argument("--seed", type=int, default=46)
+    locator = commands.add_parser("locate")
+    locator.add_argument("mutants", type=Path)
+    locator.add_argument("output", type=Path)
     runner = commands.add_parser("run")
     for name in ("mutants", "lines", "tree", "output"):
         runner.add_argument(name, type=Path)
@@ -296,12 +325,14 @@ def main() -> None:
     runner.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     runner.add_argument("--seconds", type=float, default=3600.0)
     given = parser.parse_args()
-    suite = Suite.read(given.lines)
     if given.command == "choose":
-        chosen = choose(suite, given.count, given.seed)
-        given.output.write_text(json.dumps([asdict(mutant) for mutant in chosen], indent=1) + "\n")
+        _write(given.output, choose(Suite.read(given.lines), given.count, given.seed))
         return
     mutants = [Mutant(**row) for row in json.loads(given.mutants.read_text())]
+    if given.command == "locate":
+        _write(given.output, locate(mutants))
+        return
+    suite = Suite.read(given.lines)
     if given.only:
         rows = json.loads(given.only.read_text())["mutants"]
         alive = {(row["file"], row["start"], row["after"]) for row in rows if not row["killed_by"]}
