@@ -5,9 +5,10 @@
     python benchmarks/mutants.py run MUTANTS.json LINES.xz TREE OUT.json [--only SURVIVORS_OF.json]
 
 `LINES.xz` is the file of `lines_by_test.py` for a suite. A mutant changes one operator, constant or condition
-on a line that a test of that suite runs; the seed draws the lines, from each room of `src/snugfit` in turn.
-`locate`
-finds the same expressions in another state of the code, by the text of their lines. For each mutant only the tests that run its line start, the cheapest first, until one fails. Tests that fail
+on a line that a test of that suite runs. The seed draws the lines, from each room of `src/snugfit` in turn.
+`locate` finds the same expressions in another state of the code, by the text of their lines.
+
+For each mutant only the tests that run its line start, the cheapest first, until one fails. Tests that fail
 without any mutant are left out. `--only` takes the mutants that survived another suite: a mutant that the
 smaller suite kills needs no second run where the larger suite contains the same tests.
 """
@@ -179,7 +180,7 @@ def choose(suite: Suite, count: int, seed: int) -> list[Mutant]:
 
 
 def locate(mutants: Sequence[Mutant]) -> list[Mutant]:
-    """Return the mutants in this state of the code; those whose lines were changed or removed are left out."""
+    """Return the mutants in this state of the code, without those whose lines changed."""
     located = []
     for mutant in mutants:
         path = SOURCES / mutant.file
