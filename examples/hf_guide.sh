@@ -19,5 +19,5 @@ snugfit predict "$model" --task sequence-classification --gpu v100-16gb \
     --recipe plain --compare "micro_batches(4)" --compare every_layer --compare fp16 --compare adafactor
 
 # 3. All of it: the tables, the published figures beside what is predicted under the software of 2022, the plot
-#    (guide.svg, guide.png), and a page that needs no network. About a minute.
+#    (guide.svg, guide.png), and a page that needs no network. Half a minute.
 snugfit guide --gpu v100-16gb --output snugfit-examples/guide --html snugfit-examples/guide.html

@@ -295,6 +295,18 @@ def test_the_guide_writes_its_files_and_says_where(
     assert json.loads(capsys.readouterr().out)["what"] == "guide"
 
 
+@pytest.mark.parametrize(("words", "wanted"), [([], False), (["--optimizers"], True)])
+def test_the_guide_predicts_optimizers_on_request(
+    words: list[str], wanted: bool, empty_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(
+        "snugfit.evaluation.guide.run", lambda *_, **how: asked.append(how["optimizers"]) or guide_result()
+    )
+    assert run(["guide", *V100, "--output", "here", *words]) == 0
+    assert asked == [wanted]
+
+
 def test_measuring_the_guide_without_a_gpu_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], empty_folder: Path
 ) -> None:

@@ -457,7 +457,7 @@ def test_the_suite_keeps_refused_rows_and_predicts_only_named_machines(
         return prediction(job=job, recipe=recipe)
 
     monkeypatch.setattr(ask, "predict", predict)
-    result = suite_run.run(find_gpu("v100-16gb"))
+    result = suite_run.run(find_gpu("v100-16gb"), optimizers=True)
     assert asked.count(("V100-SXM2-16", "published-2022")) == 10, "every published row of the V100"
     assert {key for key, _ in asked} == {"V100-SXM2-16"}
     refused = [row for row in result.rows if row.refused]
@@ -467,3 +467,6 @@ def test_the_suite_keeps_refused_rows_and_predicts_only_named_machines(
     assert all(row.name in newer or "needs triton" in row.refused for row in refused)
     assert len(result.rows) == len(suite())
     assert {line.optimizer for line in result.per_parameter} >= {"inference", "adamw"}
+    asked.clear()
+    assert suite_run.run(find_gpu("v100-16gb")) == replace(result, per_parameter=())
+    assert len(asked) == len(suite()) + 10 - len(refused), "optimizers are predicted only when asked for"

@@ -33,6 +33,12 @@ Modern = Annotated[
         "--modern", help="Also plan each experiment's job: the fastest recipe of today in the same memory."
     ),
 ]
+Optimizers = Annotated[
+    bool,
+    typer.Option(
+        "--optimizers", help="Also predict the bytes per parameter of every optimizer: a minute or two more."
+    ),
+]
 Format = Annotated[
     Literal["terminal", "markdown", "csv", "json"], typer.Option("--format", help="What to print.")
 ]
@@ -43,6 +49,7 @@ def guide(
     gpu: GpuName = None,
     measure: Measure = False,
     modern: Modern = False,
+    optimizers: Optimizers = False,
     output: Output = Path("snugfit-guide"),
     workers: Workers = None,
     html: given.Html = None,
@@ -70,12 +77,18 @@ def guide(
     from snugfit.evaluation.guide import run
     from snugfit.report.evaluation.guide import write
 
+    workers = workers or os.cpu_count() or 1
     with show_progress() as tell:
         result = run(
-            target, measure=measure, ledger=folder / "runs", workers=workers or os.cpu_count() or 1, tell=tell
+            target,
+            measure=measure,
+            optimizers=optimizers,
+            ledger=folder / "runs",
+            workers=workers,
+            tell=tell,
         )
     if modern:
-        result = _with_modern(result, target, workers or os.cpu_count() or 1)
+        result = _with_modern(result, target, workers)
     paths = write(result, folder)
     given.write_pictures(html, plot, result)
     _print(result, form)

@@ -35,11 +35,13 @@ def run(
     gpu: Gpu,
     *,
     measure: bool = False,
+    optimizers: bool = False,
     ledger: Path | None = None,
     workers: int = 1,
     tell: Callable[[str], None] = lambda line: None,
 ) -> GuideResult:
-    """The whole suite for `gpu`; with `measure` each experiment also runs here, in a process of its own.
+    """The whole suite for `gpu`; with `measure` each experiment also runs here, in a process of its own, and
+    with `optimizers` the result has the bytes per parameter of each.
 
     `workers` processes predict in parallel. `tell` is called with what is being done. Raises `SnugfitError`
     when no experiment can be predicted, `GpuError` for a GPU that no step runs on.
@@ -47,7 +49,7 @@ def run(
     policy_for(gpu, Software())  # which refuses a GPU that no step runs on
     experiments = suite()
     requests = [request for experiment in experiments for request in _requests(experiment, gpu)]
-    byte_requests = per_parameter_requests(gpu)
+    byte_requests = per_parameter_requests(gpu) if optimizers else []
     predictions = predict_all([*requests, *byte_requests], workers=workers, tell=tell)
     answers: Answers = {
         request.key: prediction for request, prediction in zip(requests, predictions, strict=False)

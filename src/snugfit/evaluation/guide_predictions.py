@@ -69,7 +69,9 @@ def predict_all(
     """The prediction of each request, or why there is none, in their order; `tell` hears what each is about
     when its turn comes."""
     answers = []
-    predictions = map_in_processes(predict_or_reason, requests, workers=workers)
+    families = {request.job.model.architecture for request in requests}
+    preload = [f"transformers.models.{name}.modeling_{name}" for name in sorted(families)]
+    predictions = map_in_processes(predict_or_reason, requests, workers=workers, preload=preload)
     for request, answer in zip(requests, predictions, strict=True):
         tell(request.about)
         answers.append(answer)

@@ -139,7 +139,7 @@ class GuideResult:
     rows: tuple[GuideRow, ...]
     """The experiments, vanilla first."""
     per_parameter: tuple[PerParameter, ...] = ()
-    """Bytes per parameter, by model and optimizer."""
+    """With `--optimizers`: bytes per parameter, by model and optimizer."""
     without_figures: tuple[WithoutFigure, ...] = ()
     """What the guide names and gives no figure of, chapter by chapter."""
     modern: tuple[ModernRow, ...] = ()

@@ -208,16 +208,22 @@ def start_fork_server(preload: Sequence[str], *, for_what: Any) -> None:
 
 
 def map_in_processes(
-    function: Callable[[_Item], _Result], items: Sequence[_Item], *, workers: int
+    function: Callable[[_Item], _Result],
+    items: Sequence[_Item],
+    *,
+    workers: int,
+    preload: Sequence[str] = (),
 ) -> Iterator[_Result]:
     """What `function` gives for each item, in order, each as soon as it and those before it are done. Raises
-    the `SnugfitError` of an item at its turn. Function, items and results have to be picklable."""
+    the `SnugfitError` of an item at its turn. Function, items and results have to be picklable. `preload`
+    names further modules that the fork server imports."""
     if workers <= 1 or len(items) <= 1:
         yield from map(function, items)
         return
     early: dict[int, Any] = {}
     done = 0
-    with worker_pool(partial(_itself, function), workers=min(workers, len(items))) as pool:
+    workers = min(workers, len(items))
+    with worker_pool(partial(_itself, function), workers=workers, preload=preload) as pool:
         questions = (Question(number, "__call__", (item,)) for number, item in enumerate(items))
         for answer in pool.answers_to(questions):
             early[answer.number] = answer.value
