@@ -42,6 +42,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # no test reaches the hub; read when hugging
 os.environ.setdefault(
     "MPLCONFIGDIR", str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "matplotlib"))
 )  # which takes seconds to fill, and would follow XDG_CACHE_HOME (`own_answers`)
+os.fsync = lambda descriptor: None  # a disk takes its time, and no test cuts the power
 gc.set_threshold(FEW_COLLECTIONS, 50, 50)
 
 NOT_OF_A_UNIT: set[str] = set()

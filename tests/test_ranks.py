@@ -329,7 +329,7 @@ WIDENED = few_of(
     ],
     [
         ("fsdp", 2), ("ddp + bf16", 2), ("fsdp + context(2) + bf16", 4), ("fsdp + tensor(2) + bf16", 4),
-        ("zero1", 2),
+        ("zero1", 2), ("ddp + tensor(2)", 4), ("hsdp(2) + bf16", 4),
     ],
 )  # fmt: skip
 

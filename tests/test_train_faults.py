@@ -141,12 +141,27 @@ def test_a_terminal_that_changes_its_size(at_home: Path, forks: Forks) -> None:
     assert b"finished after step 40" in shown
 
 
-def test_without_a_home(at_home: Path) -> None:
-    """None in the environment, and one where nothing can be written."""
-    words = [sys.executable, "-m", "snugfit", "train", "job.yaml"]
+def nowhere() -> dict[str, str]:
+    """An environment with a home where nothing can be written."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("HOME", "XDG", "HF_"))}
-    nowhere = {**kept, "HOME": "/proc/none"}
-    done = subprocess.run(words, env=nowhere, capture_output=True, text=True, check=False)
+    return {**kept, "HOME": "/proc/none"}
+
+
+def test_without_a_home(at_home: Path, forks: Forks) -> None:
+    with open("printed", "w+") as printed:
+        child = forks.start(
+            command, "train", "job.yaml", streams={STDOUT: printed.fileno()}, environment=nowhere()
+        )
+        assert forks.ended(child) == 0
+        printed.seek(0)
+        assert printed.read() == f"finished after step 12: {at_home / 'out'}\n"
+
+
+@pytest.mark.slow
+def test_without_a_home_in_a_fresh_process(at_home: Path) -> None:
+    """Modules read it when they are imported."""
+    words = [sys.executable, "-m", "snugfit", "train", "job.yaml"]
+    done = subprocess.run(words, env=nowhere(), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, f"finished after step 12: {at_home / 'out'}\n"), done.stderr
 
 

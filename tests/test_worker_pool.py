@@ -3,10 +3,12 @@ traceback."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 
@@ -62,45 +64,52 @@ def test_a_process_that_became_spare_helps_where_that_is_allowed() -> None:
         assert not spare.take(), "it was taken once"
 
 
-@pytest.mark.whole
-def test_ctrl_c_does_not_reach_the_fork_server_while_it_imports() -> None:
-    script = (
-        "from multiprocessing import forkserver\n"
-        "from pathlib import Path\n"
-        "from snugfit.prediction.worker_pool import start_fork_server\n"
-        "start_fork_server((), for_what=None)\n"
-        "status = Path(f'/proc/{forkserver._forkserver._forkserver_pid}/status').read_text()\n"
-        "mask = next(line for line in status.splitlines() if line.startswith('SigIgn'))\n"
-        "print(bool(int(mask.split()[1], 16) & 1 << signal.SIGINT - 1))\n"
+SCRIPT = """
+import json, os, signal
+from multiprocessing import forkserver
+from operator import neg
+from pathlib import Path
+from snugfit.prediction.worker_pool import is_picklable, map_in_processes, start_fork_server
+def own(number): return number
+start_fork_server((), for_what=None)
+status = Path(f'/proc/{forkserver._forkserver._forkserver_pid}/status').read_text()
+mask = next(line for line in status.splitlines() if line.startswith('SigIgn'))
+print(json.dumps({
+    "ignores Ctrl-C": bool(int(mask.split()[1], 16) & 1 << signal.SIGINT - 1),
+    "negated": list(map_in_processes(neg, [1, 2], workers=2)),
+    "picklable": [is_picklable(own), is_picklable(neg)],
+    "GPUs of workers": list(map_in_processes(os.getenv, ['CUDA_VISIBLE_DEVICES'] * 2, workers=2)),
+    "GPUs": os.environ['CUDA_VISIBLE_DEVICES'],
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, Any]:
+    """Results of a script from stdin, in a fresh process that sees a GPU."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
+    done = subprocess.run(
+        [sys.executable, "-"], input=SCRIPT, env=environment, check=False, capture_output=True, text=True
     )
-    words = [sys.executable, "-c", "import signal\n" + script]
-    done = subprocess.run(words, check=False, capture_output=True, text=True)
-    assert done.stdout == "True\n", done.stderr
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 @pytest.mark.whole
-def test_a_script_from_stdin_needs_no_file() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="Requires: [/proc]")
+def test_ctrl_c_does_not_reach_the_fork_server_while_it_imports(told: dict[str, Any]) -> None:
+    assert told["ignores Ctrl-C"]
+
+
+@pytest.mark.whole
+def test_a_script_from_stdin_needs_no_file(told: dict[str, Any]) -> None:
     """A worker cannot import it: what refers to it stays in this process, and the rest is sent."""
-    script = (
-        "from operator import neg\n"
-        "from snugfit.prediction.worker_pool import is_picklable, map_in_processes\n"
-        "def own(number): return number\n"
-        "print(list(map_in_processes(neg, [1, 2], workers=2)), is_picklable(own), is_picklable(neg))\n"
-    )
-    done = subprocess.run([sys.executable, "-"], check=False, capture_output=True, text=True, input=script)
-    assert done.stdout == "[-1, -2] False True\n", done.stderr
+    assert (told["negated"], told["picklable"]) == ([-1, -2], [False, True])
 
 
 @pytest.mark.whole
-def test_workers_see_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_see_no_gpu(told: dict[str, Any]) -> None:
     """What their fork server imports asks CUDA for GPUs, after which no copy of it could. The caller's own
     process sees what it saw."""
-    script = (
-        "import os\n"
-        "from snugfit.prediction.worker_pool import map_in_processes\n"
-        "names = ['CUDA_VISIBLE_DEVICES'] * 2\n"
-        "print(list(map_in_processes(os.getenv, names, workers=2)), os.environ['CUDA_VISIBLE_DEVICES'])\n"
-    )
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
-    assert done.stdout == "['', ''] 0\n", done.stderr
+    assert (told["GPUs of workers"], told["GPUs"]) == (["", ""], "0")

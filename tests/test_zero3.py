@@ -19,6 +19,7 @@ from snugfit.step.open_step import open_step
 from snugfit.step.step import Observer
 from snugfit.techniques.recipe import Recipe
 from test_sharding import group_that_sends_nothing, job_with_large_layers, with_deepspeed
+from tiers import slow_but
 
 
 def most_while_built(trace: Trace) -> int:
@@ -37,12 +38,15 @@ def most_while_built(trace: Trace) -> int:
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("recipe", "loop", "holds_all"),
-    [
-        ("zero3 + bf16", "plain", True),
-        ("zero3 + bf16", "accelerate", False),
-        ("zero3 + bf16 + every_layer", "trainer", False),
-        ("zero2 + bf16", "accelerate", True),
-    ],
+    slow_but(
+        [
+            ("zero3 + bf16", "plain", True),
+            ("zero3 + bf16 + every_layer", "trainer", False),
+            ("zero3 + bf16", "accelerate", False),
+            ("zero2 + bf16", "accelerate", True),
+        ],
+        2,
+    ),
 )
 def test_weights_wait_elsewhere_as_they_are_built(recipe: str, loop: str, holds_all: bool) -> None:
     """Where transformers knows of the third stage when it builds a model, the GPU never holds all of it."""
@@ -105,7 +109,9 @@ class HookCounter(Observer):
 
 @with_deepspeed
 @pytest.mark.whole
-@pytest.mark.parametrize("recipe", ["zero3(offload=none)", "zero3(offload=none) + micro_batches(2)"])
+@pytest.mark.parametrize(
+    "recipe", slow_but(["zero3(offload=none)", "zero3(offload=none) + micro_batches(2)"], 1)
+)
 def test_the_host_pays_for_each_hook_that_a_real_step_calls(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,7 +50,7 @@ TWO = [
     ("bert", "zero3(offload=none) + micro_batches(2)"),
     ("llama", "zero3(offload=none) + every_layer + bf16"),
 ]
-TWO = few_of(TWO, TWO[1:3])
+TWO = few_of(TWO, TWO[1:4])
 FOUR = [("bert", "zero3(offload=none) + bf16")]
 
 
