@@ -61,7 +61,9 @@ OF_PLAIN_NUMBERS: Mapping[str, Callable[..., bool]] = {
     "guard_size_oblivious": bool,
     "statically_known_true": bool,
     "is_nested_int": lambda number: False,
+    "sym_and": lambda *truths: all(truths),
     "sym_eq": operator.eq,
+    "sym_or": lambda *truths: any(truths),
 }
 """What functions about symbolic sizes give for plain numbers, by their names."""
 
@@ -276,7 +278,9 @@ def complete_imports() -> None:
 
 def _is_plain(value: object) -> bool:
     """Whether this is a number, or some numbers, of which none is symbolic."""
-    return type(value) in (bool, int) or (type(value) is tuple and all(type(one) is int for one in value))
+    return type(value) in (bool, int) or (
+        isinstance(value, tuple) and all(type(one) is int for one in value)
+    )
 
 
 def _absolute(name: str, package: str, level: int) -> str:
