@@ -317,11 +317,6 @@ class TraceWriter:
                 self._shift(counts, further, first, moves)
                 return
 
-    def follow_step_again(self, pieces: Sequence[tuple[Sequence[Move], int]], step: int) -> None:
-        """Writes a step that is the one before it again."""
-        for moves, times in pieces:
-            self.follow_times(moves, times, step)
-
     def trace(self, relative: RelativeTrace) -> Trace:
         """The trace of what was written."""
         last, streams = self._last, self._streams
