@@ -26,13 +26,14 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from snugfit.prediction.addresses import DeviceAddresses
 from snugfit.prediction.last_step import MOST_REPEATED, LastStep, begin_of_last_step, places
 from snugfit.prediction.several_gpus.late_frees import NONE_LATE, Frees
-from snugfit.rehearsal.trace.trace import MarkKind, Memory, Trace
+from snugfit.rehearsal.trace.trace import MarkKind, Memory, Period, Trace
 
 MINIMUM = 512
 SMALL = 1 << 20
@@ -243,12 +244,22 @@ def replay(
     emptied = {mark.event for mark in trace.marks if mark.kind is MarkKind.CACHE_EMPTIED}
     live: dict[int, _PoolBlock] = {}
     reserved: list[int] = []
-    blocks, streams = trace.blocks, trace.streams
+    blocks, streams, events = trace.blocks, trace.streams, trace.events
     actions = driver_actions(trace, allocator.addresses)
     start, began = begin_of_last_step(trace), None
-    for index, event in enumerate(trace.events):
+    repeats = Repeats(trace, {*emptied, *_before(events, actions)}) if not late else None
+    index = 0
+    while index < len(events):
         if index == start:
             began = allocator.state(), places(trace, live)
+        if repeats is not None and index in repeats.begins:
+            skipped = repeats.skip(index, allocator.state(), live)
+            if skipped.events:
+                live = skipped.live
+                reserved += reserved[-skipped.period :] * (skipped.events // skipped.period)
+                index += skipped.events
+                continue
+        event = events[index]
         if index in emptied:
             allocator.empty_cache()
         if event > 0:
@@ -263,6 +274,7 @@ def replay(
         else:
             frees.free(index, live.pop(-event))
         reserved.append(allocator.reserved)
+        index += 1
     frees.finish()
     if began is not None and (allocator.state(), places(trace, live)) != began:
         last = LastStep(trace, start, live)
@@ -275,6 +287,61 @@ def replay(
         reserved,
         allocator.retries,
     )
+
+
+def _before(events: Sequence[int], numbers: Collection[int]) -> Iterator[int]:
+    """Before which events the blocks with these numbers are allocated."""
+    return (index for index, event in enumerate(events) if event in numbers) if numbers else iter(())
+
+
+class Skipped(NamedTuple):
+    """Events that need no replay."""
+
+    events: int
+    period: int = 1
+    """After so many of them all is as before."""
+    live: dict[int, _PoolBlock] = {}  # noqa: RUF012 - never changed
+    """The live blocks after them, by number."""
+
+
+class Repeats:
+    """The periods of a trace (`Trace.periods`), as far as they are replayed. One whose times begin with the
+    same free blocks and live blocks as an earlier one need not go on. `single` are events that happen once."""
+
+    def __init__(self, trace: Trace, single: Collection[int]) -> None:
+        self.begins: dict[int, Period] = {}
+        """Before which events a time of a period begins, but for the first."""
+        for period in trace.periods:
+            end = period.start + period.events * period.times
+            if not any(period.start <= event < end for event in single):
+                starts = range(period.start + period.events, end, period.events)
+                self.begins |= dict.fromkeys(starts, period)
+        self._events = trace.events
+        self._known: dict[int, dict[Hashable, int]] = defaultdict(dict)
+
+    def skip(self, index: int, state: Hashable, live: Mapping[int, _PoolBlock]) -> Skipped:
+        """How many events from here on need no replay, in this state of the allocator."""
+        period = self.begins[index]
+        time = (index - period.start) // period.events
+        oldest = self._first_block(period)
+        moved = period.blocks * time
+        own = tuple([(number - moved, one.address) for number, one in live.items() if number >= oldest])
+        known = self._known[period.start]
+        before = known.setdefault((state, own), time)
+        if before == time:
+            return Skipped(0)
+        cycle = time - before
+        times = (period.times - time) // cycle * cycle
+        by = period.blocks * times
+        return Skipped(
+            period.events * times,
+            period.events * cycle,
+            {number + by if number >= oldest else number: one for number, one in live.items()},
+        )
+
+    def _first_block(self, period: Period) -> int:
+        end = period.start + period.events
+        return next((event for event in self._events[period.start : end] if event > 0), len(self._events))
 
 
 def _replay_again(

@@ -13,8 +13,8 @@ is over.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import PRECISIONS, HostLaunchCosts, Rates, rates_for
@@ -43,6 +43,8 @@ from snugfit.results.step_seconds import COMMUNICATION, LINK, PhaseSeconds, Step
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.rehearsal.trace.trace import Kernel, Trace
+
+_T = TypeVar("_T")
 
 BY_LINK_OR_HOST = COPIES | STAGED | BY_HOST | COLLECTIVES
 """What the device neither computes nor moves in its own memory."""
@@ -111,16 +113,17 @@ def step_seconds(
     rates = rates or rates_for(gpu)
     clock, costs = KernelClock(rates, interconnect_of(gpu, rates)), rates.host.slower(host)
     kernels = with_worker_batches(workers, trace.kernels)
-    device = [clock.seconds(kernel) for kernel in kernels]
-    launches = [launch_seconds(kernel, costs) for kernel in kernels]
+    device = each_once(clock.seconds, kernels)
+    launches = each_once(lambda kernel: launch_seconds(kernel, costs), kernels)
     roles = queue_roles(kernels)
     on_device = [0.0 if role == TRAVELS else s for role, s in zip(roles, device, strict=True)]
-    exchanges = [s if k.operator in COLLECTIVES else 0.0 for k, s in zip(kernels, device, strict=True)]
+    is_exchange = each_once(lambda kernel: kernel.operator in COLLECTIVES, kernels)
+    exchanges = [s if exchange else 0.0 for exchange, s in zip(is_exchange, device, strict=True)]
     computing = [s - exchange for s, exchange in zip(on_device, exchanges, strict=True)]
     phases = _by_phase(kernels, computing, launches, gpu)
     syncs, loading = (
         sync_points(kernels, trace.waits),
-        sum(loader_seconds(kernel, costs) for kernel in kernels),
+        sum(each_once(lambda kernel: loader_seconds(kernel, costs), kernels)),
     )
     exposed = 0.0
     if communication := sum(exchanges):
@@ -150,6 +153,14 @@ def step_seconds(
     )
 
 
+def each_once(value: Callable[[Kernel], _T], kernels: Sequence[Kernel]) -> list[_T]:
+    """The value of each kernel, computed once for those that are one object: of equal micro-batches all
+    are."""
+    unique = {id(kernel): kernel for kernel in kernels}
+    values = {key: value(kernel) for key, kernel in unique.items()}
+    return [values[id(kernel)] for kernel in kernels]
+
+
 def _by_phase(
     kernels: Sequence[Kernel], device: Sequence[float], launches: Sequence[float], gpu: Gpu
 ) -> tuple[PhaseSeconds, ...]:
@@ -157,11 +168,14 @@ def _by_phase(
     from snugfit.rehearsal.record.kernels import group_of
 
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    for kernel, device_seconds, host_seconds in zip(kernels, device, launches, strict=True):
-        line = sums[kernel.phase, group_of(kernel.operator)]
+    lines = each_once(lambda kernel: sums[kernel.phase, group_of(kernel.operator)], kernels)
+    rooflines = each_once(
+        lambda kernel: 0.0 if kernel.operator in BY_LINK_OR_HOST else _roofline(kernel, gpu), kernels
+    )
+    for line, device_seconds, host_seconds, roofline in zip(lines, device, launches, rooflines, strict=True):
         line[0] += device_seconds
         line[1] += host_seconds
-        line[2] += 0.0 if kernel.operator in BY_LINK_OR_HOST else _roofline(kernel, gpu)
+        line[2] += roofline
     return tuple(
         PhaseSeconds(
             phase=phase, group=group, device_seconds=line[0], host_seconds=line[1], roofline_seconds=line[2]
@@ -174,20 +188,19 @@ def model_peak_seconds(kernels: Sequence[Kernel], gpu: Gpu) -> float:
     """Seconds of the model's contractions at the data sheet's peaks, without what is computed again."""
     from snugfit.rehearsal.record.kernels import CONTRACTIONS, group_of
 
-    contractions = (
-        kernel
-        for kernel in kernels
-        if kernel.phase in MODELS_OWN and not kernel.recomputed and group_of(kernel.operator) == CONTRACTIONS
-    )
-    return sum((_arithmetic(kernel, gpu) for kernel in contractions), 0.0)
+    def seconds(kernel: Kernel) -> float | None:
+        is_own = kernel.phase in MODELS_OWN and not kernel.recomputed
+        return _arithmetic(kernel, gpu) if is_own and group_of(kernel.operator) == CONTRACTIONS else None
+
+    return sum((one for one in each_once(seconds, kernels) if one is not None), 0.0)
 
 
-def queue_roles(kernels: Iterable[Kernel]) -> list[int]:
+def queue_roles(kernels: Sequence[Kernel]) -> list[int]:
     """What each kernel is to the queue: `COMPUTES`, `TRAVELS`, or for which copy the device waits."""
-    return [
-        TRAVELS if k.operator in COPIES else k.tensors if k.operator == AWAIT_COPY else COMPUTES
-        for k in kernels
-    ]
+    return each_once(
+        lambda k: TRAVELS if k.operator in COPIES else k.tensors if k.operator == AWAIT_COPY else COMPUTES,
+        kernels,
+    )
 
 
 def simulate_queue(
@@ -207,6 +220,15 @@ def simulate_queue(
     roles = roles or [COMPUTES] * len(device)
     now = free = last = link = 0.0
     length = 0.0
+    if not syncs and set(roles) <= {COMPUTES}:
+        for _ in range(SIMULATED_STEPS):
+            now += host.step
+            for seconds, launch in zip(device, launches, strict=True):
+                now += launch
+                free = (now if now > free else free) + seconds
+            end = max(now, free)
+            length, last = end - last, end
+        return length
     for _ in range(SIMULATED_STEPS):
         now += host.step
         next_sync = 0
@@ -291,11 +313,10 @@ def sync_points(kernels: Sequence[Kernel], waits: Sequence[int]) -> tuple[int, .
     It waits where it reads a value (`waits`), and after it has copied a batch from memory that is not
     page-locked, unless the copy is small.
     """
-    after_copies = (
-        index + 1
-        for index, kernel in enumerate(kernels)
-        if kernel.operator == COPY_IN and kernel.nbytes // 2 > LARGEST_SMALL_COPY
+    waited = each_once(
+        lambda kernel: kernel.operator == COPY_IN and kernel.nbytes // 2 > LARGEST_SMALL_COPY, kernels
     )
+    after_copies = (index + 1 for index, waits_after in enumerate(waited) if waits_after)
     return tuple(sorted((*waits, *after_copies)))
 
 

@@ -11,6 +11,7 @@ from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.seconds import (
     COMPUTES,
     TRAVELS,
+    each_once,
     launch_seconds,
     queue_roles,
     sync_points,
@@ -51,11 +52,11 @@ def run_in_streams(
 ) -> StreamsRun | None:
     """The trace's steady step where kernels exchange something beside the computation, None elsewhere."""
     kernels = with_worker_batches(workers, trace.kernels)
-    if all(kernel.peers == ALONE for kernel in kernels):
+    if all(each_once(lambda kernel: kernel.peers == ALONE, kernels)):
         return None
     clock = KernelClock(rates, connected)
-    device = [clock.seconds(kernel) for kernel in kernels]
-    launches = [launch_seconds(kernel, rates.host) for kernel in kernels]
+    device = each_once(clock.seconds, kernels)
+    launches = each_once(lambda kernel: launch_seconds(kernel, rates.host), kernels)
     return simulate_streams(kernels, device, launches, sync_points(kernels, trace.waits), rates.host)
 
 
@@ -70,7 +71,7 @@ def time_kernels(
     """The kernels of the trace's steady step in order, each with its moments; by the queue that
     `simulate_queue` adds up, with an end. `streams` is what `run_in_streams` gave, where it was asked."""
     kernels = with_worker_batches(workers, trace.kernels)
-    launches = [launch_seconds(kernel, rates.host) for kernel in kernels]
+    launches = each_once(lambda kernel: launch_seconds(kernel, rates.host), kernels)
     streams = streams or run_in_streams(trace, rates, connected, workers=workers)
     if streams is not None:
         return [
@@ -80,7 +81,7 @@ def time_kernels(
             )
         ]
     clock = KernelClock(rates, connected)
-    device = [clock.seconds(kernel) for kernel in kernels]
+    device = each_once(clock.seconds, kernels)
     waits = sync_points(kernels, trace.waits)
     moments = queue_moments(device, launches, waits, rates.host, queue_roles(kernels))
     return [

@@ -53,7 +53,7 @@ def rehearse_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Trace | 
         return None
     update = rehearse_update(job, setup, policy, passes.gradients)
     run = splice(passes, update, micro_batches=setup.micro_batches)
-    return None if run is None else run.relative().trace()
+    return None if run is None else run.trace()
 
 
 def passes_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Part | None:

@@ -93,7 +93,7 @@ def rehearse(
         relative = RelativeTrace.of(trace, marks)
         whole = repeat(relative, steps=steps, micro_batches=setup.micro_batches) if not varies else None
         if whole is not None:
-            return whole.relative().trace()
+            return whole.trace()
     if setup.records_graphs:
         return _record_until_played(lambda: open_it(job, setup), policy, steps)
     return record_step(open_it(job, setup), policy, steps).trace

@@ -18,11 +18,20 @@ from __future__ import annotations
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from snugfit.rehearsal.trace.trace import DEFAULT_STREAM, GRAPH_STREAM, Block, Kernel, Mark, MarkKind, Trace
+from snugfit.rehearsal.trace.trace import (
+    DEFAULT_STREAM,
+    GRAPH_STREAM,
+    Block,
+    Kernel,
+    Mark,
+    MarkKind,
+    Period,
+    Trace,
+)
 from snugfit.results.footprint import Kind
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -232,61 +241,182 @@ class LiveSet:
 
 
 def _absolute(relative: RelativeTrace) -> Trace:
-    blocks: list[Block] = []
-    events: list[int] = []
-    marks: list[Mark] = []
-    last, streams = _SteadyStep(), dict[int, int]()
-    stacks: dict[Alloc, list[int]] = defaultdict(list)
-    by_move: dict[int, list[int]] = {}  # by a move's id: what repeats is the same move, and hashes slowly
-    step, phase, released = -1, "", False
-    new, releases, empties = tuple.__new__, MarkKind.CONTEXT_RELEASED, MarkKind.CACHE_EMPTIED
-    for move in relative.moves:
-        if type(move) is Alloc:
-            if move[5] != DEFAULT_STREAM:
-                streams[len(blocks)] = move[5]
-            blocks.append(new(Block, (*move[:4], step, move[4])))
-            number = len(blocks)
-            events.append(number)
-            stack = by_move.get(id(move))
-            if stack is None:
-                stack = by_move[id(move)] = stacks[_stack_of(move)]
-            stack.append(number)
-        elif type(move) is Free:
-            stack = by_move.get(id(move))
-            if stack is None:
-                stack = by_move[id(move)] = stacks[move[0]]
-            if not 0 <= move[1] < len(stack):
-                raise LookupError(move)
-            number = stack.pop(-1 - move[1])
-            _append_free(number, blocks, events)
-            if move[2]:
-                last.awaited[number - 1] = last.order.numbers(move[2])
-        elif type(move) is PhaseStart:
-            if move.step != step:
-                last = _SteadyStep()
-            step, phase = move
-            last.passes += [len(last.kernels)] * (phase in ("forward", "backward"))
-            marks.append(Mark(len(events), step, phase))
-        elif move is empties or (move is releases and not released):  # joined parts may each be the first
-            released |= move is releases
-            marks.append(Mark(len(events), step, phase, move))
-        else:
-            last.follow(move, len(events))
-    return Trace(
-        tuple(blocks),
-        tuple(events),
-        tuple(marks),
-        tuple(last.kernels),
-        tuple(last.waits),
-        relative.attention,
-        relative.doubts,
-        frozenset(block for block, stream in streams.items() if stream == GRAPH_STREAM),
-        streams={block: stream for block, stream in streams.items() if stream != GRAPH_STREAM},
-        awaited=last.awaited,
-        launched=tuple(last.launched) if last.awaited else (),
-        groups=relative.groups,
-        passes=tuple(last.passes) if relative.has_passes else (),
-    )
+    writer = TraceWriter(relative.moves)
+    writer.follow(relative.moves)
+    return writer.trace(relative)
+
+
+class TraceWriter:
+    """Writes a trace from the moves of a run, a piece after the other. `moves` are all that may come."""
+
+    def __init__(self, moves: Iterable[Move]) -> None:
+        self._blocks: list[Block] = []
+        self._events: list[int] = []
+        self._marks: list[Mark] = []
+        self._periods: list[Period] = []
+        self._last, self._streams = _SteadyStep(), dict[int, int]()
+        self._stacks: dict[Alloc, list[int]] = defaultdict(list)
+        self._by_move: dict[int, list[int]] = {}
+        """By a move's id: what repeats is the same move, and hashes slowly."""
+        self._step, self._phase, self._released = -1, "", False
+        self._is_plain = all(map(_is_plain, moves))
+
+    def follow(self, moves: Iterable[Move], step: int | None = None) -> None:
+        """Writes these moves; their phases are those of this step, where one is given. Raises `LookupError`
+        when a block is freed that is not there."""
+        blocks, events, marks, streams = self._blocks, self._events, self._marks, self._streams
+        by_move, stacks, last = self._by_move, self._stacks, self._last
+        current = self._step
+        new, releases, empties = tuple.__new__, MarkKind.CONTEXT_RELEASED, MarkKind.CACHE_EMPTIED
+        for move in moves:
+            if type(move) is Alloc:
+                if move[5] != DEFAULT_STREAM:
+                    streams[len(blocks)] = move[5]
+                blocks.append(new(Block, (*move[:4], current, move[4])))
+                number = len(blocks)
+                events.append(number)
+                stack = by_move.get(id(move))
+                if stack is None:
+                    stack = by_move[id(move)] = stacks[_stack_of(move)]
+                stack.append(number)
+            elif type(move) is Free:
+                stack = by_move.get(id(move))
+                if stack is None:
+                    stack = by_move[id(move)] = stacks[move[0]]
+                if not 0 <= move[1] < len(stack):
+                    raise LookupError(move)
+                number = stack.pop(-1 - move[1])
+                _append_free(number, blocks, events)
+                if move[2]:
+                    last.awaited[number - 1] = last.order.numbers(move[2])
+            elif type(move) is PhaseStart:
+                begins = move.step if step is None else step
+                if begins != current:
+                    last = self._last = _SteadyStep()
+                current = self._step = begins
+                self._phase = move.phase
+                last.passes += [len(last.kernels)] * (move.phase in ("forward", "backward"))
+                marks.append(Mark(len(events), current, move.phase))
+            elif move is empties or (move is releases and not self._released):  # joined parts may each be the
+                self._released |= move is releases  # first
+                marks.append(Mark(len(events), current, self._phase, move))
+            else:
+                last.follow(move, len(events), ordered=not self._is_plain)
+
+    def follow_times(self, moves: Sequence[Move], times: int, step: int) -> None:
+        """Writes these moves so many times. Once they begin and end with the same live blocks, counted from
+        where they begin, each further time is the last one with other numbers."""
+        first, written = len(self._blocks), 0
+        while written < times:
+            further = times - written - 1
+            counts = self._counts() if further and self._may_shift(moves) else None
+            before = self._live(moves) if counts else {}
+            self.follow(moves, step)
+            written += 1
+            if counts and self._is_shifted(before, len(self._blocks) - counts.blocks, first):
+                self._shift(counts, further, first, moves)
+                return
+
+    def trace(self, relative: RelativeTrace) -> Trace:
+        """The trace of what was written."""
+        last, streams = self._last, self._streams
+        return Trace(
+            tuple(self._blocks),
+            tuple(self._events),
+            tuple(self._marks),
+            tuple(last.kernels),
+            tuple(last.waits),
+            relative.attention,
+            relative.doubts,
+            frozenset(block for block, stream in streams.items() if stream == GRAPH_STREAM),
+            streams={block: stream for block, stream in streams.items() if stream != GRAPH_STREAM},
+            awaited=last.awaited,
+            launched=tuple(last.launched) if last.awaited else (),
+            groups=relative.groups,
+            passes=tuple(last.passes) if relative.has_passes else (),
+            periods=tuple(self._periods),
+        )
+
+    def _counts(self) -> _Counts:
+        last = self._last
+        return _Counts(
+            len(self._blocks),
+            len(self._events),
+            len(self._marks),
+            len(last.kernels),
+            len(last.waits),
+            len(last.passes),
+        )
+
+    def _may_shift(self, moves: Sequence[Move]) -> bool:
+        """Whether these moves may be written again with other numbers alone."""
+        return self._is_plain and not any(
+            (type(move) is Alloc and (move.kind == STATES or move.stream != DEFAULT_STREAM))
+            or move is MarkKind.STEP_END
+            for move in moves
+        )
+
+    def _live(self, moves: Sequence[Move]) -> dict[int, list[int]]:
+        """The live blocks on the stacks that these moves touch."""
+        stacks = {id(stack): stack for stack in map(self._stack, moves) if stack is not None}
+        return {key: [*stack] for key, stack in stacks.items()}
+
+    def _stack(self, move: Move) -> list[int] | None:
+        if type(move) is not Alloc and type(move) is not Free:
+            return None
+        stack = self._by_move.get(id(move))
+        if stack is None:
+            key = _stack_of(move) if type(move) is Alloc else move[0]
+            stack = self._by_move[id(move)] = self._stacks[key]
+        return stack
+
+    def _is_shifted(self, before: Mapping[int, Sequence[int]], by: int, first: int) -> bool:
+        """Whether the stacks hold what they held before: blocks that are older than `first`, and others whose
+        numbers are larger by so many."""
+        stacks = {id(stack): stack for stack in self._stacks.values()}
+        return all(
+            stacks[key] == [number + by if number > first else number for number in numbers]
+            for key, numbers in before.items()
+        )
+
+    def _shift(self, counts: _Counts, times: int, first: int, moves: Sequence[Move]) -> None:
+        """Writes so many times again what was written since these counts."""
+        blocks, events, marks, last = self._blocks, self._events, self._marks, self._last
+        of_blocks, of_events = blocks[counts.blocks :], events[counts.events :]
+        of_marks = marks[counts.marks :]
+        of_kernels = last.kernels[counts.kernels :]
+        of_waits, of_passes = last.waits[counts.waits :], last.passes[counts.passes :]
+        launched = last.launched[counts.kernels :]
+        self._periods.append(Period(counts.events, len(of_events), len(of_blocks), times + 1))
+        for time in range(1, times + 1):
+            by, later = time * len(of_blocks), time * len(of_events)
+            blocks += of_blocks
+            events += [event + by if event > 0 else event - by for event in of_events]
+            marks += [mark._replace(event=mark.event + later) for mark in of_marks]
+            last.kernels += of_kernels
+            launches = time * len(of_kernels)
+            last.waits += [wait + launches for wait in of_waits]
+            last.passes += [start + launches for start in of_passes]
+            last.launched += [event + later for event in launched]
+        by = times * len(of_blocks)
+        for stack in {id(stack): stack for stack in map(self._stack, moves) if stack is not None}.values():
+            stack[:] = [number + by if number > first else number for number in stack]
+
+
+class _Counts(NamedTuple):
+    """How much of a trace is written."""
+
+    blocks: int
+    events: int
+    marks: int
+    kernels: int
+    waits: int
+    passes: int
+
+
+def _is_plain(move: Move) -> bool:
+    """Whether this move is of one stream alone."""
+    return type(move) is not StreamWait and not (type(move) is Free and move.awaited)
 
 
 class _SteadyStep:
@@ -301,12 +431,13 @@ class _SteadyStep:
         self.order = StreamKernels()
         self._after: tuple[int, ...] = ()
 
-    def follow(self, move: Move, events: int) -> None:
-        """This move comes after so many events."""
+    def follow(self, move: Move, events: int, *, ordered: bool = True) -> None:
+        """This move comes after so many events; kernels are `ordered` where others wait for them."""
         if type(move) is Kernel:
             self.kernels.append(move._replace(after=self._after) if self._after else move)
             self.launched.append(events)
-            self.order.add(move)
+            if ordered:
+                self.order.add(move)
             self._after = ()
         elif type(move) is StreamWait:
             self._after = self.order.numbers(move.after)

@@ -15,13 +15,14 @@ and the run is simulated in full.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from snugfit.rehearsal.trace.relative import Alloc, Free, Move, PhaseStart, RelativeTrace
+from snugfit.rehearsal.trace.relative import Alloc, Free, Move, PhaseStart, RelativeTrace, TraceWriter
 from snugfit.rehearsal.trace.trace import Kernel, Mark, MarkKind, Trace
 
 if TYPE_CHECKING:
@@ -97,6 +98,19 @@ class PeriodicRun:
                     move._replace(step=index) if type(move) is PhaseStart else move for move in moves
                 ] * times
         return RelativeTrace((*whole, *self.rest), self.attention, self.doubts, self.groups, self.has_passes)
+
+    def trace(self) -> Trace:
+        """The trace of the whole run. Raises `LookupError` when a block is freed that is not there."""
+        pieces = [moves for step in self.recorded for moves, _ in step]
+        writer = TraceWriter(itertools.chain(self.build, *pieces, self.rest))
+        writer.follow(self.build)
+        for index in range(self.steps):
+            for moves, times in self.recorded[min(index, len(self.recorded) - 1)]:
+                writer.follow_times(moves, times, index)
+        writer.follow(self.rest)
+        return writer.trace(
+            RelativeTrace((), self.attention, self.doubts, self.groups, self.has_passes)
+        )
 
     def steady_step(self, most: int) -> Trace:
         """The kernels, waits and phases of the last step, no piece of it more often than `most` times."""

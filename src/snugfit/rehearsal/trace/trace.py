@@ -243,6 +243,18 @@ class Work(NamedTuple):
     """Before which of the kernels the host waits, ascending."""
 
 
+class Period(NamedTuple):
+    """A part of a run that repeats: the same events, and the same blocks but for their numbers."""
+
+    start: int
+    """Events before it."""
+    events: int
+    """Events of it."""
+    blocks: int
+    """Blocks that it allocates: by so much the numbers grow each time."""
+    times: int
+
+
 class Peak(NamedTuple):
     """The moment of a run at which the most requested bytes live."""
 
@@ -285,6 +297,8 @@ class Trace:
     passes: tuple[int, ...] = ()
     """Where passes of the last step begin, forward or backward: before which of its kernels; of a rank of
     several alone."""
+    periods: tuple[Period, ...] = field(default=(), compare=False, repr=False)
+    """Parts that are known to repeat, in order; one may lie in another, which then comes first."""
 
     @property
     def phases(self) -> tuple[Mark, ...]:

@@ -1,0 +1,300 @@
+"""Imports that transformers makes for every model, put off until a job uses them.
+
+Importing any model of transformers imports what few of them use: tensors that are spread over GPUs (and with
+them torch's symbolic shapes), FSDP, distributed checkpoints, torchao, and torch's compiler, because one
+function is excluded from compilation. That takes more CPU seconds than a prediction. While `defer_imports` is in
+force, transformers gets stand-ins for the names that it imports from these modules.
+
+A stand-in becomes the real thing as soon as anybody uses it or imports its module: then all modules are
+imported, and every name that holds a stand-in is bound to the real object. Until then no object of a real
+class exists, so no object is an instance of a stand-in. A module that is imported in the middle of a
+rehearsal is imported outside of it: its constants are no part of a trace.
+
+The compiler has a stand-in of its own. A function that is excluded from compilation runs as it is while the
+compiler is not there. What a decorator tells the compiler about a function is told when it is imported.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import importlib
+import operator
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+PUT_OFF = frozenset(
+    {
+        "torch._dynamo._trace_wrapped_higher_order_op",
+        "torch.distributed._composable.fsdp",
+        "torch.distributed.checkpoint.hf_storage",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+        "torch.distributed.tensor._utils",
+        "torch.distributed.tensor.placement_types",
+        "torchao.prototype.safetensors.safetensors_support",
+        "transformers.distributed.expert_parallel",
+        "transformers.distributed.tensor_parallel",
+        "triton.runtime.jit",
+    }
+)
+"""Modules whose names are put off."""
+
+IMPORTERS = ("transformers.", "torch.utils.flop_counter")
+"""Modules that are given stand-ins, by the beginnings of their names."""
+
+SYMBOLIC = frozenset({"sympy", "torch.fx.experimental.symbolic_shapes", "torch.utils._sympy.functions"})
+"""Modules about symbolic sizes, whose names are imported within functions only."""
+
+OF_PLAIN_SIZES = ("torch._prims", "torch._refs", "torch._decomp", "torch._meta_registrations")
+"""Modules whose functions ask them about plain sizes, by the beginnings of their names; and torch itself."""
+
+COMPILER = "torch._dynamo"
+
+OF_PLAIN_NUMBERS: Mapping[str, Callable[..., bool]] = {
+    "expect_true": bool,
+    "guard_or_false": bool,
+    "guard_or_true": bool,
+    "guard_size_oblivious": bool,
+    "statically_known_true": bool,
+    "is_nested_int": lambda number: False,
+    "sym_and": lambda *truths: all(truths),
+    "sym_eq": operator.eq,
+    "sym_or": lambda *truths: any(truths),
+}
+"""What functions about symbolic sizes give for plain numbers, by their names."""
+
+USERS = frozenset({"torch._compile", "torch.compiler", "torch.optim.optimizer"})
+"""Modules in which `import torch._dynamo` imports nothing: their functions use it through `torch`."""
+
+REGISTERING = ("allow_in_graph", "assume_constant_result")
+"""The compiler's decorators that register a function and return it."""
+
+RUNS_AS_IT_IS = "__dynamo_disable"
+"""The attribute in which torch remembers a function's form that is excluded from compilation."""
+
+
+class StandIn(type):
+    """The class of stand-ins, which are classes themselves, for names in unions and in `isinstance`."""
+
+    home: str
+    """The module that has the real object."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return cls.home in sys.modules and isinstance(instance, _real(cls))
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return cls.home in sys.modules and issubclass(subclass, _real(cls))
+
+    def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
+        answer = OF_PLAIN_NUMBERS.get(cls.__name__)
+        if answer is not None and not keywords and all(map(_is_plain, arguments)):
+            return answer(*arguments)
+        return _real(cls)(*arguments, **keywords)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(_real(cls), name)
+
+
+class _StandInModule(ModuleType):
+    """Gives stand-ins for the names of a module."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        stand_in = StandIn(name, (), {"home": self.__name__})
+        setattr(self, name, stand_in)
+        return stand_in
+
+
+class _StandInCompiler:
+    """Stands for the compiler until it is imported."""
+
+    def __init__(self) -> None:
+        self._registered: list[tuple[str, Any]] = []
+        self._as_they_are: list[Any] = []
+
+    def disable(self, fn: Any = None, recursive: bool = True, *, wrapping: bool = True, **_: Any) -> Any:
+        """The function as it is, for `torch._compile`, which asks when it runs first and remembers the answer;
+        for decorators what asks then."""
+        from torch._compile import _disable_dynamo
+
+        if wrapping or fn is None:
+            return _disable_dynamo(fn, recursive)
+        self._as_they_are.append(fn)
+        return fn
+
+    def graph_break(self, msg: str = "") -> None:
+        """Nothing, as of code that is not compiled."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in REGISTERING:
+            return getattr(importlib.import_module(COMPILER), name)
+
+        def register(function: Any) -> Any:
+            self._registered.append((name, function))
+            return function
+
+        return register
+
+    def hand_over(self) -> None:
+        """Tells the compiler what it missed, and has functions excluded from compilation anew."""
+        registered, self._registered = self._registered, []
+        for name, function in registered:
+            getattr(importlib.import_module(COMPILER), name)(function)
+        for function in self._as_they_are:
+            if getattr(function, RUNS_AS_IT_IS, None) is function:
+                delattr(function, RUNS_AS_IT_IS)
+        self._as_they_are.clear()
+
+
+def _real(stand_in: StandIn) -> Any:
+    if stand_in.home not in SYMBOLIC:
+        _DEFERRAL.complete()
+    return getattr(importlib.import_module(stand_in.home), stand_in.__name__)
+
+
+class _Deferral:
+    """The process's imports: its `__import__`, and a finder that sees what is imported for real."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self._stand_ins: dict[str, _StandInModule] = {}
+        self._symbolic: dict[str, _StandInModule] = {}
+        self._import = builtins.__import__
+        self._compiler = _StandInCompiler()
+
+    def begin(self) -> None:
+        """Puts imports off, where transformers' models are not imported yet."""
+        if self.active or "transformers.modeling_utils" in sys.modules or COMPILER in sys.modules:
+            return
+        import torch
+
+        self.active = True
+        self._import = builtins.__import__
+        builtins.__import__ = self._import_or_stand_in
+        sys.meta_path.insert(0, self)
+        vars(torch)["_dynamo"] = self._compiler
+
+    def _import_or_stand_in(
+        self,
+        name: str,
+        globals: Mapping[str, Any] | None = None,
+        locals: Mapping[str, Any] | None = None,
+        fromlist: Sequence[str] | None = (),
+        level: int = 0,
+    ) -> ModuleType:
+        importer = "" if globals is None else str(globals.get("__name__", ""))
+        if fromlist and importer.startswith(IMPORTERS):
+            assert globals is not None
+            full = _absolute(name, str(globals.get("__package__", "")), level)
+            if full in PUT_OFF and full not in sys.modules and full != importer:
+                return self._stand_ins.setdefault(full, _StandInModule(full))
+        elif name in SYMBOLIC and name not in sys.modules:
+            if importer == "torch" or importer.startswith(OF_PLAIN_SIZES):
+                return self._symbolic.setdefault(name, _StandInModule(name))
+        elif name == COMPILER and not fromlist and importer in USERS:
+            return sys.modules["torch"]
+        return self._import(name, globals, locals, fromlist or (), level)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Of the modules that are put off: how they are found, and what else happens when they are imported
+        for real."""
+        if name not in PUT_OFF and name not in SYMBOLIC and name != COMPILER:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        loader: Any = spec and spec.loader
+        if loader is not None:
+            execute = loader.exec_module
+
+            def execute_alone(module: ModuleType) -> None:
+                with _outside_of_modes():
+                    if name in SYMBOLIC:
+                        execute(module)
+                        return
+                    self._end()
+                    execute(module)
+                    self._bind_real()
+
+            loader.exec_module = execute_alone
+        return spec
+
+    def complete(self) -> None:
+        """Imports all that was put off."""
+        with _outside_of_modes():
+            self._end()
+            self._bind_real()
+
+    def _end(self) -> None:
+        """Puts off nothing more."""
+        if not self.active:
+            return
+        self.active = False
+        import torch
+
+        if builtins.__import__ == self._import_or_stand_in:
+            builtins.__import__ = self._import
+        sys.meta_path.remove(self)
+        if vars(torch).get("_dynamo") is self._compiler:
+            del torch._dynamo
+
+    def _bind_real(self) -> None:
+        """Every name that holds a stand-in is bound to the real object, and the compiler hears what it
+        missed."""
+        self._compiler.hand_over()
+        given, self._stand_ins = self._stand_ins, {}
+        real: dict[int, Any] = {}
+        for home, module in given.items():
+            names = [name for name, value in vars(module).items() if isinstance(value, StandIn)]
+            for name in names:
+                real[id(vars(module)[name])] = getattr(importlib.import_module(home), name)
+        for module in list(sys.modules.values()):
+            names = getattr(module, "__dict__", None) or {}
+            for name, value in list(names.items()):
+                if type(value) is StandIn and id(value) in real:
+                    names[name] = real[id(value)]
+
+
+_DEFERRAL = _Deferral()
+
+
+def defer_imports() -> None:
+    """Put the imports off from here on, in a process that has imported no model of transformers yet."""
+    _DEFERRAL.begin()
+
+
+def complete_imports() -> None:
+    """Import now what was put off."""
+    if _DEFERRAL.active:
+        _DEFERRAL.complete()
+
+
+def _is_plain(value: object) -> bool:
+    """Whether this is a number, or some numbers, of which none is symbolic."""
+    return type(value) in (bool, int) or (
+        isinstance(value, tuple) and all(type(one) is int for one in value)
+    )
+
+
+def _absolute(name: str, package: str, level: int) -> str:
+    if level == 0:
+        return name
+    base = package.rsplit(".", level - 1)[0] if level > 1 else package
+    return f"{base}.{name}" if name else base
+
+
+@contextlib.contextmanager
+def _outside_of_modes() -> Iterator[None]:
+    """Within it, what torch computes is seen by no mode: no recorder, and no device of a `with`."""
+    import torch
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
