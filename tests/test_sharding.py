@@ -11,8 +11,6 @@ import contextlib
 import importlib
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +23,7 @@ from transformers import initialization
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from aligned import compare, peak
+from bare_process import command
 from cpu_scratch import compared
 from reported import foreseen, reports
 from small_models import small_job
@@ -451,13 +450,11 @@ def test_weights_are_joined_on_the_host_where_the_gpu_has_no_room() -> None:
 
 @with_deepspeed
 @pytest.mark.whole
-def test_an_answer_in_json_is_alone_on_stdout() -> None:
+def test_an_answer_in_json_is_alone_on_stdout(tmp_path: Path) -> None:
     """DeepSpeed writes there while it is imported."""
-    asked = ["bert-base-uncased", "--task", "sequence-classification", "--recipe", "zero2", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "snugfit", "predict", *asked], capture_output=True, check=True
-    )
-    assert json.loads(done.stdout)["recipe"] == "zero2"
+    asked = ["predict", "bert-base-uncased", "--task", "sequence-classification"]
+    told = command(*asked, "--recipe", "zero2", "--json", stdout=tmp_path / "stdout")
+    assert json.loads(told)["recipe"] == "zero2"
 
 
 def built_blocks(trace: Trace) -> list[Block]:
