@@ -3,9 +3,6 @@ kernel that does the same, and rehearsed, resumed and refused as what it is."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from bare_process import script_in_triton
 from small_models import small_job
 from small_runs import assert_same_weights, bert_job, killed_in, losses, small_run
 from snugfit.errors import RecipeError
@@ -169,17 +167,12 @@ def test_states_keep_their_dtypes_when_they_are_loaded() -> None:
 
 @pytest.mark.whole
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_kernel_does_what_the_reference_does(device: str) -> None:
+def test_the_kernel_does_what_the_reference_does(device: str, tmp_path: Path) -> None:
     """In Triton's interpreter, and on a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU, and SNUGFIT_TEST_GPU=1")
-    script = Path(__file__).with_name("compact_in_triton.py")
-    variables = os.environ | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
-    done = subprocess.run(
-        [sys.executable, script, device], env=variables, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "as the reference" in done.stdout
+    told = script_in_triton("compact_in_triton.py", device, tmp_path / "told")
+    assert "as the reference" in told
 
 
 @pytest.mark.parametrize(

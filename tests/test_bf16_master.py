@@ -3,9 +3,6 @@ bit, a kernel that does the same, and rehearsed, kept and refused as what it is.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import pytest
 import torch
 
 from aligned import compare, peak
+from bare_process import script_in_triton
 from cpu_scratch import compared
 from kept import kept
 from reported import foreseen, reports
@@ -285,17 +283,12 @@ def test_an_element_takes_fourteen_bytes_and_the_update_moves_twenty_six() -> No
 
 @pytest.mark.whole
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_kernel_does_what_the_reference_does(device: str) -> None:
+def test_the_kernel_does_what_the_reference_does(device: str, tmp_path: Path) -> None:
     """In Triton's interpreter, and on a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU, and SNUGFIT_TEST_GPU=1")
-    script = Path(__file__).with_name("masters_in_triton.py")
-    variables = os.environ | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
-    done = subprocess.run(
-        [sys.executable, script, device], env=variables, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "as the reference" in done.stdout
+    told = script_in_triton("masters_in_triton.py", device, tmp_path / "told")
+    assert "as the reference" in told
 
 
 # ---- kept, refused ---------------------------------------------------------------------------------------

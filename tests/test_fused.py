@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bare_process import script_in_triton
 from kept import kept
 from small_models import small_job
 from snugfit.errors import RecipeError
@@ -179,14 +177,9 @@ def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_kernels_do_what_their_references_do(device: str) -> None:
+def test_kernels_do_what_their_references_do(device: str, tmp_path: Path) -> None:
     """In Triton's interpreter, and on a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU, and SNUGFIT_TEST_GPU=1")
-    script = Path(__file__).with_name("fused_in_triton.py")
-    variables = os.environ | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
-    done = subprocess.run(
-        [sys.executable, script, device], env=variables, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "as the reference" in done.stdout
+    told = script_in_triton("fused_in_triton.py", device, tmp_path / "told")
+    assert "as the reference" in told

@@ -5,9 +5,6 @@ On the CPU the operations are plain torch; `decoders_in_triton.py` holds the ker
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from bare_process import script_in_triton
 from small_models import small_job
 from snugfit.errors import RecipeError, UsageError
 from snugfit.kernels import cross_entropy
@@ -386,13 +384,8 @@ def test_what_it_keeps_is_less_than_the_model_s_own_code_keeps() -> None:
 
 @pytest.mark.whole
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_kernels_do_what_the_references_do(device: str) -> None:
+def test_the_kernels_do_what_the_references_do(device: str, tmp_path: Path) -> None:
     """In Triton's interpreter, and on a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU, and SNUGFIT_TEST_GPU=1")
-    script = Path(__file__).with_name("decoders_in_triton.py")
-    variables = os.environ | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
-    done = subprocess.run(
-        [sys.executable, script, device], env=variables, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    script_in_triton("decoders_in_triton.py", device, tmp_path / "told")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -16,6 +16,7 @@ from torch import nn
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
 from aligned import peak
+from bare_process import command
 from cpu_scratch import compared
 from reported import foreseen, reports
 from small_models import FAMILIES, small_job
@@ -292,23 +293,14 @@ def test_flex_attention_saves_what_flash_attention_saves(masked: bool) -> None:
 
 
 @pytest.mark.whole
-def test_an_optimizers_library_that_compiles_itself_is_no_doubt_about_the_model() -> None:
+def test_an_optimizers_library_that_compiles_itself_is_no_doubt_about_the_model(
+    tmp_path: Path,
+) -> None:
     """bitsandbytes compiles functions while it is imported, which a prediction may be the first to do."""
-    command = [
-        "predict",
-        "bert-base-uncased",
-        "--task",
-        "sequence-classification",
-        "--gpu",
-        "h200",
-        "--recipe",
-        "adamw_8bit",
-    ]
-    ran = subprocess.run(
-        [sys.executable, "-m", "snugfit", *command], capture_output=True, text=True, check=True
-    )
-    assert "adamw_8bit" in ran.stdout
-    assert "Uncertain" not in ran.stdout
+    asked = ["predict", "bert-base-uncased", "--task", "sequence-classification", "--gpu", "h200"]
+    told = command(*asked, "--recipe", "adamw_8bit", stdout=tmp_path / "stdout")
+    assert "adamw_8bit" in told
+    assert "Uncertain" not in told
 
 
 # ---- models that ask whether they are on meta ----------------------------------------------------------

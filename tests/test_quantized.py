@@ -5,9 +5,6 @@ Law 1 of the plain loop goes over the whole roster, and so over this (`test_law_
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+from bare_process import bare_forks, products_of_few_rows
 from fitted import killed, losses_of, quiet, spoken, trained, trainer_of
 from small_models import small_job
 from small_runs import CPU, assert_same_weights, events, killed_in, losses, small_run
@@ -165,24 +163,4 @@ def test_few_rows_are_multiplied_without_a_whole_weight() -> None:
 def test_products_of_few_rows_are_simulated_in_a_process_that_never_ran_one() -> None:
     """torch's dispatcher remembers, without a reference, what stands for an operator when it first runs: once
     that was a function of ours, and worker processes of a plan ended by a segmentation fault."""
-    program = (
-        "import gc\n"
-        "from small_models import small_job\n"
-        "from snugfit.rehearsal.device.policy import CudaPolicy\n"
-        "from snugfit.rehearsal.rehearse import rehearse\n"
-        "from snugfit.techniques.recipe import Recipe\n"
-        "job, setup = small_job('bert', 2), Recipe.parse('qlora').setup()\n"
-        "first = rehearse(job, setup, CudaPolicy()).events\n"
-        "gc.collect()\n"
-        "print(first == rehearse(job, setup, CudaPolicy()).events)\n"
-    )
-    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}  # as in a worker
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=Path(__file__).parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout == "True\n", done.stderr[-2000:]
+    assert bare_forks().ended(bare_forks().start(products_of_few_rows)) == 0

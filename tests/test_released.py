@@ -4,9 +4,6 @@ On a GPU `released_on_gpu.py` compares them."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from bare_process import script_in_triton
 from run_again import captured_on_cpu
 from small_models import small_job
 from small_runs import CPU, assert_same_weights, bert_job, events, killed_in, losses, small_run
@@ -142,17 +140,12 @@ def test_no_more_gradients_exist_than_that_of_one_weight(
 
 @pytest.mark.whole
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_kernels_of_one_weight_do_what_those_of_all_do(device: str) -> None:
+def test_kernels_of_one_weight_do_what_those_of_all_do(device: str, tmp_path: Path) -> None:
     """In Triton's interpreter, and on a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU, and SNUGFIT_TEST_GPU=1")
-    script = Path(__file__).with_name("one_weight_in_triton.py")
-    variables = os.environ | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
-    done = subprocess.run(
-        [sys.executable, script, device], env=variables, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "as all together" in done.stdout
+    told = script_in_triton("one_weight_in_triton.py", device, tmp_path / "told")
+    assert "as all together" in told
 
 
 # ---- a run -----------------------------------------------------------------------------------------------

@@ -12,8 +12,6 @@ import contextlib
 import importlib
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +25,7 @@ from transformers import initialization
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from aligned import compare, peak
+from bare_process import command
 from cpu_scratch import compared
 from reported import foreseen, reports
 from small_models import small_job

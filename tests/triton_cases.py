@@ -7,6 +7,6 @@ from __future__ import annotations
 import os
 
 
-def asks_all(device: str) -> bool:
+def asks_all(device: str = "cpu") -> bool:
     """Whether every case is compared on this device."""
     return device == "cuda" or bool(os.environ.get("SNUGFIT_ALL_TRUTH"))

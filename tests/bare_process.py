@@ -1,0 +1,75 @@
+"""The process that tests are forked from which no optional package may have been imported in: no compiler, no
+library of optimizers, no engine. The functions are their work."""
+
+from __future__ import annotations
+
+import gc
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+
+from clean_forks import Forks, forks_of
+from small_models import small_job
+from snugfit.cli.main import run
+from snugfit.rehearsal.device.policy import CudaPolicy
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.techniques.recipe import Recipe
+
+OPTIONAL = ("triton", "bitsandbytes", "deepspeed", "torchao", "peft", "liger_kernel")
+
+
+def warm() -> None:
+    """Import torch alone."""
+    torch.ones(1)
+    assert not [name for name in OPTIONAL if name in sys.modules]
+
+
+def bare_forks() -> Forks:
+    """Forks of this process."""
+    return forks_of(__name__)
+
+
+def command(*words: str, stdout: Path) -> str:
+    """What a command writes to standard output, in which it succeeds."""
+    with stdout.open("wb") as file:
+        process = bare_forks().start(run, [*words], streams={1: file.fileno()})
+        assert bare_forks().ended(process) == 0
+    return stdout.read_text()
+
+
+def script_in_triton(name: str, device: str, stdout: Path) -> str:
+    """What a script beside this file writes that compares kernels: in Triton's interpreter, or on a GPU."""
+    with stdout.open("wb") as file:
+        process = bare_forks().start(
+            _run_in_triton, name, device, streams={1: file.fileno(), 2: file.fileno()}
+        )
+        code = bare_forks().ended(process, within=600)
+    told = stdout.read_text()
+    assert code == 0, told
+    return told
+
+
+def _run_in_triton(name: str, device: str) -> int:
+    if device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # which Triton reads when kernels are defined
+    script = str(Path(__file__).with_name(name))
+    sys.argv = [script, device]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        return int(end.code or 0)
+    finally:
+        sys.stdout.flush()
+    return 0
+
+
+def products_of_few_rows() -> int:
+    """The exit code of a worker that simulates them, and again without garbage."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # as in a worker
+    job, setup = small_job("bert", 2), Recipe.parse("qlora").setup()
+    first = rehearse(job, setup, CudaPolicy()).events
+    gc.collect()
+    return int(first != rehearse(job, setup, CudaPolicy()).events)
