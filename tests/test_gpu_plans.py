@@ -130,6 +130,7 @@ def simplest_of(everything: list[tuple[Recipe, Figures, Figures]], which: int, m
 
 
 @pytest.mark.whole
+@pytest.mark.stored_rehearsals
 def test_each_gpu_gets_what_brute_force_finds(
     job: Job, everything: list[tuple[Recipe, Figures, Figures]]
 ) -> None:
@@ -156,6 +157,7 @@ def test_each_gpu_gets_what_brute_force_finds(
 
 
 @pytest.mark.whole
+@pytest.mark.stored_rehearsals
 def test_more_memory_or_bandwidth_never_gives_a_slower_answer(
     job: Job, everything: list[tuple[Recipe, Figures, Figures]]
 ) -> None:
@@ -178,6 +180,7 @@ def test_more_memory_or_bandwidth_never_gives_a_slower_answer(
 
 
 @pytest.mark.whole
+@pytest.mark.stored_rehearsals
 def test_together_as_one_by_one(job: Job) -> None:
     """Three GPUs of the table in two searches: the same answers as three plans."""
     gpus = [find_gpu(name) for name in ("t4", "rtx 4090", "rtx 5090")]
@@ -191,6 +194,7 @@ def test_together_as_one_by_one(job: Job) -> None:
 
 
 @pytest.mark.whole
+@pytest.mark.stored_rehearsals
 def test_an_answer_is_by_the_gpu_s_own_scratch_and_workspaces() -> None:
     """Sums over many rows take scratch by the number of multiprocessors."""
     job = small_job("bert", 1, {"max_position_embeddings": 2048}, batch_size=4, sequence_length=2048)
@@ -290,6 +294,7 @@ def test_what_one_recipe_takes_more_by_the_gpu_s_own_scratch_all_take_that_share
 
 
 @pytest.mark.whole
+@pytest.mark.stored_rehearsals
 def test_the_smallest_recipe_is_the_same_question_for_all(
     job: Job, everything: list[tuple[Recipe, Figures, Figures]]
 ) -> None:
@@ -300,6 +305,7 @@ def test_the_smallest_recipe_is_the_same_question_for_all(
 
 
 @pytest.mark.whole
+@pytest.mark.stored_rehearsals
 def test_what_cannot_be_told_is_said(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = replace(find_gpu("t4"), key="no-rates", bandwidth=None)
     unsized = replace(find_gpu("t4"), key="no-size", memory_bytes=None)
@@ -356,6 +362,7 @@ def test_gpus_that_differ_by_grouped_products_share_a_search_of_models_without()
 
 
 @pytest.mark.whole
+@pytest.mark.stored_rehearsals
 @pytest.mark.parametrize("width", [128, 224])
 def test_gpus_that_differ_by_wide_heads_share_a_search_of_narrow_ones(
     width: int, monkeypatch: pytest.MonkeyPatch
@@ -456,6 +463,7 @@ def count_concavely(trace: Trace) -> float:
 
 
 @pytest.mark.whole
+@pytest.mark.stored_rehearsals
 def test_layers_that_do_not_grow_evenly_are_rehearsed_whole_for_all_gpus() -> None:
     job, told = small_job("gpt2", 6, batch_size=1), []
     gpus = [invented(1 << 40), invented(1 << 41)]
@@ -470,7 +478,10 @@ def test_layers_that_do_not_grow_evenly_are_rehearsed_whole_for_all_gpus() -> No
 def test_what_nearly_fits_may_fit_by_the_gpu_s_own_scratch(job: Job) -> None:
     bounds = {1: Bound(needed_bytes=10, seconds=1.0), 2: Bound(needed_bytes=103, seconds=0.5)}
     seat = PerGpuSearch(
-        replace(H200, memory_bytes=100), 0, SearchState(space_of(job), bounds), smallest=False
+        replace(H200, memory_bytes=100),
+        0,
+        SearchState(space_of(job, fidelity=Fidelity.SAME), bounds),
+        smallest=False,
     )
     assert list(seat.open_candidates()) == [1], "the other is too large whatever its scratch"
     seat.state.learn(1, figures(101, 1.0))
@@ -485,7 +496,7 @@ def test_the_nearest_miss_of_a_gpu_is_the_fastest_of_the_near_ones(job: Job) -> 
     bytes_of, seconds_of = {1: 1000, 2: 1020, 3: 1015, 4: 1090}, {1: 3.0, 2: 1.0, 3: 2.0, 4: 0.5}
     bounds = {n: Bound(needed_bytes=bytes_of[n] - 10, seconds=seconds_of[n]) for n in bytes_of}
     for smallest, answer in ((False, 2), (True, 1)):
-        state = SearchState(space_of(job), dict(bounds))
+        state = SearchState(space_of(job, fidelity=Fidelity.SAME), dict(bounds))
         seat = PerGpuSearch(replace(H200, memory_bytes=100), 0, state, smallest=smallest)
         assert bool(list(seat.open_candidates())) == smallest, "none can fit"
         assert seat.seek_smallest() == (not smallest)
@@ -501,6 +512,7 @@ def figures(needed: int, seconds: float) -> Figures:
 
 
 @pytest.mark.whole
+@pytest.mark.stored_rehearsals
 def test_the_answers_survive_json(job: Job) -> None:
     gpus = [invented(1 << 40), invented(100 * MIB), find_gpu("mi300x")]
     found = plan_gpus(job, gpus, fidelity="same", clock_of=clock_of, workers=1, keep=KEPT)

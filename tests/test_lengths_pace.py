@@ -30,11 +30,11 @@ def pace(job: Job, recipe: str = "bf16", gpu: str = "h200") -> LengthProfiler:
     ("family", "recipe", "gpu"),
     [
         ("bert", "bf16 + micro_batches(3)", "h200"),
-        ("gpt2", "bf16_pure + every_layer", "a100-80gb"),
+        pytest.param("gpt2", "bf16_pure + every_layer", "a100-80gb", marks=pytest.mark.slow),
         ("llama", "fp16", "v100-16gb"),
-        ("gemma2", "bf16 + eager", "h200"),
+        pytest.param("gemma2", "bf16 + eager", "h200", marks=pytest.mark.slow),
         ("mixtral", "bf16", "h200"),
-        ("t5", "bf16", "h200"),
+        pytest.param("t5", "bf16", "h200", marks=pytest.mark.slow),
     ],
 )
 def test_kernels_of_a_length_follow_from_those_of_three(family: str, recipe: str, gpu: str) -> None:

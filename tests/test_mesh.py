@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from made_up import prediction
 from snugfit.cli.main import run
 from snugfit.errors import UsageError
 from snugfit.techniques.mesh import on_mesh
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import on_gpus
-
-pytestmark = pytest.mark.stored_rehearsals
 
 
 @pytest.mark.parametrize(
@@ -57,8 +58,12 @@ def test_a_mesh_that_is_none_is_told_by_name(recipe: str, mesh: str, said: str) 
 
 
 def test_the_command_takes_a_mesh_here_and_in_a_job_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def predict(job: Any, recipe: Any, **how: Any) -> Any:
+        return replace(prediction(), job=job, recipe=recipe, gpus=how["gpus"])
+
+    monkeypatch.setattr("snugfit.prediction.predict.predict", predict)
     size = ["--batch-size", "4", "--sequence-length", "32", "--gpu", "h200", "--json"]
     assert run(["predict", "HuggingFaceTB/SmolLM2-135M", *size, "--mesh", "fsdp=2"]) == 0
     answer = json.loads(capsys.readouterr().out)

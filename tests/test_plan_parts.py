@@ -34,6 +34,7 @@ from snugfit.step import batches
 from snugfit.techniques.batching.micro_batches import MicroBatches
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
+from tiers import slow_but
 
 GPUS = [find_gpu(name) for name in ("h200", "v100-16gb")]
 
@@ -116,7 +117,10 @@ def test_workers_answer_as_parts_do_and_a_killed_one_is_told() -> None:
     "recipe",
     [
         "as_loaded",
-        "fp16 + every_nth_layer(2) + micro_batches(4)",  # the scaler asks: the host waits
+        pytest.param(
+            "fp16 + every_nth_layer(2) + micro_batches(4)",  # the scaler asks: the host waits
+            marks=pytest.mark.slow,
+        ),
         "bf16 + tf32 + segments + adamw_8bit + workers",  # waits for each parameter
         "bf16_pure + every_layer + adafactor_torch + micro_batches(2)",
     ],
@@ -130,10 +134,10 @@ def test_joined_pieces_of_few_layers_take_no_longer_than_the_step(recipe: str) -
         assert least.needed_bytes <= figures.requested_bytes + figures.context_bytes
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_what_only_a_second_recomputed_layer_keeps_is_not_taken_for_growth(n: int) -> None:
+@pytest.mark.parametrize(("n", "layers"), slow_but([(2, 12), (3, 20)], 1))
+def test_what_only_a_second_recomputed_layer_keeps_is_not_taken_for_growth(n: int, layers: int) -> None:
     """T5's first layers make the biases of attention, which the checkpoints of later ones keep."""
-    job, setup = small_job("t5", 20, batch_size=2), Recipe.parse(f"lora + every_nth_layer({n})").setup()
+    job, setup = small_job("t5", layers, batch_size=2), Recipe.parse(f"lora + every_nth_layer({n})").setup()
     parts = Parts(job, GPUS[:1], GpuTimers(GPUS[:1]))
     assert len(parts.shallow_jobs.of(setup)) == 2
     trace = whole_trace(parts, setup)
@@ -147,8 +151,18 @@ def test_updates_are_rehearsed_once_whatever_is_recomputed() -> None:
     assert len(parts.lower_bounds._updates) == 2, "one for each of two depths"
 
 
-@pytest.mark.parametrize("family", ["bert", "llama"])
-@pytest.mark.parametrize("recipe", ["fp16 + every_layer + adamw_loop", "lora + bf16 + expandable"])
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    slow_but(
+        [
+            ("bert", "fp16 + every_layer + adamw_loop"),
+            ("llama", "lora + bf16 + expandable"),
+            ("llama", "fp16 + every_layer + adamw_loop"),
+            ("bert", "lora + bf16 + expandable"),
+        ],
+        2,
+    ),
+)
 def test_few_micro_batches_tell_what_many_take(family: str, recipe: str) -> None:
     job = small_job(family, 2, batch_size=2 * MANY)
     for pieces in (MANY, 2 * MANY):

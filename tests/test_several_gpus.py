@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 
@@ -36,6 +37,7 @@ from snugfit.training.ranks import Ranks
 JOB = replace(small_job("llama", 4), batch_size=8, clip=1.0)
 
 
+@functools.cache
 def trace_of(recipe: str, gpus: int, rank: int = 0) -> Trace:
     setup = on_gpus(Recipe.parse(recipe).setup(), gpus)
     return rehearse(job_of_rank(JOB, setup), setup, CudaPolicy(), rank=rank)

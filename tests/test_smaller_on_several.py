@@ -29,6 +29,7 @@ from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
 from snugfit.units import GIB
+from tiers import slow_but
 
 H200 = find_gpu("h200")
 JOB = small_job("llama", 12, {"num_attention_heads": 8, "num_key_value_heads": 8}, batch_size=128)
@@ -36,6 +37,13 @@ SEARCHED = frozenset({Slot.CHECKPOINTING, Slot.BATCHING})
 
 FEW = 10
 """Recipes that are simulated on few layers at most; of the worlds below each has over 30."""
+
+
+@contextmanager
+def in_this_process(make: Callable[[], Any], **given: Any) -> Iterator[WorkerPool]:
+    """A pool without processes."""
+    assert given["workers"] > 1, "this process may belong to a group, so it simulates nothing"
+    yield WorkerPool([make()])
 
 
 @pytest.fixture
@@ -48,15 +56,10 @@ def in_full(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             asked.append(str(recipe))
             return super().in_full(gpus, recipe)
 
-    @contextmanager
-    def here(make: Callable[[], Any], **given: Any) -> Iterator[WorkerPool]:
-        assert given["workers"] > 1, "this process may belong to a group, so it simulates nothing"
-        yield WorkerPool([make()])
-
     monkeypatch.setattr(MadeUpJudge, "asked", [])
     monkeypatch.setattr(smaller, "Judge", Counting)
     monkeypatch.setattr(smaller, "is_picklable", lambda what: True)
-    monkeypatch.setattr(smaller, "worker_pool", here)
+    monkeypatch.setattr(smaller, "worker_pool", in_this_process)
     return asked
 
 
@@ -75,7 +78,7 @@ def every_one(recipe: Recipe, gpus: int) -> list[Recipe]:
     return [shared.cut(one) for shared in ways for one in cuts(JOB, shared, fixed)]
 
 
-@pytest.mark.parametrize("more", [1.0, 1.05])
+@pytest.mark.parametrize("more", slow_but([1.0, 1.05], lambda more: more > 1))
 @pytest.mark.parametrize("piece", [0.05, 2.0])
 @pytest.mark.parametrize(("states", "sample"), [(1, 20), (60, 6), (100, 1), (100, 0.2), (20, 2)])
 @pytest.mark.parametrize(
@@ -149,11 +152,18 @@ def test_deepspeed_and_one_gpu_are_left_to_others(in_full: list[str]) -> None:
     assert not MadeUpJudge.asked
 
 
-@pytest.mark.whole
-def test_two_gpus_go_on_with_what_is_predicted_to_need_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rehearsed, by other processes as in a run."""
+@pytest.mark.stored_rehearsals
+@pytest.mark.parametrize(
+    "processes", [pytest.param(False, marks=pytest.mark.whole), pytest.param(True, marks=pytest.mark.slow)]
+)
+def test_two_gpus_go_on_with_what_is_predicted_to_need_less(
+    processes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rehearsed, by other processes as in a run or in this one."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    job = small_job("llama", 5, batch_size=64, sequence_length=512)
+    if not processes:
+        monkeypatch.setattr(smaller, "worker_pool", in_this_process)
+    job = small_job("llama", 5, batch_size=16, sequence_length=1024)
     before = Recipe.parse("bf16 + adamw_fused + ddp")
     found = next_recipe(torch.device("cuda"), gpus=2)(job, before, "oom:torch")
     assert isinstance(found, Recipe)
