@@ -470,3 +470,19 @@ def test_the_suite_keeps_refused_rows_and_predicts_only_named_machines(
     asked.clear()
     assert suite_run.run(find_gpu("v100-16gb")) == replace(result, per_parameter=())
     assert len(asked) == len(suite()) + 10 - len(refused), "optimizers are predicted only when asked for"
+
+
+def test_predictions_of_the_suite_come_in_the_order_of_their_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from snugfit.evaluation import guide_predictions as ask
+
+    requests = [
+        ask.PredictionRequest(about=one.name, job=one.job(), recipe=one.recipe, gpu=find_gpu("h200"))
+        for one in suite()
+    ]
+    monkeypatch.setattr(ask, "predict", lambda job, recipe, **how: str(recipe))
+    heard: list[str] = []
+    answers = ask.predict_all(requests, workers=1, tell=heard.append)
+    assert answers == [str(Recipe.parse(one.recipe)) for one in requests]
+    assert sorted(heard) == sorted(one.about for one in requests)

@@ -66,13 +66,14 @@ def predict_or_reason(request: PredictionRequest) -> Prediction | str:
 def predict_all(
     requests: Sequence[PredictionRequest], *, workers: int, tell: Callable[[str], None] = lambda about: None
 ) -> list[Prediction | str]:
-    """The prediction of each request, or why there is none, in their order; `tell` hears what each is about
-    when its turn comes."""
-    answers = []
+    """Return the prediction of each request, or why there is none, in their order. `tell` is called with what
+    each is about when its answer comes."""
     families = {request.job.model.architecture for request in requests}
     preload = [f"transformers.models.{name}.modeling_{name}" for name in sorted(families)]
-    predictions = map_in_processes(predict_or_reason, requests, workers=workers, preload=preload)
-    for request, answer in zip(requests, predictions, strict=True):
+    last_first = requests[::-1]  # the dear ones come last in a suite; begun first, they leave no process idle
+    answers = []
+    predictions = map_in_processes(predict_or_reason, last_first, workers=workers, preload=preload)
+    for request, answer in zip(last_first, predictions, strict=True):
         tell(request.about)
         answers.append(answer)
-    return answers
+    return answers[::-1]
