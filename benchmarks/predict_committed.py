@@ -13,6 +13,7 @@ Predictions of one run take a second or two; all of them some ten minutes on two
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -62,6 +63,10 @@ def predict_run(text: str) -> dict[str, Any]:
     """The prediction of one run, or the error that says why there is none."""
     from snugfit import Job, SnugfitError, predict
 
+    with contextlib.suppress(ImportError):  # older states import everything at once
+        from snugfit.deferred_imports import defer_imports
+
+        defer_imports()  # as the command does
     run = json.loads(text)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -75,7 +80,7 @@ def predict_run(text: str) -> dict[str, Any]:
 def write(path: Path) -> None:
     """Predicts all committed runs and writes them to `path`."""
     runs = committed_runs()
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count(), maxtasksperchild=50) as pool:
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count(), maxtasksperchild=10) as pool:
         predictions = {}
         for number, (text, prediction) in enumerate(zip(runs, pool.imap(predict_run, runs), strict=True), 1):
             predictions[text] = prediction
