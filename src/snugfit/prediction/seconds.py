@@ -12,9 +12,9 @@ is over.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import PRECISIONS, HostLaunchCosts, Rates, rates_for
@@ -153,12 +153,32 @@ def step_seconds(
     )
 
 
+class _Distinct:
+    """The different objects among kernels: of equal micro-batches all are the same."""
+
+    def __init__(self, kernels: Sequence[Kernel]) -> None:
+        self.kernels = kernels
+        unique = {id(kernel): kernel for kernel in kernels}
+        numbers = {key: number for number, key in enumerate(unique)}
+        self.unique = [*unique.values()]
+        self.numbers = [*map(numbers.__getitem__, map(id, kernels))]
+
+
+_LAST: list[_Distinct] = []
+"""Those of the last tuple of kernels: all of a step's seconds are asked about one after the other."""
+
+
 def each_once(value: Callable[[Kernel], _T], kernels: Sequence[Kernel]) -> list[_T]:
-    """The value of each kernel, computed once for those that are one object: of equal micro-batches all
-    are."""
-    unique = {id(kernel): kernel for kernel in kernels}
-    values = {key: value(kernel) for key, kernel in unique.items()}
-    return [values[id(kernel)] for kernel in kernels]
+    """The value of each kernel, computed once for those that are one object."""
+    if type(kernels) is not tuple:
+        distinct = _Distinct(kernels)
+    elif _LAST and _LAST[0].kernels is kernels:
+        distinct = _LAST[0]
+    else:
+        distinct = _Distinct(kernels)
+        _LAST[:] = [distinct]
+    values = [value(kernel) for kernel in distinct.unique]
+    return [*map(values.__getitem__, distinct.numbers)]
 
 
 def _by_phase(
@@ -220,12 +240,16 @@ def simulate_queue(
     roles = roles or [COMPUTES] * len(device)
     now = free = last = link = 0.0
     length = 0.0
-    if not syncs and set(roles) <= {COMPUTES}:
+    if set(roles) <= {COMPUTES}:
+        stretches = between_syncs(device, launches, syncs)
         for _ in range(SIMULATED_STEPS):
             now += host.step
-            for seconds, launch in zip(device, launches, strict=True):
-                now += launch
-                free = (now if now > free else free) + seconds
+            for waits, kernels in stretches:
+                for _ in range(waits):
+                    now = max(now, free) + host.wait
+                for seconds, launch in kernels:
+                    now += launch
+                    free = (now if now > free else free) + seconds
             end = max(now, free)
             length, last = end - last, end
         return length
@@ -250,6 +274,24 @@ def simulate_queue(
         end = max(now, free)
         length, last = end - last, end
     return length
+
+
+class Stretch(NamedTuple):
+    """Kernels of a step between which the host does not wait."""
+
+    waits: int
+    """How often it waits before them."""
+    kernels: Sequence[tuple[float, float]]
+    """Their seconds on the device, and those of their launches."""
+
+
+def between_syncs(device: Sequence[float], launches: Sequence[float], syncs: Sequence[int]) -> list[Stretch]:
+    """A step cut where the host waits: before the kernels whose numbers are in `syncs`, ascending."""
+    both = list(zip(device, launches, strict=True))
+    waits = Counter(min(sync, len(both)) for sync in syncs)
+    starts = sorted({0, *waits})
+    ends = [*starts[1:], len(both)]
+    return [Stretch(waits[start], both[start:end]) for start, end in zip(starts, ends, strict=True)]
 
 
 def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:

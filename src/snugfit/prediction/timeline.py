@@ -11,6 +11,8 @@ from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.seconds import (
     COMPUTES,
     TRAVELS,
+    Stretch,
+    between_syncs,
     each_once,
     launch_seconds,
     queue_roles,
@@ -133,6 +135,8 @@ def queue_moments(
     now = free = link = 0.0
     ends: deque[float] = deque([0.0] * QUEUE_DEPTH, maxlen=QUEUE_DEPTH)
     moments: list[tuple[float, float]] = []
+    if set(roles) <= {COMPUTES}:
+        return _moments_of_computation(between_syncs(device, launches, sorted(syncs)), host)
     for _ in range(SIMULATED_STEPS):
         begin, pending, moments = now, list(reversed(syncs)), []
         now += host.step
@@ -154,4 +158,30 @@ def queue_moments(
             ends.append(free)
         for _ in pending:
             now = max(now, free) + host.wait
+    return moments
+
+
+def _moments_of_computation(
+    stretches: Sequence[Stretch], host: HostLaunchCosts
+) -> list[tuple[float, float]]:
+    """The same of a step whose kernels all compute."""
+    now = free = 0.0
+    ends: deque[float] = deque([0.0] * QUEUE_DEPTH, maxlen=QUEUE_DEPTH)
+    moments: list[tuple[float, float]] = []
+    for step in range(SIMULATED_STEPS):
+        begin, is_last = now, step == SIMULATED_STEPS - 1
+        now += host.step
+        for waits, kernels in stretches:
+            for _ in range(waits):
+                now = max(now, free) + host.wait
+            for device_seconds, launch in kernels:
+                if ends[0] > now:
+                    now = ends[0]
+                launched = now + launch
+                start = free if free > launched else launched
+                if is_last:
+                    moments.append((now - begin, start - begin))
+                now = launched
+                free = start + device_seconds
+                ends.append(free)
     return moments
