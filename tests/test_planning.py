@@ -275,7 +275,8 @@ def space_of_rounds() -> Space:
 
 def recomputed(told: Told, space: Space, rng: random.Random) -> Told:
     """The same, but what recomputes takes longer than without, and no less than its update; each n-th layer
-    and a budget lie between none and all, and spans take as long as all. The device is never idle."""
+    and a budget lie between none and all, and spans take as long as all. More pieces with compiled layers
+    take no less time. The device is never idle."""
     plain = roster.plain(Slot.CHECKPOINTING)
     traces: dict[int, tuple[Bound, Figures | None]] = {}
     in_order = sorted(enumerate(space.candidates), key=lambda one: one[1].setup.has_budget)
@@ -297,6 +298,10 @@ def recomputed(told: Told, space: Space, rng: random.Random) -> Told:
                 needed = rng.randrange(resting, needed + 1)
         elif without != number:
             needed, seconds = rng.randrange(resting, needed + 1), seconds * rng.uniform(1, 1.4)
+        if compiled and candidate.setup.micro_batches > 1:
+            whole = space.number(candidate.recipe.with_(roster.plain(Slot.BATCHING)))
+            assert whole is not None
+            seconds = max(seconds, traces[space.candidates[whole].trace][0].seconds)
         after = Figures(needed, needed, needed, 0, seconds)
         least = Bound(needed, seconds, resting, needed, unkept_bytes=resting, device_seconds=seconds)
         traces.setdefault(candidate.trace, (least, after))

@@ -28,6 +28,13 @@ class Bound(NamedTuple):
     """Of the bytes, those that the passes leave to the update."""
     depth: int = 0
     """Layers of each stack of the model, which repeat; 0 where they do not."""
+    outside_bytes: int = 0
+    """Of the bytes, the most that would be live while no layer runs, if no layer kept anything that is not
+    recomputed."""
+    compiled_bytes: int = 0
+    """Of the bytes, those that would be live at least if layers were compiled."""
+    compiled_seconds: float = 0.0
+    """Of the device's seconds, those that are left where layers are compiled; 0 where that is not known."""
 
 
 class Figures(NamedTuple):

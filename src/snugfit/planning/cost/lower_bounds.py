@@ -13,7 +13,7 @@ optimizers at once; any other timer is asked about whole steps of few layers.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +24,7 @@ from snugfit.planning.cost.batch_sizes import (
     rehearse_sizes,
     update_of,
 )
+from snugfit.planning.cost.compiled_work import is_left, left_by_compilers
 from snugfit.planning.cost.queue import QueueSegment, extrapolate_depth, join, stack
 from snugfit.planning.cost.same_trace import kernels_under
 from snugfit.planning.cost.shallow import ShallowJob, ShallowJobs, linear_extrapolate
@@ -32,6 +33,7 @@ from snugfit.planning.cost.timer import ComposableTimer, Timer, seconds_of
 from snugfit.planning.step_key import adapters_key, as_written, timing_key, update_key
 from snugfit.rehearsal.captured_parts import CannotBeRecorded, refuse_waits, rehearse_any_update
 from snugfit.rehearsal.trace.trace import Work
+from snugfit.techniques.setup import EVERY_LAYER
 
 if TYPE_CHECKING:
     from snugfit.planning.cost.startup_share import StartupShares
@@ -39,8 +41,14 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 
-IN_LAYERS = "*"
-"""In the names of modules that are repeated (`PassProfile.peak_increase`)."""
+def in_layers(module: str) -> bool:
+    """Whether a name of `PassProfile.peak_increase` is of a module that is repeated."""
+    return "*" in module
+
+
+def outside_layers(module: str) -> bool:
+    """Whether such a name is of a module that is not repeated."""
+    return not in_layers(module)
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,12 @@ class StepBounds(NamedTuple):
     """That the passes leave to the update."""
     depth: int
     """Layers of each stack; 0 where they do not repeat."""
+    outside_bytes: int
+    """Live at the worst moment outside layers but for what layers keep that are not recomputed."""
+    compiled_bytes: int
+    """Live at the worst moment if its layers were compiled."""
+    compiled_seconds: Sequence[float]
+    """That each GPU works for what is left where layers are compiled."""
 
 
 class Bounds(NamedTuple):
@@ -174,6 +188,7 @@ class _PassesBounds:
         self._rises: dict[Hashable, float] = {}
         self._works: dict[Hashable, tuple[Work, Work]] = {}
         self._device_s: dict[Hashable, Any] = {}
+        self._left: dict[int, tuple[Work, Work]] = {}
 
     def bounds_of(self, setup: Setup, seconds: Sequence[float]) -> StepBounds:
         """The least that such a step takes, which takes so long by the line through its depths."""
@@ -187,6 +202,9 @@ class _PassesBounds:
             device_seconds=self.device_seconds(setup),
             gradient_bytes=int(self._gradient_bytes(setup)),
             depth=self.fit.layers if self.bounds.shallow_jobs.depth(setup) else 0,
+            outside_bytes=max(self.outside(setup), resting),
+            compiled_bytes=max(self.outside(setup), self.compiled(setup), resting),
+            compiled_seconds=self.compiled_seconds(setup),
         )
 
     def why_not_recorded(self, setup: Setup) -> CannotBeRecorded | None:
@@ -210,11 +228,24 @@ class _PassesBounds:
 
     def in_layers(self, setup: Setup) -> int:
         """Live bytes at the worst moment within layers."""
-        return int(self._standing(setup) + self._rise(setup, IN_LAYERS))
+        return int(self._standing(setup) + self._rise(setup, in_layers))
 
     def unkept(self, setup: Setup) -> int:
         """Live bytes at the worst moment of the passes but for what each layer adds to it."""
         return int(self._standing(setup) + self._rise(setup, layers=0)) if len(self.fit.depths) > 1 else 0
+
+    def outside(self, setup: Setup) -> int:
+        """Live bytes at the worst moment outside layers but for what each layer adds to it, unless each is
+        recomputed and so keeps its input alone."""
+        if len(self.fit.depths) < 2:
+            return 0
+        layers = None if setup.checkpoint == EVERY_LAYER else 0
+        return int(self._standing(setup) + self._rise(setup, outside_layers, layers=layers))
+
+    def compiled(self, setup: Setup) -> int:
+        """Live bytes when the backward pass of the layers begins, if these were compiled."""
+        kept = [sum(n for name, n in one.kept.items() if is_left(name)) for one in self._profiles(setup)]
+        return int(self._standing(setup) + self.fit.extrapolate(kept))
 
     def resting(self, setup: Setup) -> int:
         """Live bytes at the worst moment of the update."""
@@ -238,13 +269,16 @@ class _PassesBounds:
         profiles = [passes.by_samples[samples] if count > 1 else passes.whole for passes in self.by_depth]
         return [profile for profile in profiles if profile is not None]
 
-    def _rise(self, setup: Setup, among: str = "", *, layers: int | None = None) -> float:
+    def _rise(
+        self, setup: Setup, among: Callable[[str], bool] | None = None, *, layers: int | None = None
+    ) -> float:
         """How far the live bytes rise at least in such passes: the largest line of all modules, or of those
-        with this in their names; at the whole depth, or with so many `layers`."""
+        whose names are `among` some; at the whole depth, or with so many `layers`."""
         key, at = (setup.micro_batches, among, layers), self.fit.layers if layers is None else layers
         if key not in self._rises:
             rises = [profile.peak_increase for profile in self._profiles(setup)]
-            common = {name for name in set(rises[0]).intersection(*rises) if among in name}
+            common = set(rises[0]).intersection(*rises)
+            common = {name for name in common if among is None or among(name)}
             lines = (self.fit.value_at(at, [by_module[name] for by_module in rises]) for name in common)
             self._rises[key] = max(lines, default=0)
         return self._rises[key]
@@ -265,22 +299,42 @@ class _PassesBounds:
 
     def device_seconds(self, setup: Setup) -> Sequence[float]:
         """That each GPU works in such a step; none where the timer does not say."""
+        return self._device_seconds(setup, _whole_work)
+
+    def compiled_seconds(self, setup: Setup) -> Sequence[float]:
+        """That each GPU works in it for what is left where its layers are compiled; none where the timer does
+        not say, and of a step that is compiled or played back itself."""
+        if setup.compile is not None or setup.capture is not None:
+            return ()
+        return self._device_seconds(setup, self._left_by_compilers)
+
+    def _device_seconds(self, setup: Setup, part: Callable[[Work], Work]) -> Sequence[float]:
+        """That each GPU works for a `part` of the passes, and for the update."""
         timer = self.bounds.timer
         if not isinstance(timer, ComposableTimer):
             return ()
 
         def line(fit: DepthFit, works: Sequence[Work]) -> Any:
-            return fit.extrapolate([timer.device_seconds(self._under(setup, work)) for work in works])
+            return fit.extrapolate([timer.device_seconds(work) for work in works])
 
-        key = setup.micro_batches, timing_key(setup)
+        key = setup.micro_batches, timing_key(setup), part
         if key not in self._device_s:
             profiles = self._profiles(setup)
-            first, further = ([getattr(one, name) for one in profiles] for name in ("first", "further"))
-            more = (setup.micro_batches - 1) * line(self.fit, further)
-            self._device_s[key] = line(self.fit, first) + more
+            first, further = (
+                line(self.fit, [part(self._under(setup, getattr(one, name))) for one in profiles])
+                for name in ("first", "further")
+            )
+            self._device_s[key] = first + (setup.micro_batches - 1) * further
         updates = [self.bounds.update(setup, shallow).work for shallow in self.update_fit.depths]
+        updates = [self._under(setup, work) for work in updates]
         seconds: list[float] = (self._device_s[key] + line(self.update_fit, updates)).tolist()
         return seconds
+
+    def _left_by_compilers(self, work: Work) -> Work:
+        """Of this work, what a compiler of layers leaves, remembered: timers know works by their identity."""
+        if id(work) not in self._left:
+            self._left[id(work)] = work, left_by_compilers(work)
+        return self._left[id(work)][1]
 
     def _works_of(
         self, setup: Setup, profile: PassProfile, shallow: ShallowJob, passes: PassProfiles | None = None
@@ -332,6 +386,10 @@ class _PassesBounds:
             asked = work if changed is work.kernels else work._replace(kernels=changed)
             self._works[key] = work, asked  # by id, with the work that it is the id of
         return self._works[key][1]
+
+
+def _whole_work(work: Work) -> Work:
+    return work
 
 
 def few(micro_batches: int) -> tuple[int, ...]:

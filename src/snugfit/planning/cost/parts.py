@@ -13,7 +13,6 @@ with a context and seconds of its own.
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -318,7 +317,7 @@ class Parts:
 def _bounds_on_gpus(step: StepBounds, contexts: Sequence[int], least: Sequence[int]) -> tuple[Bound, ...]:
     """Those of a step on each GPU, with its context; `least` are the contexts of recomputing, which may
     choose another attention, without cuDNN's libraries."""
-    device_seconds = step.device_seconds or itertools.repeat(0.0, len(contexts))
+    unknown = [0.0] * len(contexts)
     return tuple(
         Bound(
             step.live_bytes + context,
@@ -329,9 +328,17 @@ def _bounds_on_gpus(step: StepBounds, contexts: Sequence[int], least: Sequence[i
             on_device,
             step.gradient_bytes,
             step.depth,
+            step.outside_bytes + without,
+            step.compiled_bytes + without,
+            in_programs,
         )
-        for context, without, seconds, on_device in zip(
-            contexts, least, step.seconds, device_seconds, strict=True
+        for context, without, seconds, on_device, in_programs in zip(
+            contexts,
+            least,
+            step.seconds,
+            step.device_seconds or unknown,
+            step.compiled_seconds or unknown,
+            strict=True,
         )
     )
 

@@ -46,14 +46,21 @@ class Budgets:
         own = start is not None and start[Slot.CHECKPOINTING] == candidate.recipe[Slot.CHECKPOINTING]
         if self.everywhere or own or not candidate.setup.has_budget:
             return False
-        without = self.space.number(candidate.recipe.with_(roster.plain(Slot.CHECKPOINTING)))
-        if without is None:
+        if (without := self._without(number)) is None:
             return False
         return all(self._fits(index, state, without) for index, state in enumerate(self.states))
 
+    def _without(self, number: int) -> int | None:
+        recipe = self.space.candidates[number].recipe
+        return self.space.number(recipe.with_(roster.plain(Slot.CHECKPOINTING)))
+
+    def _is_known_without(self, number: int) -> bool:
+        return self._without(number) in self.states[0].bounds
+
     def left_out(self, numbers: Iterable[int]) -> Iterator[Exclusion]:
-        """Those of these candidates that were not looked at, in a sentence."""
-        idle = [number for number in numbers if self.are_idle(number)]
+        """Those of these candidates that were not looked at, though the same without a budget was, in a
+        sentence."""
+        idle = [number for number in numbers if self.are_idle(number) and self._is_known_without(number)]
         if idle:
             name = self.space.candidates[idle[0]].recipe[Slot.CHECKPOINTING].name
             why = f"compiled layers fit without it, and are faster (--keep '{name}(0.5)' plans with it)"

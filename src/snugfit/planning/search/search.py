@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -49,6 +49,7 @@ from snugfit.techniques.technique import Fidelity
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
+    from snugfit.planning.cost.figures import Bound
     from snugfit.planning.cost.timer import Timer
     from snugfit.prediction.worker_pool import WorkerPool
     from snugfit.rehearsal.trace.trace import Trace
@@ -256,10 +257,20 @@ def _judge_front(
     state: SearchState, recomputing: RecomputingKinds, pool: WorkerPool, tell: Tell, *, every_bound: bool
 ) -> None:
     """Judges whatever may be on the front, as far up as that goes."""
+
+    def may_matter(number: int, least: Sequence[Bound]) -> bool:
+        return not state.is_dominated(number, least[0])
+
+    def judge_faster(most_seconds: float) -> None:
+        faster = [number for number, bound in state.bounds.items() if bound.seconds <= most_seconds]
+        state.judge_all(pool, tell, among=faster)
+
+    if not every_bound:
+        recomputing.screen_compiled(may_matter, judge_faster)
     state.judge_all(pool, tell)
     most = None if every_bound else KINDS_AT_A_TIME
     while numbers := recomputing.screen(
-        lambda number, least: every_bound or not state.is_dominated(number, least[0]),
+        lambda number, least: every_bound or may_matter(number, least),
         most,
         twins=every_bound,
     ):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.rehearsal.trace.relative import without_layer_numbers
 from snugfit.rehearsal.trace.trace import MarkKind, Work
+from snugfit.results.footprint import Kind
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel, Mark, Recording, Trace
@@ -28,6 +29,8 @@ class MicroBatchProfile(NamedTuple):
     live_after: int
     """Live bytes at its end."""
     work: Work
+    kept: Mapping[str, int]
+    """Bytes that layers keep from forward to backward, by the operator that made them."""
 
 
 class _MicroBatchMarks(NamedTuple):
@@ -60,7 +63,8 @@ def profile_micro_batches(recording: Recording) -> Iterator[MicroBatchProfile]:
             elif mark.kind is MarkKind.WAIT:
                 waits.append(len(ran))
         work = Work(tuple(ran), tuple(waits))
-        yield MicroBatchProfile(number, _peaks(trace, live, lasting, start, end), live[end - 1], work)
+        peaks, kept = _peaks(trace, live, lasting, start, end), _kept(trace, lasting, start, end)
+        yield MicroBatchProfile(number, peaks, live[end - 1], work, kept)
 
 
 def _marks_by_micro_batch(marks: Sequence[Mark]) -> list[_MicroBatchMarks]:
@@ -115,3 +119,15 @@ def _peaks(trace: Trace, live: Sequence[int], lasting: Set[int], start: int, end
             where = f"{block.phase} {without_layer_numbers(block.module)}"
             peaks[where] = max(peaks[where], live[at])
     return dict(peaks)
+
+
+def _kept(trace: Trace, lasting: Set[int], start: int, end: int) -> dict[str, int]:
+    kept: dict[str, int] = defaultdict(int)
+    for event in trace.events[start:end]:
+        if event <= 0 or event in lasting:
+            continue
+        block = trace.blocks[event - 1]
+        in_layer = without_layer_numbers(block.module) != block.module
+        if in_layer and block.phase == "forward" and block.kind == Kind.ACTIVATIONS:
+            kept[block.operator] += block.nbytes
+    return dict(kept)

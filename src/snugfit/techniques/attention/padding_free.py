@@ -79,8 +79,8 @@ class PaddingFree(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """What it does not cover, and where there is nothing to drop."""
-        return _why_not(job) or ("" if job.padding else "batches have no padding, so there is none to drop")
+        """What it does not cover, and where there is nothing to drop, which needs no import of the model."""
+        return _why_not(job) if job.padding else "batches have no padding, so there is none to drop"
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Where nothing is gained."""
