@@ -33,6 +33,9 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
+LAST = 8
+"""The step after which a run ends: two steps after its first epoch."""
+
 NO_DROPOUT: dict[str, dict[str, float]] = {
     "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     "llama": {"attention_dropout": 0.0},
@@ -63,7 +66,7 @@ def run_of(
     if job == "llama":
         small = replace(small, sequence_length=128)
         data = [{"input_ids": (row["input_ids"] * 32)[:128]} for row in rows(samples)]
-    how = {"max_steps": 12, "save_steps": 500, **options}
+    how = {"max_steps": LAST, "save_steps": 500, **options}
     return train(
         small, recipe, data, output_dir=folder, device="cpu", foresee=False, weights="random",
         evaluation=data, **how,

@@ -284,7 +284,7 @@ def test_a_worker_that_the_system_kills(tmp_path: Path) -> None:
                     worker.kill()
 
     with pytest.raises(OutOfMemory, match=r"loader has ended \(signal: Killed\)"):
-        train(small_run(tmp_path / "run", "workers", max_steps=60, save_steps=1), watch=watch)
-    done = train(small_run(tmp_path / "run", "workers", max_steps=60))
+        train(small_run(tmp_path / "run", "workers", max_steps=30, save_steps=1), watch=watch)
+    done = train(small_run(tmp_path / "run", "workers", max_steps=30))
     assert events(tmp_path / "run", "started")[1]["resumed_from"] >= 2
-    assert_same_weights(done.model, train(small_run(tmp_path / "whole", max_steps=60)).model)
+    assert_same_weights(done.model, train(small_run(tmp_path / "whole", max_steps=30)).model)

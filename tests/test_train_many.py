@@ -26,7 +26,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from clean_forks import Forks, forks_of
-from many_ranks import fault_told, run_of, start, trained, weights_in
+from many_ranks import LAST, fault_told, run_of, start, trained, weights_in
 from small_models import small_job
 from small_runs import events, losses, rows
 from snugfit.cli.train import _processes
@@ -43,9 +43,6 @@ from tiers import slow_but
 from tolerance import same_losses, same_parameters
 
 pytestmark = [pytest.mark.whole, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")]
-
-LAST = 12
-"""The step after which the small runs end."""
 
 Folders = dict[str, Path]
 

@@ -10,16 +10,13 @@ from typing import Any
 import pytest
 
 from clean_forks import Forks, forks_of
-from many_ranks import fault_told, run_of, trained, weights_in
+from many_ranks import LAST, fault_told, run_of, trained, weights_in
 from small_runs import events, losses
 from test_train_many import equal
 from tiers import slow_but
 from tolerance import same_losses, same_parameters
 
 pytestmark = [pytest.mark.whole, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")]
-
-LAST = 12
-"""The step after which the small runs end."""
 
 TWO = "pipeline(2) + micro_batches(2)"
 SHARED = "pipeline(2) + tensor(2) + micro_batches(2)"

@@ -18,14 +18,14 @@ import pytest
 import torch
 
 from clean_forks import Forks, forks_of
-from many_ranks import fault_told, run_of, start, trained, weights_in
+from many_ranks import LAST, fault_told, run_of, start, trained, weights_in
 from small_runs import events, losses
 from snugfit.errors import UsageError
 from snugfit.techniques import deepspeed_zero
 from snugfit.training.checkpoint.manifest import verify
 from snugfit.training.checkpoint.store import Store
 from test_sharding import compiles, with_deepspeed
-from test_train_many import LAST, equal, is_one_of_two_killed, steps_told, until
+from test_train_many import equal, is_one_of_two_killed, steps_told, until
 from tiers import slow_but
 from tolerance import ROUNDS, SAME, same_losses, same_parameters
 
@@ -107,7 +107,7 @@ def test_as_one_process_without_an_engine(
 def test_in_bf16_it_begins_with_the_weights_in_fp32(
     tmp_path: Path, forks: Forks, alone: Callable[[str], Path], recipe: str
 ) -> None:
-    """The engine would round them to what it computes in. After twelve small steps rounding is still larger
+    """The engine would round them to what it computes in. After a few small steps rounding is still larger
     than what was learned."""
     from transformers import AutoModelForSequenceClassification
 
