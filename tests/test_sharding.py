@@ -314,7 +314,7 @@ def group_that_sends_nothing() -> Iterator[None]:
                 ("gpt2", " + every_layer + bf16"),
             )
         ],
-        lambda case: case[:2] != ("zero3(offload=none)", "t5"),
+        lambda case: case[:2] in (("zero2(offload=none)", "t5"), ("zero3(offload=none)", "bert")),
     ),
 )
 def test_a_real_step_allocates_what_its_trace_says(stage: str, family: str, more: str) -> None:
