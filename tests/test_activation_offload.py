@@ -472,6 +472,7 @@ def test_where_nothing_fits_a_plan_names_it() -> None:
 
 
 @pytest.mark.whole
+@pytest.mark.slow
 def test_a_plan_that_keeps_it_gives_what_a_prediction_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     this, gpu = deeper(batch_size=64), find_gpu("h200")
     found = plan(this, gpu=gpu, keep=kept("bf16 + host(all)", but="batching"), workers=1)

@@ -244,6 +244,7 @@ def test_the_first_step_holds_what_timing_a_kernels_settings_takes() -> None:
 
 
 @pytest.mark.whole
+@pytest.mark.slow
 def test_what_only_the_first_step_holds_is_in_no_lower_bound() -> None:
     """Sixty MiB beside which no optimizer states stand yet: a plan took them for part of every step, and gave
     up because the whole step took less than its bound."""

@@ -70,11 +70,12 @@ def test_a_whole_model_with_recomputed_layers_is_predicted_for_a_gpu(family: str
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("family", "recipe"), slow_but(LAW, lambda case: case == ("gpt2", WHOLE)))
+@pytest.mark.parametrize(("family", "recipe"), slow_but(LAW, lambda case: case == ("llama", WHOLE)))
 @pytest.mark.usefixtures("idle_kernels")
 def test_a_step_of_a_whole_model_allocates_what_its_trace_says(family: str, recipe: str) -> None:
-    job = small_job(family, layers=1 if (family, recipe) == ("gpt2", WHOLE) else 2)
-    trace = foreseen(of_gpt2() if (family, recipe) == ("gpt2", WHOLE) else rehearsed(job, recipe))
+    often = (family, recipe) == ("llama", WHOLE)
+    job = small_job(family, layers=1 if often else 2)
+    trace = foreseen(of_whole_llama() if often else rehearsed(job, recipe))
     torch._dynamo.reset()
     real = reports(job, Recipe.parse(recipe).setup())
     assert 0 <= peak(compared(real)) - peak(compared(trace)) <= LOSS_OUTSIDE
@@ -84,17 +85,17 @@ def test_a_step_of_a_whole_model_allocates_what_its_trace_says(family: str, reci
 
 
 @functools.cache
-def of_gpt2() -> Trace:
-    """One layer that is compiled with its model, in no process's first rehearsal."""
-    rehearsed(small_job("bert", layers=1), f"{WHOLE[:-1]}, backend=aot_eager)")
-    return rehearsed(small_job("gpt2", layers=1), WHOLE)
+def of_whole_llama() -> Trace:
+    """One layer that is compiled with its model; nobody changes it."""
+    return rehearsed(small_job("llama", layers=1), WHOLE)
 
 
 @pytest.mark.whole
 def test_a_loss_that_is_a_graph_of_its_own_has_gradients_in_every_rehearsal() -> None:
     """transformers warns of GPT-2's loss, where Dynamo breaks the graph; torch's own kernel for shapes of a
     loss would hide its gradient, unless autograd's is in the way, as in a process's first rehearsal."""
-    trace = of_gpt2()
+    for family in ("bert", "gpt2"):
+        trace = rehearsed(small_job(family, layers=1), f"{WHOLE[:-1]}, backend=aot_eager)")
     kernels = [kernel for kernel in trace.kernels if kernel.phase in ("forward", "backward")]
     programs = sum(kernel.programs for kernel in kernels)
     assert programs == 4, "two graphs, forward and backward"
@@ -165,8 +166,8 @@ def test_what_stands_around_a_compiled_model_stays_when_it_runs_as_written_again
 def test_a_short_run_pays_for_compiling_the_whole_model() -> None:
     """Even for one of fewer and lesser layers."""
     once = {}
-    for recipe, layers, trace in (("compiled", 3, of_llama()), (WHOLE, 1, of_gpt2())):
-        job = small_job("llama" if layers == 3 else "gpt2", layers)
+    for recipe, layers, trace in (("compiled", 3, of_llama()), (WHOLE, 1, of_whole_llama())):
+        job = small_job("llama", layers)
         once[recipe] = StartupShares(job, PlannedRun(steps=10)).of(Recipe.parse(recipe).setup(), trace).once
     assert once[WHOLE] > once["compiled"] + 1
 

@@ -112,12 +112,12 @@ def test_same_reaches_the_very_accuracy(recipe: Recipe) -> None:
     assert accuracy(recipe) == accuracy(Recipe()) > LEARNED
 
 
-@pytest.mark.parametrize("recipe", slow_but(tried(Fidelity.ROUNDS), _is("bf16")), ids=str)
+@pytest.mark.parametrize("recipe", slow_but(tried(Fidelity.ROUNDS), 0), ids=str)
 def test_rounds_comes_within_one_point(recipe: Recipe) -> None:
     assert accuracy(recipe) == pytest.approx(accuracy(Recipe()), abs=POINT)
 
 
-@pytest.mark.parametrize("technique", slow_but(candidates(Fidelity.LEARNS), _is("sgd")), ids=str)
+@pytest.mark.parametrize("technique", slow_but(candidates(Fidelity.LEARNS), 0), ids=str)
 def test_learns_does_learn(technique: Technique) -> None:
     reached: dict[float, float] = {}
     for rate in RATES:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import random
 from dataclasses import MISSING, fields
-from itertools import combinations, product
 
 import pytest
 
+from covering import covering
 from small_models import small_job
 from snugfit.errors import RecipeError
 from snugfit.job.job import Job, Task
@@ -27,7 +26,6 @@ from snugfit.techniques.technique import Slot, Technique
 from test_law_scaling import CUDA, same, setup_of, whole
 
 SEED = 20_261_120
-ALL_TRUTH = os.environ.get("SNUGFIT_ALL_TRUTH") == "1"
 
 FURTHER = ("lora(targets=all-linear)", "micro_batches(4)")
 """Techniques of the roster once more, with settings that change what is allocated."""
@@ -63,7 +61,7 @@ def notations() -> list[list[str]]:
         twos = {declared.name: GIVEN.get(technique.name, 2) for declared in needed}
         by_slot[technique.slot].append(str(technique(**twos)))
     for word in FURTHER:
-        by_slot[roster.find(word.partition("(")[0]).slot].append(word)
+        by_slot[slot_of(word)].append(word)
     return list(by_slot.values())
 
 
@@ -78,46 +76,25 @@ def taken(words: Words) -> bool:
     return False
 
 
-def drawn(must: Words, slots: list[list[str]], rng: random.Random) -> Words:
-    """A recipe with these techniques, and in each other slot one that goes with all before, if one of three
-    that are tried does."""
-    words = {index: word for index, slot in enumerate(slots) for word in must if word in slot}
-    others = [index for index in range(len(slots)) if index not in words]
-    for index in rng.sample(others, len(others)):
-        for word in rng.sample(slots[index], min(3, len(slots[index]))):
-            if taken((*words.values(), word)):
-                words[index] = word
-                break
-    return tuple(word for _, word in sorted(words.items()))
+def may_meet(words: Words) -> bool:
+    """Whether they go together, with what they need of slots that are left."""
+    slots = {slot_of(word) for word in words}
+    needed = [other for word in words for other in GOES_WITH.get(word, ())]
+    return taken((*words, *(word for word in needed if slot_of(word) not in slots)))
 
 
-def covering(rng: random.Random) -> tuple[list[Words], int]:
-    """Recipes in which every two techniques of two slots meet that may, and after how many of them every
-    technique was met."""
-    slots = notations()
-    alone = {(word,) for slot in slots for word in slot}
-    pairs = {pair for one, other in combinations(slots, 2) for pair in product(one, other)}
-    recipes: list[Words] = []
-    enough = 0
-    for size, goal in ((1, alone), (2, pairs if ALL_TRUTH else set())):
-        missing = set(goal).difference(*(combinations(recipe, size) for recipe in recipes))
-        while missing:
-            must = rng.choice(sorted(missing))
-            missing.discard(must)
-            if size == 2 and not taken(tuple(sorted(must))):
-                continue
-            recipes.append(drawn((*must, *GOES_WITH.get(must[0], ())), slots, rng))
-            missing -= set(combinations(recipes[-1], size))
-        enough = enough or len(recipes)
-    return recipes, enough
+def slot_of(word: str) -> Slot:
+    return roster.find(word.partition("(")[0]).slot
 
 
-RECIPES, ENOUGH = covering(random.Random(SEED))
-"""Every pair of techniques; the first so many hold every technique, and are what is tried each time."""
+@functools.cache
+def recipes(together: int) -> list[Words]:
+    """Recipes in which each technique is met, or each pair of them that may."""
+    return covering(notations(), may_meet, together=together, seed=SEED)
 
 
-FIRST_COMPILED = next(number for number, words in enumerate(RECIPES) if "compiled" in words)
-"""The one recipe that is compiled each time; compiling took half of all these tests' time."""
+PARTS = 7
+"""Tests that the recipes are dealt out to: the first makes the array, for which no collection waits."""
 
 
 def uncompiled(words: Words) -> Words:
@@ -125,12 +102,12 @@ def uncompiled(words: Words) -> Words:
     return tuple(word for word in words if word.partition("(")[0] not in ("compiled", "budget"))
 
 
-def job_for(number: int) -> Job:
-    """A small job that takes the recipe of this number."""
+def job_for(words: Words, number: int) -> Job:
+    """A small job that takes this recipe, which is of this number."""
     rng = random.Random(SEED + number)
-    is_compiled = "compiled" in RECIPES[number]  # which takes the longer, the more a layer has
+    is_compiled = "compiled" in words  # which takes the longer, the more a layer has
     sizes = {
-        "layers": rng.choice((1, 2)) if {"keep_all", "uncompiled", "on_device"} <= {*RECIPES[number]} else 3,
+        "layers": rng.choice((1, 2)) if {"keep_all", "uncompiled", "on_device"} <= {*words} else 3,
         "batch_size": 8,
         "clip": rng.choice((None, 1.0)),
         "padding": rng.choice((0.0, 0.3)),
@@ -139,16 +116,16 @@ def job_for(number: int) -> Job:
     for family in (EVERY_RECIPE[0] if is_compiled else FAMILIES[number % len(FAMILIES)], *EVERY_RECIPE):
         job = small_job(family, **sizes)
         try:
-            Recipe.parse(" + ".join(RECIPES[number])).check(job, installed=False)
+            Recipe.parse(" + ".join(words)).check(job, installed=False)
         except RecipeError:  # T5's layers differ, a classifier has no vocabulary
             continue
         return job
-    raise AssertionError(f"no job takes {RECIPES[number]}")
+    raise AssertionError(f"no job takes {words}")
 
 
 def test_every_technique_of_the_roster_is_spliced() -> None:
-    spliced = {word.partition("(")[0] for words in RECIPES[:ENOUGH] for word in words}
-    assert spliced == {technique.name for technique in filter(is_spliced, roster.techniques())}
+    met = {word.partition("(")[0] for words in recipes(1) for word in words}
+    assert met == {technique.name for technique in filter(is_spliced, roster.techniques())}
 
 
 def spliced(passes: Part, update: Part, micro_batches: int) -> Trace | None:
@@ -157,13 +134,26 @@ def spliced(passes: Part, update: Part, micro_batches: int) -> Trace | None:
     return run and run.relative().trace()
 
 
-@pytest.mark.parametrize("number", range(len(RECIPES) if ALL_TRUTH else ENOUGH))
-def test_spliced_equals_whole(number: int) -> None:
-    words = RECIPES[number] if ALL_TRUTH or number == FIRST_COMPILED else uncompiled(RECIPES[number])
-    for word in words:
-        if lacking := roster.find(word.partition("(")[0]).missing_package():
-            pytest.skip(lacking)
-    job, setup = job_for(number), setup_of(" + ".join(words))
+@pytest.mark.parametrize("part", range(PARTS))
+def test_spliced_equals_whole(part: int) -> None:
+    """One of them is compiled, for which half of the time would go otherwise."""
+    first = next(number for number, words in enumerate(recipes(1)) if "compiled" in words)
+    for number, words in [*enumerate(recipes(1))][part::PARTS]:
+        hold(words if number == first else uncompiled(words), number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4 * PARTS))
+def test_so_is_each_pair_of_techniques(part: int) -> None:
+    for number, words in [*enumerate(recipes(2))][part :: 4 * PARTS]:
+        hold(words, number)
+
+
+def hold(words: Words, number: int) -> None:
+    """Law 5 for one recipe."""
+    if any(roster.find(word.partition("(")[0]).missing_package() for word in words):
+        return
+    job, setup = job_for(words, number), setup_of(" + ".join(words))
     passes = rehearse_passes(job, setup, CUDA)
     update = rehearse_update(job, setup, CUDA, passes.gradients, passes.shared)
     same(spliced(passes, update, setup.micro_batches), whole(job, setup)[0])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +16,10 @@ from snugfit.evaluation import peers
 from snugfit.evaluation.peers import NO_PEERS, Peers, measure_peers
 from snugfit.evaluation.verify import Verification
 from snugfit.job.gpu import find_gpu
+from snugfit.measurement import child
+from snugfit.measurement.experiment.request import MeasurementRequest
 from snugfit.measurement.measure import measure
 from snugfit.report.plan import verify as report
-from snugfit.results.measurement import Measurement
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
 from snugfit.units import GIB
@@ -138,10 +141,14 @@ def test_what_is_said_of_the_best_peer(found: Verification, said: str) -> None:
     assert bool(said) == bool(report.peer_line(found))
 
 
-@pytest.mark.whole
-def test_arguments_reach_the_trainer() -> None:
+def test_arguments_reach_the_trainer(tmp_path: Path) -> None:
     """A backend that there is not ends the run by its name."""
-    wrong = compiled_by("made_up")
+    request = MeasurementRequest(
+        job=small_job("gpt2", 2, batch_size=2), recipe=Recipe.parse("sgd"), loop="trainer",
+        warmup=1, steps=1, deadline_seconds=60.0, history=None, trainer_arguments=compiled_by("made_up"),
+    )  # fmt: skip
+    target: Any = SimpleNamespace(torch_device="cpu", card=None)
+    wrong = child.run(request.document(target, None), tmp_path)
     assert wrong.outcome != "ok"
     assert "made_up" in wrong.message.lower()
 
@@ -149,13 +156,7 @@ def test_arguments_reach_the_trainer() -> None:
 @pytest.mark.slow
 def test_the_trainer_trains_with_such_arguments() -> None:
     """With a backend that compiles nothing."""
-    right = compiled_by("eager")
-    assert right.outcome == "ok", right.message
-
-
-def compiled_by(backend: str) -> Measurement:
-    """A short run of the Trainer that is told to compile by this backend."""
-    return measure(
+    right = measure(
         small_job("gpt2", 2, batch_size=2, sequence_length=16),
         "sgd",
         loop="trainer",
@@ -163,8 +164,14 @@ def compiled_by(backend: str) -> Measurement:
         ledger=None,
         steps=1,
         warmup=1,
-        trainer_arguments={"torch_compile": True, "torch_compile_backend": backend},
+        trainer_arguments=compiled_by("eager"),
     )
+    assert right.outcome == "ok", right.message
+
+
+def compiled_by(backend: str) -> dict[str, Any]:
+    """The Trainer's arguments to compile by this backend."""
+    return {"torch_compile": True, "torch_compile_backend": backend}
 
 
 def test_arguments_without_the_trainer_are_refused() -> None:

@@ -28,6 +28,7 @@ from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.planning.search.search import plan
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
+from snugfit.rehearsal.record.shadow import DEEPEST, NotFollowed, Shadow
 from snugfit.rehearsal.record.shadows import Shadows
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.splice import rehearse_passes, rehearse_update, splice
@@ -235,3 +236,14 @@ def test_a_new_storage_at_an_old_address_has_no_shadow(monkeypatch: pytest.Monke
     assert shadows.of(new) is not None
     del new
     assert shadows.of(torch.empty(4, dtype=torch.long, device="meta")) is None
+
+
+def test_what_the_cpu_refuses_is_not_followed_where_a_chain_is_long() -> None:
+    """A Mixtral counts tokens by an operator that takes no integers on a CPU."""
+
+    def counted() -> torch.UntypedStorage:
+        return torch.histc(torch.ones(4, dtype=torch.int32), 4).untyped_storage()
+
+    refused = Shadow(counted, depth=DEEPEST)
+    with pytest.raises(NotFollowed):
+        refused.contents()

@@ -6,6 +6,7 @@ note is run on the CPU at the first question, and forgotten then.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -43,7 +44,8 @@ class Shadow:
         self._contents: torch.UntypedStorage | None = None
         self.assumption, self.depth = assumption, depth + 1
         if depth >= DEEPEST:
-            self.contents()
+            with contextlib.suppress(NotFollowed):  # raised where the contents are asked for
+                self.contents()
             self.depth = 1
 
     def contents(self) -> torch.UntypedStorage:
