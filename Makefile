@@ -53,4 +53,4 @@ types: install
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv $(GUIDE) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv $(GUIDE) .mypy_cache .ruff_cache .pytest_cache .rehearsals
