@@ -51,4 +51,4 @@ types: install
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv snugfit-examples/demo.png .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv snugfit-examples/demo.png .mypy_cache .ruff_cache .pytest_cache .rehearsals

@@ -68,6 +68,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.setattr("snugfit.prediction.traces.export_trace.rehearse_again", rehearse_again)
     monkeypatch.setattr("snugfit.report.evaluation.guide_plot.summary", lambda *_: b"a picture")
+    monkeypatch.setattr("snugfit.evaluation.peers.predict", predict)
     monkeypatch.setattr("snugfit.planning.largest.largest", lambda *a, **k: (1, predict(*a, **k)))
     monkeypatch.setattr("snugfit.measurement.measure.measure", measure)
     monkeypatch.setattr("snugfit.evaluation.guide.run", lambda *_, **__: guide_result())

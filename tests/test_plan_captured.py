@@ -42,7 +42,7 @@ RECIPES = (
     "bf16 + fused + captured + micro_batches(2)",
 )
 
-SOME_RECIPES = (0, 3, 4, 6, 8, 11)
+SOME_RECIPES = (0, 3, 5, 6, 8, 11)
 
 
 def parts_of(job: Job) -> Parts:

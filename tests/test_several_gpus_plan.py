@@ -234,7 +234,7 @@ def by_formulas(monkeypatch: pytest.MonkeyPatch) -> type[MadeUpJudge]:
             (160, 6, 1e-4, 1.2),
             (700, 20, 0.02, 1.2),
         ],
-        lambda case: case == (160, 6, 1e-4, 1.2),
+        lambda case: case[:1] == (160,),
     ),
 )
 def test_the_fastest_on_each_number_is_that_of_every_recipe(
