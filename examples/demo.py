@@ -139,7 +139,7 @@ def train_digits(answers: Connection, folder: Path, pause: bool, trace: Path | N
         step = event["step"] if event["event"] == "step" else None
         if pause and step == KILLED_AFTER:
             answers.send(step)
-            time.sleep(600)
+            time.sleep(60)
         if trace and step == PROFILED:
             profiler.stop()
             profiler.export_chrome_trace(str(trace))
@@ -150,6 +150,8 @@ def train_digits(answers: Connection, folder: Path, pause: bool, trace: Path | N
         digits_job(), "plain", data, evaluation=evaluation, output_dir=folder, device="cpu", max_steps=STEPS,
         warmup_steps=0.1, save_steps=SAVED_EVERY, eval_strategy="steps", eval_steps=STEPS, watch=watch,
     )  # fmt: skip
+    if trained.exit_code:  # Ctrl-C
+        return
     digest = hashlib.sha256()
     for tensor in trained.model.state_dict().values():
         digest.update(tensor.numpy().tobytes())
