@@ -46,6 +46,7 @@ unit: install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python benchmarks/plan_counts.py
 
 types: install
 	$(BIN)/mypy

@@ -1,6 +1,6 @@
 """How long an answer takes: wall time, CPU time of all its processes and peak memory, cold and warm.
 
-    python benchmarks/plan_time.py [NAME ...]
+    python benchmarks/plan_time.py [NAME ...] [--output FILE]
 
 Plans for one GPU, for all GPUs of the table and for many at once, and the guide. Each command runs as a user
 starts it, with a cache of its own: first cold, then once more, when the answer is cached (the guide's never
@@ -11,11 +11,12 @@ the command's descendants are sampled by psutil while they run. What one used in
 Wall time means something only where the machine does nothing else: the load before and after stands beside
 it. CPU seconds suffer less, yet they too grow when the cores are shared.
 
-Writes results/plan-time-DATE.json, whole or not at all.
+Writes FILE, or results/plan-time-DATE.json, whole or not at all.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -54,6 +55,8 @@ COMMANDS = {
     "Llama-3.1-8B, LoRA": f"{LLAMA} --keep 'lora(r=16)'",
     "Llama-3.1-8B, LoRA, 16 x 2048": "plan Llama-3.1-8B --task causal-lm --batch-size 16"
     " --sequence-length 2048 --gpu 'rtx 4090' --keep 'lora(r=16)'",
+    "Llama-3.1-8B, LoRA, 16 x 512": "plan Llama-3.1-8B --task causal-lm --batch-size 16"
+    " --sequence-length 512 --gpu 'rtx 4090' --keep 'lora(r=16)'",
     "Qwen2.5-7B, QLoRA, 16 GiB": "plan Qwen2.5-7B --task causal-lm --batch-size 4 --sequence-length 2048"
     " --gpu 'rtx 4090' --memory 16GiB --keep 'qlora(r=16)'",
     "t5-3b, learns": "plan t5-3b --task seq2seq-lm --gpu h200 --fidelity learns",
@@ -129,7 +132,13 @@ def line(name: str) -> dict[str, Any]:
 
 def main() -> None:
     """Measures, and writes the day's file."""
-    names = sys.argv[1:] or list(COMMANDS)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(COMMANDS))
+    parser.add_argument("--output", type=Path, help="the file to write")
+    asked = parser.parse_args()
+    if unknown := [name for name in asked.names if name not in COMMANDS]:
+        parser.error(f"no such command: {', '.join(unknown)}")
+    names = asked.names or list(COMMANDS)
     now = datetime.datetime.now(datetime.UTC)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     document = {
@@ -140,7 +149,7 @@ def main() -> None:
         "versions": versions(),
         "commands": [line(name) for name in names],
     }
-    path = RESULTS / f"plan-time-{document['date'][:10]}.json"
+    path = asked.output or RESULTS / f"plan-time-{document['date'][:10]}.json"
     print(write_atomically(path, json.dumps(document, indent=1).encode() + b"\n"))
 
 

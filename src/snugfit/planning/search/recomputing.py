@@ -376,6 +376,11 @@ class RecomputingKinds:
                 for seconds in (one.compiled_seconds * share,)
             ]
             least = [*map(_max_of, least, bounds)]
+        without = self._without[number]
+        if without is not None and self._waits(without):  # by what is known of that
+            saves = BUDGET_SHARE if setup.has_budget else CACHE_SHARE
+            seconds = [one.seconds * (1 - saves) for one in self._least(without)]
+            least = [*map(_max_of, least, (Bound(0, one) for one in seconds))]
         for other in filter(self._is_known, self._in_fewer_pieces(number)):
             in_fewer = [Bound(0, one.seconds * (1 - PIECES_SHARE)) for one in self._bounds(other)]
             least = [*map(_max_of, least, in_fewer)]

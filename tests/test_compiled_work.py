@@ -1,0 +1,49 @@
+"""The part of a step that compilers of layers leave, and plans that lower them only where that matters."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from snugfit.planning.cost.compiled_work import left_by_compilers
+from snugfit.planning.search.search import search
+from snugfit.planning.search.state import SearchState
+from snugfit.prediction.worker_pool import WorkerPool
+from snugfit.rehearsal.trace.trace import Kernel, Work
+from test_planning import recomputed, space_of_rounds, told_of
+
+LAYER = "bert.encoder.layer.3.output"
+
+
+def kernel(operator: str, module: str) -> Kernel:
+    return Kernel(operator, module, "forward", 1, 8, ((2, 2),), "torch.float32", 1)
+
+
+def test_products_and_attention_stay_and_whatever_is_outside_layers() -> None:
+    left = [
+        kernel("aten::addmm", LAYER),
+        kernel("aten::_scaled_dot_product_flash_attention", LAYER),
+        kernel("aten::gelu", "classifier"),
+    ]
+    gone = [kernel("aten::gelu", LAYER), kernel("aten::bmm", LAYER), kernel("aten::native_layer_norm", LAYER)]
+    assert left_by_compilers(Work((*gone, *left), (1,))) == Work(tuple(left), ())
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_compiled_layers_are_lowered_only_where_they_may_matter(slow: bool) -> None:
+    rng = random.Random(0)
+    space = space_of_rounds()
+    told = recomputed(told_of(space, rng), space, rng)
+    if slow:  # what is left without the compiler takes longer than all, and more bytes
+        most = max(bound.needed_bytes for bound in told.bounds)
+        told.bounds = [
+            bound
+            if one.setup.compile
+            else bound._replace(compiled_bytes=2 * most, outside_bytes=2 * most, compiled_seconds=1e6)
+            for bound, one in zip(told.bounds, space.candidates, strict=True)
+        ]
+    state = SearchState(space)
+    search(state, WorkerPool([told]))  # type: ignore[list-item]
+    lowered = {number for number in state.bounds if space.candidates[number].setup.compile}
+    assert bool(lowered) != slow
