@@ -107,7 +107,7 @@ def job_for(words: Words, number: int) -> Job:
     rng = random.Random(SEED + number)
     is_compiled = "compiled" in words  # which takes the longer, the more a layer has
     sizes = {
-        "layers": rng.choice((1, 2)) if {"keep_all", "uncompiled", "on_device"} <= {*words} else 3,
+        "layers": 2 if {"keep_all", "uncompiled", "on_device"} <= {*words} else 3,
         "batch_size": 8,
         "clip": rng.choice((None, 1.0)),
         "padding": rng.choice((0.0, 0.3)),
