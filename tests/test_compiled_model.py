@@ -96,10 +96,9 @@ def test_a_loss_that_is_a_graph_of_its_own_has_gradients_in_every_rehearsal() ->
     loss would hide its gradient, unless autograd's is in the way, as in a process's first rehearsal."""
     for family in ("bert", "gpt2"):
         trace = rehearsed(small_job(family, layers=1), f"{WHOLE[:-1]}, backend=aot_eager)")
-    kernels = [kernel for kernel in trace.kernels if kernel.phase in ("forward", "backward")]
-    programs = sum(kernel.programs for kernel in kernels)
-    assert programs == 4, "two graphs, forward and backward"
-    assert any(kernel.phase == "backward" and kernel.compiled for kernel in kernels)
+    programs = [(kernel.phase, kernel.programs) for kernel in trace.kernels if kernel.programs]
+    assert sum(count for phase, count in programs if phase == "forward") == 2, "two graphs"
+    assert sum(count for phase, count in programs if phase == "backward") == 2
 
 
 @pytest.mark.whole
