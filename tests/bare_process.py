@@ -7,6 +7,7 @@ import gc
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -32,6 +33,15 @@ def bare_forks() -> Forks:
     return forks_of(__name__)
 
 
+def said_by(work: Callable[..., int], told: Path, *arguments: str) -> str:
+    """What some work writes to both standard streams, in which it succeeds."""
+    with told.open("wb") as file:
+        both = {1: file.fileno(), 2: file.fileno()}
+        code = bare_forks().ended(bare_forks().start(work, *arguments, streams=both), within=600)
+    assert code == 0, told.read_text()
+    return told.read_text()
+
+
 def command(*words: str, stdout: Path) -> str:
     """What a command writes to standard output, in which it succeeds."""
     with stdout.open("wb") as file:
@@ -42,14 +52,7 @@ def command(*words: str, stdout: Path) -> str:
 
 def script_in_triton(name: str, device: str, stdout: Path) -> str:
     """What a script beside this file writes that compares kernels: in Triton's interpreter, or on a GPU."""
-    with stdout.open("wb") as file:
-        process = bare_forks().start(
-            _run_in_triton, name, device, streams={1: file.fileno(), 2: file.fileno()}
-        )
-        code = bare_forks().ended(process, within=600)
-    told = stdout.read_text()
-    assert code == 0, told
-    return told
+    return said_by(_run_in_triton, stdout, name, device)
 
 
 def _run_in_triton(name: str, device: str) -> int:
@@ -73,3 +76,14 @@ def products_of_few_rows() -> int:
     first = rehearse(job, setup, CudaPolicy()).events
     gc.collect()
     return int(first != rehearse(job, setup, CudaPolicy()).events)
+
+
+def import_torchao() -> int:
+    """Import what a model's class imports."""
+    from transformers import BertConfig
+
+    from snugfit.job.architectures import class_of
+
+    class_of("masked-lm", BertConfig())
+    assert "torchao" in sys.modules
+    return 0

@@ -28,6 +28,7 @@ from snugfit.exchange.export import export
 from snugfit.exchange.read import read_arguments
 from snugfit.job.job import Job
 from snugfit.job.model import Model
+from snugfit.planning.keep import kept_of
 from snugfit.planning.search.budgets import Budgets
 from snugfit.planning.search.space import space_of
 from snugfit.prediction.predict import predict
@@ -40,6 +41,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
 from snugfit.training.run.train import train
 from snugfit.units import MIB
+from test_compiled import OTHERS
 from test_exchange_export import job_in, namespace
 from tiers import slow_but
 
@@ -270,7 +272,8 @@ def test_plans_look_at_budgets_where_compiled_layers_do_not_fit(monkeypatch: pyt
     for kind in roster.techniques():
         if kind.name in ("compiled", "budget"):
             monkeypatch.setattr(kind, "needs", ())
-    space = space_of(small_job("llama"))
+    job = small_job("llama")
+    space = space_of(job, fixed=kept_of(job, f"{OTHERS} + adamw_fused"))
     within = next(n for n, one in enumerate(space.candidates) if one.setup.has_budget)
     without = space.number(space.candidates[within].recipe.with_(roster.plain(Slot.CHECKPOINTING)))
     assert without is not None

@@ -123,6 +123,7 @@ def _of_the_guide() -> list[PredictionRequest]:
 
 
 @pytest.mark.whole
+@pytest.mark.slow
 def test_a_plan_that_may_learn_otherwise_looks_at_it() -> None:
     job, gpu = small_job("bert", 2, batch_size=4), find_gpu("h200")
     others = f"sdpa + default + inline + bf16 + {REST}"

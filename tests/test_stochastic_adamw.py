@@ -218,6 +218,7 @@ def test_weights_of_32_bits_are_refused(recipe: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "keep"), slow_but([("bfloat16", "adamw_stochastic"), ("float32", RECIPE)], 1)
 )
+@pytest.mark.slow
 def test_a_plan_takes_it_only_where_it_is_kept(dtype: str, keep: str) -> None:
     job, gpu = replace(small_job("bert", 2, batch_size=4), dtype=dtype), find_gpu("h200")
     others = f"sdpa + keep_all + default + inline + {REST}"
