@@ -14,6 +14,7 @@ from snugfit.exchange.read import read_arguments
 from snugfit.step.checkpointing import layer_stacks
 from snugfit.techniques.recipe import Recipe
 from test_exchange_export import STEPS, job_in, namespace, ours, samples
+from tiers import slow_but
 
 COMPILED = Recipe.parse("compiled + every_layer")
 WHOLE = "compiled(what=model)"
@@ -33,7 +34,9 @@ def test_a_script_compiles_the_layers_and_nothing_around_them(tmp_path: Path, to
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("recipe", ["compiled", "compiled + every_layer", "lora(r=4) + compiled", WHOLE])
+@pytest.mark.parametrize(
+    "recipe", slow_but(["lora(r=4) + compiled", WHOLE, "compiled", "compiled + every_layer"], 2)
+)
 def test_an_exported_loop_trains_as_ours(tmp_path: Path, recipe: str, traced_only: list[str]) -> None:
     job = job_in(tmp_path / "model", "llama")
     script = namespace(export(job, Recipe.parse(recipe), "torch"), "train.py")

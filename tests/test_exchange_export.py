@@ -104,11 +104,13 @@ RECIPES = (
     "adafactor + micro_batches(4)",
     "every_nth_layer(2) + adamw_fused",
 )
+SOME = (RECIPES[1], RECIPES[2])
+"""Of each script and file, what `make test` runs; one of them has workers and another attention."""
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    "recipe", slow_but([*RECIPES, "adamw_8bit + expandable", "adamw_loop", "bf16_pure"], 3)
+    "recipe", slow_but([*RECIPES, "adamw_8bit + expandable", "adamw_loop", "bf16_pure"], SOME.__contains__)
 )
 @pytest.mark.parametrize(("family", "changes"), [("bert", {"padding": 0.25}), ("gpt2", {"clip": 0.5})])
 def test_a_torch_script_runs_as_the_plain_loop(
@@ -124,14 +126,17 @@ def test_a_torch_script_runs_as_the_plain_loop(
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("family", "recipe"),
-    [
-        ("t5", "micro_batches(2)"),
-        ("vit", "bf16_pure + sgd"),
-        ("mixtral", "every_layer"),
-        ("llama", "bf16 + micro_batches(2)"),
-        ("llama", "selective(every_other_product)"),
-        ("bert", "fp16"),
-    ],
+    slow_but(
+        [
+            ("t5", "micro_batches(2)"),
+            ("vit", "bf16_pure + sgd"),
+            ("llama", "selective(every_other_product)"),
+            ("bert", "fp16"),
+            ("mixtral", "every_layer"),
+            ("llama", "bf16 + micro_batches(2)"),
+        ],
+        4,
+    ),
 )
 def test_any_family_and_precision_runs_alike(tmp_path: Path, family: str, recipe: str) -> None:
     job = job_in(tmp_path / "model", family, recipe, target_length=8, clip=1.0)
@@ -161,7 +166,7 @@ def test_decay_groups_and_uneven_labels_are_exported(tmp_path: Path) -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", slow_but(RECIPES, SOME.__contains__))
 def test_an_accelerate_export_runs_as_our_accelerate_loop(tmp_path: Path, recipe: str) -> None:
     from accelerate.state import AcceleratorState, PartialState
 
@@ -216,7 +221,9 @@ def trainer_losses(made: Export, job: Job, recipe: str, folder: Path) -> list[fl
 
 @pytest.mark.whole
 @pytest.mark.usefixtures("seeded_adapters")
-@pytest.mark.parametrize("recipe", [*RECIPES, "lora(r=4) + every_layer"])
+@pytest.mark.parametrize(
+    "recipe", slow_but([*RECIPES, "lora(r=4) + every_layer"], (*SOME, "lora(r=4) + every_layer").__contains__)
+)
 def test_an_hf_export_runs_as_our_trainer_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
