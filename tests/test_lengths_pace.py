@@ -89,7 +89,7 @@ def test_where_nothing_stretches_seconds_lie_on_lines(monkeypatch: pytest.Monkey
         def __init__(self, seen: object) -> None:
             raise NotInterpolable
 
-    known = pace(small_job("gpt2", layers=2), "plain")
+    known = pace(small_job("gpt2", layers=2))
     exact = known.seconds(range(1, 33), True)
     monkeypatch.setattr(pacing, "KernelInterpolator", Never)
     found = known.seconds(range(1, 33), True)
