@@ -104,13 +104,11 @@ RECIPES = (
     "adafactor + micro_batches(4)",
     "every_nth_layer(2) + adamw_fused",
 )
-SOME = (RECIPES[1], RECIPES[2])
-"""Of each script and file, what `make test` runs; one of them has workers and another attention."""
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    "recipe", slow_but([*RECIPES, "adamw_8bit + expandable", "adamw_loop", "bf16_pure"], SOME.__contains__)
+    "recipe", slow_but([*RECIPES, "adamw_8bit + expandable", "adamw_loop", "bf16_pure"], 3)
 )
 @pytest.mark.parametrize(("family", "changes"), [("bert", {"padding": 0.25}), ("gpt2", {"clip": 0.5})])
 def test_a_torch_script_runs_as_the_plain_loop(
@@ -166,7 +164,7 @@ def test_decay_groups_and_uneven_labels_are_exported(tmp_path: Path) -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("recipe", slow_but(RECIPES, SOME.__contains__))
+@pytest.mark.parametrize("recipe", slow_but(RECIPES, 2))
 def test_an_accelerate_export_runs_as_our_accelerate_loop(tmp_path: Path, recipe: str) -> None:
     from accelerate.state import AcceleratorState, PartialState
 
@@ -221,9 +219,7 @@ def trainer_losses(made: Export, job: Job, recipe: str, folder: Path) -> list[fl
 
 @pytest.mark.whole
 @pytest.mark.usefixtures("seeded_adapters")
-@pytest.mark.parametrize(
-    "recipe", slow_but([*RECIPES, "lora(r=4) + every_layer"], (*SOME, "lora(r=4) + every_layer").__contains__)
-)
+@pytest.mark.parametrize("recipe", slow_but([*RECIPES, "lora(r=4) + every_layer"], 2))
 def test_an_hf_export_runs_as_our_trainer_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
