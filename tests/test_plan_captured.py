@@ -130,7 +130,7 @@ def test_what_is_played_already_stays() -> None:
 
 @pytest.mark.whole
 def test_a_plan_chooses_it_where_the_host_decides_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Compiled, "planning_objection", lambda self, job: "compiling takes long")
+    monkeypatch.setattr(Compiled, "planning_objection", lambda job: "compiling takes long")
     keep = kept("bf16 + micro_batches(2)", but="engine")
     made = plan(job_of("bert"), gpu="h200", keep=keep, workers=1)
     assert made.best is not None
