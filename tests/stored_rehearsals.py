@@ -11,6 +11,7 @@ and under a policy of the CPU.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -106,8 +107,11 @@ class RehearsalStore:
     def source(self) -> Path:
         """The folder of today's source. The oldest folders of other sources are removed."""
         folder = self.folder / source_hash()
-        folder.mkdir(parents=True, exist_ok=True)
-        os.utime(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            os.utime(folder)
+        except OSError:  # a checkout that is read only
+            return folder
         others = sorted(self.folder.iterdir(), key=lambda one: one.stat().st_mtime, reverse=True)
         for old in others[KEPT_SOURCES:]:
             shutil.rmtree(old, ignore_errors=True)
@@ -184,10 +188,11 @@ def read(file: Path) -> tuple[Any, dict[Any, Any]] | None:
 
 
 def write(file: Path, content: object) -> None:
-    """Store a rehearsal, so that no other process reads half of it."""
-    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
+    """Store a rehearsal, so that no other process reads half of it; nothing where that is impossible."""
+    with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
         part.write(pickle.dumps(content, pickle.HIGHEST_PROTOCOL))
-    os.replace(part.name, file)
+        part.flush()
+        os.replace(part.name, file)
 
 
 STORE = RehearsalStore()

@@ -124,14 +124,17 @@ def test_a_torch_script_runs_as_the_plain_loop(
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("family", "recipe"),
-    [
-        ("t5", "micro_batches(2)"),
-        ("vit", "bf16_pure + sgd"),
-        ("mixtral", "every_layer"),
-        ("llama", "bf16 + micro_batches(2)"),
-        ("llama", "selective(every_other_product)"),
-        ("bert", "fp16"),
-    ],
+    slow_but(
+        [
+            ("t5", "micro_batches(2)"),
+            ("vit", "bf16_pure + sgd"),
+            ("llama", "selective(every_other_product)"),
+            ("bert", "fp16"),
+            ("mixtral", "every_layer"),
+            ("llama", "bf16 + micro_batches(2)"),
+        ],
+        4,
+    ),
 )
 def test_any_family_and_precision_runs_alike(tmp_path: Path, family: str, recipe: str) -> None:
     job = job_in(tmp_path / "model", family, recipe, target_length=8, clip=1.0)

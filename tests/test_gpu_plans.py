@@ -50,6 +50,7 @@ from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot
 from snugfit.units import MIB
+from tiers import slow_but
 
 H200 = find_gpu("h200")
 
@@ -363,7 +364,7 @@ def test_gpus_that_differ_by_grouped_products_share_a_search_of_models_without()
 
 @pytest.mark.whole
 @pytest.mark.stored_rehearsals
-@pytest.mark.parametrize("width", [128, 224])
+@pytest.mark.parametrize("width", slow_but([224, 128], 1))
 def test_gpus_that_differ_by_wide_heads_share_a_search_of_narrow_ones(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from snugfit.planning.largest import largest
 from snugfit.prediction.predict import predict
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB, MIB
+from tiers import slow_but
 
 pytestmark = pytest.mark.stored_rehearsals
 
@@ -37,7 +38,7 @@ def fits(job: Job, recipe: Recipe, bound: int = BOUND) -> bool:
     return bool(predict(job, recipe, memory_bytes=bound).fits)
 
 
-@pytest.mark.parametrize("text", ["plain", "eager + bf16", "micro_batches(3)"])
+@pytest.mark.parametrize("text", slow_but(["micro_batches(3)", "plain", "eager + bf16"], 1))
 def test_the_largest_batch_fits_and_the_next_does_not(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = Recipe.parse(text)
     unit = recipe.setup().micro_batches

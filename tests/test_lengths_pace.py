@@ -16,6 +16,7 @@ from snugfit.prediction.predict import predict
 from snugfit.prediction.seconds import step_seconds
 from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS, Trace
 from snugfit.techniques.recipe import Recipe
+from tiers import slow_but
 
 pytestmark = pytest.mark.stored_rehearsals
 
@@ -31,7 +32,7 @@ def pace(job: Job, recipe: str = "bf16", gpu: str = "h200") -> LengthProfiler:
     [
         ("bert", "bf16 + micro_batches(3)", "h200"),
         pytest.param("gpt2", "bf16_pure + every_layer", "a100-80gb", marks=pytest.mark.slow),
-        ("llama", "fp16", "v100-16gb"),
+        pytest.param("llama", "fp16", "v100-16gb", marks=pytest.mark.slow),
         pytest.param("gemma2", "bf16 + eager", "h200", marks=pytest.mark.slow),
         ("mixtral", "bf16", "h200"),
         pytest.param("t5", "bf16", "h200", marks=pytest.mark.slow),
@@ -58,7 +59,7 @@ def test_lengths_that_run_other_kernels_do_not_stretch() -> None:
         KernelInterpolator([known.sample(length, True) for length in (9, 16, 31)])
 
 
-@pytest.mark.parametrize(("recipe", "gpu"), [("bf16 + workers", "h200"), ("fp16", "v100-16gb")])
+@pytest.mark.parametrize(("recipe", "gpu"), slow_but([("bf16 + workers", "h200"), ("fp16", "v100-16gb")], 1))
 def test_seconds_of_every_length_are_those_of_its_rehearsal(recipe: str, gpu: str) -> None:
     known = pace(small_job("gpt2", layers=2), recipe, gpu)
     found = known.seconds(range(1, 33), True)
@@ -88,7 +89,7 @@ def test_where_nothing_stretches_seconds_lie_on_lines(monkeypatch: pytest.Monkey
         def __init__(self, seen: object) -> None:
             raise NotInterpolable
 
-    known = pace(small_job("gpt2", layers=2), "plain")
+    known = pace(small_job("gpt2", layers=2))
     exact = known.seconds(range(1, 33), True)
     monkeypatch.setattr(pacing, "KernelInterpolator", Never)
     found = known.seconds(range(1, 33), True)

@@ -264,12 +264,15 @@ def test_a_layer_that_is_both_is_recomputed_and_only_its_input_waits() -> None:
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("family", "recipe"),
-    [
-        ("bert", "bf16 + host(all, layers=1)"),
-        ("gpt2", "every_layer + host(checkpoints, layers=1) + micro_batches(2)"),
-        ("t5", "first_layers(1) + host(all, layers=1)"),
-        ("llama", "lora + bf16_pure + host(all, layers=1) + micro_batches(2)"),
-    ],
+    slow_but(
+        [
+            ("gpt2", "every_layer + host(checkpoints, layers=1) + micro_batches(2)"),
+            ("t5", "first_layers(1) + host(all, layers=1)"),
+            ("bert", "bf16 + host(all, layers=1)"),
+            ("llama", "lora + bf16_pure + host(all, layers=1) + micro_batches(2)"),
+        ],
+        2,
+    ),
 )
 def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> None:
     hold_to_reports(job(family), Recipe.parse(recipe))

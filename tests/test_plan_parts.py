@@ -122,7 +122,7 @@ def test_workers_answer_as_parts_do_and_a_killed_one_is_told() -> None:
             marks=pytest.mark.slow,
         ),
         "bf16 + tf32 + segments + adamw_8bit + workers",  # waits for each parameter
-        "bf16_pure + every_layer + adafactor_torch + micro_batches(2)",
+        pytest.param("bf16_pure + every_layer + adafactor_torch + micro_batches(2)", marks=pytest.mark.slow),
     ],
 )
 def test_joined_pieces_of_few_layers_take_no_longer_than_the_step(recipe: str) -> None:
@@ -183,7 +183,7 @@ def test_what_the_first_step_replaces_of_the_model_is_not_replaced_again(recipe:
     assert second_step_is_redundant(job, setup, CudaPolicy())
 
 
-@pytest.mark.parametrize("pieces", [3, 16, 17, 23])
+@pytest.mark.parametrize("pieces", slow_but([3, 17, 16, 23], 2))
 def test_whole_periods_of_micro_batches_are_left_out(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
     job, setup = small_job("llama", 2, batch_size=pieces), Recipe.parse(f"micro_batches({pieces})").setup()
     run = Parts(job, GPUS, GpuTimers(GPUS)).run(setup)
@@ -273,7 +273,7 @@ def test_millions_of_samples_are_not_made_one_by_one(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("recipe", ["bf16_pure", "bf16 + micro_batches(2)", "eager"])
-@pytest.mark.parametrize("architecture", ["t5", "gpt2"])
+@pytest.mark.parametrize("architecture", slow_but(["t5", "gpt2"], 1))
 def test_recomputing_takes_no_less_than_what_is_said_of_it_beforehand(architecture: str, recipe: str) -> None:
     """Also where it chooses another attention: T5's bias is contiguous when it is recomputed, and
     cuDNN's libraries are not loaded, or are."""

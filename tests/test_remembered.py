@@ -15,11 +15,12 @@ from snugfit.rehearsal.record.shape_cache import KnownCall, Operator, ShapeCache
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.plain_loop import PlainStep
 from snugfit.techniques.recipe import Recipe
+from tiers import slow_but
 
 RECIPES = ["fp32 + adamw_loop", "tf32 + adamw_fused", "fp16 + every_layer + micro_batches(2)", "bf16 + sgd"]
 
 
-@pytest.mark.parametrize("family", ["bert", "llama"])
+@pytest.mark.parametrize("family", slow_but(["bert", "llama"], 1))
 def test_what_is_remembered_of_kernels_is_what_they_do(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
@@ -37,7 +38,7 @@ def test_what_is_remembered_of_kernels_is_what_they_do(family: str, monkeypatch:
     assert asked
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", slow_but(RECIPES, RECIPES[1:3].__contains__))
 def test_a_rehearsal_from_memory_is_the_first_one(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job, setup = small_job("gpt2", 2, batch_size=2), Recipe.parse(recipe).setup()
     rehearse(job, setup, CudaPolicy())

@@ -34,7 +34,7 @@ from snugfit.techniques.setup import ParallelWish, Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.training.ranks import Ranks
 
-JOB = replace(small_job("llama", 4), batch_size=8, clip=1.0)
+JOB = replace(small_job("llama", 2), batch_size=8, clip=1.0)
 
 
 @functools.cache

@@ -163,7 +163,7 @@ def test_two_gpus_go_on_with_what_is_predicted_to_need_less(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     if not processes:
         monkeypatch.setattr(smaller, "worker_pool", in_this_process)
-    job = small_job("llama", 5, batch_size=16, sequence_length=1024)
+    job = small_job("llama", 2, batch_size=256, sequence_length=512)
     before = Recipe.parse("bf16 + adamw_fused + ddp")
     found = next_recipe(torch.device("cuda"), gpus=2)(job, before, "oom:torch")
     assert isinstance(found, Recipe)
