@@ -30,7 +30,7 @@ def warm() -> None:
 
 def bare_forks() -> Forks:
     """Forks of this process."""
-    return forks_of(__name__)
+    return forks_of(__name__, bare=True)
 
 
 def said_by(work: Callable[..., int], told: Path, *arguments: str) -> str:

@@ -5,6 +5,9 @@ one clean process per pytest process, after the test modules are imported and be
 All tests fork from it. A fork of the pytest process itself would inherit locks of tokenizers and of thread
 pools that no thread opens any more.
 
+A second process is forked before any test module is imported. It is bare: neither torch nor an optional
+package is loaded in it, and it imports only what its children ask for.
+
 A module with a function `warm` imports what its children need beyond that, once, when the first one starts.
 """
 
@@ -33,10 +36,11 @@ MOST_SECONDS = 120.0
 
 
 class Forks:
-    """Forks of the clean process, after the function `warm` of a module has run there."""
+    """Forks of the clean process, or of the bare one, after the function `warm` of a module has run there."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, *, bare: bool = False) -> None:
         self._module = module
+        self._bare = bare
 
     def start(
         self,
@@ -62,24 +66,35 @@ class Forks:
                 number: None if each is None else sent.index(each) for number, each in streams.items()
             },
         }
-        return int(_answer(request, sent)["pid"])
+        return int(self._answer(request, sent)["pid"])
 
     def ended(self, child: int, within: float = MOST_SECONDS) -> int:
         """Return its exit code, or minus the signal that ended it; kill it after so many seconds."""
-        code = _answer({"wait": child, "seconds": within})["code"]
+        code = self._answer({"wait": child, "seconds": within})["code"]
         assert code is not None, "the process did not end"
         return int(code)
 
+    def _answer(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
+        connection = prepare(bare=self._bare)
+        socket.send_fds(connection, [json.dumps(request).encode()], list(descriptors))
+        answer: dict[str, Any] = json.loads(connection.recv(1 << 17))
+        assert "failed" not in answer, answer["failed"]
+        return answer
+
 
 @functools.cache
-def forks_of(module: str) -> Forks:
+def forks_of(module: str, *, bare: bool = False) -> Forks:
     """Return forks that have run the function `warm` of this module."""
-    return Forks(module)
+    return Forks(module, bare=bare)
 
 
 @functools.cache
-def prepare() -> socket.socket:
-    """Fork the clean process and return the connection to it; it ends when the connection does."""
+def prepare(*, bare: bool = False) -> socket.socket:
+    """Fork the clean process, or the bare one, and return the connection to it.
+
+    The process ends when the connection does.
+    """
+    assert not bare or "torch" not in sys.modules, "torch is imported: too late for a bare process"
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # a thread of xdist waits for messages
@@ -103,14 +118,6 @@ def _end(ours: socket.socket, server: int, parent: int) -> None:
         ours.close()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(server, 0)
-
-
-def _answer(request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
-    connection = prepare()
-    socket.send_fds(connection, [json.dumps(request).encode()], list(descriptors))
-    answer: dict[str, Any] = json.loads(connection.recv(1 << 17))
-    assert "failed" not in answer, answer["failed"]
-    return answer
 
 
 def serve(connection: socket.socket) -> None:

@@ -9,7 +9,7 @@ The cyclic garbage collector runs as seldom as in the command (`cli/main.py`), a
 the tests' modules made when they were imported: walking through torch and transformers again and again took a
 fifteenth of all the time. After each module the garbage is collected and what remains is frozen too, so that
 a collection that a run asks for is short however many tests ran before it, and so is a fork. Between the two
-a clean process is forked, from which all processes of tests are forked (`clean_forks.py`).
+a clean process is forked, from which processes of tests are forked (`clean_forks.py`).
 
 A test that starts a process, trains or searches for a plan is no unit test. It says so with the marker
 `whole` or `slow`, and a test without either fails here when it does so (`NOT_OF_A_UNIT`).
@@ -51,6 +51,8 @@ NOT_OF_A_UNIT: set[str] = set()
 
 def pytest_configure() -> None:
     """Before any test imports what rehearses."""
+    if hasattr(os, "fork"):
+        clean_forks.prepare(bare=True)
     STORE.install()
 
 

@@ -470,7 +470,7 @@ def test_deepspeed_writes_to_stderr_while_it_is_imported(
 
 
 @with_deepspeed
-@pytest.mark.whole
+@pytest.mark.slow
 def test_an_answer_in_json_is_alone_on_stdout(tmp_path: Path) -> None:
     """DeepSpeed writes there while it is imported."""
     asked = ["predict", "bert-base-uncased", "--task", "sequence-classification"]
