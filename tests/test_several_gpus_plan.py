@@ -111,7 +111,7 @@ def test_few_layers_tell_what_many_take(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", slow_but(["fsdp + micro_batches(8)", "zero1 + micro_batches(8)"], 1))
 def test_few_micro_batches_tell_what_many_take(recipe: str) -> None:
-    job = replace(small_job("llama", 3), batch_size=32)
+    job = replace(small_job("llama", 4), batch_size=32)
     judge = Judge(job, H200)
     judged, full = judge.judge(2, Recipe.parse(recipe)), judge.in_full(2, Recipe.parse(recipe))
     whole = predict(job, recipe, gpu=H200, gpus=2)
