@@ -2,8 +2,8 @@
 
 Importing any model of transformers imports what few of them use: tensors that are spread over GPUs (and with
 them torch's symbolic shapes), FSDP, distributed checkpoints, torchao, and torch's compiler, because one
-function is excluded from compilation. That takes more CPU seconds than a prediction. While `defer_imports` is in
-force, transformers gets stand-ins for the names that it imports from these modules.
+function is excluded from compilation. That takes more CPU seconds than a prediction. While `defer_imports` is
+in force, transformers gets stand-ins for the names that it imports from these modules.
 
 A stand-in becomes the real thing as soon as anybody uses it or imports its module: then all modules are
 imported, and every name that holds a stand-in is bound to the real object. Until then no object of a real
@@ -21,6 +21,7 @@ import contextlib
 import importlib
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -112,22 +113,42 @@ class _StandInModule(ModuleType):
         return stand_in
 
 
+class _AsItIs:
+    """A function that nothing compiles; held weakly, since the function remembers it: whatever a cycle holds
+    would live on."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = weakref.ref(function)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        function = self._function()
+        assert function is not None
+        return function(*arguments, **keywords)
+
+    def forget(self) -> None:
+        """Has the function asked about again."""
+        function = self._function()
+        if function is not None and vars(function).get(RUNS_AS_IT_IS) is self:
+            delattr(function, RUNS_AS_IT_IS)
+
+
 class _StandInCompiler:
     """Stands for the compiler until it is imported."""
 
     def __init__(self) -> None:
         self._registered: list[tuple[str, Any]] = []
-        self._as_they_are: list[Any] = []
+        self._as_they_are: list[weakref.ref[_AsItIs]] = []
 
     def disable(self, fn: Any = None, recursive: bool = True, *, wrapping: bool = True, **_: Any) -> Any:
-        """The function as it is, for `torch._compile`, which asks when it runs first and remembers the answer;
-        for decorators what asks then."""
+        """The function as it is, for `torch._compile`, which wants it when it first runs and remembers it;
+        for decorators a function that does so."""
         from torch._compile import _disable_dynamo
 
         if wrapping or fn is None:
             return _disable_dynamo(fn, recursive)
-        self._as_they_are.append(fn)
-        return fn
+        as_it_is = _AsItIs(fn)
+        self._as_they_are.append(weakref.ref(as_it_is))
+        return as_it_is
 
     def graph_break(self, msg: str = "") -> None:
         """Nothing, as of code that is not compiled."""
@@ -147,9 +168,9 @@ class _StandInCompiler:
         registered, self._registered = self._registered, []
         for name, function in registered:
             getattr(importlib.import_module(COMPILER), name)(function)
-        for function in self._as_they_are:
-            if getattr(function, RUNS_AS_IT_IS, None) is function:
-                delattr(function, RUNS_AS_IT_IS)
+        for reference in self._as_they_are:
+            if (as_it_is := reference()) is not None:
+                as_it_is.forget()
         self._as_they_are.clear()
 
 
@@ -270,6 +291,11 @@ def defer_imports() -> None:
     _DEFERRAL.begin()
 
 
+def are_put_off() -> bool:
+    """Whether imports are put off. A rehearsal in whose midst that ends is to be done again."""
+    return _DEFERRAL.active
+
+
 def complete_imports() -> None:
     """Import now what was put off."""
     if _DEFERRAL.active:
@@ -278,9 +304,7 @@ def complete_imports() -> None:
 
 def _is_plain(value: object) -> bool:
     """Whether this is a number, or some numbers, of which none is symbolic."""
-    return type(value) in (bool, int) or (
-        isinstance(value, tuple) and all(type(one) is int for one in value)
-    )
+    return type(value) in (bool, int) or (isinstance(value, tuple) and all(type(one) is int for one in value))
 
 
 def _absolute(name: str, package: str, level: int) -> str:

@@ -305,8 +305,8 @@ class Skipped(NamedTuple):
 
 
 class Repeats:
-    """The periods of a trace (`Trace.periods`), as far as they are replayed. One whose times begin with the
-    same free blocks and live blocks as an earlier one need not go on. `single` are events that happen once."""
+    """The periods of a trace (`Trace.periods`), as far as they are replayed. One that begins anew with the
+    same free blocks and live blocks as before need not go on. `single` are events that happen once."""
 
     def __init__(self, trace: Trace, single: Collection[int]) -> None:
         self.begins: dict[int, Period] = {}
