@@ -54,19 +54,19 @@ def test_predictions_are_the_same_and_simple_ones_import_little() -> None:
 REAL = """
 import builtins, json, sys
 importing = builtins.__import__
-from snugfit.deferred_imports import _DEFERRAL, StandIn, defer_imports
+from snugfit.deferred_imports import _DEFERRAL, PutOffName, defer_imports
 defer_imports()
 import torch
 import transformers.modeling_utils
 from transformers.distributed import sharding_utils, parallel_utils
-put_off = isinstance(vars(sharding_utils)["DTensor"], StandIn), _DEFERRAL.active
+put_off = isinstance(vars(sharding_utils)["DTensor"], PutOffName), _DEFERRAL.active
 isinstance(torch.zeros(1), sharding_utils.DTensor)
 with torch.device("meta"):
     {wants}
 from torch.distributed.tensor import DTensor
 names = [
     (module.__name__, name) for module in list(sys.modules.values())
-    for name, value in list((getattr(module, "__dict__", None) or {{}}).items()) if type(value) is StandIn
+    for name, value in list((getattr(module, "__dict__", None) or {{}}).items()) if type(value) is PutOffName
     if not module.__name__.startswith("snugfit")
 ]
 import torch._dynamo

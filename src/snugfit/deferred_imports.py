@@ -78,7 +78,7 @@ RUNS_AS_IT_IS = "__dynamo_disable"
 """The attribute in which torch remembers a function's form that is excluded from compilation."""
 
 
-class StandIn(type):
+class PutOffName(type):
     """The class of stand-ins, which are classes themselves, for names in unions and in `isinstance`."""
 
     home: str
@@ -102,13 +102,13 @@ class StandIn(type):
         return getattr(_real(cls), name)
 
 
-class _StandInModule(ModuleType):
+class _PutOffModule(ModuleType):
     """Gives stand-ins for the names of a module."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        stand_in = StandIn(name, (), {"home": self.__name__})
+        stand_in = PutOffName(name, (), {"home": self.__name__})
         setattr(self, name, stand_in)
         return stand_in
 
@@ -174,7 +174,7 @@ class _StandInCompiler:
         self._as_they_are.clear()
 
 
-def _real(stand_in: StandIn) -> Any:
+def _real(stand_in: PutOffName) -> Any:
     if stand_in.home not in SYMBOLIC:
         _DEFERRAL.complete()
     return getattr(importlib.import_module(stand_in.home), stand_in.__name__)
@@ -185,8 +185,8 @@ class _Deferral:
 
     def __init__(self) -> None:
         self.active = False
-        self._stand_ins: dict[str, _StandInModule] = {}
-        self._symbolic: dict[str, _StandInModule] = {}
+        self._stand_ins: dict[str, _PutOffModule] = {}
+        self._symbolic: dict[str, _PutOffModule] = {}
         self._import = builtins.__import__
         self._compiler = _StandInCompiler()
 
@@ -215,10 +215,10 @@ class _Deferral:
             assert globals is not None
             full = _absolute(name, str(globals.get("__package__", "")), level)
             if full in PUT_OFF and full not in sys.modules and full != importer:
-                return self._stand_ins.setdefault(full, _StandInModule(full))
+                return self._stand_ins.setdefault(full, _PutOffModule(full))
         elif name in SYMBOLIC and name not in sys.modules:
             if importer == "torch" or importer.startswith(OF_PLAIN_SIZES):
-                return self._symbolic.setdefault(name, _StandInModule(name))
+                return self._symbolic.setdefault(name, _PutOffModule(name))
         elif name == COMPILER and not fromlist and importer in USERS:
             return sys.modules["torch"]
         return self._import(name, globals, locals, fromlist or (), level)
@@ -273,14 +273,14 @@ class _Deferral:
         given, self._stand_ins = self._stand_ins, {}
         real: dict[int, Any] = {}
         for home, module in given.items():
-            names = [name for name, value in vars(module).items() if isinstance(value, StandIn)]
+            names = [name for name, value in vars(module).items() if isinstance(value, PutOffName)]
             for name in names:
                 real[id(vars(module)[name])] = getattr(importlib.import_module(home), name)
-        for module in list(sys.modules.values()):
-            names = getattr(module, "__dict__", None) or {}
-            for name, value in list(names.items()):
-                if type(value) is StandIn and id(value) in real:
-                    names[name] = real[id(value)]
+        for loaded in list(sys.modules.values()):
+            bound: dict[str, Any] = getattr(loaded, "__dict__", None) or {}
+            for name, value in list(bound.items()):
+                if type(value) is PutOffName and id(value) in real:
+                    bound[name] = real[id(value)]
 
 
 _DEFERRAL = _Deferral()

@@ -280,13 +280,12 @@ def replay(
         last = LastStep(trace, start, live)
         if last.leaves_as_many:
             _replay_again(allocator, frees, last, emptied, {began})
-    return Replay(
-        allocator.requested_peak,
-        allocator.allocated_peak,
-        allocator.reserved_peak,
-        reserved,
-        allocator.retries,
-    )
+    return _shown(allocator, reserved)
+
+
+def _shown(allocator: Allocator, reserved: Sequence[int]) -> Replay:
+    peaks = allocator.requested_peak, allocator.allocated_peak, allocator.reserved_peak
+    return Replay(*peaks, reserved, allocator.retries)
 
 
 def _before(events: Sequence[int], numbers: Collection[int]) -> Iterator[int]:

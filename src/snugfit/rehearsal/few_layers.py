@@ -72,10 +72,10 @@ def _is_deep(job: Job) -> bool:
 def _is_plain_step(setup: Setup) -> bool:
     """Whether a step of this Setup is its passes, launched kernel by kernel on one GPU, and then its
     update."""
-    others = (
+    joined = (
         setup.compile, setup.capture, setup.release, setup.parallel, setup.sharding, setup.activation_offload,
     )  # fmt: skip
-    return not any(others) and not setup.records_graphs
+    return not any(joined) and not setup.records_graphs
 
 
 def passes_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Part | None:
