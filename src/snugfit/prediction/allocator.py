@@ -280,10 +280,10 @@ def replay(
         last = LastStep(trace, start, live)
         if last.leaves_as_many:
             _replay_again(allocator, frees, last, emptied, {began})
-    return _shown(allocator, reserved)
+    return _replay_of(allocator, reserved)
 
 
-def _shown(allocator: Allocator, reserved: Sequence[int]) -> Replay:
+def _replay_of(allocator: Allocator, reserved: Sequence[int]) -> Replay:
     peaks = allocator.requested_peak, allocator.allocated_peak, allocator.reserved_peak
     return Replay(*peaks, reserved, allocator.retries)
 

@@ -337,9 +337,9 @@ class TraceWriter:
             periods=tuple(self._periods),
         )
 
-    def _counts(self) -> _Progress:
+    def _counts(self) -> _TraceSize:
         last = self._last
-        return _Progress(
+        return _TraceSize(
             len(self._blocks),
             len(self._events),
             len(self._marks),
@@ -379,7 +379,7 @@ class TraceWriter:
             for key, numbers in before.items()
         )
 
-    def _shift(self, counts: _Progress, times: int, first: int, moves: Sequence[Move]) -> None:
+    def _shift(self, counts: _TraceSize, times: int, first: int, moves: Sequence[Move]) -> None:
         """Writes so many times again what was written since these counts."""
         blocks, events, marks, last = self._blocks, self._events, self._marks, self._last
         of_blocks, of_events = blocks[counts.blocks :], events[counts.events :]
@@ -403,7 +403,7 @@ class TraceWriter:
             stack[:] = [number + by if number > first else number for number in stack]
 
 
-class _Progress(NamedTuple):
+class _TraceSize(NamedTuple):
     """How much of a trace is written."""
 
     blocks: int
