@@ -1,6 +1,6 @@
 """How long a prediction takes: wall time, CPU time and peak resident memory of snugfit's own commands.
 
-    python benchmarks/prediction_time.py [REPEATS]
+    python benchmarks/prediction_time.py [REPEATS] [--output FILE]
 
 Each command runs in a fresh process, as a user starts it. A round runs them all, one after the other, and
 rounds are repeated, so that whatever else the machine does meets all of them alike; a first round, which
@@ -12,17 +12,21 @@ Peak memory is the kernel's `ru_maxrss` of the child. Linux hands that figure th
 the child of a large parent reports its parent's size. This script therefore imports nothing large, and
 refuses a figure that is not above its own.
 
-Writes results/prediction-time-DATE.json, whole or not at all.
+Each command has a store of answers of its own, and runs in it twice: first, and again.
+
+Writes results/prediction-time-DATE.json, or the file that is named, whole or not at all.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,6 +44,11 @@ ALLOWED = (0, 3)
 """Exit codes of an answer: 3 says that the job does not fit."""
 
 BERT = "bert-large-uncased --task sequence-classification --gpu h200"
+BERT_ALONE = "bert-large-uncased --task sequence-classification"
+README = (
+    "Llama-3.1-8B --batch-size 16 --sequence-length 2048 --gpu 'rtx 4090' "
+    "--recipe 'lora(r=16, targets=all-linear) + bf16 + every_layer + micro_batches(16)'"
+)
 LLAMA = "Llama-3.1-8B --task causal-lm --sequence-length 2048 --batch-size 8 --gpu h200"
 ALL_TOGETHER = "--recipe 'bf16 + tf32 + every_layer + micro_batches(4) + adamw_8bit'"
 ALL_TOGETHER_PURE = "--recipe 'bf16_pure + tf32 + every_layer + micro_batches(8) + adamw_8bit'"
@@ -48,6 +57,8 @@ IMPORTS = "import torch, transformers"
 COMMANDS = {
     IMPORTS: f"python -c '{IMPORTS}'",
     "--help": "snugfit --help",
+    "BERT-large in bf16": f"snugfit predict {BERT_ALONE} --recipe bf16",
+    "README's first command": f"snugfit predict {README}",
     "BERT-large": f"snugfit predict {BERT}",
     "BERT-large, all together": f"snugfit predict {BERT} {ALL_TOGETHER}",
     "BERT-large, Trainer": f"snugfit predict {BERT} --loop trainer",
@@ -55,6 +66,9 @@ COMMANDS = {
     "Llama-3.1-8B, all together": f"snugfit predict {LLAMA} {ALL_TOGETHER_PURE}",
     "Llama-3.1-8B, Trainer": f"snugfit predict {LLAMA} --loop trainer",
 }
+
+STORED = {f"{name}, again": name for name, command in COMMANDS.items() if " predict " in command}
+"""Those whose answer is stored, by the name of the second run."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +83,16 @@ class Cost:
     """Largest resident memory of the process."""
 
 
-def cost(command: str) -> Cost:
-    """What this command takes in a process of its own; raises `RuntimeError` when it gives no answer."""
+def cost(command: str, store: str) -> Cost:
+    """What this command takes in a process of its own, with its answers in `store`; raises `RuntimeError`
+    when it gives no answer."""
     before = time.perf_counter()
-    child = subprocess.Popen(arguments(command), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    child = subprocess.Popen(
+        arguments(command),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "XDG_CACHE_HOME": store},
+    )
     _, status, usage = os.wait4(child.pid, 0)
     wall = time.perf_counter() - before
     child.returncode = os.waitstatus_to_exitcode(status)
@@ -91,14 +111,18 @@ def arguments(command: str) -> list[str]:
 
 
 def rounds(repeats: int) -> dict[str, list[Cost]]:
-    """What each of `COMMANDS` took, round by round."""
-    costs: dict[str, list[Cost]] = {name: [] for name in COMMANDS}
+    """What each of `COMMANDS` took, and of those that are `STORED` the second run too, round by round."""
+    costs: dict[str, list[Cost]] = {name: [] for name in (*COMMANDS, *STORED)}
     for number in range(repeats + 1):
         for name, command in COMMANDS.items():
-            taken = cost(command)
-            print(f"round {number}: {name}: {taken}", file=sys.stderr)
-            if number:
-                costs[name].append(taken)
+            again = [other for other, first in STORED.items() if first == name]
+            with tempfile.TemporaryDirectory() as store:
+                for run in (name, *again):
+                    taken = cost(command, store)
+                    load = os.getloadavg()[0]
+                    print(f"round {number}: {run}: {taken}, load {load:.1f}", file=sys.stderr)
+                    if number:
+                        costs[run].append(taken)
     return costs
 
 
@@ -108,7 +132,7 @@ def line(name: str, costs: Sequence[Cost], imports: Sequence[Cost]) -> dict[str,
     walls = sorted(one.wall_seconds for one in costs)
     return {
         "name": name,
-        "command": COMMANDS[name],
+        "command": COMMANDS[STORED.get(name, name)],
         "wall_seconds": round(wall, 3),
         "wall_seconds_least": round(walls[0], 3),
         "wall_seconds_most": round(walls[-1], 3),
@@ -141,9 +165,12 @@ def record(repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measures, and writes the day's file."""
-    repeats = int(sys.argv[1]) if len(sys.argv) > 1 else REPEATS
-    document = record(repeats)
-    path = RESULTS / f"prediction-time-{document['date'][:10]}.json"
+    parser = argparse.ArgumentParser()
+    parser.add_argument("repeats", nargs="?", type=int, default=REPEATS)
+    parser.add_argument("--output", type=Path)
+    given = parser.parse_args()
+    document = record(given.repeats)
+    path = given.output or RESULTS / f"prediction-time-{document['date'][:10]}.json"
     print(write_atomically(path, json.dumps(document, indent=1).encode() + b"\n"))
 
 

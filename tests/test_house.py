@@ -101,13 +101,14 @@ HEAVY_THEMSELVES = {
 }
 """Their classes derive from torch's, or they run at every operator of a rehearsal."""
 
-GROUND = {"errors", "units", "documents", "versions", "user_files", "hub_kernels"}
+GROUND = {"errors", "units", "documents", "versions", "user_files", "hub_kernels", "deferred_imports"}
 BELOW: dict[str, set[str]] = {
     "errors": set(),
     "units": {"errors"},
     "documents": set(),
     "versions": set(),
     "hub_kernels": set(),
+    "deferred_imports": set(),
     "user_files": {"errors", "documents"},
     "job": GROUND,
     "techniques": GROUND | {"job"},

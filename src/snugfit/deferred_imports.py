@@ -2,8 +2,8 @@
 
 Importing any model of transformers imports what few of them use: tensors that are spread over GPUs (and with
 them torch's symbolic shapes), FSDP, distributed checkpoints, torchao, and torch's compiler, because one
-function is excluded from compilation. That takes more CPU seconds than a prediction. While `defer_imports` is in
-force, transformers gets stand-ins for the names that it imports from these modules.
+function is excluded from compilation. That takes more CPU seconds than a prediction. While `defer_imports` is
+in force, transformers gets stand-ins for the names that it imports from these modules.
 
 A stand-in becomes the real thing as soon as anybody uses it or imports its module: then all modules are
 imported, and every name that holds a stand-in is bound to the real object. Until then no object of a real
@@ -21,6 +21,7 @@ import contextlib
 import importlib
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -77,7 +78,7 @@ RUNS_AS_IT_IS = "__dynamo_disable"
 """The attribute in which torch remembers a function's form that is excluded from compilation."""
 
 
-class StandIn(type):
+class PutOffName(type):
     """The class of stand-ins, which are classes themselves, for names in unions and in `isinstance`."""
 
     home: str
@@ -101,15 +102,34 @@ class StandIn(type):
         return getattr(_real(cls), name)
 
 
-class _StandInModule(ModuleType):
+class _PutOffModule(ModuleType):
     """Gives stand-ins for the names of a module."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        stand_in = StandIn(name, (), {"home": self.__name__})
+        stand_in = PutOffName(name, (), {"home": self.__name__})
         setattr(self, name, stand_in)
         return stand_in
+
+
+class _AsItIs:
+    """A function that nothing compiles; held weakly, since the function remembers it: whatever a cycle holds
+    would live on."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = weakref.ref(function)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        function = self._function()
+        assert function is not None
+        return function(*arguments, **keywords)
+
+    def forget(self) -> None:
+        """Has the function asked about again."""
+        function = self._function()
+        if function is not None and vars(function).get(RUNS_AS_IT_IS) is self:
+            delattr(function, RUNS_AS_IT_IS)
 
 
 class _StandInCompiler:
@@ -117,17 +137,18 @@ class _StandInCompiler:
 
     def __init__(self) -> None:
         self._registered: list[tuple[str, Any]] = []
-        self._as_they_are: list[Any] = []
+        self._as_they_are: list[weakref.ref[_AsItIs]] = []
 
     def disable(self, fn: Any = None, recursive: bool = True, *, wrapping: bool = True, **_: Any) -> Any:
-        """The function as it is, for `torch._compile`, which asks when it runs first and remembers the answer;
-        for decorators what asks then."""
+        """The function as it is, for `torch._compile`, which wants it when it first runs and remembers it;
+        for decorators a function that does so."""
         from torch._compile import _disable_dynamo
 
         if wrapping or fn is None:
             return _disable_dynamo(fn, recursive)
-        self._as_they_are.append(fn)
-        return fn
+        as_it_is = _AsItIs(fn)
+        self._as_they_are.append(weakref.ref(as_it_is))
+        return as_it_is
 
     def graph_break(self, msg: str = "") -> None:
         """Nothing, as of code that is not compiled."""
@@ -147,13 +168,13 @@ class _StandInCompiler:
         registered, self._registered = self._registered, []
         for name, function in registered:
             getattr(importlib.import_module(COMPILER), name)(function)
-        for function in self._as_they_are:
-            if getattr(function, RUNS_AS_IT_IS, None) is function:
-                delattr(function, RUNS_AS_IT_IS)
+        for reference in self._as_they_are:
+            if (as_it_is := reference()) is not None:
+                as_it_is.forget()
         self._as_they_are.clear()
 
 
-def _real(stand_in: StandIn) -> Any:
+def _real(stand_in: PutOffName) -> Any:
     if stand_in.home not in SYMBOLIC:
         _DEFERRAL.complete()
     return getattr(importlib.import_module(stand_in.home), stand_in.__name__)
@@ -164,8 +185,8 @@ class _Deferral:
 
     def __init__(self) -> None:
         self.active = False
-        self._stand_ins: dict[str, _StandInModule] = {}
-        self._symbolic: dict[str, _StandInModule] = {}
+        self._stand_ins: dict[str, _PutOffModule] = {}
+        self._symbolic: dict[str, _PutOffModule] = {}
         self._import = builtins.__import__
         self._compiler = _StandInCompiler()
 
@@ -194,10 +215,10 @@ class _Deferral:
             assert globals is not None
             full = _absolute(name, str(globals.get("__package__", "")), level)
             if full in PUT_OFF and full not in sys.modules and full != importer:
-                return self._stand_ins.setdefault(full, _StandInModule(full))
+                return self._stand_ins.setdefault(full, _PutOffModule(full))
         elif name in SYMBOLIC and name not in sys.modules:
             if importer == "torch" or importer.startswith(OF_PLAIN_SIZES):
-                return self._symbolic.setdefault(name, _StandInModule(name))
+                return self._symbolic.setdefault(name, _PutOffModule(name))
         elif name == COMPILER and not fromlist and importer in USERS:
             return sys.modules["torch"]
         return self._import(name, globals, locals, fromlist or (), level)
@@ -252,14 +273,14 @@ class _Deferral:
         given, self._stand_ins = self._stand_ins, {}
         real: dict[int, Any] = {}
         for home, module in given.items():
-            names = [name for name, value in vars(module).items() if isinstance(value, StandIn)]
+            names = [name for name, value in vars(module).items() if isinstance(value, PutOffName)]
             for name in names:
                 real[id(vars(module)[name])] = getattr(importlib.import_module(home), name)
-        for module in list(sys.modules.values()):
-            names = getattr(module, "__dict__", None) or {}
-            for name, value in list(names.items()):
-                if type(value) is StandIn and id(value) in real:
-                    names[name] = real[id(value)]
+        for loaded in list(sys.modules.values()):
+            bound: dict[str, Any] = getattr(loaded, "__dict__", None) or {}
+            for name, value in list(bound.items()):
+                if type(value) is PutOffName and id(value) in real:
+                    bound[name] = real[id(value)]
 
 
 _DEFERRAL = _Deferral()
@@ -270,6 +291,11 @@ def defer_imports() -> None:
     _DEFERRAL.begin()
 
 
+def are_put_off() -> bool:
+    """Whether imports are put off. A rehearsal in whose midst that ends is to be done again."""
+    return _DEFERRAL.active
+
+
 def complete_imports() -> None:
     """Import now what was put off."""
     if _DEFERRAL.active:
@@ -278,9 +304,7 @@ def complete_imports() -> None:
 
 def _is_plain(value: object) -> bool:
     """Whether this is a number, or some numbers, of which none is symbolic."""
-    return type(value) in (bool, int) or (
-        isinstance(value, tuple) and all(type(one) is int for one in value)
-    )
+    return type(value) in (bool, int) or (isinstance(value, tuple) and all(type(one) is int for one in value))
 
 
 def _absolute(name: str, package: str, level: int) -> str:

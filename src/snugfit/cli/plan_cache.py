@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from snugfit.cli.progress import show_progress
-from snugfit.deferred_imports import defer_imports
 from snugfit.documents import BadDocument, read_document, write_document
 from snugfit.errors import GpuError, SnugfitError, UsageError, did_you_mean
 from snugfit.frontends.launch import COMMAND_LINE
@@ -106,8 +105,6 @@ def answer(
     if key and not fresh and (known := recall(key, read)) is not None:
         return known
     with show_progress(first) as tell:
-        if COMMAND_LINE.get():
-            defer_imports()
         new = compute(tell)
     if key:
         remember(key, new)

@@ -135,8 +135,10 @@ def _predict(request: Request, recipe: Recipe, first: str, *, fresh: bool) -> Pr
     }
 
     def compute(tell: Callable[[str], None]) -> Prediction:
+        from snugfit.deferred_imports import defer_imports
         from snugfit.prediction.predict import predict as foresee
 
+        defer_imports()
         return foresee(request.job, recipe, gpu=request.gpu, gpus=request.gpus, **how)
 
     return answer(

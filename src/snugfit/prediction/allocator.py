@@ -280,13 +280,12 @@ def replay(
         last = LastStep(trace, start, live)
         if last.leaves_as_many:
             _replay_again(allocator, frees, last, emptied, {began})
-    return Replay(
-        allocator.requested_peak,
-        allocator.allocated_peak,
-        allocator.reserved_peak,
-        reserved,
-        allocator.retries,
-    )
+    return _replay_of(allocator, reserved)
+
+
+def _replay_of(allocator: Allocator, reserved: Sequence[int]) -> Replay:
+    peaks = allocator.requested_peak, allocator.allocated_peak, allocator.reserved_peak
+    return Replay(*peaks, reserved, allocator.retries)
 
 
 def _before(events: Sequence[int], numbers: Collection[int]) -> Iterator[int]:
@@ -305,8 +304,8 @@ class Skipped(NamedTuple):
 
 
 class Repeats:
-    """The periods of a trace (`Trace.periods`), as far as they are replayed. One whose times begin with the
-    same free blocks and live blocks as an earlier one need not go on. `single` are events that happen once."""
+    """The periods of a trace (`Trace.periods`), as far as they are replayed. One that begins anew with the
+    same free blocks and live blocks as before need not go on. `single` are events that happen once."""
 
     def __init__(self, trace: Trace, single: Collection[int]) -> None:
         self.begins: dict[int, Period] = {}

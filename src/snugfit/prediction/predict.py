@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from snugfit.deferred_imports import are_put_off, complete_imports
 from snugfit.errors import GpuError, UsageError
 from snugfit.job.gpu import Gpu, find_gpu
 from snugfit.job.job import refuse_what_is_no_job
@@ -44,13 +46,13 @@ from snugfit.results.step_seconds import PhaseSpan, StepSeconds
 from snugfit.step.wishes.engine.config import group_bytes
 from snugfit.step.wishes.mesh.by_accelerate import is_spread
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus, ranks_of
 from snugfit.units import MIB
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.rehearsal.trace.trace import Trace
-    from snugfit.techniques.setup import Setup
 
 PROCESS_BYTES = 1500 * MIB
 """Resident memory of a process that has imported torch and transformers and holds a CUDA context: between
@@ -173,6 +175,36 @@ def rehearse_again(prediction: Prediction) -> Trace:
 
 
 def _rehearse(
+    job: Job,
+    setup: Setup,
+    gpu: Gpu | None,
+    profile: Software,
+    loop: str,
+    trainer_class: type[Any] | None,
+    rank: int,
+) -> Trace:
+    if _wants_more(setup) or loop != "plain":
+        complete_imports()
+    put_off = are_put_off()
+    trace = _rehearse_once(job, setup, gpu, profile, loop, trainer_class, rank)
+    if put_off and not are_put_off():  # the midst of a step is no place for it
+        trace = _rehearse_once(job, setup, gpu, profile, loop, trainer_class, rank)
+    return trace
+
+
+def _wants_more(setup: Setup) -> bool:
+    """Whether the step uses what is put off: the compiler's settings, or libraries that import it."""
+    return replace(Setup(), **{name: getattr(setup, name) for name in SIMPLE}) != setup
+
+
+SIMPLE = (
+    "weights_dtype", "attention", "matmul", "autocast", "scale_gradients", "micro_batches", "loader",
+    "optimizer", "expandable_segments", "logits",
+)  # fmt: skip
+"""Wishes that torch and transformers fulfil alone."""
+
+
+def _rehearse_once(
     job: Job,
     setup: Setup,
     gpu: Gpu | None,

@@ -161,9 +161,7 @@ def queue_moments(
     return moments
 
 
-def _moments_of_computation(
-    stretches: Sequence[Stretch], host: HostLaunchCosts
-) -> list[tuple[float, float]]:
+def _moments_of_computation(stretches: Sequence[Stretch], host: HostLaunchCosts) -> list[tuple[float, float]]:
     """The same of a step whose kernels all compute."""
     now = free = 0.0
     ends: deque[float] = deque([0.0] * QUEUE_DEPTH, maxlen=QUEUE_DEPTH)
@@ -175,8 +173,7 @@ def _moments_of_computation(
             for _ in range(waits):
                 now = max(now, free) + host.wait
             for device_seconds, launch in kernels:
-                if ends[0] > now:
-                    now = ends[0]
+                now = max(now, ends[0])
                 launched = now + launch
                 start = free if free > launched else launched
                 if is_last:

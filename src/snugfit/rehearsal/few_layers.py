@@ -1,10 +1,10 @@
-"""A model that is compiled as one, rehearsed with few layers and deepened: law 5, for whole programs.
+"""A deep model, rehearsed with few layers and deepened: law 5, for layers that are alike.
 
-Inductor takes a second or two for each layer of a program, so a deep model takes a minute. Two shallow ones
-take a fraction of that. They differ by one period of layers; what the deeper one has more of is repeated
-(`trace/deepen.py`), and the update, which compiles nothing, is rehearsed at the full depth and spliced.
+Two shallow models differ by one period of layers; what the deeper one has more of is repeated
+(`trace/deepen.py`), and the update is rehearsed at the full depth and spliced. A model that is compiled as
+one gains most, because Inductor takes a second or two for each layer of a program.
 
-Three things are held against it, and the model is lowered in full where one of them fails: what is inserted
+Some things are held against it, and the model is rehearsed in full where one of them fails: what is inserted
 must repeat what stands before it, at one place for each stack of layers; what Inductor decides by the memory
 of a whole program must come out alike at the full depth (`compiled/decisions.py`); and the gradients must be
 those that the update frees. Buffers of neighbouring layers may take each other's places in turns, so the
@@ -17,6 +17,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from snugfit.job.config import LAYERS
 from snugfit.rehearsal.splice import Part, record_passes, rehearse_update, splice
 from snugfit.rehearsal.trace.deepen import deepen, numbers_of
 from snugfit.rehearsal.trace.depth import Depth, depth_of, periodic_checkpoint
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 FEWEST_PERIODS = 3
 """Periods of layers of the shallow model: a first, a last, and one between."""
 
+DEEP = 28
+"""Layers of a model that nothing compiles from which on it is rehearsed with few. With fewer layers, writing
+them out takes as long as rehearsing them."""
+
 IN_TURNS = 2
 """Of so many neighbouring layers, buffers take each other's places."""
 
@@ -49,21 +54,43 @@ def rehearse_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Trace | 
     """The trace of this job's three steps, as `rehearse` gives it, from few layers; None where it is not
     known to be the same, or no less work."""
     passes = passes_from_few_layers(job, setup, policy)
+    if passes is None and _is_plain_step(setup) and _is_deep(job):
+        passes = _passes(job, setup, policy)
     if passes is None:
         return None
-    update = rehearse_update(job, setup, policy, passes.gradients)
+    update = rehearse_update(job, setup, policy, passes.gradients, passes.shared)
     run = splice(passes, update, micro_batches=setup.micro_batches)
     return None if run is None else run.trace()
+
+
+def _is_deep(job: Job) -> bool:
+    """Whether the job's config counts so many layers that two shallow models are much less work."""
+    counts = [job.model.config.get(key) for key in LAYERS]
+    return any(type(count) is int and count >= DEEP for count in counts)
+
+
+def _is_plain_step(setup: Setup) -> bool:
+    """Whether a step of this Setup is its passes, launched kernel by kernel on one GPU, and then its
+    update."""
+    joined = (
+        setup.compile, setup.capture, setup.release, setup.parallel, setup.sharding, setup.activation_offload,
+    )  # fmt: skip
+    return not any(joined) and not setup.records_graphs
 
 
 def passes_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Part | None:
     """The passes of this job, as `rehearse_passes` gives them, from few layers; None likewise."""
     wish = setup.compile
-    if wish is None or wish.what != "model" or wish.budget < 1 or not job.trains:
+    if wish is None or wish.what != "model" or wish.budget < 1:
         return None
     if wish.backend != CompileWish.backend or wish.mode != CompileWish.mode:
         return None
-    depth = depth_of(job, setup)
+    return _passes(job, setup, policy)
+
+
+def _passes(job: Job, setup: Setup, policy: Policy) -> Part | None:
+    """The passes of this job, of few layers written out as many."""
+    depth = depth_of(job, setup) if job.trains else None
     if depth is None:
         return None
     checkpoint, repeats = periodic_checkpoint(setup.checkpoint, depth.layers)
@@ -73,7 +100,8 @@ def passes_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Part | Non
         return None
     asked = replace(setup, checkpoint=checkpoint)
     shallow, deeper = (_rehearse(depth, job, asked, policy, few) for few in (layers, layers + period))
-    return _deepen_passes(shallow, deeper, (depth.layers - layers) // period - 1)
+    periods = (depth.layers - layers) // period - 1
+    return _deepen_passes(shallow, deeper, periods, compiled=setup.compile is not None)
 
 
 def _shallow_layers(layers: int, period: int) -> int:
@@ -94,9 +122,11 @@ def _rehearse(depth: Depth, job: Job, setup: Setup, policy: Policy, layers: int)
     return _Shallow(part, decisions)
 
 
-def _deepen_passes(shallow: _Shallow, deeper: _Shallow, periods: int) -> Part | None:
+def _deepen_passes(shallow: _Shallow, deeper: _Shallow, periods: int, *, compiled: bool) -> Part | None:
     from snugfit.rehearsal.compiled.decisions import decides_alike
 
+    if shallow.part.trace.doubts != deeper.part.trace.doubts:  # which may name layers, or count them
+        return None
     if shallow.part.varies or deeper.part.varies or len(shallow.decisions) != len(deeper.decisions):
         return None
     pairs = {
@@ -106,7 +136,7 @@ def _deepen_passes(shallow: _Shallow, deeper: _Shallow, periods: int) -> Part | 
     if not all(decides_alike(few, more, periods) for few, more in pairs.values()):
         return None
     gradients = grow(_trained_parameters(shallow.part), _trained_parameters(deeper.part), periods)
-    trace = deepen(shallow.part.trace, deeper.part.trace, periods)
+    trace = deepen(shallow.part.trace, deeper.part.trace, periods, compiled=compiled)
     if gradients is None or trace is None:
         return None
     have = [deeper.part.has_gradient(one.like) for one in gradients]

@@ -63,7 +63,7 @@ class Resolved(NamedTuple):
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """The recipe and reason that `to_json` wrote."""
-        return cls(Recipe.from_json(document["recipe"]), str(document["why"]))
+        return cls(Recipe.parse(document["recipe"]), str(document["why"]))
 
 
 AUTO_ALONE = "'auto' is for one GPU. Leave --gpus out, or name what is recomputed, such as 'every_layer'."

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -32,10 +32,14 @@ PASSES = ("forward", "backward")
 """Phases in which compiled programs run."""
 
 
-def deepen(shallow: RelativeTrace, deeper: RelativeTrace, periods: int) -> RelativeTrace | None:
+def deepen(
+    shallow: RelativeTrace, deeper: RelativeTrace, periods: int, *, compiled: bool = True
+) -> RelativeTrace | None:
     """The trace of a model with so many `periods` of layers more than the deeper one of these, which has one
-    more than the shallow one; None where they do not differ by a period."""
-    few, more = _by_phase(shallow), _by_phase(deeper)
+    more than the shallow one; None where they do not differ by a period. In passes that are `compiled` the
+    order of frees that follow each other is that of names, and does not matter."""
+    passes = PASSES if compiled else ()
+    few, more = _by_phase(shallow, passes), _by_phase(deeper, passes)
     if len(few) != len(more) or shallow.attention != deeper.attention:
         return None
     known = [{_kind(move) for part in parts for move in part} for parts in (few, more)]
@@ -109,13 +113,13 @@ def _pile_of(alloc: Alloc) -> Alloc:
     return stack._replace(operator="", kind="") if _is_open(alloc) or not stack.kind else stack
 
 
-def _by_phase(trace: RelativeTrace) -> list[Sequence[_Step]]:
-    """The moves, cut where phases begin."""
+def _by_phase(trace: RelativeTrace, compiled: Collection[str]) -> list[Sequence[_Step]]:
+    """The moves, cut where phases begin, of which some are `compiled`."""
     piles, phase = _Piles(), ""
     parts: list[list[_Step]] = [[]]
     for frees, moves in itertools.groupby(trace.moves, lambda move: type(move) is Free):
         if frees:
-            parts[-1] += map(piles.drop, piles.blocks_of([*moves], by_name=phase in PASSES))
+            parts[-1] += map(piles.drop, piles.blocks_of([*moves], by_name=phase in compiled))
             continue
         for move in moves:
             if type(move) is PhaseStart:

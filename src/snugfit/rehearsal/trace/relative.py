@@ -282,7 +282,7 @@ class TraceWriter:
             elif type(move) is Free:
                 stack = by_move.get(id(move))
                 if stack is None:
-                    stack = by_move[id(move)] = stacks[move[0]]
+                    stack = by_move[id(move)] = stacks[move.stack]
                 if not 0 <= move[1] < len(stack):
                     raise LookupError(move)
                 number = stack.pop(-1 - move[1])
@@ -337,9 +337,9 @@ class TraceWriter:
             periods=tuple(self._periods),
         )
 
-    def _counts(self) -> _Counts:
+    def _counts(self) -> _TraceSize:
         last = self._last
-        return _Counts(
+        return _TraceSize(
             len(self._blocks),
             len(self._events),
             len(self._marks),
@@ -366,7 +366,7 @@ class TraceWriter:
             return None
         stack = self._by_move.get(id(move))
         if stack is None:
-            key = _stack_of(move) if type(move) is Alloc else move[0]
+            key = _stack_of(move) if type(move) is Alloc else move.stack
             stack = self._by_move[id(move)] = self._stacks[key]
         return stack
 
@@ -379,7 +379,7 @@ class TraceWriter:
             for key, numbers in before.items()
         )
 
-    def _shift(self, counts: _Counts, times: int, first: int, moves: Sequence[Move]) -> None:
+    def _shift(self, counts: _TraceSize, times: int, first: int, moves: Sequence[Move]) -> None:
         """Writes so many times again what was written since these counts."""
         blocks, events, marks, last = self._blocks, self._events, self._marks, self._last
         of_blocks, of_events = blocks[counts.blocks :], events[counts.events :]
@@ -403,7 +403,7 @@ class TraceWriter:
             stack[:] = [number + by if number > first else number for number in stack]
 
 
-class _Counts(NamedTuple):
+class _TraceSize(NamedTuple):
     """How much of a trace is written."""
 
     blocks: int

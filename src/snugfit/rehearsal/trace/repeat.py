@@ -108,9 +108,7 @@ class PeriodicRun:
             for moves, times in self.recorded[min(index, len(self.recorded) - 1)]:
                 writer.follow_times(moves, times, index)
         writer.follow(self.rest)
-        return writer.trace(
-            RelativeTrace((), self.attention, self.doubts, self.groups, self.has_passes)
-        )
+        return writer.trace(RelativeTrace((), self.attention, self.doubts, self.groups, self.has_passes))
 
     def steady_step(self, most: int) -> Trace:
         """The kernels, waits and phases of the last step, no piece of it more often than `most` times."""

@@ -247,9 +247,9 @@ class Period(NamedTuple):
     """A part of a run that repeats: the same events, and the same blocks but for their numbers."""
 
     start: int
-    """Events before it."""
+    """How many events come before it."""
     events: int
-    """Events of it."""
+    """How many it has."""
     blocks: int
     """Blocks that it allocates: by so much the numbers grow each time."""
     times: int

@@ -1,0 +1,149 @@
+"""Predictions from few layers and few micro-batches: equal to those of the whole step, to the last digit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from small_models import small_job
+from snugfit.job.gpu import find_gpu
+from snugfit.prediction import predict as room
+from snugfit.prediction import seconds as queue
+from snugfit.prediction import timeline
+from snugfit.prediction.allocator import replay
+from snugfit.prediction.device import policy_for
+from snugfit.prediction.predict import predict
+from snugfit.prediction.profile import Software
+from snugfit.prediction.rates import HostLaunchCosts, rates_for
+from snugfit.rehearsal import few_layers
+from snugfit.rehearsal.few_layers import rehearse_from_few_layers
+from snugfit.rehearsal.splice import rehearse_passes, rehearse_update, splice
+from snugfit.techniques.recipe import Recipe
+
+GPU = find_gpu("h200")
+CUDA = policy_for(GPU, Software())
+DEEP = 9
+CASES = [
+    ("bert", "bf16", True),
+    ("gpt2", "fp16 + micro_batches(4) + every_layer", True),
+    ("llama", "lora + bf16 + every_layer + micro_batches(8)", True),
+    ("llama", "bf16", False),
+    ("t5", "adafactor + bf16_pure", False),
+    ("mixtral", "lora + bf16 + micro_batches(2)", True),
+    ("bert", "adamw_8bit + tf32 + expandable", True),
+]
+
+
+@pytest.mark.parametrize(("family", "recipe", "is_used"), CASES)
+def test_a_prediction_from_few_layers_is_the_whole_one(
+    family: str, recipe: str, is_used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole document: bytes, seconds, timeline, anatomy and doubts. Where few layers leave it open, the
+    step is rehearsed in full."""
+    pytest.importorskip("peft" if "lora" in recipe else "bitsandbytes" if "8bit" in recipe else "torch")
+    monkeypatch.setattr(few_layers, "DEEP", DEEP)
+    monkeypatch.setattr(few_layers, "FEWEST_PERIODS", 2)
+    found: list[bool] = []
+
+    def few(*asked: Any) -> Any:
+        trace = rehearse_from_few_layers(*asked)
+        found.append(trace is not None)
+        return trace
+
+    job = small_job(family, DEEP, batch_size=8)
+    monkeypatch.setattr(room, "rehearse_from_few_layers", few)
+    short = predict(job, recipe, gpu=GPU)
+    monkeypatch.setattr(room, "rehearse_from_few_layers", lambda *asked: None)
+    whole = predict(job, recipe, gpu=GPU)
+    assert json.dumps(short.to_json()) == json.dumps(whole.to_json())
+    assert found == [True] or not is_used
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "released", "captured", "host(all)"])
+def test_what_is_no_passes_and_update_is_rehearsed_in_full(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(few_layers, "DEEP", 4)
+    job = small_job("bert", 9, batch_size=8)
+    setup = room.on_gpus(Recipe.parse(recipe).setup(), 2 if recipe == "ddp" else 1)
+    assert rehearse_from_few_layers(job, setup, CUDA) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe", "pieces"),
+    [
+        ("bert", "bf16 + micro_batches(16)", 16),
+        ("t5", "micro_batches(16) + fp16", 16),
+        ("llama", "micro_batches(8) + every_layer", 8),
+        ("gpt2", "micro_batches(8)", 8),
+    ],
+)
+def test_equal_micro_batches_are_written_and_replayed_once(family: str, recipe: str, pieces: int) -> None:
+    """The trace is the one that the moves of all micro-batches make, and the allocator shows the same after
+    it."""
+    job, setup = small_job(family, 2, batch_size=16), Recipe.parse(recipe).setup()
+    passes = rehearse_passes(job, setup, CUDA)
+    run = splice(passes, rehearse_update(job, setup, CUDA, passes.gradients), micro_batches=pieces)
+    assert run is not None
+    written, plain = run.trace(), run.relative().trace()
+    assert written == plain
+    assert written.periods
+    for period in written.periods:
+        ends = range(period.start, period.start + period.events * period.times, period.events)
+        first = written.events[ends[0] : ends[0] + period.events]
+        for time, start in enumerate(ends):
+            by = time * period.blocks
+            assert written.events[start : start + period.events] == tuple(
+                event + by if event > 0 else event - by for event in first
+            )
+    for how in ({}, {"expandable": True}, {"limit": 1 << 20}):
+        assert replay(written, **how) == replay(plain, **how)
+
+
+@pytest.mark.parametrize("syncs", [(), (0,), (3, 3, 7), (2, 50, 50)])
+def test_a_step_without_copies_is_timed_as_any_other(
+    syncs: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host: HostLaunchCosts = rates_for(GPU).host
+    device = [(number * 37 % 11 + 1) * 3.7e-6 for number in range(50)]
+    launches = [(number * 13 % 7 + 1) * 2.3e-6 for number in range(50)]
+    roles = [queue.COMPUTES] * len(device)
+    short = queue.simulate_queue(device, launches, syncs, host, roles)
+    moments = timeline.queue_moments(device, launches, syncs, host, roles)
+    monkeypatch.setattr(queue, "set", lambda roles: {None}, raising=False)
+    monkeypatch.setattr(timeline, "set", lambda roles: {None}, raising=False)
+    assert queue.simulate_queue(device, launches, syncs, host, roles) == short
+    assert timeline.queue_moments(device, launches, syncs, host, roles) == moments
+
+
+def test_kernels_that_are_one_object_are_asked_about_once() -> None:
+    setup = Recipe.parse("bf16 + micro_batches(8)").setup()
+    job = small_job("bert", 2, batch_size=8)
+    passes = rehearse_passes(job, setup, CUDA)
+    run = splice(passes, rehearse_update(job, setup, CUDA, passes.gradients), micro_batches=8)
+    assert run is not None
+    kernels = run.trace().kernels
+    asked: list[Any] = []
+    for given in (kernels, list(kernels), tuple(replace_first(kernels))):
+        asked.clear()
+        values = queue.each_once(lambda kernel: (asked.append(kernel), kernel.flops)[1], given)
+        assert values == [kernel.flops for kernel in given]
+        assert len(asked) < len(given) / 2
+
+
+def replace_first(kernels: Any) -> Any:
+    first, *rest = kernels
+    return first._replace(flops=1), *rest
+
+
+def test_a_trace_is_equal_whatever_is_known_of_its_periods() -> None:
+    setup = Recipe.parse("micro_batches(4)").setup()
+    job = small_job("bert", 1, batch_size=8)
+    passes = rehearse_passes(job, setup, CUDA)
+    run = splice(passes, rehearse_update(job, setup, CUDA, passes.gradients), micro_batches=4)
+    assert run is not None
+    trace = run.trace()
+    assert replace(trace, periods=()) == trace
