@@ -60,7 +60,7 @@ class PassProfile(NamedTuple):
     """Of its first micro-batch."""
     further: Work
     """Of any further one; nothing when it has but one."""
-    kept: Mapping[str, int]
+    kept_bytes: Mapping[str, int]
     """Bytes that layers keep for the backward pass, by the operator that made them."""
 
 
@@ -165,7 +165,7 @@ class _StepsOfSizes(PlainStep):
 
 def _pass_profile(profile: MicroBatchProfile, first: Work, further: Work, baseline: int) -> PassProfile:
     increase = {where: peak - baseline for where, peak in profile.peaks.items()}
-    return PassProfile(increase, profile.live_after - baseline, first, further, profile.kept)
+    return PassProfile(increase, profile.live_after - baseline, first, further, profile.kept_bytes)
 
 
 class _KernelKey(NamedTuple):

@@ -36,6 +36,10 @@ class Bound(NamedTuple):
     compiled_seconds: float = 0.0
     """Of the device's seconds, those that are left where layers are compiled; 0 where that is not known."""
 
+    def at_least(self, other: Bound) -> Bound:
+        """The larger bytes and seconds of both."""
+        return Bound(max(self.needed_bytes, other.needed_bytes), max(self.seconds, other.seconds))
+
 
 class Figures(NamedTuple):
     """What a Setup takes on one GPU."""

@@ -203,7 +203,7 @@ class _PassesBounds:
             gradient_bytes=int(self._gradient_bytes(setup)),
             depth=self.fit.layers if self.bounds.shallow_jobs.depth(setup) else 0,
             outside_bytes=max(self.outside(setup), resting),
-            compiled_bytes=max(self.outside(setup), self.compiled(setup), resting),
+            compiled_bytes=max(self.outside(setup), self.in_programs(setup), resting),
             compiled_seconds=self.compiled_seconds(setup),
         )
 
@@ -242,10 +242,12 @@ class _PassesBounds:
         layers = None if setup.checkpoint == EVERY_LAYER else 0
         return int(self._standing(setup) + self._rise(setup, outside_layers, layers=layers))
 
-    def compiled(self, setup: Setup) -> int:
+    def in_programs(self, setup: Setup) -> int:
         """Live bytes when the backward pass of the layers begins, if these were compiled."""
-        kept = [sum(n for name, n in one.kept.items() if is_left(name)) for one in self._profiles(setup)]
-        return int(self._standing(setup) + self.fit.extrapolate(kept))
+        left_bytes = [
+            sum(n for name, n in one.kept_bytes.items() if is_left(name)) for one in self._profiles(setup)
+        ]
+        return int(self._standing(setup) + self.fit.extrapolate(left_bytes))
 
     def resting(self, setup: Setup) -> int:
         """Live bytes at the worst moment of the update."""

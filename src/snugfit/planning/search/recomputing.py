@@ -19,9 +19,8 @@ more recipes were judged by that, and the plan took longer.
 Logits in chunks are such a kind too: they change nothing of what is live while a layer runs. So they save
 nothing where a step with whole logits has its peak in a layer or in its update, and need not be rehearsed.
 
-Compiled layers are lowered anew for each size of a micro-batch, which takes seconds. So for one GPU they wait
-too: what a compiler leaves of the step without it (`compiled_work.py`) and what is live outside the layers
-bound them. They are lowered one size at a time, once all that may be faster was judged.
+Compiled layers are lowered anew for each size of a micro-batch, so for one GPU they wait too
+(`compiled_kinds.py`). They are lowered one size at a time, once all that may be faster was judged.
 
 For one GPU, only those sizes of micro-batches are rehearsed that may matter.
 
@@ -38,10 +37,11 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from snugfit.planning.cost.figures import Bound
 from snugfit.planning.search.budgets import BUDGET_SHARE, Budgets
+from snugfit.planning.search.compiled_kinds import CompiledKinds
 from snugfit.planning.search.screening import screen
 from snugfit.planning.search.some_layers import least_of_some, least_of_spans
 from snugfit.planning.search.state import MEMORY_RESOLUTION
@@ -64,14 +64,6 @@ SAVING = (Slot.HEAD, Slot.CHECKPOINTING)
 
 CACHE_SHARE = 0.1
 """Of the seconds of a step without recomputing, how much less one with it may take."""
-
-COMPILED_SHARE = 0.005
-"""Of the seconds that a compiler leaves of a step without it, how much less those of compiled layers may be.
-Products and attention took the same to the last digit in all that was looked at."""
-
-PIECES_SHARE = 0.1
-"""Of the seconds of a step, how much less it may take in more micro-batches: each launches all kernels again,
-and larger ones are rarely slower. Of Llama-3.1-8B, sixteen pieces took 1.2 % longer than four."""
 
 HALF_TYPES = {"bfloat16", "float16"}
 """Of autocast: kernels of the same shapes, of which float16's step runs those of a scaler besides."""
@@ -136,12 +128,12 @@ class RecomputingKinds:
                 self._whole[number] = self.space.number(candidate.recipe.with_(plain[0]))
             if (full := self._with_each(candidate)) is not None:
                 self._full[number] = full
-        self._compiled: dict[int, _Uncompiled] = {}
-        """Of candidates whose layers are compiled, others whose are not."""
-        self._fewer: dict[int, list[int]] = {}
-        """Of those that were asked about, the same with fewer micro-batches."""
-        if len(states) == 1:
-            self._let_compiled_wait()
+        self._compiled = CompiledKinds(
+            self.space, states[0].bounds, self._without, CACHE_SHARE, any_wait=len(states) == 1
+        )
+        for number in self._compiled.waiting:
+            self.waiting[self.space.candidates[number].passes].append(number)
+            self._without[number] = None
         self._budgets = Budgets(self.space, states, self._least_of_waiting, everywhere=budgets)
         for state in states:
             state.screen_these = self.screen_these
@@ -161,7 +153,7 @@ class RecomputingKinds:
         if len(self.states) == 1 and not twins:  # what is still needed by what recomputing each layer takes
             left = (n for n in chosen if n not in asked and n not in self._compiled)
             asked |= self._take(n for n in left if is_needed(n, self._least(n)))
-        if self._misled(asked):
+        if self._is_any_below(asked):
             return [*asked, *self.screen(lambda number, least: True)]
         if asked and self._twins_mislead():
             self._no_better.clear()
@@ -175,7 +167,7 @@ class RecomputingKinds:
         after the other, each once all that may be faster was judged."""
         while (fastest := self._fastest_compiled(is_needed)) is not None:
             judge_faster(self._total_seconds(fastest))
-            if is_needed(fastest, self._least(fastest)) and self._misled(self._take([fastest])):
+            if is_needed(fastest, self._least(fastest)) and self._is_any_below(self._take([fastest])):
                 self.screen(lambda number, least: True)
 
     def _fastest_compiled(self, is_needed: Callable[[int, OnGpus], bool]) -> int | None:
@@ -189,7 +181,7 @@ class RecomputingKinds:
         )
         return min(waiting, key=lambda number: (self._total_seconds(number), number), default=None)
 
-    def _misled(self, asked: Mapping[int, OnGpus]) -> bool:
+    def _is_any_below(self, asked: Mapping[int, OnGpus]) -> bool:
         """Whether one of these took less than what was `asked` of it, the least that had been known."""
         return any(
             _is_below([*map(_with_device, self._bounds(number))], least, ROUNDING)
@@ -257,10 +249,10 @@ class RecomputingKinds:
         full = self._full.get(number)
         if full is not None and self._waits(full):
             return full
-        if (compiled := self._compiled.get(number)) is None:
+        if number not in self._compiled:
             return number
-        others = self._whole.get(number), compiled.alike, self._without[number]
-        before = next((other for other in others if other is not None), number)
+        bases = self._whole.get(number), self._compiled.alike(number), self._without[number]
+        before = next((other for other in bases if other is not None), number)
         return self._first_of(before) if before != number and self._waits(before) else number
 
     def _waits(self, number: int) -> bool:
@@ -305,8 +297,8 @@ class RecomputingKinds:
     def _least(self, number: int) -> OnGpus:
         """The least that is known of a candidate that was not looked at; each round asks several times."""
         if number not in self._least_known:
-            others = self._without[number], self._whole.get(number), self._full.get(number)
-            for other in (*others, *self._compiled.get(number, ()), *self._in_fewer_pieces(number)):
+            bases = self._without[number], self._whole.get(number), self._full.get(number)
+            for other in (*bases, *self._compiled.bounded_by(number)):
                 if other is not None:
                     self._by[other].add(number)
             if (none := self._without_checkpoints(number)) is not None:
@@ -335,67 +327,23 @@ class RecomputingKinds:
                 max(known.seconds, bound.seconds * (1 - ROUNDING), with_each.seconds),
             )
             for known, bound, with_each in zip(
-                map(_max_of, least, self._least_of_compiled(number)),
+                map(Bound.at_least, least, self._least_of_compiled(number)),
                 self._bounds_of_whole(number),
                 self._least_by_each(number),
                 strict=True,
             )
         ]
 
-    def _let_compiled_wait(self) -> None:
-        """Compiled layers wait as well where the same without is in the space."""
-        plain = roster.plain(Slot.ENGINE)
-        for number, candidate in enumerate(self.space.candidates):
-            wish, waits = candidate.setup.compile, number in self._without
-            if wish is None or wish.what != "layers":
-                continue
-            saves_nothing = self._without[number] if waits else number
-            if saves_nothing is None:
-                continue
-            without = self.space.candidates[saves_nothing].recipe.with_(plain)
-            if (bare := self.space.number(without)) is None:
-                continue
-            self._compiled[number] = _Uncompiled(self.space.number(candidate.recipe.with_(plain)), bare)
-            if not waits:
-                self.waiting[candidate.passes].append(number)
-                self._without[number] = None
-
     def _least_of_compiled(self, number: int) -> OnGpus:
-        """The least of compiled layers, by what is known of the same without; nothing of any other."""
-        if (compiled := self._compiled.get(number)) is None:
+        """The least of compiled layers, by what is known of the same without, of fewer pieces, or of compiled
+        layers that save less; nothing of any other."""
+        if (least := self._compiled.least(number)) is None:
             return [NOTHING] * len(self.states)
-        setup = self.space.candidates[number].setup
-        share = 1 - COMPILED_SHARE - (CACHE_SHARE if setup.checkpoint is not None else 0.0)
-        least = [NOTHING] * len(self.states)
-        for other in compiled:
-            if other is None or not self._is_known(other):
-                continue
-            bounds = [
-                Bound(_bytes_of_compiled(one, setup, self.space.candidates[other].setup), seconds)
-                for one in self._bounds(other)
-                for seconds in (one.compiled_seconds * share,)
-            ]
-            least = [*map(_max_of, least, bounds)]
-        without = self._without[number]
-        if without is not None and self._waits(without):  # by what is known of that
-            saves = BUDGET_SHARE if setup.has_budget else CACHE_SHARE
-            seconds = [one.seconds * (1 - saves) for one in self._least(without)]
-            least = [*map(_max_of, least, (Bound(0, one) for one in seconds))]
-        for other in filter(self._is_known, self._in_fewer_pieces(number)):
-            in_fewer = [Bound(0, one.seconds * (1 - PIECES_SHARE)) for one in self._bounds(other)]
-            least = [*map(_max_of, least, in_fewer)]
-        return least
-
-    def _in_fewer_pieces(self, number: int) -> Sequence[int]:
-        """Of a candidate with compiled layers, the same with fewer micro-batches."""
-        if number not in self._compiled:
-            return ()
-        if number not in self._fewer:
-            candidates = self.space.candidates
-            others = self.space.others(candidates[number].recipe, Slot.BATCHING)
-            most = candidates[number].setup.micro_batches
-            self._fewer[number] = [one for one in others if candidates[one].setup.micro_batches < most]
-        return self._fewer[number]
+        without, setup = self._without[number], self.space.candidates[number].setup
+        if without is None or not self._waits(without):
+            return [least]
+        share = BUDGET_SHARE if setup.has_budget else CACHE_SHARE
+        return [least.at_least(Bound(0, one.seconds * (1 - share))) for one in self._least(without)]
 
     def _least_saving(self, number: int, without: int, bound: Bound) -> int:
         """The least bytes of a candidate that saves some, by what it takes without saving any."""
@@ -429,7 +377,7 @@ class RecomputingKinds:
         if none is None or not self._is_known(none) or wish is None or wish.keep:
             return least
         return [
-            _max_of(most, least_of_some(one, other, wish))
+            most.at_least(least_of_some(one, other, wish))
             for most, one, other in zip(least, self._bounds(none), self._bounds(full), strict=True)
         ]
 
@@ -526,23 +474,6 @@ class RecomputingKinds:
         return False
 
 
-class _Uncompiled(NamedTuple):
-    """Candidates whose layers are not compiled, by which those are bounded whose are."""
-
-    alike: int | None
-    """The same but for that."""
-    bare: int
-    """That recomputes nothing and has whole logits."""
-
-
-def _bytes_of_compiled(other: Bound, setup: Setup, uncompiled: Setup) -> int:
-    """The least bytes of a step with compiled layers, by what another without them takes."""
-    if setup.logits != uncompiled.logits:
-        return other.resting_bytes
-    alike = setup.checkpoint == uncompiled.checkpoint and not setup.has_budget
-    return other.compiled_bytes if alike else other.outside_bytes
-
-
 def _saves(setup: Setup) -> bool:
     """Whether its passes save memory and no time."""
     return setup.checkpoint is not None or setup.logits is not None or setup.has_budget
@@ -566,7 +497,3 @@ def _with_device(bound: Bound) -> Bound:
 def _needs(bound: Bound) -> tuple[float, ...]:
     """What a candidate needs, without what only says why."""
     return bound.needed_bytes, bound.seconds, bound.resting_bytes, bound.layers_bytes
-
-
-def _max_of(least: Bound, other: Bound) -> Bound:
-    return Bound(max(least.needed_bytes, other.needed_bytes), max(least.seconds, other.seconds))

@@ -29,7 +29,7 @@ class MicroBatchProfile(NamedTuple):
     live_after: int
     """Live bytes at its end."""
     work: Work
-    kept: Mapping[str, int]
+    kept_bytes: Mapping[str, int]
     """Bytes that layers keep from forward to backward, by the operator that made them."""
 
 
@@ -63,8 +63,8 @@ def profile_micro_batches(recording: Recording) -> Iterator[MicroBatchProfile]:
             elif mark.kind is MarkKind.WAIT:
                 waits.append(len(ran))
         work = Work(tuple(ran), tuple(waits))
-        peaks, kept = _peaks(trace, live, lasting, start, end), _kept(trace, lasting, start, end)
-        yield MicroBatchProfile(number, peaks, live[end - 1], work, kept)
+        peaks, kept_bytes = _peaks(trace, live, lasting, start, end), _kept_bytes(trace, lasting, start, end)
+        yield MicroBatchProfile(number, peaks, live[end - 1], work, kept_bytes)
 
 
 def _marks_by_micro_batch(marks: Sequence[Mark]) -> list[_MicroBatchMarks]:
@@ -121,13 +121,13 @@ def _peaks(trace: Trace, live: Sequence[int], lasting: Set[int], start: int, end
     return dict(peaks)
 
 
-def _kept(trace: Trace, lasting: Set[int], start: int, end: int) -> dict[str, int]:
-    kept: dict[str, int] = defaultdict(int)
+def _kept_bytes(trace: Trace, lasting: Set[int], start: int, end: int) -> dict[str, int]:
+    kept_bytes: dict[str, int] = defaultdict(int)
     for event in trace.events[start:end]:
         if event <= 0 or event in lasting:
             continue
         block = trace.blocks[event - 1]
         in_layer = without_layer_numbers(block.module) != block.module
         if in_layer and block.phase == "forward" and block.kind == Kind.ACTIVATIONS:
-            kept[block.operator] += block.nbytes
-    return dict(kept)
+            kept_bytes[block.operator] += block.nbytes
+    return dict(kept_bytes)
