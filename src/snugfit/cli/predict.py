@@ -173,7 +173,7 @@ def _largest(request: Request, of: str, *, quiet: bool, fresh: bool) -> Predicti
     }
     size, prediction = answer(
         LargestFit.from_json,
-        lambda tell: largest(request.job, request.recipe, gpu=request.gpu, **how),
+        lambda tell: LargestFit(*largest(request.job, request.recipe, gpu=request.gpu, **how)),
         request.job,
         request.gpu,
         fresh=fresh,

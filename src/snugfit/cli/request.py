@@ -133,7 +133,7 @@ class Request:
         }
         recipe, why = answer(
             Resolved.from_json,
-            lambda tell: resolve(self.job, self.recipe, gpu=gpu, **how),
+            lambda tell: Resolved(*resolve(self.job, self.recipe, gpu=gpu, **how)),
             self.job,
             gpu,
             fresh=fresh,
