@@ -170,9 +170,10 @@ def losses_of(folder: Path) -> dict[int, float]:
 
 
 def measured_peak(trace: Path) -> int:
-    """Return the most bytes that torch's CPU allocator had handed out, as the profiler recorded."""
-    events = json.loads(trace.read_text())["traceEvents"]
-    return max(event["args"]["Total Allocated"] for event in events if event.get("name") == "[memory]")
+    """Return the most bytes that the run took from torch's CPU allocator, as the profiler recorded."""
+    events = [e["args"] for e in json.loads(trace.read_text())["traceEvents"] if e.get("name") == "[memory]"]
+    before = events[0]["Total Allocated"] - events[0]["Bytes"]
+    return max(event["Total Allocated"] for event in events) - before
 
 
 class Runs(NamedTuple):

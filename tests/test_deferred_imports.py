@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import warnings
 from pathlib import Path
 
 import pytest
+
+from clean_forks import forks_of
+from tiers import slow_but
 
 pytestmark = pytest.mark.whole
 
@@ -36,16 +38,28 @@ print("FOUND", json.dumps(found))
 """
 
 
-def found(code: str) -> list[object]:
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    ran = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    answer: list[object] = json.loads(ran.stdout.rpartition("FOUND ")[2])
+def found(code: str, folder: Path) -> list[object]:
+    """Return what this code prints in a process that has imported nothing."""
+    with (folder / "printed").open("w+") as printed:
+        forks = forks_of(__name__, bare=True)
+        process = forks.start(run, code, streams={1: printed.fileno(), 2: printed.fileno()})
+        code_of_exit = forks.ended(process)
+        printed.seek(0)
+        text = printed.read()
+    assert code_of_exit == 0, text
+    answer: list[object] = json.loads(text.rpartition("FOUND ")[2])
     return answer
 
 
-def test_predictions_are_the_same_and_simple_ones_import_little() -> None:
-    light, full = found(PREDICTS.format(puts_off=True)), found(PREDICTS.format(puts_off=False))
+def run(code: str) -> int:
+    """Run this code as a script."""
+    warnings.simplefilter("ignore")
+    exec(code, {"__name__": "__main__"})
+    return 0
+
+
+def test_predictions_are_the_same_and_simple_ones_import_little(tmp_path: Path) -> None:
+    light, full = (found(PREDICTS.format(puts_off=off), tmp_path) for off in (True, False))
     assert light[::2] == full[::2]
     assert light[1:7:2] == [[]] * 3, "of one GPU"
     assert full[1] == ["torch._dynamo", "torch.distributed.tensor"]
@@ -79,14 +93,17 @@ print("FOUND", json.dumps([
 
 @pytest.mark.parametrize(
     "wants",
-    [
-        "import torch.distributed.tensor",
-        "import torch._dynamo",
-        "sharding_utils.DTensor.from_local",
-        "torch._dynamo.config",
-        "torch.compile(lambda x: x, backend='eager')(1)",
-    ],
+    slow_but(
+        [
+            "import torch.distributed.tensor",
+            "torch.compile(lambda x: x, backend='eager')(1)",
+            "import torch._dynamo",
+            "sharding_utils.DTensor.from_local",
+            "torch._dynamo.config",
+        ],
+        2,
+    ),
 )
-def test_whoever_wants_the_real_thing_gets_it(wants: str) -> None:
+def test_whoever_wants_the_real_thing_gets_it(wants: str, tmp_path: Path) -> None:
     expected = [[True, True], False, True, [], True, "module", True]
-    assert found(REAL.format(wants=wants)) == expected
+    assert found(REAL.format(wants=wants), tmp_path) == expected

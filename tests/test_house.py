@@ -108,7 +108,7 @@ BELOW: dict[str, set[str]] = {
     "documents": set(),
     "versions": set(),
     "hub_kernels": set(),
-    "deferred_imports": set(),
+    "deferred_imports": {"hub_kernels"},
     "user_files": {"errors", "documents"},
     "job": GROUND,
     "techniques": GROUND | {"job"},

@@ -27,6 +27,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+from snugfit.hub_kernels import only_errors
+
 PUT_OFF = frozenset(
     {
         "torch._dynamo._trace_wrapped_higher_order_op",
@@ -316,9 +318,9 @@ def _absolute(name: str, package: str, level: int) -> str:
 
 @contextlib.contextmanager
 def _outside_of_modes() -> Iterator[None]:
-    """Within it, what torch computes is seen by no mode: no recorder, and no device of a `with`."""
+    """Hide what torch computes from every mode (a recorder, the device of a `with`), and library advice."""
     import torch
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with only_errors(), _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
