@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,23 @@ from clean_forks import forks_of
 from tiers import slow_but
 
 pytestmark = pytest.mark.whole
+
+FEW = [
+    ("bert", "bf16", {}),
+    ("gpt2", "fp16 + micro_batches(4)", {}),
+    ("mixtral", "bf16", {}),
+    ("llama", "bf16 + every_layer", {}),
+    ("bert", "ddp", {"gpus": 2}),
+]
+"""Models, recipes and options of predictions. The first three import little."""
+
+ALL = [
+    *FEW,
+    ("llama", "bf16", {}),
+    ("t5", "bf16_pure + adafactor", {}),
+    ("llama", "fsdp", {"gpus": 2}),
+    ("gpt2", "bf16", {"loop": "accelerate"}),
+]
 
 PREDICTS = """
 import json, sys
@@ -21,17 +39,7 @@ from snugfit.deferred_imports import defer_imports
 if {puts_off}:
     defer_imports()
 found = []
-for family, recipe, how in (
-    ("bert", "bf16", {{}}),
-    ("gpt2", "fp16 + micro_batches(4)", {{}}),
-    ("llama", "bf16", {{}}),
-    ("t5", "bf16_pure + adafactor", {{}}),
-    ("mixtral", "bf16", {{}}),
-    ("llama", "bf16 + every_layer", {{}}),
-    ("bert", "ddp", {{"gpus": 2}}),
-    ("llama", "fsdp", {{"gpus": 2}}),
-    ("gpt2", "bf16", {{"loop": "accelerate"}}),
-):
+for family, recipe, how in {jobs}:
     found.append(predict(small_job(family, 2, batch_size=4), recipe, gpu="h200", **how).to_json())
     found.append(sorted({{"torch._dynamo", "torch.distributed.tensor"}} & set(sys.modules)))
 print("FOUND", json.dumps(found))
@@ -58,8 +66,9 @@ def run(code: str) -> int:
     return 0
 
 
-def test_predictions_are_the_same_and_simple_ones_import_little(tmp_path: Path) -> None:
-    light, full = (found(PREDICTS.format(puts_off=off), tmp_path) for off in (True, False))
+@pytest.mark.parametrize("jobs", slow_but([FEW, ALL], 1), ids=len)
+def test_predictions_are_the_same_and_simple_ones_import_little(jobs: list[Any], tmp_path: Path) -> None:
+    light, full = (found(PREDICTS.format(puts_off=off, jobs=jobs), tmp_path) for off in (True, False))
     assert light[::2] == full[::2]
     assert light[1:7:2] == [[]] * 3, "of one GPU"
     assert full[1] == ["torch._dynamo", "torch.distributed.tensor"]

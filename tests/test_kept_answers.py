@@ -17,6 +17,7 @@ from snugfit.cli.main import run
 from snugfit.errors import NothingFits
 from snugfit.prediction.predict import predict
 from snugfit.results.prediction import Prediction
+from tiers import slow_but
 
 RECIPES: list[tuple[str, str, dict[str, Any]]] = [
     ("bert", "bf16", {}),
@@ -71,16 +72,19 @@ def test_another_document_is_no_prediction(document: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [
-        ["--recipe", "bf16"],
-        ["--recipe", "bf16", "--operators"],
-        ["--json"],
-        ["--compare", "bf16", "--compare", "every_layer"],
-        ["--compare", "bf16", "--json"],
-        ["--largest", "batch", "--memory", "1GiB"],
-        ["--recipe", "bf16 + auto"],
-        ["--memory", "700MiB"],
-    ],
+    slow_but(
+        [
+            ["--recipe", "bf16", "--operators"],
+            ["--compare", "bf16", "--json"],
+            ["--largest", "batch", "--memory", "1GiB"],
+            ["--recipe", "bf16 + auto"],
+            ["--memory", "700MiB"],
+            ["--recipe", "bf16"],
+            ["--json"],
+            ["--compare", "bf16", "--compare", "every_layer"],
+        ],
+        5,
+    ),
 )
 def test_a_repeated_question_is_answered_alike_and_not_computed(
     more: list[str], words: list[str], computed: list[str], capsys: pytest.CaptureFixture[str]
@@ -144,13 +148,13 @@ def test_any_other_question_is_computed(
     assert len(computed) == len(others) + 2
 
 
-@pytest.mark.parametrize(
-    "damage", [b"", b"{", b"[]", b"\xff", b'{"what": "plan"}', b"null", b'{"schema": 1}']
-)
-def test_a_damaged_file_counts_as_none(damage: bytes, words: list[str], computed: list[str]) -> None:
+def test_a_damaged_file_counts_as_none(words: list[str], computed: list[str]) -> None:
     assert run(words) == 0
     (file,) = cache.folder().iterdir()
-    file.write_bytes(damage)
+    assert cache.recall(file.stem, Prediction.from_json) is not None
+    for damage in (b"", b"{", b"[]", b"\xff", b'{"what": "plan"}', b"null", b'{"schema": 1}'):
+        file.write_bytes(damage)
+        assert cache.recall(file.stem, Prediction.from_json) is None, damage
     assert run(words) == 0
     assert len(computed) == 2
     assert run(words) == 0
