@@ -1,17 +1,15 @@
-"""Imports that transformers makes for every model, put off until a job uses them.
+"""Deferral of imports that transformers makes for every model, until a job uses them.
 
-Importing any model of transformers imports what few of them use: tensors that are spread over GPUs (and with
-them torch's symbolic shapes), FSDP, distributed checkpoints, torchao, and torch's compiler, because one
-function is excluded from compilation. That takes more CPU seconds than a prediction. While `defer_imports` is
-in force, transformers gets stand-ins for the names that it imports from these modules.
+Importing any model of transformers imports modules that few models use: DTensor (and with it torch's symbolic
+shapes), FSDP, distributed checkpoints, torchao and torch's compiler. These imports take more CPU seconds than
+a prediction. While `defer_imports` is in force, transformers receives stand-ins for the names of `PUT_OFF`.
 
-A stand-in becomes the real thing as soon as anybody uses it or imports its module: then all modules are
-imported, and every name that holds a stand-in is bound to the real object. Until then no object of a real
-class exists, so no object is an instance of a stand-in. A module that is imported in the middle of a
-rehearsal is imported outside of it: its constants are no part of a trace.
+The first use of a stand-in, or any other import of its module, ends the deferral. All modules are imported
+then, and each name that holds a stand-in is rebound to the real object. Until then no object of a real class
+exists, so `isinstance` with a stand-in is False. A rehearsal that is running does not record these imports.
 
-The compiler has a stand-in of its own. A function that is excluded from compilation runs as it is while the
-compiler is not there. What a decorator tells the compiler about a function is told when it is imported.
+The compiler has a stand-in of its own. Functions that are excluded from compilation run unchanged. Calls of
+the compiler's decorators are stored and repeated after its import.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ PUT_OFF = frozenset(
 """Modules whose names are put off."""
 
 IMPORTERS = ("transformers.", "torch.utils.flop_counter")
-"""Modules that are given stand-ins, by the beginnings of their names."""
+"""Prefixes of modules that receive stand-ins."""
 
 SYMBOLIC = frozenset({"sympy", "torch.fx.experimental.symbolic_shapes", "torch.utils._sympy.functions"})
 """Modules about symbolic sizes, whose names are imported within functions only."""
@@ -153,7 +151,7 @@ class _StandInCompiler:
         return as_it_is
 
     def graph_break(self, msg: str = "") -> None:
-        """Nothing, as of code that is not compiled."""
+        """Do nothing: the code is not compiled."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in REGISTERING:
@@ -166,7 +164,7 @@ class _StandInCompiler:
         return register
 
     def hand_over(self) -> None:
-        """Tells the compiler what it missed, and has functions excluded from compilation anew."""
+        """Repeat the stored decorator calls, and exclude functions from compilation again."""
         registered, self._registered = self._registered, []
         for name, function in registered:
             getattr(importlib.import_module(COMPILER), name)(function)
@@ -193,7 +191,7 @@ class _Deferral:
         self._compiler = _StandInCompiler()
 
     def begin(self) -> None:
-        """Puts imports off, where transformers' models are not imported yet."""
+        """Start the deferral, unless transformers' models are imported already."""
         if self.active or "transformers.modeling_utils" in sys.modules or COMPILER in sys.modules:
             return
         import torch
@@ -228,8 +226,7 @@ class _Deferral:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Of the modules that are put off: how they are found, and what else happens when they are imported
-        for real."""
+        """Find a deferred module. Its loader ends the deferral and rebinds the stand-ins."""
         if name not in PUT_OFF and name not in SYMBOLIC and name != COMPILER:
             return None
         spec = PathFinder.find_spec(name, path, target)
@@ -250,13 +247,13 @@ class _Deferral:
         return spec
 
     def complete(self) -> None:
-        """Imports all that was put off."""
+        """Import every deferred module."""
         with _outside_of_modes():
             self._end()
             self._bind_real()
 
     def _end(self) -> None:
-        """Puts off nothing more."""
+        """Restore the import system."""
         if not self.active:
             return
         self.active = False
@@ -269,8 +266,7 @@ class _Deferral:
             del torch._dynamo
 
     def _bind_real(self) -> None:
-        """Every name that holds a stand-in is bound to the real object, and the compiler hears what it
-        missed."""
+        """Rebind each name that holds a stand-in, and repeat the compiler's decorator calls."""
         self._compiler.hand_over()
         given, self._stand_ins = self._stand_ins, {}
         real: dict[int, Any] = {}
@@ -289,23 +285,23 @@ _DEFERRAL = _Deferral()
 
 
 def defer_imports() -> None:
-    """Put the imports off from here on, in a process that has imported no model of transformers yet."""
+    """Start the deferral in a process that has imported no model of transformers."""
     _DEFERRAL.begin()
 
 
 def are_put_off() -> bool:
-    """Whether imports are put off. A rehearsal in whose midst that ends is to be done again."""
+    """Return whether imports are deferred. A rehearsal that ends the deferral is repeated."""
     return _DEFERRAL.active
 
 
 def complete_imports() -> None:
-    """Import now what was put off."""
+    """Import the deferred modules now."""
     if _DEFERRAL.active:
         _DEFERRAL.complete()
 
 
 def _is_plain(value: object) -> bool:
-    """Whether this is a number, or some numbers, of which none is symbolic."""
+    """Return whether this is a number or a tuple of numbers, none of them symbolic."""
     return type(value) in (bool, int) or (isinstance(value, tuple) and all(type(one) is int for one in value))
 
 

@@ -74,11 +74,10 @@ def guide(
     target = find_gpu(gpu or name or own_gpu())
     folder = writable_folder(output)
 
-    from snugfit.evaluation.guide import run
-    from snugfit.report.evaluation.guide import write
-
     workers = workers or os.cpu_count() or 1
-    with show_progress() as tell:
+    with show_progress("measuring the guide" if measure else "predicting the guide") as tell:
+        from snugfit.evaluation.guide import run
+
         result = run(
             target,
             measure=measure,
@@ -89,6 +88,8 @@ def guide(
         )
     if modern:
         result = _with_modern(result, target, workers)
+    from snugfit.report.evaluation.guide import write
+
     paths = write(result, folder)
     given.write_pictures(html, plot, result)
     _print(result, form)

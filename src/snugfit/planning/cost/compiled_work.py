@@ -1,9 +1,8 @@
-"""The part of a step that is left where its layers are compiled, from the step that is not.
+"""The part of an uncompiled step that compilation of its layers leaves unchanged.
 
-A compiler fuses what goes element by element, sums and norms. Products of matrices, convolutions and
-attention stay calls of a library, and nothing outside the layers changes. So a step with compiled layers
-takes no less than these take, and is lowered only where they are fast enough. Products of batches of matrices
-are left out: where attention is written out in them, the compiler may find one kernel for it.
+A compiler fuses element-wise operators, sums and norms. Matrix products, convolutions and attention remain
+library calls, and nothing outside the layers changes. Their seconds bound a step with compiled layers.
+Batched matrix products are excluded: the compiler may replace written-out attention by one kernel.
 """
 
 from __future__ import annotations
@@ -12,20 +11,20 @@ from snugfit.rehearsal.trace.relative import without_layer_numbers
 from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS, Kernel, Work
 
 STAYS = MATRIX_PRODUCTS - {"aten::bmm", "aten::baddbmm", "aten::baddbmm_"}
-"""Products that a compiler leaves to a library."""
+"""Products that remain library calls."""
 
 LIBRARIES = ("scaled_dot_product", "convolution")
-"""In the names of the other operators that it leaves."""
+"""Parts of the names of other operators that remain library calls."""
 
 
 def left_by_compilers(work: Work) -> Work:
-    """Of this work, what is done too where layers are compiled."""
+    """Return the kernels that compiled layers launch too."""
     return Work(tuple(filter(_stays, work.kernels)), ())
 
 
 def is_left(operator: str) -> bool:
-    """Whether a compiler leaves this operator to a library. It computes nothing of the kind again: what was
-    made so and is read by the backward pass is kept."""
+    """Return whether this operator remains a library call. The compiler never recomputes its outputs, so
+    outputs that the backward pass reads are kept."""
     return operator in STAYS or any(name in operator for name in LIBRARIES)
 
 
