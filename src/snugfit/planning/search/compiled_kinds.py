@@ -55,7 +55,7 @@ class CompiledKinds:
         self.space, self._bounds, self._recomputed_share = space, bounds, recomputed_share
         self._uncompiled: dict[int, _Counterparts] = {}
         self._fewer: dict[int, list[int]] = {}
-        """Cache of `_in_fewer_pieces`."""
+        """Numbers of the same candidates with fewer micro-batches, by candidate."""
         self.waiting: list[int] = []
         """Candidates without recomputing and with whole logits."""
         for number, candidate in enumerate(space.candidates if any_wait else ()):
