@@ -195,7 +195,7 @@ class Runs(NamedTuple):
 
     @property
     def equal(self) -> bool:
-        """Whether both runs ended with the same losses, weights and answers."""
+        """Compare the losses, weights and answers of both runs."""
         return (self.losses, self.resumed) == (self.losses_alone, self.alone)
 
 

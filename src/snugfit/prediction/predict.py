@@ -187,13 +187,13 @@ def _rehearse(
         complete_imports()
     put_off = are_put_off()
     trace = _rehearse_once(job, setup, gpu, profile, loop, trainer_class, rank)
-    if put_off and not are_put_off():  # the midst of a step is no place for it
+    if put_off and not are_put_off():  # imports in the middle of a step may change its trace
         trace = _rehearse_once(job, setup, gpu, profile, loop, trainer_class, rank)
     return trace
 
 
 def _wants_more(setup: Setup) -> bool:
-    """Whether the step uses what is put off: the compiler's settings, or libraries that import it."""
+    """Return whether the step uses deferred modules: the compiler, or libraries that import it."""
     return replace(Setup(), **{name: getattr(setup, name) for name in SIMPLE}) != setup
 
 
@@ -201,7 +201,7 @@ SIMPLE = (
     "weights_dtype", "attention", "matmul", "autocast", "scale_gradients", "micro_batches", "loader",
     "optimizer", "expandable_segments", "logits",
 )  # fmt: skip
-"""Wishes that torch and transformers fulfil alone."""
+"""Fields of `Setup` that need no deferred module."""
 
 
 def _rehearse_once(
