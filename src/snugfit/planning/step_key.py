@@ -86,6 +86,11 @@ def step_key(setup: Setup) -> StepKey:
     return StepKey(*[_values(setup, part) for part in StepKey._fields])
 
 
+def trace_key(setup: Setup) -> tuple[Hashable, Hashable, Hashable]:
+    """Return the first three parts of this Setup's key, equal for two Setups that have one trace."""
+    return _values(setup, "passes"), _values(setup, "micro_batches"), _values(setup, "update")
+
+
 def passes_key(setup: Setup) -> Hashable:
     """All of a Setup that its passes depend on, but for the size of a micro-batch."""
     return _values(setup, "passes")

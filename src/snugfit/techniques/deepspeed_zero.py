@@ -105,7 +105,7 @@ def counterparts(stage: int) -> tuple[Counterpart, ...]:
 def with_engine(setup: Setup, wish: ShardingWish) -> Setup:
     """The Setup in which DeepSpeed runs the steps. What autocast would compute in, it makes the weights'
     dtype, with weights in fp32 beside them that are updated."""
-    return replace(setup, sharding=replace(wish, dtype=setup.autocast or "float32"), autocast=None)
+    return setup.with_fields(sharding=replace(wish, dtype=setup.autocast or "float32"), autocast=None)
 
 
 def refuse_training(setup: Setup) -> None:

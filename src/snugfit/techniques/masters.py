@@ -31,7 +31,7 @@ def compact_adamw(master_bits: Literal[32, 24]) -> OptimizerWish:
 def with_adamw(setup: Setup, wish: OptimizerWish) -> Setup:
     """The Setup with this AdamW; where masters of weights are asked for, with the one that keeps them, which
     is one kernel on a GPU whichever of torch's was named."""
-    return replace(setup, optimizer=MASTER_ADAMW if setup.masters else wish)
+    return setup.with_fields(optimizer=MASTER_ADAMW if setup.masters else wish)
 
 
 def keeps_masters(setup: Setup) -> bool:

@@ -76,8 +76,8 @@ def with_parallel(setup: Setup, wish: ParallelWish) -> Setup:
     """The Setup of one of several processes. Where weights are sharded, they are cast to what autocast would
     compute in as they are gathered, in place of autocast."""
     if wish.weights == "copied":
-        return replace(setup, parallel=wish)
-    return replace(setup, parallel=replace(wish, dtype=setup.autocast), autocast=None)
+        return setup.with_fields(parallel=wish)
+    return setup.with_fields(parallel=replace(wish, dtype=setup.autocast), autocast=None)
 
 
 def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterator[str]:
@@ -137,7 +137,7 @@ def on_gpus(setup: Setup, gpus: int) -> Setup:
     if type(gpus) is not int or not 1 <= gpus <= MOST_GPUS:
         raise UsageError(f"gpus is {gpus!r}; it must be a whole number from 1 to {MOST_GPUS:,}.")
     if setup.sharding is not None:  # its engine trains on one as on several
-        return replace(setup, sharding=replace(setup.sharding, ranks=gpus))
+        return setup.with_fields(sharding=replace(setup.sharding, ranks=gpus))
     if wish is None and gpus == 1:
         return setup
     if wish is None:
@@ -147,7 +147,7 @@ def on_gpus(setup: Setup, gpus: int) -> Setup:
         )
     if gpus == 1:
         raise UsageError(f"The recipe {ONE_GPU}.")
-    return replace(setup, parallel=_on_mesh(wish, gpus))
+    return setup.with_fields(parallel=_on_mesh(wish, gpus))
 
 
 def _on_mesh(wish: ParallelWish, gpus: int) -> ParallelWish:

@@ -23,7 +23,7 @@ from snugfit.errors import RecipeError, SnugfitError
 from snugfit.planning.keep import Kept
 from snugfit.planning.plan import Exclusion
 from snugfit.planning.search.combinations import Combinations, Objection
-from snugfit.planning.step_key import as_written, passes_key, step_key
+from snugfit.planning.step_key import as_written, passes_key, trace_key
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import ONLY_TRAINING, Recipe
 from snugfit.techniques.setup import Setup
@@ -136,14 +136,15 @@ def space_of(
     numbers: dict[int, int] = {}
     for number, techniques, setup in combinations:
         numbers[number] = len(candidates)
-        key = step_key(setup)
-        of_passes = passes_key(as_written(setup, padded=True)) if job.padding else key.passes
+        of_passes, micro_batches, update = trace_key(setup)
+        if job.padding:
+            of_passes = passes_key(as_written(setup, padded=True))
         kind = passes.setdefault(of_passes, len(passes))
-        size = sized.setdefault((kind, key.micro_batches), len(sized))
-        trace = traces.setdefault((size, key.update), len(traces))
+        size = sized.setdefault((kind, micro_batches), len(sized))
+        trace = traces.setdefault((size, update), len(traces))
         recipe = Recipe(techniques)
         candidates.append(
-            Candidate(recipe=recipe, setup=setup, update=key.update, passes=kind, sized=size, trace=trace)
+            Candidate(recipe=recipe, setup=setup, update=update, passes=kind, sized=size, trace=trace)
         )
     if not candidates:
         raise RecipeError(_no_candidate(combinations.objections, fixed))

@@ -62,7 +62,7 @@ class Host(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Has these activations copied to the host and back."""
-        return replace(setup, activation_offload=OffloadWish(what=self.what, first=self.layers))
+        return setup.with_fields(activation_offload=OffloadWish(what=self.what, first=self.layers))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Where no layer is recomputed, none has an input that is kept for it; the compiler decides what its

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
@@ -21,4 +21,4 @@ class OnDevice(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """What a plain loop does."""
-        return replace(setup, activation_offload=None)
+        return setup.with_fields(activation_offload=None)

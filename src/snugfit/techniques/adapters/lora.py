@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from snugfit.techniques.counterpart import Counterpart
@@ -28,7 +28,7 @@ class Lora(LowRank):
 
     def install(self, setup: Setup) -> Setup:
         """The model is replaced by peft's wrapper around it."""
-        return replace(setup, adapt=self.adapters())
+        return setup.with_fields(adapt=self.adapters())
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:

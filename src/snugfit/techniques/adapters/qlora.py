@@ -16,7 +16,7 @@ of the computation, one by one, so no more than one of them is ever whole on the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from snugfit.techniques.counterpart import Counterpart, Setting
@@ -55,7 +55,7 @@ class Qlora(LowRank):
 
     def install(self, setup: Setup) -> Setup:
         """Weights are quantized as the model is built; peft's wrapper comes around it."""
-        return replace(setup, quantize=QuantizeWish(double=self.double), adapt=self.adapters())
+        return setup.with_fields(quantize=QuantizeWish(double=self.double), adapt=self.adapters())
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """A module of the user's own is not built by transformers, which quantizes while it builds."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
@@ -21,4 +21,4 @@ class Default(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Leaves the allocator as torch configures it."""
-        return replace(setup, expandable_segments=False)
+        return setup.with_fields(expandable_segments=False)

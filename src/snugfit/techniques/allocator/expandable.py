@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
@@ -23,4 +23,4 @@ class Expandable(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """The allocator's switch; it must be set before the process first allocates."""
-        return replace(setup, expandable_segments=True)
+        return setup.with_fields(expandable_segments=True)

@@ -6,7 +6,7 @@ before fused attention, and what figures published then were measured with.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
@@ -25,4 +25,4 @@ class Eager(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Chooses transformers' eager implementation by name."""
-        return replace(setup, attention="eager")
+        return setup.with_fields(attention="eager")

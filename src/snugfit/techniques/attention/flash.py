@@ -14,7 +14,7 @@ measure or train with it, flash-attn must be installed. FlashAttention-3 is not 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from snugfit.job.job import Job
@@ -37,7 +37,7 @@ class Flash(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Chooses transformers' implementation by name."""
-        return replace(setup, attention="flash_attention_2")
+        return setup.with_fields(attention="flash_attention_2")
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """16 bits, and a model that transformers calls the package for."""

@@ -14,7 +14,7 @@ predicted and a tenth less time, and 19 s for its first step, of which compiling
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from snugfit.job.job import Job
@@ -40,7 +40,7 @@ class Flex(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Chooses transformers' implementation by name."""
-        return replace(setup, attention="flex_attention")
+        return setup.with_fields(attention="flex_attention")
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """It drops no scores, and what compiles or looks into it was not tried."""

@@ -18,7 +18,7 @@ model is called, and the host waits once a micro-batch to learn how many tokens 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from snugfit.job.job import Job, Task
@@ -52,7 +52,7 @@ class PaddingFree(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Chooses our own attention by name, which drops the padding of what the model is given."""
-        return replace(setup, attention=PADDING_FREE)
+        return setup.with_fields(attention=PADDING_FREE)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Each token must have an output of its own, and the kernel must know the model's attention."""

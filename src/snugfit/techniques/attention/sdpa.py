@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
@@ -22,4 +22,4 @@ class Sdpa(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Chooses transformers' default implementation by name."""
-        return replace(setup, attention="sdpa")
+        return setup.with_fields(attention="sdpa")

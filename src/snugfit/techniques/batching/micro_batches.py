@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from snugfit.job.sample_mixing import mixing_of
@@ -42,7 +42,7 @@ class MicroBatches(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Cuts the global batch into n equal pieces."""
-        return replace(setup, micro_batches=self.n)
+        return setup.with_fields(micro_batches=self.n)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """The pieces must be equal, and none of them empty."""

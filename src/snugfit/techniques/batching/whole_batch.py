@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
@@ -21,4 +21,4 @@ class WholeBatch(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Leaves the global batch in one piece."""
-        return replace(setup, micro_batches=1)
+        return setup.with_fields(micro_batches=1)

@@ -54,7 +54,7 @@ class Budget(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Compiled programs keep no more than this."""
-        return replace(setup, compile=replace(setup.compile or CompileWish(), budget=float(self.share)))
+        return setup.with_fields(compile=replace(setup.compile or CompileWish(), budget=float(self.share)))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Without a compiler nobody cuts a layer; where nothing is kept, neither are dropout's masks."""

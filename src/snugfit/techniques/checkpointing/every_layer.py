@@ -7,7 +7,7 @@ forward pass: a step takes about a third longer.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from snugfit.job.kv_prefix import dropped_prefix
@@ -64,7 +64,7 @@ class EveryLayer(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Makes each layer a span of its own and recomputes all of them."""
-        return replace(setup, checkpoint=CheckpointWish())
+        return setup.with_fields(checkpoint=CheckpointWish())
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """A prefix of keys and values would be dropped."""

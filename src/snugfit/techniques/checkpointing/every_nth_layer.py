@@ -6,7 +6,7 @@ For a job that almost fits: memory and time lie between keeping everything and r
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from snugfit.job.kv_prefix import dropped_prefix
@@ -50,7 +50,7 @@ class EveryNthLayer(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Makes each layer a span of its own and recomputes every n-th."""
-        return replace(setup, checkpoint=CheckpointWish(every=self.n))
+        return setup.with_fields(checkpoint=CheckpointWish(every=self.n))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """A prefix of keys and values would be dropped."""

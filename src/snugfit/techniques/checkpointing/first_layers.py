@@ -10,7 +10,7 @@ a layer that is there whole once more finds room. With the last ones it would be
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from snugfit.job.kv_prefix import dropped_prefix
@@ -36,7 +36,7 @@ class FirstLayers(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Makes each layer a span of its own and recomputes the first k."""
-        return replace(setup, checkpoint=CheckpointWish(first=self.k))
+        return setup.with_fields(checkpoint=CheckpointWish(first=self.k))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """A prefix of keys and values would be dropped."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
@@ -21,4 +21,4 @@ class KeepAll(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Recomputes nothing in the backward pass."""
-        return replace(setup, checkpoint=None)
+        return setup.with_fields(checkpoint=None)

@@ -8,7 +8,7 @@ keep far more inside than their output, so every_layer often takes less; both co
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from snugfit.job.kv_prefix import dropped_prefix
@@ -38,7 +38,7 @@ class Segments(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Cuts the stack of layers into k spans."""
-        return replace(setup, checkpoint=CheckpointWish(layers_per_span=0, spans=self.k))
+        return setup.with_fields(checkpoint=CheckpointWish(layers_per_span=0, spans=self.k))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """A segment's layers are called together, so each may hand on its hidden state and nothing else; a

@@ -12,7 +12,7 @@ little.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from snugfit.job.job import dropout_among
@@ -47,7 +47,7 @@ class Selective(Technique):
         """Makes each layer a span of its own that keeps the results of some operators: also attention with
         dropout, where other dropout has seeds of its own and a step that is recorded cannot draw twice."""
         drawn = setup.capture is not None and seeds_dropout(setup)
-        return replace(setup, checkpoint=CheckpointWish(keep=self.what, keep_drawn=drawn))
+        return setup.with_fields(checkpoint=CheckpointWish(keep=self.what, keep_drawn=drawn))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """A prefix of keys and values would be dropped; attention that is not fused cannot be kept, nor can

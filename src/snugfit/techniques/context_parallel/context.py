@@ -63,7 +63,7 @@ class ContextParallel(Technique):
         """Cuts sequences, and has attention know of it; weights stay spread as they are."""
         parallel = replace(setup.parallel or ParallelWish(weights="alone"), context=self.n)
         attention = RING if setup.attention == "sdpa" else setup.attention
-        return replace(setup, parallel=parallel, attention=attention)
+        return setup.with_fields(parallel=parallel, attention=attention)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """What ring attention does not know, and what is not simulated on several GPUs."""

@@ -28,7 +28,7 @@ Plans for one GPU look at it: its passes are those that are written, so nothing 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from snugfit.techniques.seeded_dropout import seeds_dropout
@@ -54,7 +54,7 @@ class Captured(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Has the loop record its steps."""
-        return replace(setup, capture=CaptureWish(multiple=self.multiple))
+        return setup.with_fields(capture=CaptureWish(multiple=self.multiple))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """What reads the device, keeps time with another stream, or draws random numbers anew."""

@@ -34,7 +34,7 @@ steps that record CUDA graphs they do not search, and `snugfit predict` predicts
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from snugfit.errors import RecipeError
@@ -136,8 +136,7 @@ class Compiled(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Compiles layers when the modules in them are final."""
-        return replace(
-            setup,
+        return setup.with_fields(
             compile=CompileWish(what=self.what, backend=self.backend, mode=self.mode, autocast=self.autocast),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
@@ -21,4 +21,4 @@ class Uncompiled(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """No part of the model is compiled."""
-        return replace(setup, compile=None)
+        return setup.with_fields(compile=None)

@@ -42,7 +42,7 @@ class Expert(Technique):
     def install(self, setup: Setup) -> Setup:
         """Spreads experts over the GPUs that share layers."""
         wish = setup.parallel or ParallelWish(weights="alone")
-        return replace(setup, parallel=replace(wish, experts=self.n))
+        return setup.with_fields(parallel=replace(wish, experts=self.n))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """It goes with as many GPUs that share layers, and with a mixture of experts."""

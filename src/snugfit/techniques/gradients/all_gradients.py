@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
@@ -21,4 +21,4 @@ class AllGradients(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Updates when the backward pass has ended."""
-        return replace(setup, release=False)
+        return setup.with_fields(release=False)

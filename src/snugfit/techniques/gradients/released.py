@@ -30,7 +30,7 @@ nothing else is as fast and fits (`planning/search/released.py`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from snugfit.techniques import roster
@@ -64,7 +64,7 @@ class Released(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Has the loop update weights as their gradients come."""
-        return replace(setup, release=True)
+        return setup.with_fields(release=True)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """A gradient must be whole when it is there, and of use to its own weight alone."""

@@ -15,7 +15,7 @@ chunk and not once a step, also where weights are float32 under autocast.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from snugfit.techniques.counterpart import Counterpart
@@ -59,7 +59,7 @@ class ChunkedLoss(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Has the head's logits computed as the loss needs them."""
-        return replace(setup, logits=LogitsWish(tokens=self.tokens))
+        return setup.with_fields(logits=LogitsWish(tokens=self.tokens))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """There must be a head over a vocabulary."""

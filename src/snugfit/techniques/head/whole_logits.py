@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
@@ -21,4 +21,4 @@ class WholeLogits(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Leaves head and loss to the model."""
-        return replace(setup, logits=None)
+        return setup.with_fields(logits=None)

@@ -67,7 +67,7 @@ class Fused(Technique):
     def install(self, setup: Setup) -> Setup:
         """Has our kernels take the place of code of the model's modules."""
         again = {"recomputed_mlps": self.recomputed_mlps} if self.recomputed_mlps else {}
-        return replace(setup, kernels=replace(FUSED, arguments=again))
+        return setup.with_fields(kernels=replace(FUSED, arguments=again))
 
     def is_searched(self) -> bool:
         """Without layers that differ from the others, of which few would not tell."""

@@ -78,8 +78,8 @@ class Liger(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Has Liger change the model's modules."""
-        return replace(
-            setup, kernels=Call(path="snugfit.step.wishes.kernels.liger:use_liger", arguments=self.set_parts)
+        return setup.with_fields(
+            kernels=Call(path="snugfit.step.wishes.kernels.liger:use_liger", arguments=self.set_parts)
         )
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
@@ -21,4 +21,4 @@ class Inline(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Starts no worker processes."""
-        return replace(setup, loader=LoaderWish())
+        return setup.with_fields(loader=LoaderWish())

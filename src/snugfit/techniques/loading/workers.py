@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from snugfit.job.limits import NO_SEQUENCE
+from snugfit.job.media import hears_in_place_of_tokens
 from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import LoaderWish, Setup
@@ -50,13 +52,14 @@ class Workers(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Starts n worker processes and pins their batches."""
-        return replace(setup, loader=LoaderWish(workers=self.n, pinned=True))
+        return setup.with_fields(loader=LoaderWish(workers=self.n, pinned=True))
 
 
 def _bytes_of_floats(job: Job) -> int:
     """Bytes of pictures or sound in a batch, in fp32; 0 for a module of the user's, whose loader nobody
     knows."""
-    if job.model.module is not None:
+    is_of_tokens = job.task not in NO_SEQUENCE and not hears_in_place_of_tokens(job.model.architecture)
+    if job.model.module is not None or is_of_tokens:  # a sample would import transformers
         return 0
     import torch
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
@@ -22,4 +22,4 @@ class Ieee(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Leaves torch's precision of 32-bit products at its default."""
-        return replace(setup, matmul="ieee")
+        return setup.with_fields(matmul="ieee")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
@@ -24,4 +24,4 @@ class Tf32(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Allows TensorFloat-32 through torch's switch."""
-        return replace(setup, matmul="tf32")
+        return setup.with_fields(matmul="tf32")

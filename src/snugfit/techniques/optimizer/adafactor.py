@@ -7,7 +7,7 @@ learning rate is used: no scaling by the parameter and no relative step, as the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
@@ -29,4 +29,4 @@ class Adafactor(Technique):
             path="transformers.optimization:Adafactor",
             arguments={"scale_parameter": False, "relative_step": False},
         )
-        return replace(setup, optimizer=OptimizerWish(factory=factory, trainer_name="adafactor"))
+        return setup.with_fields(optimizer=OptimizerWish(factory=factory, trainer_name="adafactor"))

@@ -7,7 +7,7 @@ are not the same algorithm.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
@@ -24,4 +24,4 @@ class AdafactorTorch(Technique):
     def install(self, setup: Setup) -> Setup:
         """torch's Adafactor as it comes."""
         factory = Call(path="torch.optim:Adafactor")
-        return replace(setup, optimizer=OptimizerWish(factory=factory))
+        return setup.with_fields(optimizer=OptimizerWish(factory=factory))

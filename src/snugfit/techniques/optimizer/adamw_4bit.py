@@ -9,7 +9,7 @@ sixteen values a moment is known to a tenth of its block's largest: it learns, b
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
@@ -33,7 +33,7 @@ class AdamW4bit(Technique):
     def install(self, setup: Setup) -> Setup:
         """Takes our own optimizer; the HF Trainer has no name for it."""
         factory = Call(path="snugfit.step.wishes.four_bit_adamw:FourBitAdamW")
-        return replace(setup, optimizer=OptimizerWish(factory=factory))
+        return setup.with_fields(optimizer=OptimizerWish(factory=factory))
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Its kernels' rates are those of others."""

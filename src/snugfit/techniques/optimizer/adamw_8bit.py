@@ -8,7 +8,7 @@ reasons and the rest stand in `step/bitsandbytes_optimizers.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from snugfit.techniques.counterpart import Counterpart
@@ -47,7 +47,7 @@ class AdamW8bit(Technique):
             trainer_name="adamw_bnb_8bit" if self.embeddings == 32 else None,
             shapes=Call(path="snugfit.step.bitsandbytes_optimizers:shapes"),
         )
-        return replace(setup, optimizer=wish)
+        return setup.with_fields(optimizer=wish)
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:

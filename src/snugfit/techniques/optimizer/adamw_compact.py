@@ -15,9 +15,10 @@ whole ones on average (`step/wishes/masters/halves.py`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from snugfit.techniques import roster
 from snugfit.techniques.masters import compact_adamw
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
@@ -42,13 +43,16 @@ class AdamWCompact(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Takes our own optimizer; the HF Trainer has no name for it."""
-        return replace(setup, optimizer=compact_adamw(self.master_bits))
+        return setup.with_fields(optimizer=compact_adamw(self.master_bits))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """It updates weights in fp32, or in two halves, on one GPU."""
         setup = Setup()
-        for slot in Slot:
-            setup = setup if slot is Slot.OPTIMIZER else recipe[slot].install(setup)
+        slots = Slot.ADAPTERS, Slot.PRECISION, *roster.slots_of_several_gpus()
+        for technique in reversed(
+            [recipe[slot] for slot in reversed(slots)]
+        ):  # a search fills the last one last
+            setup = technique.install(setup)
         dtype = setup.trained_dtype(job) if job.trains else "float32"
         if dtype != "float32" and not setup.masters:
             yield (

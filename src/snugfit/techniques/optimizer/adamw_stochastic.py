@@ -9,7 +9,7 @@ at a time, and takes a few times as long as `adamw_fused`; how it rounds stands 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
@@ -34,7 +34,7 @@ class AdamWStochastic(Technique):
     def install(self, setup: Setup) -> Setup:
         """Takes our own optimizer; the HF Trainer has no name for it."""
         factory = Call(path="snugfit.step.wishes.stochastic_adamw:StochasticAdamW")
-        return replace(setup, optimizer=OptimizerWish(factory=factory))
+        return setup.with_fields(optimizer=OptimizerWish(factory=factory))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Nothing is rounded where weights have 32 bits."""

@@ -9,7 +9,7 @@ projection and needs one temporary of its size. How it works stands in `step/wis
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from snugfit.techniques.setting import between
@@ -42,7 +42,7 @@ class Apollo(Technique):
             ),
             prepare=Call(path="snugfit.step.muon:leave_to_adamw"),
         )
-        return replace(setup, optimizer=wish)
+        return setup.with_fields(optimizer=wish)
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:

@@ -11,7 +11,7 @@ other, which takes copies of the largest one and many seconds. How it works stan
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from snugfit.techniques.counterpart import Counterpart, Setting
@@ -84,7 +84,7 @@ class Galore(Technique):
                 arguments={"targets": list(self.targets or ())},
             ),
         )
-        return replace(setup, optimizer=wish)
+        return setup.with_fields(optimizer=wish)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Adapters' matrices are thin already."""

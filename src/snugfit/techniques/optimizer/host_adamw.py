@@ -8,7 +8,7 @@ new weights come back. Where a step has many micro-batches, that is a small part
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
@@ -32,8 +32,7 @@ class HostAdamW(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Takes torch's AdamW with states and update on the host; the HF Trainer has no name for it."""
-        return replace(
-            setup,
+        return setup.with_fields(
             optimizer=OptimizerWish(factory=Call(path="snugfit.step.wishes.updates.host_adamw:AdamWOnHost")),
         )
 

@@ -7,7 +7,7 @@ section 5).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
@@ -42,7 +42,7 @@ class Lion(Technique):
             trainer_name="lion_32bit",
             shapes=Call(path="snugfit.step.bitsandbytes_optimizers:shapes"),
         )
-        return replace(setup, optimizer=wish)
+        return setup.with_fields(optimizer=wish)
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:

@@ -8,7 +8,7 @@ AdamW's 8 and Lion's 4. `embeddings=32` keeps that of embedding tables at 32 bit
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from snugfit.techniques.counterpart import Counterpart
@@ -52,7 +52,7 @@ class Lion8bit(Technique):
             trainer_name="lion_8bit" if self.embeddings == 32 else None,
             shapes=Call(path="snugfit.step.bitsandbytes_optimizers:shapes"),
         )
-        return replace(setup, optimizer=wish)
+        return setup.with_fields(optimizer=wish)
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:

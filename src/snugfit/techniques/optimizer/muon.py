@@ -10,7 +10,7 @@ by itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from snugfit.techniques.setting import between
@@ -39,7 +39,7 @@ class Muon(Technique):
             factory=Call(path="snugfit.step.muon:MuonWithAdamW", arguments={"momentum": self.momentum}),
             prepare=Call(path="snugfit.step.muon:leave_to_adamw"),
         )
-        return replace(setup, optimizer=wish)
+        return setup.with_fields(optimizer=wish)
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:

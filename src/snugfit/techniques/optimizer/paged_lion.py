@@ -7,7 +7,7 @@ it, stands in `optimizer/paged_adamw.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from snugfit.techniques.counterpart import Counterpart
@@ -66,7 +66,7 @@ class PagedLion(Technique):
             trainer_name=f"paged_lion_{self.bits}bit" if self.embeddings == 32 else None,
             shapes=Call(path="snugfit.step.bitsandbytes_optimizers:shapes"),
         )
-        return replace(setup, optimizer=wish)
+        return setup.with_fields(optimizer=wish)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """A width of embeddings means nothing where all have 32 bits."""

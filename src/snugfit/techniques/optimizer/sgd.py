@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart, Setting
@@ -28,4 +28,4 @@ class Sgd(Technique):
         """torch's SGD; the HF Trainer's own has no momentum."""
         factory = Call(path="torch.optim:SGD", arguments={"momentum": self.momentum, "foreach": True})
         name = None if self.momentum else "sgd"
-        return replace(setup, optimizer=OptimizerWish(factory=factory, trainer_name=name))
+        return setup.with_fields(optimizer=OptimizerWish(factory=factory, trainer_name=name))

@@ -69,7 +69,7 @@ class Pipeline(Technique):
         """Cuts the layers into stages."""
         wish = setup.parallel or ParallelWish(weights="alone")
         placed = replace(wish, stages=self.n, schedule=SCHEDULES[self.schedule], chunks=self._chunks)
-        return replace(setup, parallel=placed)
+        return setup.with_fields(parallel=placed)
 
     @property
     def _chunks(self) -> int:

@@ -7,7 +7,7 @@ for most language models, and makes random weights of a config in float32.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
@@ -30,7 +30,7 @@ class AsLoaded(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Casts nothing and uses no autocast."""
-        return replace(setup, weights_dtype=None, autocast=None, scale_gradients=False)
+        return setup.with_fields(weights_dtype=None, autocast=None, scale_gradients=False)
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Before Ampere bfloat16 is emulated."""

@@ -9,7 +9,7 @@ computed in 32 bits.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
@@ -31,7 +31,7 @@ class Bf16(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Runs the forward pass and the loss under autocast."""
-        return replace(setup, weights_dtype=None, autocast="bfloat16", scale_gradients=False)
+        return setup.with_fields(weights_dtype=None, autocast="bfloat16", scale_gradients=False)
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Before Ampere bfloat16 is emulated."""

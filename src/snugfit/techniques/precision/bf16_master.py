@@ -16,7 +16,7 @@ gradient is less exact than that of `bf16`, whose gradients are fp32.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from snugfit.techniques import roster
@@ -42,7 +42,7 @@ class Bf16Master(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Cuts weights in halves, uses no autocast, and has an optimizer that updates both."""
-        return replace(setup, weights_dtype="bfloat16", autocast=None, scale_gradients=False, masters=True)
+        return setup.with_fields(weights_dtype="bfloat16", autocast=None, scale_gradients=False, masters=True)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Masters are updated by one optimizer, on one GPU, and are of the model's own weights."""

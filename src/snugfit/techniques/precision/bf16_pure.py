@@ -8,7 +8,7 @@ optimizer `adamw_stochastic` rounds so that none is lost on average.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
@@ -30,7 +30,7 @@ class Bf16Pure(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Creates the weights in bfloat16 and uses no autocast."""
-        return replace(setup, weights_dtype="bfloat16", autocast=None, scale_gradients=False)
+        return setup.with_fields(weights_dtype="bfloat16", autocast=None, scale_gradients=False)
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:

@@ -9,7 +9,7 @@ gradients").
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from snugfit.job.dtype import LOST_BELOW
@@ -32,7 +32,7 @@ class Fp16(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Runs forward pass and loss under autocast, with a gradient scaler around the update."""
-        return replace(setup, weights_dtype=None, autocast="float16", scale_gradients=True)
+        return setup.with_fields(weights_dtype=None, autocast="float16", scale_gradients=True)
 
     def is_never_better_than(self, other: Technique, compute_capability: tuple[int, int] | None) -> bool:
         """GPUs that compute in bfloat16 do it at float16's rate, without a scaler."""

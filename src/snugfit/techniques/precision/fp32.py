@@ -5,7 +5,7 @@ For weights that are loaded in 32 bits anyway it changes nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
@@ -27,7 +27,7 @@ class Fp32(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Creates the weights in 32 bits and uses no autocast."""
-        return replace(setup, weights_dtype="float32", autocast=None, scale_gradients=False)
+        return setup.with_fields(weights_dtype="float32", autocast=None, scale_gradients=False)
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:

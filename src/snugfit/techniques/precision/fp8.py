@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from snugfit.job.build import instantiate
@@ -55,8 +55,7 @@ class Fp8(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Autocast as with bf16, and linear layers converted."""
-        return replace(
-            setup,
+        return setup.with_fields(
             weights_dtype=None,
             autocast="bfloat16",
             scale_gradients=False,
@@ -92,11 +91,6 @@ class Fp8(Technique):
             "that products in bfloat16 reach. Four steps on an H200 whose host others shared took the bytes "
             "that were predicted and 10 to 84 % more time."
         )
-
-    @classmethod
-    def planning_objection(cls, job: Job) -> str:
-        """What has no layers for it."""
-        return _lacks_layers(job)
 
 
 def _lacks_layers(job: Job) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.techniques.counterpart import Counterpart
@@ -21,4 +21,4 @@ class Unsharded(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """No engine is put around the model."""
-        return replace(setup, sharding=None)
+        return setup.with_fields(sharding=None)

@@ -49,7 +49,7 @@ class Tensor(Technique):
     def install(self, setup: Setup) -> Setup:
         """Cuts the model's matrices over the group, whoever shares the batch."""
         wish = setup.parallel or ParallelWish(weights="alone")
-        return replace(setup, parallel=replace(wish, tensor=self.n))
+        return setup.with_fields(parallel=replace(wish, tensor=self.n))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """What is not simulated on several GPUs, and sizes that n parts cannot share."""
