@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.job.config import LAYERS
-from snugfit.rehearsal.splice import Part, record_passes, rehearse_update, splice
+from snugfit.rehearsal.splice import Part, SharedBlock, record_passes, rehearse_update, splice
 from snugfit.rehearsal.trace.deepen import deepen, numbers_of
 from snugfit.rehearsal.trace.depth import Depth, depth_of, periodic_checkpoint
 from snugfit.rehearsal.trace.grow import Entry, grow
@@ -53,9 +53,9 @@ class _Shallow(NamedTuple):
 def rehearse_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Trace | None:
     """The trace of this job's three steps, as `rehearse` gives it, from few layers; None where it is not
     known to be the same, or no less work."""
+    if setup.compile is None and (setup.capture is not None or not _is_deep(job)):
+        return None
     passes = passes_from_few_layers(job, setup, policy)
-    if passes is None and _is_plain_step(setup) and _is_deep(job):
-        passes = _passes(job, setup, policy)
     if passes is None:
         return None
     update = rehearse_update(job, setup, policy, passes.gradients, passes.shared)
@@ -69,26 +69,25 @@ def _is_deep(job: Job) -> bool:
     return any(type(count) is int and count >= DEEP for count in counts)
 
 
-def _is_plain_step(setup: Setup) -> bool:
-    """Whether a step of this Setup is its passes, launched kernel by kernel on one GPU, and then its
-    update."""
-    joined = (
-        setup.compile, setup.capture, setup.release, setup.parallel, setup.sharding, setup.activation_offload,
-    )  # fmt: skip
+def passes_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Part | None:
+    """The passes of this job, as `rehearse_passes` gives them, from few layers; None likewise."""
+    repeats = _repeats_layers(setup) if setup.compile is None else _compiles_all_layers(setup.compile)
+    return _deepened_passes(job, setup, policy) if repeats else None
+
+
+def _repeats_layers(setup: Setup) -> bool:
+    """Return whether an uncompiled step has passes of their own on one GPU that treat all layers alike."""
+    joined = setup.release, setup.parallel, setup.sharding, setup.activation_offload
     return not any(joined) and not setup.records_graphs
 
 
-def passes_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Part | None:
-    """The passes of this job, as `rehearse_passes` gives them, from few layers; None likewise."""
-    wish = setup.compile
-    if wish is None or wish.what != "model" or wish.budget < 1:
-        return None
-    if wish.backend != CompileWish.backend or wish.mode != CompileWish.mode:
-        return None
-    return _passes(job, setup, policy)
+def _compiles_all_layers(wish: CompileWish) -> bool:
+    """Return whether the model is one program, compiled without a budget and as `torch.compile` does it."""
+    has_defaults = (wish.backend, wish.mode) == (CompileWish.backend, CompileWish.mode)
+    return has_defaults and wish.what == "model" and wish.budget >= 1
 
 
-def _passes(job: Job, setup: Setup, policy: Policy) -> Part | None:
+def _deepened_passes(job: Job, setup: Setup, policy: Policy) -> Part | None:
     """The passes of this job, of few layers written out as many."""
     depth = depth_of(job, setup) if job.trains else None
     if depth is None:
@@ -136,11 +135,36 @@ def _deepen_passes(shallow: _Shallow, deeper: _Shallow, periods: int, *, compile
     if not all(decides_alike(few, more, periods) for few, more in pairs.values()):
         return None
     gradients = grow(_trained_parameters(shallow.part), _trained_parameters(deeper.part), periods)
+    shared = _grow_shared_blocks(shallow.part, deeper.part, periods)
     trace = deepen(shallow.part.trace, deeper.part.trace, periods, compiled=compiled)
-    if gradients is None or trace is None:
+    if gradients is None or shared is None or trace is None:
         return None
     have = [deeper.part.has_gradient(one.like) for one in gradients]
-    return Part(trace, tuple(number for number, has in enumerate(have) if has))
+    return Part(trace, tuple(number for number, has in enumerate(have) if has), shared=shared)
+
+
+def _grow_shared_blocks(shallow: Part, deeper: Part, periods: int) -> tuple[SharedBlock, ...] | None:
+    """Return the blocks of several gradients of the deep model; None where they do not repeat."""
+
+    def entries(part: Part) -> list[Entry]:
+        return [
+            Entry(
+                (block.elements, *(view._replace(number=0) for view in block.views)),
+                tuple(view.number for view in block.views),
+            )
+            for block in part.shared
+        ]
+
+    grown = grow(entries(shallow), entries(deeper), periods)
+    if grown is None:
+        return None
+    blocks = ((deeper.shared[one.like], one.numbers) for one in grown)
+    return tuple(
+        block._replace(
+            views=tuple(view._replace(number=at) for view, at in zip(block.views, numbers, strict=True))
+        )
+        for block, numbers in blocks
+    )
 
 
 def _trained_parameters(part: Part) -> list[Entry]:

@@ -264,7 +264,7 @@ class Parts:
         if setup.capture is not None:
             refuse_waits(passes.waits)
         gradients = passes.gradients, passes.shared
-        key = ("update", update_key(setup), *gradients)
+        key = ("update", update_key(setup), *gradients, tuple(passes.split.build))
         update = self._remember(key, lambda: rehearse_any_update(self.job, setup, self.policy, *gradients))
         join = splice if setup.capture is None else splice_captured
         run = join(passes, update, micro_batches=setup.micro_batches)
@@ -274,11 +274,13 @@ class Parts:
 
     def _whole_passes(self, setup: Setup) -> Part:
         def make() -> Part:
-            if self.shallow_jobs.few:
+            is_short = setup.compile is None and self._second_step_is_redundant(setup)
+            if self.shallow_jobs.few and not is_short:
                 deepened = passes_from_few_layers(self.job, setup, self.policy)
                 if deepened is not None:
                     return deepened
-            rehearse = short_passes if self._second_step_is_redundant(setup) else rehearse_passes
+            is_short = is_short or self._second_step_is_redundant(setup)
+            rehearse = short_passes if is_short else rehearse_passes
             return rehearse(self.job, setup, self.policy)
 
         samples = self.job.batch_size // setup.micro_batches
