@@ -27,9 +27,10 @@ from typing import TYPE_CHECKING
 
 from snugfit.planning.fleet.own_bytes import OWN_SHARE, SIBLING_SHARE, OwnBytes
 from snugfit.planning.plan import NEARLY_AS_SMALL
-from snugfit.planning.search.recomputing import KINDS_AT_A_TIME, OnGpus, RecomputingKinds
+from snugfit.planning.search.recomputing import KINDS_AT_A_TIME, RecomputingKinds
 from snugfit.planning.search.simpler import AS_FAST, simpler_than, simplest, unknown_simpler
 from snugfit.planning.search.state import TIME_BOUND_MARGIN, SearchState
+from snugfit.planning.search.twins import OnGpus
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu

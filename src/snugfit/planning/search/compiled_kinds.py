@@ -87,15 +87,30 @@ class CompiledKinds:
             return None
         candidates = self.space.candidates
         setup, least = candidates[number].setup, Bound(0, 0.0)
-        share = 1 - COMPILED_SHARE - (self._recomputed_share if setup.checkpoint is not None else 0.0)
         for other in self._uncompiled[number]:
             if other is not None and (known := self._bounds.get(other)):
-                needed = _least_bytes(known, setup, candidates[other].setup)
+                plainer = candidates[other].setup
+                share = 1 - COMPILED_SHARE
+                if plainer.checkpoint != setup.checkpoint:
+                    share -= self._recomputed_share
+                needed = _least_bytes(known, setup, plainer)
                 least = least.at_least(Bound(needed, known.compiled_seconds * share))
         for other in self._in_fewer_pieces(number):
             if known := self._bounds.get(other):
                 least = least.at_least(Bound(0, known.seconds * (1 - PIECES_SHARE)))
         return least
+
+    def again_seconds(self, number: int) -> float:
+        """Return the least seconds of what this candidate computes again, by the uncompiled one; 0 where that
+        is not known."""
+        if number not in self._uncompiled:
+            return 0.0
+        alike, bare = self._uncompiled[number]
+        again = None if alike is None else self._bounds.get(alike)
+        once = self._bounds.get(bare)
+        if again is None or once is None:
+            return 0.0
+        return max(0.0, again.compiled_seconds - once.compiled_seconds) * (1 - COMPILED_SHARE)
 
     def _without_compiler(self, number: int) -> int | None:
         return self.space.number(self.space.candidates[number].recipe.with_(roster.plain(Slot.ENGINE)))

@@ -6,9 +6,8 @@ as the update. Where a recipe that was judged is as fast as that and as small, n
 be rehearsed for it. With adapters in the space, that is all of full fine-tuning. The kinds that may be
 fastest are rehearsed and judged first, a few at a time: they make most of the others needless.
 
-Recomputing runs the same layers once more. So of two kinds that differ in how attention is computed or in
-which 16-bit type autocast takes, the one that is neither faster nor smaller without recomputing is neither
-with it, and need not be rehearsed beside the other.
+Of two kinds that differ in attention, kernels or precision, one may be no better in anything: it is left out
+for its twin (`twins.py`).
 
 Recomputing each n-th layer takes no less memory than recomputing each, and about what lies between none and
 each, in bytes and in seconds; of spans of layers something is known as well (`some_layers.py`). So
@@ -26,8 +25,7 @@ For one GPU, only those sizes of micro-batches are rehearsed that may matter.
 
 What bounds here is no law: keys and values of a cache that only checkpointing switches off cost a little,
 hence `CACHE_SHARE`; the worst moment is another, hence `PEAK_SHARE`. So each kind that is rehearsed is held
-to all of it. Where one takes less than its bound, all are rehearsed; where one is better than its twin, twins
-are no longer left out.
+to all of it. Where one takes less than its bound, all are rehearsed.
 """
 
 from __future__ import annotations
@@ -42,9 +40,11 @@ from typing import TYPE_CHECKING
 from snugfit.planning.cost.figures import Bound
 from snugfit.planning.search.budgets import BUDGET_SHARE, Budgets
 from snugfit.planning.search.compiled_kinds import CompiledKinds
+from snugfit.planning.search.other_sizes import OtherSizes
 from snugfit.planning.search.screening import screen
 from snugfit.planning.search.some_layers import least_of_some, least_of_spans
 from snugfit.planning.search.state import MEMORY_RESOLUTION
+from snugfit.planning.search.twins import PEAK_SHARE, ROUNDING, OnGpus, Twins, is_below
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import EVERY_LAYER, CheckpointWish, Setup
@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from snugfit.planning.search.space import Candidate
     from snugfit.planning.search.state import SearchState
     from snugfit.prediction.worker_pool import WorkerPool
-    from snugfit.techniques.technique import Technique
 
 SAVING = (Slot.HEAD, Slot.CHECKPOINTING)
 """Slots whose techniques save memory in the passes, and no time."""
@@ -65,24 +64,10 @@ SAVING = (Slot.HEAD, Slot.CHECKPOINTING)
 CACHE_SHARE = 0.1
 """Of the seconds of a step without recomputing, how much less one with it may take."""
 
-HALF_TYPES = {"bfloat16", "float16"}
-"""Of autocast: kernels of the same shapes, of which float16's step runs those of a scaler besides."""
-
-ROUNDING = 0.001
-"""Of its bound, or of what its twin takes, how much less a kind may take that was held to it: a sum of
-seconds in another order, an allocation of a few bytes, gradients on other few layers."""
-
-PEAK_SHARE = 0.01
-"""Of the bytes of recomputing each layer, how much less recomputing some may take, and a kind than its twin:
-the worst moment is another."""
-
 NOTHING = Bound(0, 0.0)
 
 KINDS_AT_A_TIME = 8
 """Kinds of recomputing that are rehearsed before it is asked again which are needed."""
-
-OnGpus = Sequence[Bound]
-"""The least that a candidate takes on each GPU."""
 
 
 class RecomputingKinds:
@@ -105,8 +90,6 @@ class RecomputingKinds:
         """Of candidates that recompute some layers, spans of them or parts, the same with each by itself."""
         self._looked_at = set[int]()
         """Kinds of passes that were rehearsed."""
-        self._no_better: dict[int, list[tuple[int, int]]] = {}
-        """Of kinds that were left out, some candidates with their twins."""
         self._least_known: dict[int, OnGpus] = {}
         """Of candidates that were asked about, the least that they take by what is known now."""
         self._by = defaultdict[int, set[int]](set)
@@ -115,8 +98,6 @@ class RecomputingKinds:
         """How many bounds there were after the last that were added."""
         self._none: dict[int, int | None] = {}
         """Of candidates that were asked about, the same without recomputing."""
-        self._has_twins = True
-        """Whether no kind was better yet than the twin that it was left out for."""
         for number, candidate in enumerate(self.space.candidates):
             setup = candidate.setup
             if _saves(setup):
@@ -134,7 +115,11 @@ class RecomputingKinds:
         for number in self._compiled.waiting:
             self.waiting[self.space.candidates[number].passes].append(number)
             self._without[number] = None
+        self._sizes = OtherSizes(self.space, states[0].bounds) if len(states) == 1 else None
         self._budgets = Budgets(self.space, states, self._least_of_waiting, everywhere=budgets)
+        self._twins = Twins(
+            self.space, self._base_of, self._known_bounds, self._may_be_rehearsed, self._is_refused
+        )
         for state in states:
             state.screen_these = self.screen_these
 
@@ -148,17 +133,24 @@ class RecomputingKinds:
         kinds = [kind for kind in needed if needed[kind][0] not in self._whole] or list(needed)
         kinds = [kind for kind in kinds if needed[kind][0] not in self._compiled] or kinds
         kinds.sort(key=lambda kind: min(map(self._total_seconds, needed[kind])))
-        chosen = [number for kind in kinds[:most] for number in needed[kind]]
+        chosen = [number for kind in kinds[:most] for number in self._of_one_size(needed[kind], twins=twins)]
         asked = self._take(chosen if twins else map(self._first_of, chosen))
         if len(self.states) == 1 and not twins:  # what is still needed by what recomputing each layer takes
             left = (n for n in chosen if n not in asked and n not in self._compiled)
             asked |= self._take(n for n in left if is_needed(n, self._least(n)))
         if self._is_any_below(asked):
             return [*asked, *self.screen(lambda number, least: True)]
-        if asked and self._twins_mislead():
-            self._no_better.clear()
-            self._has_twins = False
+        if asked:
+            self._twins.drop_if_misleading()
         return list(asked)
+
+    def _of_one_size(self, numbers: Sequence[int], *, twins: bool) -> Sequence[int]:
+        """Return the candidates with the smallest micro-batches where layers are compiled: each size takes
+        long, and what these take shows how many of the others matter."""
+        if self._sizes is None or twins or numbers[0] not in self._compiled:
+            return numbers
+        most = max(map(self._sizes.pieces, numbers))
+        return [number for number in numbers if self._sizes.pieces(number) == most]
 
     def screen_compiled(
         self, is_needed: Callable[[int, OnGpus], bool], judge_faster: Callable[[float], None]
@@ -177,14 +169,14 @@ class RecomputingKinds:
             for numbers in self.waiting.values()
             if numbers[0] in self._compiled and not _saves(self.space.candidates[numbers[0]].setup)
             for number in numbers
-            if is_needed(number, self._least(number))
+            if is_needed(number, self._least(number)) and not self._twins.stand_for(number, [number])
         )
         return min(waiting, key=lambda number: (self._total_seconds(number), number), default=None)
 
     def _is_any_below(self, asked: Mapping[int, OnGpus]) -> bool:
         """Whether one of these took less than what was `asked` of it, the least that had been known."""
         return any(
-            _is_below([*map(_with_device, self._bounds(number))], least, ROUNDING)
+            is_below([*map(_with_device, self._bounds(number))], least, ROUNDING)
             for number, least in asked.items()
             if self._is_known(number)
         )
@@ -204,7 +196,7 @@ class RecomputingKinds:
             if (first := next(asked, None)) is None:
                 continue
             some = [first, *asked] if len(self.states) == 1 else numbers
-            if twins or not self._has_twins or not self._is_no_better(kind, some):
+            if twins or not self._twins.stand_for(kind, some):
                 needed[kind] = some
         if len(self.states) == 1 or twins:
             return needed
@@ -298,7 +290,8 @@ class RecomputingKinds:
         """The least that is known of a candidate that was not looked at; each round asks several times."""
         if number not in self._least_known:
             bases = self._without[number], self._whole.get(number), self._full.get(number)
-            for other in (*bases, *self._compiled.bounded_by(number)):
+            sizes = self._sizes.smaller(number) if self._sizes else ()
+            for other in (*bases, *sizes, *self._compiled.bounded_by(number)):
                 if other is not None:
                     self._by[other].add(number)
             if (none := self._without_checkpoints(number)) is not None:
@@ -317,22 +310,26 @@ class RecomputingKinds:
         without, least = self._without[number], [NOTHING] * len(self.states)
         if without is not None and self._is_known(without):
             share = BUDGET_SHARE if self.space.candidates[number].setup.has_budget else CACHE_SHARE
+            again = self._compiled.again_seconds(number)
             least = [
-                Bound(self._least_saving(number, without, bound), bound.seconds * (1 - share))
+                Bound(self._least_saving(number, without, bound), bound.seconds * (1 - share) + again)
                 for bound in self._bounds(without)
             ]
         return [
             Bound(
-                max(known.needed_bytes, int(bound.layers_bytes * (1 - ROUNDING)), with_each.needed_bytes),
-                max(known.seconds, bound.seconds * (1 - ROUNDING), with_each.seconds),
+                max(known.needed_bytes, int(bound.layers_bytes * (1 - ROUNDING)), other.needed_bytes),
+                max(known.seconds, bound.seconds * (1 - ROUNDING), other.seconds),
             )
-            for known, bound, with_each in zip(
+            for known, bound, other in zip(
                 map(Bound.at_least, least, self._least_of_compiled(number)),
                 self._bounds_of_whole(number),
-                self._least_by_each(number),
+                map(Bound.at_least, self._least_by_each(number), self._least_by_sizes(number)),
                 strict=True,
             )
         ]
+
+    def _least_by_sizes(self, number: int) -> OnGpus:
+        return [self._sizes.least(number)] if self._sizes else [NOTHING] * len(self.states)
 
     def _least_of_compiled(self, number: int) -> OnGpus:
         """The least of compiled layers, by what is known of the same without, of fewer pieces, or of compiled
@@ -342,8 +339,8 @@ class RecomputingKinds:
         without, setup = self._without[number], self.space.candidates[number].setup
         if without is None or not self._waits(without):
             return [least]
-        share = BUDGET_SHARE if setup.has_budget else CACHE_SHARE
-        return [least.at_least(Bound(0, one.seconds * (1 - share))) for one in self._least(without)]
+        share, again = BUDGET_SHARE if setup.has_budget else CACHE_SHARE, self._compiled.again_seconds(number)
+        return [least.at_least(Bound(0, one.seconds * (1 - share) + again)) for one in self._least(without)]
 
     def _least_saving(self, number: int, without: int, bound: Bound) -> int:
         """The least bytes of a candidate that saves some, by what it takes without saving any."""
@@ -421,57 +418,23 @@ class RecomputingKinds:
 
     # ---- twins -------------------------------------------------------------------------------------------
 
-    def _is_no_better(self, kind: int, needed: Sequence[int]) -> bool:
-        """Whether there is a kind with recomputing that is as good for all that is needed, by what both take
-        without."""
-        candidates, number_of = self.space.candidates, self.space.number
-        one_per_trace = {candidates[number].trace: number for number in needed}.values()
-        for technique in self._twins(candidates[needed[0]]):
-            pairs = [(n, number_of(candidates[n].recipe.with_(technique))) for n in one_per_trace]
-            known = [(n, twin) for n, twin in pairs if twin is not None and self._may_stand_for(twin, n)]
-            if len(known) < len(pairs):
-                continue
-            bounds = [(self._without_recomputing(n), self._without_recomputing(twin)) for n, twin in known]
-            are_equal = all([*map(_needs, own)] == [*map(_needs, other)] for own, other in bounds)
-            if not any(_is_below(*two) for two in bounds) and not (
-                are_equal and candidates[known[0][1]].passes > kind
-            ):
-                self._no_better[kind] = known
-                return True
-        return False
+    def _base_of(self, number: int) -> int | None:
+        """Return the candidate by which this one is compared with a twin: without recomputing, or without the
+        compiler where it recomputes nothing."""
+        without = self._without.get(number)
+        return self._compiled.alike(number) if without is None and number in self._compiled else without
 
-    def _twins(self, candidate: Candidate) -> Iterator[Technique]:
-        """What makes a twin of this candidate, put into its recipe."""
-        recipe, setup = candidate.recipe, candidate.setup
-        for slot in (Slot.ATTENTION, Slot.PRECISION):
-            for technique in self.space.offers(slot):
-                other = recipe.with_(technique).setup()
-                if technique == recipe[slot] or other.weights_dtype != setup.weights_dtype:
-                    continue
-                autocasts = {str(setup.autocast), str(other.autocast)}
-                if slot is Slot.ATTENTION or autocasts == HALF_TYPES:
-                    yield technique
+    def _known_bounds(self, number: int) -> OnGpus | None:
+        return self._bounds(number) if self._is_known(number) else None
 
-    def _may_stand_for(self, twin: int, number: int) -> bool:
-        """Whether both are known without recomputing, and the twin is or can be with it."""
-        bounds = self.states[0].bounds
-        known_without = all(self._without.get(one) in bounds for one in (number, twin))
-        return known_without and (twin in bounds or self._waits(twin))
+    def _may_be_rehearsed(self, number: int) -> bool:
+        return self._is_known(number) or self._waits(number)
 
-    def _without_recomputing(self, number: int) -> OnGpus:
-        without = self._without[number]
-        assert without is not None
-        return self._bounds(without)
-
-    def _twins_mislead(self) -> bool:
-        """Whether a kind is better than the twin that it was left out for."""
-        for number, twin in itertools.chain.from_iterable(self._no_better.values()):
-            if not self._is_known(number) or not self._is_known(twin):
-                continue
-            least = [Bound(int(b.needed_bytes * (1 - PEAK_SHARE)), b.seconds) for b in self._bounds(twin)]
-            if _is_below(self._bounds(number), least, ROUNDING):
-                return True
-        return False
+    def _is_refused(self, number: int) -> bool:
+        """Return whether this step was to be recorded, was rehearsed, and cannot be recorded."""
+        candidate = self.space.candidates[number]
+        was_rehearsed = candidate.passes in self._looked_at and not self._waits(number)
+        return was_rehearsed and candidate.setup.capture is not None and not self._is_known(number)
 
 
 def _saves(setup: Setup) -> bool:
@@ -479,21 +442,7 @@ def _saves(setup: Setup) -> bool:
     return setup.checkpoint is not None or setup.logits is not None or setup.has_budget
 
 
-def _is_below(bounds: OnGpus, twin_bounds: OnGpus, share: float = 0.0) -> bool:
-    """Whether this is less in seconds or in bytes on a GPU, by more than a share."""
-    return any(
-        own < least * (1 - share)
-        for bound, other in zip(bounds, twin_bounds, strict=True)
-        for own, least in zip(_needs(bound), _needs(other), strict=True)
-    )
-
-
 def _with_device(bound: Bound) -> Bound:
     """The same, and no shorter than the device works: on few layers, from which the seconds are known, the
     host may be late."""
     return bound._replace(seconds=max(bound.seconds, bound.device_seconds))
-
-
-def _needs(bound: Bound) -> tuple[float, ...]:
-    """What a candidate needs, without what only says why."""
-    return bound.needed_bytes, bound.seconds, bound.resting_bytes, bound.layers_bytes

@@ -1,0 +1,113 @@
+"""Lower bounds of a candidate, from the same candidate with more and so smaller micro-batches.
+
+A kernel runs at most twice as often where layers are computed again, and the host has some more to do. So
+fewer micro-batches save at most three times the seconds that they save without. The most that is live is the
+largest of several moments, each of which grows evenly with the samples. That is a convex figure: beyond two
+known sizes it is never below the line through them. A budget changes how much grows with the samples, and
+nothing of the rest: there one size is enough.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from snugfit.planning.cost.figures import Bound
+from snugfit.techniques import roster
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    from snugfit.planning.search.space import Space
+
+PEAK_SHARE = 0.01
+"""Share of the bytes that follow from other sizes by which a step may be smaller (chosen): workspaces grow in
+steps."""
+
+MISSING = -1
+"""Number of a candidate that the space has not."""
+
+MOST_SAVED = 3
+"""Times the seconds that fewer micro-batches save without recomputing, which they save with it at most. Of a
+small GPT-2, where the host is late, 2.2 were seen."""
+
+
+class OtherSizes:
+    """The sizes of micro-batches of each candidate of a space; `bounds` holds what is known of candidates."""
+
+    def __init__(self, space: Space, bounds: Mapping[int, Bound]) -> None:
+        self.space, self._bounds = space, bounds
+        self._smaller: dict[int, list[int]] = {}
+        self._plain: dict[tuple[int, tuple[Slot, ...]], int] = {}
+
+    def smaller(self, number: int) -> list[int]:
+        """Return the same candidates with smaller micro-batches, the largest first."""
+        if number not in self._smaller:
+            sizes = self.space.others(self._recipe(number), Slot.BATCHING)
+            pieces = {one: self.pieces(one) for one in sizes}
+            own = self.pieces(number)
+            self._smaller[number] = sorted(
+                (one for one in pieces if pieces[one] > own), key=pieces.__getitem__
+            )
+        return self._smaller[number]
+
+    def pieces(self, number: int) -> int:
+        """Return how many micro-batches this candidate has."""
+        return self.space.candidates[number].setup.micro_batches
+
+    def least(self, number: int) -> Bound:
+        """Return the lower bound of this candidate."""
+        known = [(other, self._bounds[other]) for other in self.smaller(number) if other in self._bounds]
+        if not known:
+            return Bound(0, 0.0)
+        needed = int(self._needed_bytes(number, known) * (1 - PEAK_SHARE))
+        return Bound(needed, self._seconds(number, *known[0]))
+
+    def _seconds(self, number: int, other: int, bound: Bound) -> float:
+        own, plain = self._bounds.get(self._without(number)), self._bounds.get(self._without(other))
+        if own is None or plain is None:
+            return 0.0
+        return bound.seconds - MOST_SAVED * max(0.0, plain.seconds - own.seconds)
+
+    def _needed_bytes(self, number: int, known: Sequence[tuple[int, Bound]]) -> float:
+        """Return the bytes by two smaller sizes, or by one of a candidate with a budget."""
+        (first, bound), *further = known
+        pieces = self.pieces(number)
+        if further:
+            second, other = further[0]
+            return _on_line(1 / pieces, self._point(first, bound), self._point(second, other))
+        own, plain = (self._bounds.get(self._not_recomputing(one)) for one in (number, first))
+        if not self.space.candidates[number].setup.has_budget or own is None or plain is None:
+            return 0.0
+        if any(one.needed_bytes <= one.resting_bytes for one in (own, plain, bound)):  # the update decides
+            return 0.0
+        at_rest = _on_line(0.0, self._point(first, plain), self._point(number, own))
+        return _on_line(1 / pieces, (0.0, at_rest), self._point(first, bound))
+
+    def _point(self, number: int, bound: Bound) -> tuple[float, int]:
+        """Return the share of the batch in a micro-batch of this candidate, and its bytes."""
+        return 1 / self.pieces(number), bound.needed_bytes
+
+    def _recipe(self, number: int) -> Recipe:
+        return self.space.candidates[number].recipe
+
+    def _without(self, number: int) -> int:
+        """Return the plain candidate of this size: uncompiled, with whole logits and nothing recomputed."""
+        return self._plainer(number, Slot.ENGINE, Slot.HEAD, Slot.CHECKPOINTING)
+
+    def _not_recomputing(self, number: int) -> int:
+        """Return the same candidate with nothing recomputed."""
+        return self._plainer(number, Slot.CHECKPOINTING)
+
+    def _plainer(self, number: int, *slots: Slot) -> int:
+        if (number, slots) not in self._plain:
+            plain = functools.reduce(Recipe.with_, map(roster.plain, slots), self._recipe(number))
+            other = self.space.number(plain)
+            self._plain[number, slots] = MISSING if other is None else other
+        return self._plain[number, slots]
+
+
+def _on_line(at: float, one: tuple[float, float], other: tuple[float, float]) -> float:
+    """Return the value of the straight line through two points."""
+    return one[1] + (other[1] - one[1]) * (at - one[0]) / (other[0] - one[0])

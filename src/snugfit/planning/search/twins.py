@@ -1,0 +1,143 @@
+"""Kinds of passes that need no rehearsal, because a twin is no worse.
+
+Recomputing runs the same layers once more, and a compiler changes all of them. So one of two kinds that
+differ in attention, kernels or precision may be neither faster nor smaller uncompiled, without recomputing.
+Then it is neither faster nor smaller with recomputing or compiled, and it is left out. A step that was to be
+recorded and cannot be has the unrecorded one as its twin.
+
+No law says so. Each kind that was left out and is rehearsed after all is compared with its twin. Where one is
+better, no kind has a twin any more.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from snugfit.planning.cost.figures import Bound
+from snugfit.techniques import roster
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    from snugfit.planning.search.space import Candidate, Space
+    from snugfit.techniques.technique import Technique
+
+DIFFER = (Slot.ATTENTION, Slot.KERNELS, Slot.PRECISION)
+"""Slots in which twins may differ."""
+
+ROUNDING = 0.001
+"""Share by which sums in another order and gradients on other few layers may differ."""
+
+PEAK_SHARE = 0.01
+"""Share of its twin's bytes by which a kind may be smaller: the worst moment is another."""
+
+OnGpus = Sequence[Bound]
+"""The least that a candidate takes on each GPU."""
+
+
+class Twins:
+    """The twins of a space's candidates, and which candidates were left out for theirs.
+
+    `base` gives the plainer candidate by which a candidate is compared, `bounds` what is known of one,
+    `may_be` whether a candidate is known or still waits, `is_refused` whether it cannot be recorded.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        base: Callable[[int], int | None],
+        bounds: Callable[[int], OnGpus | None],
+        may_be: Callable[[int], bool],
+        is_refused: Callable[[int], bool],
+    ) -> None:
+        self.space, self._base, self._bounds = space, base, bounds
+        self._may_be, self._is_refused = may_be, is_refused
+        self.stand = True
+        """Whether no kind was better yet than the twin that it was left out for."""
+        self._no_better: dict[int, list[tuple[int, int]]] = {}
+        """Of kinds that were left out, some candidates with their twins."""
+
+    def stand_for(self, kind: int, needed: Sequence[int]) -> bool:
+        """Return whether one kind is no worse than this one for all of its candidates that are `needed`."""
+        candidates = self.space.candidates
+        one_per_trace = {candidates[number].trace: number for number in needed}.values()
+        for technique in self._other_techniques(candidates[needed[0]]) if self.stand else ():
+            pairs = [(number, self._with(number, technique)) for number in one_per_trace]
+            known = [
+                (number, twin) for number, twin in pairs if twin is not None and self._are_known(number, twin)
+            ]
+            if len(known) < len(pairs):
+                continue
+            needs = [(self._needs(number), self._needs(twin)) for number, twin in known]
+            if any(_is_less(own, other) for own, other in needs):
+                continue
+            if any(own != other for own, other in needs) or candidates[known[0][1]].passes < kind:
+                self._no_better[kind] = known
+                return True
+        return False
+
+    def drop_if_misleading(self) -> None:
+        """Leave out no kind any more, where one was better than its twin."""
+        if any(itertools.starmap(self._is_better, itertools.chain.from_iterable(self._no_better.values()))):
+            self._no_better.clear()
+            self.stand = False
+
+    def _is_better(self, number: int, twin: int) -> bool:
+        own, other = self._bounds(number), self._bounds(twin)
+        if own is None or other is None:
+            return False
+        least = [bound._replace(needed_bytes=int(bound.needed_bytes * (1 - PEAK_SHARE))) for bound in other]
+        return is_below(own, least, ROUNDING)
+
+    def _other_techniques(self, candidate: Candidate) -> Iterator[Technique]:
+        """Yield what makes a twin of this candidate, put into its recipe."""
+        for slot in DIFFER:
+            for technique in self.space.offers(slot):
+                other = candidate.recipe.with_(technique).setup()
+                if (
+                    technique != candidate.recipe[slot]
+                    and other.weights_dtype == candidate.setup.weights_dtype
+                ):
+                    yield technique
+
+    def _with(self, number: int, technique: Technique) -> int | None:
+        recipe = self.space.candidates[number].recipe.with_(technique)
+        twin = self.space.number(recipe)
+        if twin is not None and self._is_refused(twin):
+            twin = self.space.number(recipe.with_(roster.plain(Slot.ENGINE)))
+        return twin
+
+    def _are_known(self, number: int, twin: int) -> bool:
+        bases = self._base(number), self._base(twin)
+        return self._may_be(twin) and all(one is not None and self._bounds(one) is not None for one in bases)
+
+    def _needs(self, number: int) -> list[float]:
+        """Return what the base of this candidate takes, of compiled layers what a compiler leaves of it."""
+        base = self._base(number)
+        bounds = None if base is None else self._bounds(base)
+        assert base is not None
+        assert bounds is not None
+        setup, plainer = self.space.candidates[number].setup, self.space.candidates[base].setup
+        needs = _needs if setup.compile == plainer.compile else _needs_if_compiled
+        return [one for bound in bounds for one in needs(bound)]
+
+
+def is_below(bounds: OnGpus, other: OnGpus, share: float = 0.0) -> bool:
+    """Return whether this is less than the other in seconds or bytes on a GPU, by more than a share."""
+    own, least = ([one for bound in both for one in _needs(bound)] for both in (bounds, other))
+    return _is_less(own, least, share)
+
+
+def _needs(bound: Bound) -> tuple[float, ...]:
+    """Return what a candidate needs, without what only says why."""
+    return bound.needed_bytes, bound.seconds, bound.resting_bytes, bound.layers_bytes
+
+
+def _needs_if_compiled(bound: Bound) -> tuple[float, ...]:
+    """Return what it would need compiled; the host's work shows in the uncompiled seconds alone."""
+    return bound.compiled_bytes, bound.compiled_seconds, bound.resting_bytes, bound.seconds
+
+
+def _is_less(own: Sequence[float], other: Sequence[float], share: float = 0.0) -> bool:
+    return any(one < least * (1 - share) for one, least in zip(own, other, strict=True))
