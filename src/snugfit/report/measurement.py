@@ -48,6 +48,7 @@ def _heading(measurement: Measurement) -> Text:
 def ranks_table(measurement: Measurement) -> PlainTable:
     """One line for each process; the one whose bytes stand above is marked."""
     on_gpu = measurement.device.type != "cpu"
+    worst = next((one for one in measurement.ranks if one.footprint == measurement.footprint), None)
     rows = []
     for rank in measurement.ranks:
         shape = rank.footprint
@@ -58,7 +59,7 @@ def ranks_table(measurement: Measurement) -> PlainTable:
                 *((f"{rank.gpu_index}", *map(_mib, needs)) if on_gpu else ()),
                 _mib(shape.host_bytes if shape else None),
                 "" if rank.step_seconds is None else show_seconds(rank.step_seconds),
-                "the worst" if shape is not None and shape == measurement.footprint else "",
+                "the worst" if shape is not None and rank is worst else "",
             )
         )
     of_gpu = ("GPU>", "Reserved MiB>", "On the GPU MiB>") if on_gpu else ()

@@ -50,6 +50,7 @@ def joint_passes_for(
     timed there."""
     import torch
     from torch._inductor import compile_fx as fx
+    from torch._subclasses import fake_tensor
 
     passes, cpu = fx._recursive_joint_graph_passes, torch.device("cpu")
     takes_device = "input_device" in inspect.signature(passes).parameters
@@ -57,7 +58,9 @@ def joint_passes_for(
     def run(graph: Any, *arguments: Any, **keywords: Any) -> Any:
         relabel(graph, cpu)
         on_gpu = isinstance(policy, CudaPolicy)
-        with _decisions_of(policy, doubt, times) if on_gpu else contextlib.nullcontext():
+        decisions = _decisions_of(policy, doubt, times) if on_gpu else contextlib.nullcontext()
+        # the first joint graph of a process has patterns made for CUDA, which would open a context there
+        with decisions, patch.object(fake_tensor, "init_gpu_context", lambda device: None):
             return passes(
                 graph, *arguments, **{**keywords, "input_device": cpu} if takes_device else keywords
             )
