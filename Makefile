@@ -1,7 +1,7 @@
 # Two commands: `make demo` and `make test`. Each is complete from a bare clone, through `make install`.
 # `make unit` runs the tests that start no process, train nothing and search for no plan. `make test` adds those
-# that do, one to a few cases of each promise: about ten minutes on two cores. `make test-all` runs every case,
-# the slow tier and all recorded runs: hours. Run it before an issue is called resolved.
+# that do, one to a few cases of each promise: eight minutes on two cores. `make test-all` runs every case,
+# the slow tier and all recorded runs: about two hours. Run it before an issue is called resolved.
 #
 # Installing goes into a .venv of its own, with the versions of constraints.txt. torch comes first, so that a
 # machine with another build of it (CUDA, ROCm) can put its own there before: see README, "Another torch".

@@ -61,7 +61,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     if hasattr(os, "fork"):
-        clean_forks.prepare()
+        clean_forks.prepare(bare=False)  # the same key of its cache as callers have
     _watch()
 
 

@@ -21,10 +21,10 @@ from snugfit.job.build import instantiate
 Batch = dict[str, torch.Tensor]
 
 
-def model_of(family: str, *, dropout: float = 0.0, seed: int = 0) -> Any:
-    """A model of two layers with random weights."""
+def model_of(family: str, *, layers: int = 2, dropout: float = 0.0, seed: int = 0) -> Any:
+    """A model of so many layers with random weights."""
     torch.manual_seed(seed)
-    job = small_job(family, 2, dropping(family, dropout))
+    job = small_job(family, layers, dropping(family, dropout))
     return instantiate(job, dtype="float32", attention="sdpa")
 
 

@@ -33,7 +33,7 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-LAST = 8
+LAST = 6
 """The step after which a run ends: two steps after its first epoch."""
 
 NO_DROPOUT: dict[str, dict[str, float]] = {
@@ -50,13 +50,13 @@ def run_of(
     job: str = "bert",
     layers: int = 2,
     recipe: str = "plain",
-    samples: int = 41,
+    samples: int = 25,
     dropout: bool = False,
     facts: dict[str, Any] | None = None,
     **options: Any,
 ) -> Trained:
     """Trains in this process, which may be one of several, a model with these `facts` in its config, on
-    samples that are padded unevenly, or for Llama of 128 tokens each: 41 of them leave one sample for the
+    samples that are padded unevenly, or for Llama of 128 tokens each: 25 of them leave one sample for the
     last batch of an epoch."""
     attention = {"attention_dropout": 0.1} if "attention_dropout" in NO_DROPOUT[job] else {}
     small = small_job(
@@ -248,6 +248,13 @@ def warm() -> None:
     import transformers.models.llama.modeling_llama
     import transformers.models.mixtral.modeling_mixtral
     import transformers.optimization  # noqa: F401
+    from packaging import requirements, tags  # noqa: F401
+    from torch.utils import serialization  # noqa: F401
+
+    from snugfit.kernels import cross_entropy  # noqa: F401
+    from snugfit.step.head import deferred_logits  # noqa: F401
+    from snugfit.step.offload import activations  # noqa: F401
+    from snugfit.step.wishes import flash  # noqa: F401
 
     roster.techniques()
     for family in NO_DROPOUT:

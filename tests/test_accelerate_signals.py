@@ -32,7 +32,7 @@ class Loop:
 
     def __init__(self, folder: Path, *, stop: int = 0, stop_in: int = 0, swaps: bool = False) -> None:
         torch.manual_seed(1)
-        self.run = loop_of(folder, "micro_batches(2)", model=model_of("bert", dropout=0.1).train())
+        self.run = loop_of(folder, "micro_batches(2)", model=model_of("bert", layers=1, dropout=0.1).train())
         self.average = copy.deepcopy(self.run.model)
         self.stop, self.stop_in, self.swaps = stop, stop_in, swaps
         self.losses: dict[int, float] = {}
@@ -91,7 +91,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Loop:
     return loop
 
 
-@pytest.mark.parametrize("step", slow_but([1, 5, 6, 11], lambda step: step in (6, 11)))
+@pytest.mark.parametrize("step", slow_but([1, 5, 6, 11], lambda step: step == 6))
 def test_what_the_loop_does_after_the_step_is_done(step: int, whole: Loop, tmp_path: Path) -> None:
     """Within an epoch, and after its last step."""
     cut = Loop(tmp_path, stop=step)
@@ -110,9 +110,7 @@ def test_what_the_loop_does_after_the_step_is_done(step: int, whole: Loop, tmp_p
     assert_same_weights(resumed.run.model, whole.run.model)
 
 
-@pytest.mark.parametrize(
-    ("stop_in", "step"), slow_but([(2, 4), (7, 6), (22, 12)], lambda case: case[0] in (2, 7))
-)
+@pytest.mark.parametrize(("stop_in", "step"), slow_but([(2, 4), (7, 6), (22, 12)], 1))
 def test_an_evaluation_is_abandoned_and_made_again(
     stop_in: int, step: int, whole: Loop, tmp_path: Path
 ) -> None:

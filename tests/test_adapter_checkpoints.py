@@ -68,10 +68,10 @@ def two_by_transformers(model: Any) -> Any:
 KINDS: dict[str, Adapt] = {
     "second is active": second_is_active,
     "base trains too": base_trains_too,
-    "by transformers": by_transformers,
     "two by transformers": two_by_transformers,
 }
 MORE_KINDS: dict[str, Adapt] = {
+    "by transformers": by_transformers,
     "another name": with_peft(lora, adapter_name="mine"),
     "dora and a head": with_peft(lambda: lora(use_dora=True, lora_dropout=0.2, modules_to_save=["lm_head"])),
     "pissa": with_peft(lambda: lora(init_lora_weights="pissa")),

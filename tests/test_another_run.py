@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from snugfit.training.checkpoint.facts import compare_facts, flatten, schedule_f
 from snugfit.training.checkpoint.manifest import MANIFEST, checksum
 from snugfit.training.options import TrainOptions
 from snugfit.training.run.run import compare_runs, depends_on_length
+from tiers import slow_but
 
 pytestmark = pytest.mark.whole
 
@@ -97,8 +99,26 @@ ANOTHER: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
+TOGETHER = {"learning_rate", "seed", "data_seed", "lr_scheduler_type", "weight_decay", "max_grad_norm"}
+TOGETHER |= {"label_smoothing_factor", "warmup_steps", "per_device_train_batch_size", "adam_beta1"}
+TOGETHER |= {"neftune_noise_alpha", "dataloader_drop_last", "train_sampling_strategy"}
+"""Arguments that `make test` changes all at once."""
+
+
+def test_fit_names_all_that_was_changed(kept: Path, tmp_path: Path) -> None:
+    together = [(changed, named) for changed, named in ANOTHER if changed.keys() <= TOGETHER]
+    made = {name: value for changed, _ in together for name, value in changed.items()}
+    assert made.keys() == TOGETHER
+    trainer = trainer_to_fit(tmp_path, **{"data_collator": Padding(0.1), **made})
+    with pytest.raises(UsageError) as refused:
+        trainer.train(resume_from_checkpoint=str(kept / "checkpoint-5"))
+    assert [named for _, named in together if not re.search(named, str(refused.value))] == []
+
+
 @pytest.mark.parametrize(
-    ("changed", "named"), ANOTHER, ids=lambda value: next(iter(value)) if isinstance(value, dict) else ""
+    ("changed", "named"),
+    slow_but(ANOTHER, lambda case: not case[0].keys() & TOGETHER),
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_fit_refuses_another_run_by_name(
     changed: dict[str, Any], named: str, kept: Path, tmp_path: Path
@@ -224,9 +244,22 @@ ANOTHER_BY_HAND: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+BY_HAND_TOGETHER = {"lr", "dropout", "shuffle", "drop_last", "batch_size", "clip"}
+
+
+def test_accelerate_names_all_that_was_changed(kept_by_hand: Path, tmp_path: Path) -> None:
+    shutil.copytree(kept_by_hand / "checkpoint-1", tmp_path / "checkpoint-1")
+    together = [(changed, named) for changed, named in ANOTHER_BY_HAND if changed.keys() <= BY_HAND_TOGETHER]
+    made = {name: value for changed, _ in together for name, value in changed.items()}
+    assert made.keys() == BY_HAND_TOGETHER
+    with by_hand(tmp_path, **made) as run, pytest.raises(UsageError) as refused:
+        run.resume()
+    assert [named for _, named in together if not re.search(named, str(refused.value))] == []
+
+
 @pytest.mark.parametrize(
     ("changed", "named"),
-    ANOTHER_BY_HAND,
+    slow_but(ANOTHER_BY_HAND, lambda case: not case[0].keys() & BY_HAND_TOGETHER),
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_accelerate_refuses_another_run_by_name(

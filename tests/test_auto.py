@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from snugfit.techniques.technique import Slot
 
 pytestmark = pytest.mark.stored_rehearsals
 
-LAYERS = 4
+LAYERS = 3
 MORE_LAYERS = 8
 """For what travels to the host, of which the first and the last layers keep some here."""
 REST = "lora(r=4) + bf16"
@@ -160,12 +161,14 @@ def test_what_it_chooses_cannot_stand_beside_it(text: str, why: str) -> None:
 ASKED = ["bert-base-uncased", "--task", "sequence-classification", "--recipe"]
 
 
-def test_a_command_says_what_it_stands_for(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["predict", *ASKED, "bf16 + auto", "--gpu", "h200", "--json"]) == 0
+def test_a_command_says_what_it_stands_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(dict(small_job("bert", 2).model.config)))
+    asked = ["predict", str(tmp_path), *ASKED[1:], "bf16 + auto", "--sequence-length", "16"]
+    assert run([*asked, "--gpu", "h200", "--json"]) == 0
     out, err = capsys.readouterr()
     assert "auto: keep_all, because all activations fit" in err
     assert json.loads(out)["recipe"] == "bf16"
-    assert run(["predict", *ASKED, "bf16 + auto"]) == 2
+    assert run(asked) == 2
     assert "Name one with --gpu" in capsys.readouterr().err
 
 

@@ -260,11 +260,11 @@ def test_a_path_to_nothing_says_what_a_model_is(name: str) -> None:
         Model.find(name)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_predicting_fetches_no_kernels(tmp_path: Path) -> None:
     """bitsandbytes imports `kernels` where it is installed, to fetch compiled code (on CPUs with
     AVX512-BF16); accelerate and the Trainer import peft, and peft imports bitsandbytes. One process asks for
-    every loop, that which imports least first."""
+    every loop, that which imports least first. In one that has imported all, `test_remembered` asks it."""
     fetched = tmp_path / "fetched"
     (tmp_path / "kernels.py").write_text(f"def get_kernel(*_, **__):\n    open({str(fetched)!r}, 'w')\n")
     (tmp_path / "config.json").write_text(json.dumps(BERT))

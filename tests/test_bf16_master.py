@@ -258,7 +258,7 @@ def test_a_run_is_that_of_masters_in_32_bits(family: str, recipe: str, job_clip:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("at_once", "family"), crossed([1 << 20, 5000], ["bert", "llama", "vit"], keep=2))
+@pytest.mark.parametrize(("at_once", "family"), crossed([5000, 1 << 20], ["llama", "bert", "vit"], keep=1))
 def test_a_real_step_allocates_what_its_trace_says(
     family: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

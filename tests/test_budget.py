@@ -18,7 +18,7 @@ import torch._dynamo
 from torch._functorch import config as functorch
 
 from aligned import compare
-from compiled_on_cpu import idle_kernels  # noqa: F401
+from compiled_on_cpu import idle_kernels, no_vectors  # noqa: F401
 from cpu_scratch import compared
 from reported import foreseen, reports
 from small_models import small_job

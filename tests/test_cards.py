@@ -142,7 +142,7 @@ def test_what_fits_nowhere_is_the_nearest_miss(
 
 def test_kinds_judged_together_take_what_each_takes_alone() -> None:
     """Bytes by the policy of the one with the most scratch, so at most a little more."""
-    job = replace(small_job("llama", 6), batch_size=8)
+    job = replace(small_job("llama", 3), batch_size=8)
     recipe = Recipe.parse("bf16 + fsdp")
     together = Judge(job, *KINDS[:2]).judge_kinds(2, recipe, (0, 1))
     for gpu, judged in zip(KINDS[:2], together, strict=True):
@@ -157,7 +157,7 @@ def test_kinds_judged_together_take_what_each_takes_alone() -> None:
 def test_answers_are_those_of_a_plan_for_one_kind() -> None:
     """On the GPUs that a search names, a plan that simulates in full finds a step as fast, in a precision
     that one GPU and several take."""
-    job = replace(small_job("llama", 6), batch_size=8)
+    job = replace(small_job("llama", 3), batch_size=8)
     keep = f"whole_batch + bf16 + sdpa + adamw_fused + default + inline + {REST}"
     (kind,) = plan_cards(job, ["h200"], counts=[1, 2], keep=keep, workers=1).answers
     assert kind.fits

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from fitted import classified, model_of, padded, quiet, spoken, trainer_of
+from kept import kept
 from snugfit import accelerate, fit
 from snugfit.errors import RecipeError
 from snugfit.job.config import check_facts
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
+from snugfit.planning.keep import kept_of
 from snugfit.planning.search.space import space_of
 from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CudaPolicy
@@ -178,7 +180,8 @@ def test_a_prefix_that_recomputed_layers_would_drop_is_refused(recipe: str) -> N
 
 
 def test_a_plan_leaves_out_what_drops_a_prefix_and_says_why() -> None:
-    space = space_of(prefix_job())
+    job = prefix_job()
+    space = space_of(job, fixed=kept_of(job, kept(but="checkpointing")))
     assert not any(candidate.setup.checkpoint for candidate in space.candidates)
     assert any("PREFIX_TUNING" in one.why for one in space.excluded if one.what == "every_layer")
 

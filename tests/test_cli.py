@@ -301,6 +301,7 @@ def test_the_guide_predicts_optimizers_on_request(
     monkeypatch.setattr(
         "snugfit.evaluation.guide.run", lambda *_, **how: asked.append(how["optimizers"]) or guide_result()
     )
+    monkeypatch.setattr("snugfit.report.evaluation.guide_plot.summary", lambda *_: b"a picture")
     assert run(["guide", *V100, "--output", "here", *words]) == 0
     assert asked == [wanted]
 

@@ -55,8 +55,9 @@ WITH_THE_TRAINER = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", slow_but(WITH_THE_TRAINER, 2))
+@pytest.mark.parametrize("recipe", slow_but(WITH_THE_TRAINER, 1))
 def test_a_trainer_trains_with_them(recipe: str, tmp_path: Path, traced_only: list[str]) -> None:
+    """Each time a loop below trains with a model that is compiled whole, and within a budget."""
     model = model_of("bert")
     plain = trainer_of(tmp_path / "plain", copy_of(model), classified(12))
     fitted(plain, "plain").train()
@@ -105,7 +106,8 @@ BACKENDS = [
 ]
 
 
-@pytest.mark.parametrize("recipe", slow_but(BACKENDS, lambda one: one == "compiled(backend=eager)"))
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", BACKENDS)
 def test_backends_that_compile_nothing_train_in_the_trainer_and_go_on(recipe: str, tmp_path: Path) -> None:
     """With torch's own backends: from a checkpoint in the middle, to the same weights bit for bit."""
 
@@ -122,7 +124,8 @@ def test_backends_that_compile_nothing_train_in_the_trainer_and_go_on(recipe: st
     assert_same_run(again, whole)
 
 
-@pytest.mark.parametrize("recipe", slow_but(BACKENDS, lambda one: one == "compiled(backend=eager)"))
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", BACKENDS)
 def test_backends_that_compile_nothing_train_in_other_loops(recipe: str) -> None:
     model, seen = model_of("bert"), []
     for one in ("plain", recipe):

@@ -36,7 +36,11 @@ def job(facts: dict[str, Any], **changes: Any) -> Job:
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("facts", "recipe", "padding"),
-    [(T5, "plain", 0.25), (T5, "bf16 + micro_batches(4)", 0.0), (BART, "plain", 0.0)],
+    [
+        (T5, "plain", 0.25),
+        pytest.param(T5, "bf16 + micro_batches(4)", 0.0, marks=pytest.mark.slow),
+        (BART, "plain", 0.0),
+    ],
     ids=["t5 padded", "t5 in pieces", "bart"],
 )
 def test_a_real_step_allocates_what_its_trace_says(

@@ -1,6 +1,6 @@
 """The stories of `examples/`, run as they are typed: their answers are true, and their files are written.
 
-`make test` runs each story with a tiny model; the slow tier runs it at its own size.
+`make test` runs most stories with a tiny model; the slow tier runs each at its own size.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from kept import REST
 from made_up import guide_result
 from scripts_here import run_script
 from tiers import slow_but
+
+pytestmark = pytest.mark.stored_rehearsals
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LITTLE = f"lora + eager + bf16 + keep_all + default + inline + adamw + {REST}"
@@ -120,9 +122,11 @@ def check_guide(folder: Path, said: str) -> None:
     assert "<svg" in (results / "guide.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_guide_s_techniques_on_a_small_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The suite is of BERT-large: its figures are made up here."""
+    """The suite is of BERT-large: its figures are made up here. Each time `test_cli.py` writes a guide."""
     monkeypatch.setattr("snugfit.evaluation.guide.run", lambda *_, **__: guide_result())
+    monkeypatch.setattr("snugfit.report.evaluation.guide_plot.summary", lambda *_: b"a picture")
     check_guide(folder, small_answer("hf_guide.sh", MODEL=tiny_model(folder)))
 
 
@@ -168,6 +172,7 @@ def check_rented(folder: Path, said: str) -> None:
 
 
 @pytest.mark.whole
+@pytest.mark.slow
 def test_gpus_to_rent_for_a_small_model(folder: Path) -> None:
     model = tiny_model(folder, dtype="bfloat16")
     check_rented(folder, small_answer("rent_a_gpu.sh", MODEL=model, GPUS="l4 rtx4090", KEEP=LITTLE))
@@ -204,7 +209,6 @@ def test_where_the_bytes_go(folder: Path) -> None:
 
 
 NOTEBOOKS = ("will_it_fit", "where_do_the_bytes_go", "plan_and_train")
-SMALL_NOTEBOOKS = ("where_do_the_bytes_go",)
 
 
 def run_cell(source: str, names: dict[str, Any]) -> tuple[str, Any]:
@@ -230,7 +234,7 @@ def stored(cell: dict[str, Any], kind: str) -> str:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("name", slow_but(NOTEBOOKS, SMALL_NOTEBOOKS.__contains__))
+@pytest.mark.parametrize("name", slow_but(NOTEBOOKS, 0))
 def test_a_notebook_says_what_its_cells_compute(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -395,7 +395,7 @@ def test_odd_values_are_read_checked_and_corrected_without_an_accident(
     file."""
     rng = random.Random(f"{name}.{suffix}")
     file = tmp_path / f"odd.{suffix}"
-    for _ in range(25):
+    for _ in range(15):
         document = odd_document(name, rng)
         file.write_text(json.dumps(document) if suffix == "json" else yaml.safe_dump(document))
         read_arguments(file)

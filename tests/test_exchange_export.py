@@ -25,7 +25,7 @@ from snugfit.step.wishes.precision import matmul_precision
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.translate import write_arguments
-from tiers import slow_but
+from tiers import crossed, slow_but
 
 CPU = torch.device("cpu")
 STEPS = 3
@@ -108,9 +108,13 @@ RECIPES = (
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    "recipe", slow_but([*RECIPES, "adamw_8bit + expandable", "adamw_loop", "bf16_pure"], 3)
+    ("family", "changes", "recipe"),
+    crossed(
+        [("bert", {"padding": 0.25}), ("gpt2", {"clip": 0.5})],
+        [*RECIPES, "adamw_8bit + expandable", "adamw_loop", "bf16_pure"],
+        keep=3,
+    ),
 )
-@pytest.mark.parametrize(("family", "changes"), [("bert", {"padding": 0.25}), ("gpt2", {"clip": 0.5})])
 def test_a_torch_script_runs_as_the_plain_loop(
     tmp_path: Path, family: str, changes: dict[str, Any], recipe: str
 ) -> None:

@@ -116,6 +116,7 @@ def test_a_torch_script_on_two_processes_has_the_losses_of_one(tmp_path: Path, b
         ("llama", "zero1 + micro_batches(2)"),
         ("bert", "hsdp(2, reshard=none) + sgd"),
     ]
+    cases = few_of(cases, [cases[1], cases[3], cases[5]])
     run_all(tmp_path, "torch", 2, cases, by_torchrun=by_torchrun)
 
 
@@ -173,6 +174,7 @@ def test_the_trainer_trains_by_its_arguments(tmp_path: Path) -> None:
         ("llama", "fsdp + every_layer"),
         ("bert", "fsdp(reshard=none)"),
     ]
+    cases = few_of(cases, cases[1:2])
     if _has_deepspeed():
         with_zero = ("bert", "zero2(offload=none)")
         cases += few_of([with_zero], [with_zero])

@@ -12,6 +12,7 @@ import transformers
 from fitted import classified, losses_of, model_of, quiet, trainer_of
 from small_runs import assert_same_weights
 from snugfit import fit
+from tiers import slow_but
 
 pytestmark = pytest.mark.whole
 
@@ -33,12 +34,21 @@ class GivesOutputs(transformers.Trainer):
 
 @pytest.mark.parametrize(
     "how",
-    [{"more": {"compute_loss_func": normalised}}, {"kind": GivesOutputs}, {"label_smoothing_factor": 0.1}],
+    slow_but(
+        [
+            {"more": {"compute_loss_func": normalised}},
+            {"kind": GivesOutputs},
+            {"label_smoothing_factor": 0.1},
+        ],
+        2,
+    ),
     ids=["a function", "a subclass", "label smoothing"],
 )
 def test_two_micro_batches_are_the_trainers(how: dict[str, Any], tmp_path: Path) -> None:
     plain, fitted = (
-        trainer_of(tmp_path / name, model_of("bert"), classified(), micro=(2, 2), max_steps=3, **how)
+        trainer_of(
+            tmp_path / name, model_of("bert", layers=1), classified(), micro=(2, 2), max_steps=3, **how
+        )
         for name in ("plain", "fitted")
     )
     fit(fitted, watch=quiet)

@@ -56,7 +56,7 @@ def run_of(folder: Path, *, at: At | None = None, recipe: str = "micro_batches(2
         "max_steps": 10, "save_strategy": "steps", "save_steps": 2, "train_sampling_strategy": "random",
         "logging_steps": 3, "seed": 5, **more,
     }  # fmt: skip
-    trainer = trainer_of(folder, model_of("bert", dropout=0.2), classified(22), **wanted)
+    trainer = trainer_of(folder, model_of("bert", layers=1, dropout=0.2), classified(22), **wanted)
     if at is not None:
         trainer.add_callback(at)
     return fitted(trainer, recipe)
@@ -76,7 +76,7 @@ def test_a_killed_run_goes_on_bit_for_bit(step: int, whole: Any, tmp_path: Path)
     assert_same_run(resumed, whole)
 
 
-@pytest.mark.parametrize("recipe", slow_but(["bf16", "bf16_pure + adamw_stochastic", "fp8"], 2))
+@pytest.mark.parametrize("recipe", slow_but(["bf16_pure + adamw_stochastic", "bf16", "fp8"], 1))
 def test_a_run_that_was_killed_twice_goes_on_in_its_precision(recipe: str, tmp_path: Path) -> None:
     """accelerate marks a model that it has wrapped in autocast, and leaves a marked one as it is. A
     checkpoint of a resumed run must not hold the mark. Where an update draws numbers, it draws the same."""
@@ -189,7 +189,7 @@ def test_early_stopping_and_the_best_model_go_on(tmp_path: Path) -> None:
             "save_total_limit": 1, "learning_rate": 0.3,
         }  # fmt: skip
         trainer = trainer_of(
-            tmp_path, model_of("bert"), classified(22), save_strategy="steps", save_steps=2,
+            tmp_path, model_of("bert", layers=1), classified(22), save_strategy="steps", save_steps=2,
             more={
                 "eval_dataset": classified(8),
                 "callbacks": [transformers.EarlyStoppingCallback(early_stopping_patience=3)],

@@ -32,9 +32,10 @@ LINES += [("bert", (2, 2), "fused"), ("bert", (2, 2), "bf16 + every_layer + fuse
 
 
 OFTEN = [("bert", (4, 1), "plain"), ("bert", (2, 2), "adamw_fused"), ("bert", (1, 4), "every_layer")]
-OFTEN += [line for line in LINES[12:] if line[2] not in ("lion_8bit", "bf16_pure", "fused")]
-OFTEN += [("llama", (2, 2), "bf16_pure"), ("bert", (1, 4), "adafactor_torch")]
-"""Lines of `make test`: each technique and each way to cut a batch, once or twice."""
+OFTEN += [("bert", (2, 2), each) for each in ("selective(products)", "muon", "host_adamw")]
+OFTEN += [("bert", (2, 2), "bf16 + every_layer + fused"), ("llama", (2, 2), "bf16 + padding_free")]
+OFTEN += [("llama", (2, 2), "bf16_pure")]
+"""Lines of `make test`: each way to cut a batch, and a technique of each slot."""
 
 
 @pytest.mark.parametrize(("family", "cut", "recipe"), slow_but(LINES, OFTEN.__contains__))
@@ -43,15 +44,15 @@ def test_the_trainer_fitted_equals_our_own_loop(
 ) -> None:
     """Losses, gradient norms and learning rates of an epoch with a smaller last batch, and one step more."""
     named = " + ".join(each for each in (recipe, CUTS[cut]) if each and (each != "plain" or not CUTS[cut]))
-    data = classified(22) if family == "bert" else spoken(22)
+    data = classified(10) if family == "bert" else spoken(10)
     model = _model(family)
     model.save_pretrained(tmp_path / "weights")
     job = replace(small_job(family, 2, dropping(family)), clip=1.0, decay_groups=True, learning_rate=1e-3)
     train(
         job, named, data, output_dir=tmp_path / "ours", weights=tmp_path / "weights", collate=padded,
-        device="cpu", max_steps=7, weight_decay=0.0, train_sampling_strategy="sequential", save_strategy="no",
+        device="cpu", max_steps=4, weight_decay=0.0, train_sampling_strategy="sequential", save_strategy="no",
     )  # fmt: skip
-    trainer = trainer_of(tmp_path / "theirs", copy_of(model), data, micro=cut, max_steps=7)
+    trainer = trainer_of(tmp_path / "theirs", copy_of(model), data, micro=cut, max_steps=4)
     fit(trainer, named, watch=quiet).train()
     log = [line for line in trainer.state.log_history if "grad_norm" in line]
     ours = losses(tmp_path / "ours")

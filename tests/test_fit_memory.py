@@ -16,6 +16,7 @@ from snugfit.frontends.trainer import fit_run
 from snugfit.techniques.recipe import Recipe
 from snugfit.training import step_logger
 from snugfit.training.checkpoint.manifest import verify
+from tiers import crossed, slow_but
 
 
 def limited(model: Any, rows: int, *, backward: bool = False) -> Any:
@@ -44,8 +45,7 @@ def run_of(folder: Path, model: Any, data: Any, recipe: str, **more: Any) -> tup
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("family", ["bert", "llama"])
+@pytest.mark.parametrize(("family", "backward"), crossed(["bert", "llama"], [False, True]))
 def test_the_step_is_taken_again_in_finer_pieces(family: str, backward: bool, tmp_path: Path) -> None:
     model, data = model_of(family), classified(22) if family == "bert" else spoken(22)
     whole, _ = run_of(tmp_path / "whole", copy_of(model), data, "plain")
@@ -115,7 +115,7 @@ def recomputes(model: Any) -> bool:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("following", ["every_layer", "segments + micro_batches(4)"])
+@pytest.mark.parametrize("following", slow_but(["segments + micro_batches(4)", "every_layer"], 1))
 def test_layers_of_the_live_model_are_recomputed(
     following: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

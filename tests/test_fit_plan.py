@@ -17,6 +17,7 @@ from snugfit import fit
 from snugfit.errors import NothingFits
 from snugfit.frontends.trainer.job import job_of
 from snugfit.prediction.predict import predict
+from tiers import slow_but
 
 
 class Deep(nn.Module):
@@ -83,7 +84,7 @@ def test_without_a_gpu_the_trainer_keeps_what_it_asks_for(tmp_path: Path) -> Non
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("recipe", ["plain", "bf16"])
+@pytest.mark.parametrize("recipe", slow_but(["bf16", "plain"], 1))
 def test_a_trained_model_is_rehearsed_as_a_fresh_one(recipe: str, tmp_path: Path) -> None:
     def made() -> Any:
         return trainer_of(tmp_path, model_of("bert", dropout=0.1), classified(), bf16=recipe == "bf16")

@@ -200,7 +200,10 @@ def test_it_does_not_run_without_a_gpu_or_the_package(
 
 
 @pytest.mark.whole
+@pytest.mark.stored_rehearsals
+@pytest.mark.slow
 def test_a_plan_takes_it_only_where_it_is_kept() -> None:
+    """Each time `test_host_adamw.py` asks the same of another technique."""
     job, gpu = a_job(), find_gpu("h200")
     found = plan(job, gpu=gpu, keep=kept(RECIPE, but="batching checkpointing"), workers=1)
     assert found.best is not None

@@ -101,7 +101,7 @@ def test_each_step_is_torch_s_from_the_moments_as_kept(at_once: int, monkeypatch
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("precision", "at_once", "family"),
-    crossed(["", "bf16_pure + ", "lora + "], [1 << 23, 5000], ["bert", "llama", "vit"]),
+    crossed(["", "bf16_pure + ", "lora + "], [1 << 23, 5000], ["bert", "llama", "vit"], keep=2),
 )
 def test_a_real_step_allocates_what_its_trace_says(
     family: str, at_once: int, precision: str, monkeypatch: pytest.MonkeyPatch

@@ -32,7 +32,7 @@ from snugfit.planning.fleet.gpu_plans import GpuPlans
 from snugfit.planning.fleet.kinds import kinds_of, search_kinds
 from snugfit.planning.fleet.per_gpu import PerGpuSearch
 from snugfit.planning.fleet.search_gpus import plan_gpus
-from snugfit.planning.keep import Kept
+from snugfit.planning.keep import Kept, kept_of
 from snugfit.planning.search.progress import Tell
 from snugfit.planning.search.recomputing import RecomputingKinds
 from snugfit.planning.search.search import plan
@@ -56,6 +56,10 @@ H200 = find_gpu("h200")
 
 KEPT = {slot: roster.plain(slot) for slot in (Slot.CHECKPOINTING, Slot.ALLOCATOR, Slot.ENGINE)}
 """Settled where a test asks for no more than that two searches agree."""
+
+FREE = (Slot.ATTENTION, Slot.OPTIMIZER, Slot.CHECKPOINTING, Slot.BATCHING, Slot.ALLOCATOR, Slot.LOADING)
+FEW = {slot: roster.plain(slot) for slot in Slot if slot not in FREE}
+"""Settled where each recipe is judged by itself."""
 
 
 LT = {("cuBLASLt workspace", 1048576): 1048576}
@@ -96,7 +100,8 @@ def everything(job: Job) -> list[tuple[Recipe, Figures, Figures]]:
     clock = PerGpuTimers((Invented(1e8), Invented(1e12)))
     parts = Parts(job, [H200, H200], clock, shallow=False)
     traces: dict[int, list[Candidate]] = defaultdict(list)
-    for each in space_of(job, fidelity=Fidelity.SAME, capability=(9, 0)).candidates:
+    few = kept_of(job, FEW)
+    for each in space_of(job, fidelity=Fidelity.SAME, capability=(9, 0), fixed=few).candidates:
         traces[each.trace].append(each)
     judged = (zip(same, parts.judge([each.setup for each in same]), strict=True) for same in traces.values())
     return [(each.recipe, slow, fast) for group in judged for each, (slow, fast) in group]
@@ -138,7 +143,7 @@ def test_each_gpu_gets_what_brute_force_finds(
     gpus = [
         invented(memory, bandwidth=bandwidth) for memory in sizes(everything) for bandwidth in (10**8, 10**12)
     ]
-    found = plan_gpus(job, gpus, headroom=0, fidelity="same", clock_of=clock_of, workers=1)
+    found = plan_gpus(job, gpus, headroom=0, fidelity="same", clock_of=clock_of, workers=1, keep=FEW)
     assert [answer.gpu for answer in found.answers] == gpus
     assert len(found.counts) == 1, "one search for all"
     for answer in found.answers:
@@ -164,7 +169,7 @@ def test_more_memory_or_bandwidth_never_gives_a_slower_answer(
 ) -> None:
     memories, bandwidths = sizes(everything)[1:], (10**8, 10**9, 10**10)
     gpus = [invented(memory, bandwidth=bandwidth) for bandwidth in bandwidths for memory in memories]
-    found = plan_gpus(job, gpus, headroom=0, fidelity="same", clock_of=clock_of, workers=1)
+    found = plan_gpus(job, gpus, headroom=0, fidelity="same", clock_of=clock_of, workers=1, keep=FEW)
     rows = [found.answers[n : n + len(memories)] for n in range(0, len(gpus), len(memories))]
     seconds = [[answer.pace(None) or 0.0 for answer in row] for row in rows]
     for row in seconds:
@@ -300,7 +305,8 @@ def test_the_smallest_recipe_is_the_same_question_for_all(
     job: Job, everything: list[tuple[Recipe, Figures, Figures]]
 ) -> None:
     gpus = [invented(1 << 40, bandwidth=bandwidth) for bandwidth in (10**8, 10**12)]
-    found = plan_gpus(job, gpus, fidelity="same", objective="memory", clock_of=clock_of, workers=1)
+    asked = {"fidelity": "same", "objective": "memory", "keep": FEW}
+    found = plan_gpus(job, gpus, clock_of=clock_of, workers=1, **asked)
     least = min(slow.needed_bytes for _, slow, _ in everything)
     assert {answer.choice.needed_bytes for answer in found.answers if answer.choice} == {least}
 

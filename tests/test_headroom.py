@@ -24,6 +24,8 @@ from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 from snugfit.units import GIB, MIB
 
+pytestmark = pytest.mark.stored_rehearsals
+
 LENGTHS = Lengths.of({8: 30, 24: 2}, source="made up")
 H200, RTX4090 = find_gpu("h200"), find_gpu("rtx 4090")
 
@@ -70,7 +72,7 @@ def test_a_prediction_that_leaves_too_little_is_tight() -> None:
     assert not replace(tight, memory_bytes=tight.needed_bytes - 1).tight, "that does not fit at all"
 
 
-SETTLED = {slot: roster.plain(slot) for slot in Slot if slot not in (Slot.CHECKPOINTING, Slot.ALLOCATOR)}
+SETTLED = {slot: roster.plain(slot) for slot in Slot if slot is not Slot.CHECKPOINTING}
 
 
 @pytest.mark.whole
@@ -107,10 +109,10 @@ def test_a_plan_leaves_the_headroom_and_where_none_can_it_says_tight() -> None:
 @pytest.mark.whole
 def test_many_gpus_leave_theirs() -> None:
     job = small_job("bert", 2, batch_size=2, phase="evaluate")
-    (alone,) = plan_gpus(job, [H200], headroom=0, workers=1).answers
+    (alone,) = plan_gpus(job, [H200], headroom=0, workers=1, keep=SETTLED).answers
     assert alone.choice
     exact = replace(H200, memory_bytes=alone.choice.needed_bytes)
-    plans = plan_gpus(job, [exact], headroom="50%", workers=1)
+    plans = plan_gpus(job, [exact], headroom="50%", workers=1, keep=SETTLED)
     (close,) = plans.answers
     assert close.fits
     assert close.tight

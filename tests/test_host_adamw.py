@@ -152,6 +152,7 @@ def test_a_step_takes_longer_by_the_link_and_by_the_host() -> None:
 
 
 @pytest.mark.whole
+@pytest.mark.stored_rehearsals
 def test_a_plan_takes_it_only_where_it_is_kept() -> None:
     this = small_job("bert", 2, batch_size=4)
     others = f"sdpa + default + inline + bf16 + keep_all + {REST}"

@@ -151,9 +151,15 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
+@cache
+def nodes_of(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """Every node of a tree; a dozen tests look at all of them."""
+    return tuple(ast.walk(tree))
+
+
 def imported(tree: ast.AST) -> Iterator[str]:
     """Every module that is imported anywhere in the file, inside functions too."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -175,7 +181,7 @@ def at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return (node for node in nodes_of(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def marks_of(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> list[str]:
@@ -333,7 +339,7 @@ def is_bare_participle(name: str) -> bool:
 
 
 def vague_names(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             if is_bare_participle(node.name) and not any("property" in m for m in marks_of(node)):
                 yield f"line {node.lineno}: the function {node.name}"
@@ -345,7 +351,7 @@ def vague_names(tree: ast.Module) -> Iterator[str]:
 
 def short_docstrings(tree: ast.Module) -> Iterator[str]:
     """Docstrings of three words or fewer, of functions, classes and fields."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             text = node.value.value
             if isinstance(text, str) and len(text.split()) <= 3:
@@ -363,7 +369,7 @@ def test_no_two_classes_share_a_name() -> None:
     """Also where one of them is private: a reader who searches finds the wrong one first."""
     homes: dict[str, list[str]] = {}
     for path in FILES:
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(tree_of(path)):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name.strip("_"), []).append(name_of(path))
     assert not {name: files for name, files in homes.items() if len(files) > 1}
@@ -384,7 +390,7 @@ def test_everything_public_has_a_docstring() -> None:
 
 def public(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
     """Functions and classes of public names, of the file and of its public classes."""
-    for scope in ast.walk(tree):
+    for scope in nodes_of(tree):
         if isinstance(scope, ast.Module | ast.ClassDef) and not getattr(scope, "name", "").startswith("_"):
             named = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
             yield from (node for node in scope.body if isinstance(node, named) and node.name[0] != "_")

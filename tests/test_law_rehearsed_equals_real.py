@@ -221,13 +221,23 @@ def job(family: str, padding: float = 0.0) -> Job:
 
 @functools.cache
 def goes(family: str, recipe: Recipe) -> bool:
-    """Whether the family's job can be done so; building tells what only the model knows."""
-    this, plain = job(family), Recipe().setup()
+    """Whether the family's job can be done so; building once tells what only the model knows."""
     try:
-        recipe.check(this)
-        setup = recipe.setup()
-        if (setup.adapt, setup.checkpoint) != (plain.adapt, plain.checkpoint):
-            build_model(this, setup, torch.device("meta"))
+        recipe.check(job(family))
+    except RecipeError:
+        return False
+    return builds(family, Recipe(tuple(one for one in recipe.techniques if one.slot in OF_THE_MODEL)))
+
+
+OF_THE_MODEL = (Slot.ADAPTERS, Slot.CHECKPOINTING)
+"""Slots of which only the model knows whether it takes a technique."""
+
+
+@functools.cache
+def builds(family: str, recipe: Recipe) -> bool:
+    """Whether the family's model takes these techniques."""
+    try:
+        build_model(job(family), recipe.setup(), torch.device("meta"))
     except RecipeError:
         return False
     return True

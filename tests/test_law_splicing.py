@@ -97,7 +97,10 @@ PARTS = 7
 """Tests that the recipes are dealt out to: the first makes the array, for which no collection waits."""
 
 
-COSTLY = {"compiled": "uncompiled", "budget(0.5)": "keep_all", "micro_batches(4)": "micro_batches(2)"}
+COSTLY = {
+    "compiled": "uncompiled", "budget(0.5)": "keep_all", "micro_batches(4)": "micro_batches(2)",
+    "fp8": "bf16",
+}  # fmt: skip
 """What takes long, which the first recipe that has it is tried with, and what stands there in others."""
 
 
@@ -114,7 +117,7 @@ def job_for(words: Words, number: int) -> Job:
     rng = random.Random(SEED + number)
     is_compiled = "compiled" in words  # which takes the longer, the more a layer has
     sizes = {
-        "layers": 2 if {"keep_all", "uncompiled", "on_device"} <= {*words} else 3,
+        "layers": 3 if {"segments", "every_nth_layer", "first_layers(2)"} & {*words} else 2,
         "batch_size": 8,
         "clip": rng.choice((None, 1.0)),
         "padding": rng.choice((0.0, 0.3)),

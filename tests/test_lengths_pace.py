@@ -40,7 +40,7 @@ def pace(job: Job, recipe: str = "bf16", gpu: str = "h200") -> LengthProfiler:
 )
 def test_kernels_of_a_length_follow_from_those_of_three(family: str, recipe: str, gpu: str) -> None:
     """Every product exactly, and the seconds of the step to a thousandth."""
-    known = pace(small_job(family, layers=2, batch_size=3), recipe, gpu)
+    known = pace(small_job(family, layers=1, batch_size=3), recipe, gpu)
     stretched = KernelInterpolator([known.sample(length, True) for length in (3, 14, 31)])
     for length in (9, 26):
         real = known.sample(length, True)
@@ -54,14 +54,14 @@ def test_kernels_of_a_length_follow_from_those_of_three(family: str, recipe: str
 
 def test_lengths_that_run_other_kernels_do_not_stretch() -> None:
     """A mask whose rows are no multiple of eight is copied, on a GPU that attends with masks so."""
-    known = pace(small_job("bert", layers=2), "fp16", "v100-16gb")
+    known = pace(small_job("bert", layers=1), "fp16", "v100-16gb")
     with pytest.raises(NotInterpolable):
         KernelInterpolator([known.sample(length, True) for length in (9, 16, 31)])
 
 
 @pytest.mark.parametrize(("recipe", "gpu"), slow_but([("bf16 + workers", "h200"), ("fp16", "v100-16gb")], 1))
 def test_seconds_of_every_length_are_those_of_its_rehearsal(recipe: str, gpu: str) -> None:
-    known = pace(small_job("gpt2", layers=2), recipe, gpu)
+    known = pace(small_job("gpt2", layers=1), recipe, gpu)
     found = known.seconds(range(1, 33), True)
     rehearsed = known.rehearsal_count
     assert rehearsed <= 9
@@ -74,7 +74,7 @@ def test_seconds_of_every_length_are_those_of_its_rehearsal(recipe: str, gpu: st
 
 
 def test_few_lengths_are_each_rehearsed() -> None:
-    known = pace(small_job("gpt2", layers=2))
+    known = pace(small_job("gpt2", layers=1))
     found = known.seconds([5, 9, 30], False)
     assert known.rehearsal_count == 3
     assert {length: each.step for length, each in found.items()} == {
@@ -82,6 +82,7 @@ def test_few_lengths_are_each_rehearsed() -> None:
     }
 
 
+@pytest.mark.slow
 def test_where_nothing_stretches_seconds_lie_on_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """And are near those of the rehearsals between them: within 2 % on this model."""
 
@@ -89,7 +90,7 @@ def test_where_nothing_stretches_seconds_lie_on_lines(monkeypatch: pytest.Monkey
         def __init__(self, seen: object) -> None:
             raise NotInterpolable
 
-    known = pace(small_job("gpt2", layers=2))
+    known = pace(small_job("gpt2", layers=1))
     exact = known.seconds(range(1, 33), True)
     monkeypatch.setattr(pacing, "KernelInterpolator", Never)
     found = known.seconds(range(1, 33), True)
@@ -99,7 +100,7 @@ def test_where_nothing_stretches_seconds_lie_on_lines(monkeypatch: pytest.Monkey
 
 
 def test_seconds_between_many_lengths_lie_on_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = pace(small_job("gpt2", layers=2))
+    known = pace(small_job("gpt2", layers=1))
     exact = known.seconds(range(1, 33), True)
     monkeypatch.setattr(pacing, "TIMED_PER_CLASS", 4)
     for length, seconds in known.seconds(range(1, 33), True).items():
@@ -108,7 +109,7 @@ def test_seconds_between_many_lengths_lie_on_lines(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("length", "padded"), [(12, True), (32, False)])
 def test_bytes_are_those_of_the_prediction(length: int, padded: bool) -> None:
-    job = small_job("llama", layers=2, batch_size=6)
+    job = small_job("llama", layers=1, batch_size=6)
     known = pace(job, "bf16 + micro_batches(3) + expandable")
     asked = replace(job, sequence_length=length, padding=SOME_PADDING if padded else 0.0)
     real = predict(asked, known.recipe, gpu=H200)
@@ -120,7 +121,7 @@ def test_bytes_are_those_of_the_prediction(length: int, padded: bool) -> None:
 @pytest.mark.parametrize("share", [0.05, 0.95])
 def test_how_much_is_padding_changes_no_byte_and_no_second(share: float) -> None:
     """So one rehearsal stands for every batch of a length in which something is padded."""
-    job = small_job("bert", layers=2, sequence_length=20)
+    job = small_job("bert", layers=1, sequence_length=20)
     known = pace(job)
     real = predict(replace(job, padding=share), "bf16", gpu=H200)
     assert real.needed_bytes == known.bytes(20, True).needed_bytes
@@ -131,7 +132,7 @@ def test_how_much_is_padding_changes_no_byte_and_no_second(share: float) -> None
 def test_a_step_of_two_lengths_takes_their_mean() -> None:
     """A first micro-batch of one length and a second of another, played as one step: exactly the mean while
     the device sets the pace, and within 1 % where the host does."""
-    known = pace(small_job("gpt2", layers=2, batch_size=8), "bf16 + micro_batches(2)")
+    known = pace(small_job("gpt2", layers=1, batch_size=8), "bf16 + micro_batches(2)")
     mixed = Trace((), (), (), (*_piece(known, 8, 0), *_piece(known, 31, 1)), known.sample(31, True).waits, ())
     mean = (known.timing(8, True).step_seconds + known.timing(31, True).step_seconds) / 2
     assert step_seconds(mixed, H200, batch_size=8).step_seconds == pytest.approx(mean, rel=0.01)

@@ -20,7 +20,7 @@ from snugfit.prediction.predict import predict
 pytestmark = pytest.mark.stored_rehearsals
 
 MIXED = Lengths.of({3: 40, 6: 90, 11: 60, 19: 30, 24: 6})
-BERT = small_job("bert", layers=2, facts={"max_position_embeddings": 64})
+BERT = small_job("bert", layers=1, facts={"max_position_embeddings": 64})
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_a_batch_of_one_sample_is_never_padded_but_by_rounding() -> None:
 
 
 def test_rounding_past_the_last_position_cannot_be() -> None:
-    job = small_job("bert", layers=2)  # 32 positions
+    job = small_job("bert", layers=1)  # 32 positions
     plan = plan_lengths(job, "bf16", lengths=MIXED, gpu="h200")
     refused = [one for one in plan.ways if one.why_not]
     assert {one.multiple for one in refused} == {64}
@@ -124,7 +124,7 @@ def test_rounding_past_the_last_position_cannot_be() -> None:
 
 
 def test_a_sample_past_the_last_position_needs_a_cut() -> None:
-    job, long = small_job("bert", layers=2), Lengths.of({20: 50, 40: 2})
+    job, long = small_job("bert", layers=1), Lengths.of({20: 50, 40: 2})
     with pytest.raises(
         JobError, match=r"40 is more than the model's 32 positions.*The longest of given has 40"
     ):
@@ -178,7 +178,7 @@ def test_a_gain_by_the_assumed_price_of_alignment_says_so(mixed: LengthPlan) -> 
     ("family", "changes"), [("t5", {"target_length": 9}), ("gpt2", {"phase": "evaluate"})]
 )
 def test_targets_and_evaluation(family: str, changes: dict[str, object]) -> None:
-    job = small_job(family, layers=2, **changes)
+    job = small_job(family, layers=1, **changes)
     plan = plan_lengths(job, "bf16", lengths=Lengths.of({8: 20, 24: 5}), gpu="h200")
     assert plan.best is not None
     assert any("every target has 9 tokens" in doubt for doubt in plan.doubts) is (family == "t5")
@@ -186,7 +186,7 @@ def test_targets_and_evaluation(family: str, changes: dict[str, object]) -> None
 
 def test_pictures_have_no_lengths() -> None:
     with pytest.raises(JobError, match="the task image-classification has none"):
-        job_of(small_job("vit", layers=2), MIXED)
+        job_of(small_job("vit", layers=1), MIXED)
 
 
 def test_the_document_is_read_back(mixed: LengthPlan) -> None:

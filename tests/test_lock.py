@@ -21,6 +21,9 @@ from snugfit.training.checkpoint import lock
 from snugfit.training.checkpoint.lock import GUARD, LOCK, Holder, hold_folder
 from stored import in_child
 
+MANY = 4
+"""Processes that begin at once."""
+
 
 @pytest.fixture(params=["flock", "no flock"], autouse=True)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -193,18 +196,18 @@ def test_of_many_that_begin_at_once_one_gets_in(tmp_path: Path, stale: bool) -> 
             os.write(answer, b"?")
 
     children = []
-    for _ in range(8):
+    for _ in range(MANY):
         children.append(os.fork())
         if children[-1] == 0:
             in_the_end(begin)
-    os.write(go, b"." * 8)
+    os.write(go, b"." * MANY)
     said = b"".join(os.read(answers, 1) for _ in children)
     for child in children:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     for descriptor in (start, go, answers, answer):
         os.close(descriptor)
-    assert sorted(said) == sorted(b"!" + b"?" * 7)
+    assert sorted(said) == sorted(b"!" + b"?" * (MANY - 1))
 
 
 def in_the_end(act: Callable[[], None]) -> None:

@@ -7,10 +7,11 @@ import pytest
 from snugfit.prediction.predict import predict
 from snugfit.techniques.recipe import Recipe
 from test_law_rehearsed_equals_real import hold_to_reports, job
+from tiers import slow_but
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("family", ["bert", "llama"])
+@pytest.mark.parametrize("family", slow_but(["bert", "llama"], 1))
 def test_a_real_step_with_dropout_allocates_what_its_trace_says(family: str) -> None:
     hold_to_reports(job(family), Recipe.parse("lora(targets=all-linear, dropout=0.1)"))
 

@@ -43,6 +43,7 @@ from snugfit.results.measurement import Measurement
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.units import MIB
+from tiers import slow_but
 
 TINY = {
     "model_type": "bert",
@@ -72,8 +73,12 @@ def script(body: str) -> list[str]:
     return [sys.executable, "-S", "-c", textwrap.dedent(body)]
 
 
-def live(body: str, *, seconds: float = 60, **options: Any) -> ChildExit:
+def live(body: str, *, seconds: float = 60, once: Path | None = None, **options: Any) -> ChildExit:
+    """Run this program and wait for it so many seconds, counted from when the file `once` is there."""
     with Child(script(body), environment=os.environ, **options) as running:
+        latest = time.monotonic() + 60
+        while once is not None and not once.exists() and time.monotonic() < latest:
+            time.sleep(0.01)
         return running.wait(seconds)
 
 
@@ -128,23 +133,28 @@ class TestChild:
         assert (ending.timed_out, ending.returncode) == (True, -signal.SIGTERM)
 
     @pytest.mark.whole
-    def test_one_that_ignores_the_request_is_made_to(self) -> None:
+    def test_one_that_ignores_the_request_is_made_to(self, tmp_path: Path) -> None:
+        ready = tmp_path / "ready"
         ending = live(
-            """
+            f"""
             import signal, time
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            print('ready', flush=True)
+            open({str(ready)!r}, 'w')
             time.sleep(600)
             """,
-            seconds=2,
+            seconds=0.1,
+            once=ready,
             grace_seconds=0.3,
         )
         assert (ending.timed_out, ending.returncode) == (True, -signal.SIGKILL)
 
     @pytest.mark.whole
-    @pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), 9)", "time.sleep(600)"])
-    def test_its_descendants_die_with_it(self, end: str) -> None:
+    @pytest.mark.parametrize(
+        "end", slow_but(["os._exit(0)", "os.kill(os.getpid(), 9)", "time.sleep(600)"], 1)
+    )
+    def test_its_descendants_die_with_it(self, end: str, tmp_path: Path) -> None:
         """A child of its own, as loaders have, that ignores the request to end."""
+        ready = tmp_path / "ready"
         ending = live(
             f"""
             import os, signal, subprocess, sys, time
@@ -152,9 +162,11 @@ class TestChild:
             worker = subprocess.Popen([sys.executable, '-S', '-c', code], stdout=subprocess.PIPE)
             worker.stdout.readline()
             print(worker.pid, flush=True)
+            open({str(ready)!r}, 'w')
             {end}
             """,
-            seconds=3,
+            seconds=0.3,
+            once=ready,
             grace_seconds=0.3,
         )
         assert gone(int(ending.tail.split()[0]))
@@ -179,7 +191,7 @@ class TestChild:
             return has_died(self)
 
         monkeypatch.setattr(Child, "_has_died", counted)
-        ending = live("import os, time; os.close(1); os.close(2); time.sleep(1)")
+        ending = live("import os, time; os.close(1); os.close(2); time.sleep(0.3)")
         assert ending.returncode == 0
         assert len(looks) < 10
 

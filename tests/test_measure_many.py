@@ -42,6 +42,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.units import MIB
 from test_measure import gone, script, tiny_job
+from tiers import slow_but
 
 A, B = (f"GPU-{digit * 8}-aaaa-bbbb-cccc-000000000000" for digit in "12")
 
@@ -158,10 +159,12 @@ class TestChildren:
             return children, children.wait(seconds)
 
     @pytest.mark.whole
-    @pytest.mark.parametrize(("end", "code"), [("os.kill(os.getpid(), 9)", -9), ("os._exit(3)", 3)])
+    @pytest.mark.parametrize(
+        ("end", "code"), slow_but([("os.kill(os.getpid(), 9)", -9), ("os._exit(3)", 3)], 1)
+    )
     def test_one_that_dies_takes_the_others_along(self, end: str, code: int) -> None:
         began = time.monotonic()
-        dies = f"import os, time; time.sleep(0.3); {end}"
+        dies = f"import os, time; time.sleep(0.1); {end}"
         children, exits = self.run(self.WAITS, dies, self.WAITS)
         assert time.monotonic() - began < 30
         assert [exited.returncode for exited in exits] == [-signal.SIGKILL, code, -signal.SIGKILL]
@@ -170,7 +173,7 @@ class TestChildren:
 
     @pytest.mark.whole
     def test_one_that_is_done_waits_for_nobody(self) -> None:
-        children, exits = self.run("pass", "import time; time.sleep(0.5); print('late')")
+        children, exits = self.run("pass", "import time; time.sleep(0.2); print('late')")
         assert [exited.returncode for exited in exits] == [0, 0]
         assert exits[1].tail == "late\n"
         assert children.first_cause(lambda number: 0.0) is None

@@ -45,7 +45,7 @@ def pair(name: str) -> tuple[Prediction, Measurement]:
     return predict(measured.job, measured.recipe, gpu="h200", loop=measured.loop), measured
 
 
-@pytest.mark.parametrize("name", slow_but([*LINK_BOUND, *OTHERS], keep=2))
+@pytest.mark.parametrize("name", slow_but([*LINK_BOUND, *OTHERS], keep=1))
 def test_bytes_are_predicted_again(name: str) -> None:
     predicted, measured = (one.footprint for one in pair(name))
     assert predicted is not None
@@ -62,7 +62,7 @@ def test_bytes_are_predicted_again(name: str) -> None:
     assert predicted.host_bytes == pytest.approx(measured.host_bytes, rel=0.15)
 
 
-@pytest.mark.parametrize("name", slow_but(LINK_BOUND, keep=2))
+@pytest.mark.parametrize("name", slow_but(LINK_BOUND, keep=1))
 def test_seconds_that_the_link_decides_are_predicted_again(name: str) -> None:
     predicted, measured = pair(name)
     assert predicted.timing is not None

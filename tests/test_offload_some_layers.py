@@ -74,7 +74,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         ("llama", "every_nth_layer(2)", "host(all, layers=1)", False),
         ("llama", "lora + selective(products)", "host(all, layers=1)", True),
         ("t5", "every_layer", "host(checkpoints, layers=1)", True),
-        ("t5", "sdpa", "host(all, layers=1)", False),
+        pytest.param("t5", "sdpa", "host(all, layers=1)", False, marks=pytest.mark.slow),
         ("mixtral", "sdpa", "host(all, layers=1)", False),
     ],
 )
@@ -271,7 +271,7 @@ def test_a_layer_that_is_both_is_recomputed_and_only_its_input_waits() -> None:
             ("bert", "bf16 + host(all, layers=1)"),
             ("llama", "lora + bf16_pure + host(all, layers=1) + micro_batches(2)"),
         ],
-        2,
+        1,
     ),
 )
 def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> None:
@@ -279,7 +279,7 @@ def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> 
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("loop", ["accelerate", "trainer"])
+@pytest.mark.parametrize("loop", slow_but(["accelerate", "trainer"], 1))
 def test_other_loops_send_the_same(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("torch.optim.optimizer")  # torch.optim hides it under its class
     monkeypatch.setattr(module, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "meta"])
@@ -359,6 +359,7 @@ def test_a_plan_sends_layers_where_that_costs_less(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.stored_rehearsals
 def test_a_plan_that_keeps_it_for_all_layers_sends_as_few_as_fit() -> None:
     memory = (needed(OF) + needed(f"{OF} + every_layer")) // 2

@@ -293,10 +293,12 @@ def test_flex_attention_saves_what_flash_attention_saves(masked: bool) -> None:
 
 
 @pytest.mark.whole
+@pytest.mark.slow
 def test_an_optimizers_library_that_compiles_itself_is_no_doubt_about_the_model(
     tmp_path: Path,
 ) -> None:
-    """bitsandbytes compiles functions while it is imported, which a prediction may be the first to do."""
+    """bitsandbytes compiles functions while it is imported, which a prediction may be the first to do. Each
+    time a module does that above, and `test_quantized.py` imports bitsandbytes within a rehearsal."""
     asked = ["predict", "bert-base-uncased", "--task", "sequence-classification", "--gpu", "h200"]
     told = command(*asked, "--recipe", "adamw_8bit", stdout=tmp_path / "stdout")
     assert "adamw_8bit" in told

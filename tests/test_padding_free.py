@@ -40,7 +40,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import PADDING_FREE, Setup
 from snugfit.techniques.technique import Slot
 from test_law_rehearsed_equals_real import hold_to_reports
-from tiers import crossed
+from tiers import crossed, slow_but
 from tolerance import same_losses, same_parameters
 
 CPU = torch.device("cpu")
@@ -481,7 +481,7 @@ def test_gpus_before_ampere_are_refused() -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", slow_but([2, 1], 1))
 def test_a_plan_offers_it_where_there_is_padding(micro_batches: int) -> None:
     """And rehearses it in parts as it is rehearsed in full, recorded."""
     job, gpu = a_job("llama"), find_gpu("h200")

@@ -43,7 +43,7 @@ RECIPES = (
     "bf16 + fused + captured + micro_batches(2)",
 )
 
-SOME_RECIPES = (0, 3, 5, 6, 8, 11)
+SOME_RECIPES = (6, 11)
 
 
 def parts_of(job: Job) -> Parts:
@@ -82,9 +82,9 @@ def test_a_recorded_step_from_parts_is_the_one_that_is_simulated_in_full(number:
                 ("gemma2", "bf16 + adamw_fused + micro_batches(2) + captured"),
                 ("modernbert", "bf16 + adamw_fused + captured"),
             ],
-            1,
+            0,
         ),
-        ("llama", "bf16 + fused + chunked_loss"),
+        pytest.param("llama", "bf16 + fused + chunked_loss", marks=pytest.mark.slow),
         ("llama", "bf16_master + adamw_fused + fused + chunked_loss + captured"),
     ],
 )
@@ -174,7 +174,7 @@ def test_so_it_is_of_kept_attention_with_dropout() -> None:
 
 def test_plans_of_padded_batches_know_its_passes_from_those_that_are_launched() -> None:
     job = replace(job_of("bert"), padding=0.25)
-    space = space_of(job, fixed=kept_of(job, "full + torch_kernels + on_device + inline"))
+    space = space_of(job, fixed=kept_of(job, f"adamw_fused + sdpa + inline + {OTHERS}"))
     recorded = {one.passes for one in space.candidates if one.setup.capture is not None}
     assert recorded
     assert recorded.isdisjoint(one.passes for one in space.candidates if one.setup.capture is None)

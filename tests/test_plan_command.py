@@ -261,29 +261,27 @@ def test_a_plan_in_python_is_remembered_and_tells_as_the_command_does(
     assert len(asked) == 5, "seconds of one's own are nobody else's"
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize(
-    ("answer", "words", "heavy"),
-    [
-        (made_up, ASK, "set()"),
-        (of_lengths, ["lengths", *ASK[1:], "--lengths", "lengths.json"], "set()"),
-        (plans_for_gpus, ["gpus", "--for", *ASK[1:4]], "{'numpy'}"),
-    ],
+SHOWN: tuple[tuple[Callable[[], Storable], list[str], str], ...] = (
+    (made_up, ASK, "set()"),
+    (of_lengths, ["lengths", *ASK[1:], "--lengths", "lengths.json"], "set()"),
+    (plans_for_gpus, ["gpus", "--for", *ASK[1:4]], "{'numpy'}"),
 )
-def test_a_remembered_answer_is_shown_without_torch_or_transformers(
-    answer: Callable[[], Storable], words: list[str], heavy: str, tmp_path: Path
-) -> None:
+"""A stored answer, the command that shows it, and what that loads; the one that loads most is the last."""
+
+
+@pytest.mark.whole
+def test_a_remembered_answer_is_shown_without_torch_or_transformers(tmp_path: Path) -> None:
     """With all its last lines: importing either takes longer than all else that the command does."""
-    file = tmp_path / "answer.json"
-    file.write_text(json.dumps(answer().to_json()), encoding="utf-8")
     (tmp_path / "lengths.json").write_text('{"128": 60, "500": 4}')
-    script = (
-        "import json, sys; from snugfit.cli import plan_cache; from snugfit.cli.main import run;"
-        f"plan_cache.recall = lambda key, read: read(json.load(open({str(file)!r})));"
-        f"code = run({words!r});"
-        "print(code, {'torch', 'transformers', 'numpy'} & set(sys.modules))"
-    )
-    command = [sys.executable, "-c", script]
+    lines = ["import json, sys", "from snugfit.cli import plan_cache", "from snugfit.cli.main import run"]
+    for number, (answer, words, _) in enumerate(SHOWN):
+        file = tmp_path / f"{number}.json"
+        file.write_text(json.dumps(answer().to_json()), encoding="utf-8")
+        lines.append(f"plan_cache.recall = lambda key, read: read(json.load(open({str(file)!r})))")
+        lines.append(f"code = run({words!r})")
+        lines.append("print('ended', code, {'torch', 'transformers', 'numpy'} & set(sys.modules))")
+    command = [sys.executable, "-c", "\n".join(lines)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert "In a Trainer: TrainingArguments(" in done.stdout or answer is not made_up
-    assert done.stdout.endswith(f"0 {heavy}\n"), done.stdout + done.stderr
+    assert "In a Trainer: TrainingArguments(" in done.stdout.partition("\nended ")[0]
+    ended = [line for line in done.stdout.splitlines() if line.startswith("ended ")]
+    assert ended == [f"ended 0 {heavy}" for *_, heavy in SHOWN], done.stdout + done.stderr

@@ -116,7 +116,7 @@ def test_workers_answer_as_parts_do_and_a_killed_one_is_told() -> None:
 @pytest.mark.parametrize(
     "recipe",
     [
-        "as_loaded",
+        pytest.param("as_loaded", marks=pytest.mark.slow),
         pytest.param(
             "fp16 + every_nth_layer(2) + micro_batches(4)",  # the scaler asks: the host waits
             marks=pytest.mark.slow,
@@ -155,12 +155,12 @@ def test_updates_are_rehearsed_once_whatever_is_recomputed() -> None:
     ("family", "recipe"),
     slow_but(
         [
-            ("bert", "fp16 + every_layer + adamw_loop"),
             ("llama", "lora + bf16 + expandable"),
+            ("bert", "fp16 + every_layer + adamw_loop"),
             ("llama", "fp16 + every_layer + adamw_loop"),
             ("bert", "lora + bf16 + expandable"),
         ],
-        2,
+        1,
     ),
 )
 def test_few_micro_batches_tell_what_many_take(family: str, recipe: str) -> None:
@@ -176,7 +176,7 @@ def test_few_micro_batches_tell_what_many_take(family: str, recipe: str) -> None
         assert [each.seconds for each in found] == pytest.approx(seconds, rel=1e-12)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "bf16 + every_layer + micro_batches(2)"])
+@pytest.mark.parametrize("recipe", slow_but(["bf16 + every_layer + micro_batches(2)", "bf16"], 1))
 def test_what_the_first_step_replaces_of_the_model_is_not_replaced_again(recipe: str) -> None:
     """bitsandbytes casts a bias for good when its layer is first called."""
     job, setup = small_job("qwen2", 2, batch_size=2), Recipe.parse(f"qlora + {recipe}").setup()
@@ -272,7 +272,7 @@ def test_millions_of_samples_are_not_made_one_by_one(monkeypatch: pytest.MonkeyP
     assert len(made) < 50
 
 
-@pytest.mark.parametrize("recipe", ["bf16_pure", "bf16 + micro_batches(2)", "eager"])
+@pytest.mark.parametrize("recipe", slow_but(["bf16_pure", "bf16 + micro_batches(2)", "eager"], 2))
 @pytest.mark.parametrize("architecture", slow_but(["t5", "gpt2"], 1))
 def test_recomputing_takes_no_less_than_what_is_said_of_it_beforehand(architecture: str, recipe: str) -> None:
     """Also where it chooses another attention: T5's bias is contiguous when it is recomputed, and

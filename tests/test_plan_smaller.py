@@ -41,6 +41,7 @@ def test_smaller_settings_are_those_of_decoders_layer_by_layer() -> None:
 
 
 @pytest.mark.whole
+@pytest.mark.slow
 def test_a_plan_computes_as_few_products_again_as_fit() -> None:
     job = deep()
     memory = (needed(job, FULL) + needed(job, FULL.replace("fused", f"fused(recomputed_mlps={LAYERS})"))) // 2

@@ -53,6 +53,7 @@ def test_in_a_pipe_an_hour_is_a_few_lines(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.whole
+@pytest.mark.stored_rehearsals
 def test_the_best_so_far_is_said_while_a_plan_is_searched() -> None:
     """First without any, then the ones that are judged, each no slower than the one before; the last is as
     fast as the answer."""

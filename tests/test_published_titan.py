@@ -20,25 +20,16 @@ ACTIVE, RESERVED = 0.002, 0.02
 """Shares of what was published by which it may be missed: what is handed out, and what is reserved, which
 depends on how torch's allocator of then and its driver laid out segments, too."""
 
-QUICK = ("7B", "selective op")
-"""The row that stands for the others."""
-
 RESULT = Path(__file__).parents[1] / "results" / "published-torchtitan-2026-11-26.json"
 
 
 @pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(
-            row,
-            id=f"{row['name']} on {row['gpus']}",
-            marks=[pytest.mark.slow] * ((row["model"], row["recomputes"]) != QUICK),
-        )
-        for row in PUBLISHED["rows"]
-    ],
+    "row", [pytest.param(row, id=f"{row['name']} on {row['gpus']}") for row in PUBLISHED["rows"]]
 )
 def test_the_published_memory_of_a_rank(row: dict[str, Any]) -> None:
+    """Each time `test_measured_ranks.py` holds FSDP2 to what was measured."""
     found = replay(rehearsed(row))
     if "active_gib" in row:
         assert found.allocated_peak / GIB == pytest.approx(row["active_gib"], rel=ACTIVE)

@@ -39,11 +39,17 @@ def in_words(row: dict[str, Any]) -> str:
     return f"{row['size']} on {row['gpus']}, {', '.join(how)}"
 
 
+OFTEN = ("254M on 4, bf16 states",)
+
+
 @with_deepspeed
 @pytest.mark.whole
 @pytest.mark.parametrize(
     "row",
-    [pytest.param(row, id=in_words(row), marks=[pytest.mark.slow] * (row["size"] != "254M")) for row in ROWS],
+    [
+        pytest.param(row, id=in_words(row), marks=[pytest.mark.slow] * (in_words(row) not in OFTEN))
+        for row in ROWS
+    ],
 )
 def test_the_published_memory_of_a_rank(row: dict[str, Any]) -> None:
     from bf16_master_weight import ScriptStep

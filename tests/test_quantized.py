@@ -14,7 +14,8 @@ import pytest
 import torch
 import transformers
 
-from bare_process import bare_forks, products_of_few_rows
+from bare_process import products_of_few_rows
+from clean_forks import forks_of
 from fitted import killed, losses_of, quiet, spoken, trained, trainer_of
 from small_models import small_job
 from small_runs import CPU, assert_same_weights, events, killed_in, losses, small_run
@@ -163,4 +164,5 @@ def test_few_rows_are_multiplied_without_a_whole_weight() -> None:
 def test_products_of_few_rows_are_simulated_in_a_process_that_never_ran_one() -> None:
     """torch's dispatcher remembers, without a reference, what stands for an operator when it first runs: once
     that was a function of ours, and worker processes of a plan ended by a segmentation fault."""
-    assert bare_forks().ended(bare_forks().start(products_of_few_rows)) == 0
+    forks = forks_of(__name__)
+    assert forks.ended(forks.start(products_of_few_rows)) == 0

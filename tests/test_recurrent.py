@@ -75,7 +75,7 @@ def test_what_cudnn_keeps_is_computed_exactly() -> None:
 def test_a_recurrent_network_allocates_what_an_h200_did() -> None:
     """Event by event, but for the sizes of workspaces and roundings of the reserve."""
     errors = []
-    for draw in records()[:: 1 if os.environ.get("SNUGFIT_ALL_TRUTH") == "1" else 4]:
+    for draw in records()[:: 1 if os.environ.get("SNUGFIT_ALL_TRUTH") == "1" else 8]:
         rehearsed = rehearsed_events(draw)
         for phase, truth in draw["events"].items():
             if phase not in ("forward", "backward"):

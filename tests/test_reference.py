@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import snugfit
+from kept import REST
 from made_up import guide_result, measurement, timing
 from small_models import small_job
 from snugfit.cli.main import run
@@ -100,7 +101,7 @@ def answers() -> Iterator[tuple[str, Any]]:
     clock = GpuClock(mean_mhz=1700.4, lowest_mhz=1590, highest_mhz=1980, readings=40, reasons={"power": 0.9})
     yield "measure --json", replace(measured, ranks=ranks, clock=clock)
     yield "measure --predict --json", snugfit.compare(predicted, measured)
-    kept = "full + sdpa + as_loaded + ieee + keep_all + whole_batch + adamw"
+    kept = f"full + sdpa + as_loaded + keep_all + whole_batch + adamw + {REST}"
     how: dict[str, Any] = {"gpu": "h200", "keep": kept, "workers": 1, "fresh": True}
     planned = snugfit.plan(job, free=("loading", "allocator"), start="expandable", ranked=1, **how)
     yield "plan --json", planned.to_json() | {"lengths": of_lengths().to_json()}

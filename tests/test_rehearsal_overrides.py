@@ -31,7 +31,7 @@ from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy, Policy
 from snugfit.rehearsal.record import accumulation
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.techniques.recipe import Recipe
-from tiers import crossed
+from tiers import crossed, slow_but
 
 FACTS = {
     "model_type": "bert",
@@ -75,7 +75,7 @@ def bound() -> dict[tuple[str, str], int]:
 # ---- Python's bindings ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loop", ["plain", "accelerate", "trainer"])
+@pytest.mark.parametrize("loop", slow_but(["trainer", "plain", "accelerate"], 1))
 def test_every_binding_is_what_it_was(loop: str) -> None:
     rehearsed(loop=loop)  # whatever is imported late is imported now
     before, autocast = bound(), torch.autocast.__init__

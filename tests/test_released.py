@@ -231,7 +231,7 @@ def test_when_memory_runs_out_between_updates_the_run_goes_back(
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("clip", "recipe"),
-    crossed([None, 1.0], ["bf16_master", "bf16_master + adamw_compact", "adamw_fused"], keep=2),
+    crossed([1.0, None], ["bf16_master", "bf16_master + adamw_compact", "adamw_fused"], keep=1),
 )
 def test_a_real_step_allocates_what_its_trace_says(recipe: str, clip: float | None) -> None:
     hold_third_step(job_of("bert", clip), Recipe.parse(f"{recipe} + released").setup())

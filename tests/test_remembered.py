@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from small_models import small_job
+from snugfit import hub_kernels
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.record import recorder
 from snugfit.rehearsal.record.kernels import cost_of
 from snugfit.rehearsal.record.shape_cache import KnownCall, Operator, ShapeCache
 from snugfit.rehearsal.rehearse import rehearse
+from snugfit.step.accelerate_loop import AccelerateStep
 from snugfit.step.plain_loop import PlainStep
+from snugfit.step.trainer_loop import TrainerStep
 from snugfit.techniques.recipe import Recipe
 from tiers import slow_but
 
+LOOPS: dict[str, Any] = {"plain": PlainStep, "accelerate": AccelerateStep, "trainer": TrainerStep}
 RECIPES = ["fp32 + adamw_loop", "tf32 + adamw_fused", "fp16 + every_layer + micro_batches(2)", "bf16 + sgd"]
 
 
@@ -47,16 +52,30 @@ def test_a_rehearsal_from_memory_is_the_first_one(recipe: str, monkeypatch: pyte
     assert rehearse(job, setup, CudaPolicy()) == from_memory
 
 
-def test_nothing_can_be_fetched_while_a_step_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' file with Adafactor imports peft, that bitsandbytes, and that one would fetch kernels."""
-    seen, run = [], PlainStep.run
+@pytest.mark.parametrize("loop", LOOPS)
+def test_nothing_can_be_fetched_while_a_step_is_rehearsed(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' file with Adafactor imports peft, that bitsandbytes, and that one would fetch kernels.
+    accelerate and the Trainer import peft too, so it is imported before them."""
+    seen, run, imported = [], LOOPS[loop].run, list[str]()
+    monkeypatch.setattr(hub_kernels, "_import_without_hub", imported.append)
 
     def watched(*arguments: Any) -> Any:
         seen.append(sys.modules.get("kernels", "importable"))
         return run(*arguments)
 
-    monkeypatch.setattr(PlainStep, "run", watched)
+    monkeypatch.setattr(LOOPS[loop], "run", watched)
     before = sys.modules.get("kernels", "importable")
-    rehearse(small_job("bert", 2), Recipe().setup(), CudaPolicy())
+    rehearse(small_job("bert", 2), Recipe().setup(), CudaPolicy(), loop=loop)
     assert seen == [None]
+    assert imported == ["peft"] * (loop != "plain")
     assert sys.modules.get("kernels", "importable") == before
+
+
+def test_a_package_is_imported_without_what_would_fetch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kernels.py").write_text("raise RuntimeError('it is imported')\n")
+    (tmp_path / "fetches.py").write_text("try:\n    import kernels\nexcept ImportError:\n    found = False\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    hub_kernels._import_without_hub("fetches")
+    assert sys.modules.pop("fetches").found is False

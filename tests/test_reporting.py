@@ -17,6 +17,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.training.run.loop import TrainingStep
 from snugfit.training.run.train import train
 from tensorboards import logs_under, scalars_in
+from tiers import slow_but
 
 BOARD: dict[str, Any] = {"report_to": "tensorboard", "logging_steps": 3}
 
@@ -32,7 +33,7 @@ def means(folder: Path, every: int) -> dict[int, float]:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("save_steps", [5, 500], ids=["resumed", "begun again"])
+@pytest.mark.parametrize("save_steps", slow_but([5, 500], 1), ids=["resumed", "begun again"])
 def test_a_killed_run_goes_on_in_the_same_log(tmp_path: Path, save_steps: int) -> None:
     """Killed after step 8, taken up after step 5 or from the beginning: every line once, under the Trainer's
     names."""

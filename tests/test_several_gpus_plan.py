@@ -102,14 +102,15 @@ def test_what_gathers_less_often_or_recomputes_less_is_faster() -> None:
 
 @pytest.mark.parametrize("recipe", slow_but(["bf16 + fsdp", "ddp(bucket_views=true) + every_layer"], 1))
 def test_few_layers_tell_what_many_take(recipe: str) -> None:
-    judged = Judge(JOB, H200).judge(2, Recipe.parse(recipe))
-    whole = predict(JOB, recipe, gpu=H200, gpus=2)
+    job = replace(small_job("llama", 8), batch_size=8)
+    judged = Judge(job, H200).judge(2, Recipe.parse(recipe))
+    whole = predict(job, recipe, gpu=H200, gpus=2)
     assert judged.needed_bytes == pytest.approx(whole.needed_bytes, rel=0.03)
     assert whole.timing is not None
     assert judged.step_seconds == pytest.approx(whole.timing.step_seconds, rel=0.02)
 
 
-@pytest.mark.parametrize("recipe", slow_but(["fsdp + micro_batches(8)", "zero1 + micro_batches(8)"], 1))
+@pytest.mark.parametrize("recipe", slow_but(["fsdp + micro_batches(8)", "zero1 + micro_batches(8)"], 0))
 def test_few_micro_batches_tell_what_many_take(recipe: str) -> None:
     job = replace(small_job("llama", 4), batch_size=32)
     judge = Judge(job, H200)
@@ -125,7 +126,7 @@ def test_few_micro_batches_tell_what_many_take(recipe: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe", slow_but(["fsdp(reshard=none) + every_layer", "ddp(bucket_views=true)", "fsdp"], 2)
+    "recipe", slow_but(["fsdp(reshard=none) + every_layer", "ddp(bucket_views=true)", "fsdp"], 1)
 )
 def test_one_micro_batch_more_is_the_second_once_more(recipe: str) -> None:
     few, more = (
@@ -158,12 +159,12 @@ def test_what_cannot_be_simulated_says_why() -> None:
 def plan() -> SeveralGpusPlan:
     """In one precision and with one optimizer; what chooses these is in `test_mesh_plans.py`."""
     kept = f"{OTHERS} + bf16 + adamw_fused"
-    return plan_several_gpus(SHALLOW, gpu=H200, gpus=[1, 2, 4], keep=kept, workers=1)
+    return plan_several_gpus(SHALLOW, gpu=H200, gpus=[1, 2], keep=kept, workers=1)
 
 
 @pytest.mark.whole
 def test_a_plan_answers_for_each_number_of_gpus(plan: SeveralGpusPlan) -> None:
-    assert [one.gpus for one in plan.answers] == [1, 2, 4]
+    assert [one.gpus for one in plan.answers] == [1, 2]
     assert all(one.fits for one in plan.answers)
     assert plan.fewest is not None
     assert plan.fewest.gpus == 1
@@ -177,8 +178,9 @@ def test_a_plan_answers_for_each_number_of_gpus(plan: SeveralGpusPlan) -> None:
 
 
 @pytest.mark.whole
+@pytest.mark.slow
 def test_an_answer_recomputes_as_many_layers_as_it_has_to() -> None:
-    job = small_job("llama", 6, {"hidden_size": 256}, batch_size=16, sequence_length=512)
+    job = small_job("llama", 4, {"hidden_size": 256}, batch_size=16, sequence_length=512)
     rest = "adamw_fused + fsdp"
     none, every = (predict(job, recipe + rest, gpu=H200, gpus=2) for recipe in ("", "every_layer + "))
     memory = (none.needed_bytes + every.needed_bytes) // 2
@@ -188,7 +190,7 @@ def test_an_answer_recomputes_as_many_layers_as_it_has_to() -> None:
     wish = Recipe.parse(answer.recipe).setup().checkpoint
     assert wish is not None
     assert wish.first is not None
-    assert 2 <= wish.first <= 4
+    assert 1 <= wish.first <= 3
     whole = predict(job, answer.recipe, gpu=H200, gpus=2)
     assert answer.needed_bytes == whole.needed_bytes <= memory
     assert whole.timing is not None
@@ -205,8 +207,10 @@ def test_a_plan_goes_through_json(plan: SeveralGpusPlan) -> None:
 
 
 @pytest.mark.whole
+@pytest.mark.slow
 def test_where_nothing_fits_it_says_what_is_lacking() -> None:
-    """Half of what a step takes that shares and recomputes all."""
+    """Half of what a step takes that shares and recomputes all. Each time `test_cards.py` tells a nearest
+    miss."""
     rest = "bf16 + adamw_fused + fsdp"
     least = predict(SHALLOW, f"{rest} + every_layer", gpu=H200, gpus=2).needed_bytes
     none = plan_several_gpus(
@@ -234,7 +238,7 @@ def by_formulas(monkeypatch: pytest.MonkeyPatch) -> type[MadeUpJudge]:
             (160, 6, 1e-4, 1.2),
             (700, 20, 0.02, 1.2),
         ],
-        lambda case: case[:1] == (160,),
+        lambda case: case == (160, 6, 1e-4, 1.2),
     ),
 )
 def test_the_fastest_on_each_number_is_that_of_every_recipe(
@@ -245,7 +249,8 @@ def test_the_fastest_on_each_number_is_that_of_every_recipe(
     exchange: float,
     more: float,
 ) -> None:
-    """Also where the whole model takes a fifth more than few layers said."""
+    """Also where the whole model takes a fifth more than few layers said. Each time `test_mesh_plans.py` asks
+    it of worlds where exchanges bind."""
     monkeypatch.setattr(by_formulas, "states", states * GIB)
     monkeypatch.setattr(by_formulas, "sample", sample * GIB)
     monkeypatch.setattr(by_formulas, "exchange", exchange)

@@ -317,7 +317,7 @@ def group_that_sends_nothing() -> Iterator[None]:
                 ("gpt2", " + every_layer + bf16"),
             )
         ],
-        lambda case: case[:2] in (("zero2(offload=none)", "t5"), ("zero3(offload=none)", "bert")),
+        lambda case: case[:2] == ("zero3(offload=none)", "bert"),
     ),
 )
 def test_a_real_step_allocates_what_its_trace_says(stage: str, family: str, more: str) -> None:
@@ -329,7 +329,9 @@ def test_a_real_step_allocates_what_its_trace_says(stage: str, family: str, more
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     ("recipe", "loop"),
-    crossed(["zero2(offload=none)", "zero3(offload=none) + micro_batches(2)"], ["accelerate", "trainer"]),
+    crossed(
+        ["zero2(offload=none)", "zero3(offload=none) + micro_batches(2)"], ["accelerate", "trainer"], keep=1
+    ),
 )
 def test_so_does_one_of_accelerate_and_of_the_trainer(
     recipe: str, loop: str, monkeypatch: pytest.MonkeyPatch

@@ -156,7 +156,8 @@ DEAR = StartupRates(
 )
 
 
-KEPT = {slot: roster.plain(slot) for slot in (Slot.ATTENTION, Slot.ALLOCATOR)}
+FREE = (Slot.PRECISION, Slot.OPTIMIZER, Slot.CHECKPOINTING, Slot.BATCHING, Slot.LOADING)
+KEPT = {slot: roster.plain(slot) for slot in Slot if slot not in FREE}
 """Settled: what is paid once and spread over a run differs in the other slots."""
 
 
@@ -177,6 +178,7 @@ def searched(job: Job, steps: int | None) -> Any:
     return found
 
 
+@pytest.mark.stored_rehearsals
 @pytest.mark.whole
 def test_a_short_run_has_another_best_recipe(job: Job) -> None:
     endless, short = searched(job, None), searched(job, 3)
@@ -187,6 +189,7 @@ def test_a_short_run_has_another_best_recipe(job: Job) -> None:
     assert (endless.steps, short.steps) == (None, 3)
 
 
+@pytest.mark.stored_rehearsals
 @pytest.mark.whole
 def test_the_best_of_a_run_is_what_brute_force_finds(job: Job) -> None:
     """Every recipe judged by itself: (once + steps x step) / steps, told apart from the steady step."""
@@ -207,6 +210,7 @@ def test_the_best_of_a_run_is_what_brute_force_finds(job: Job) -> None:
     assert best.pace(steps) == pytest.approx(paces[best.recipe])
 
 
+@pytest.mark.stored_rehearsals
 @pytest.mark.whole
 def test_many_gpus_look_at_the_run_too(job: Job) -> None:
     asked = {
@@ -245,4 +249,4 @@ def test_a_run_without_end_shares_nothing(job: Job) -> None:
 @pytest.mark.parametrize("steps", slow_but([0, -1, True, 1.5, "10", 10**13], lambda steps: steps in (0, 1.5)))
 def test_a_length_that_is_none(job: Job, steps: Any) -> None:
     with pytest.raises(UsageError, match=r"steps is .*whole number of steps from 1"):
-        plan(job, gpu=H200, steps=steps)
+        plan(job, gpu=H200, steps=steps, keep=KEPT)

@@ -172,7 +172,7 @@ def test_no_numbers_are_updated_without_a_gradient() -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("at_once", "family"), crossed([1 << 23, 5000], ["bert", "llama", "vit"], keep=2))
+@pytest.mark.parametrize(("at_once", "family"), crossed([5000, 1 << 23], ["llama", "bert", "vit"], keep=1))
 def test_a_real_step_allocates_what_its_trace_says(
     family: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

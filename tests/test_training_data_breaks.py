@@ -13,6 +13,7 @@ from small_runs import Run, losses, small_run
 from snugfit.errors import SnugfitError
 from snugfit.training.checkpoint.manifest import verify
 from snugfit.training.run.train import train
+from tiers import crossed
 
 pytestmark = pytest.mark.whole
 
@@ -44,8 +45,12 @@ def run_of(folder: Path, recipe: str, fault: Exception | None, **more: Any) -> R
     return replace(run, data=replace(run.data, samples=Breaks(run.data.samples, broken, fault)))
 
 
-@pytest.mark.parametrize("recipe", ["plain", "micro_batches(2) + workers"])
-@pytest.mark.parametrize("fault", [SnugfitError("no such picture"), ValueError("no such line")])
+@pytest.mark.parametrize(
+    ("recipe", "fault"),
+    crossed(
+        ["plain", "micro_batches(2) + workers"], [SnugfitError("no such picture"), ValueError("no such line")]
+    ),
+)
 def test_what_was_trained_is_kept(recipe: str, fault: Exception, tmp_path: Path) -> None:
     with pytest.raises(type(fault), match="no such"):
         train(run_of(tmp_path / "cut", recipe, fault))

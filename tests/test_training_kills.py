@@ -50,6 +50,14 @@ def trains(folder: str, options: dict[str, Any]) -> int:
     return train(small_run(Path(folder), **options)).exit_code
 
 
+def trains_with_watchful_workers(folder: str, options: dict[str, Any]) -> int:
+    """Trains so, with workers that look after their trainer more often than every five seconds."""
+    from torch.utils.data._utils import worker
+
+    worker.MP_STATUS_CHECK_INTERVAL = 0.2
+    return trains(folder, options)
+
+
 def saves_slowly(folder: str) -> int:
     """The checkpoints after the first take longer than anybody waits."""
     plain = Store.save
@@ -214,8 +222,8 @@ def test_a_killed_run_goes_on(tmp_path: Path, forks: Forks) -> None:
     """SIGKILL. Before it a second run in its folder is refused, by the number of the first. After it the
     loader's processes end, the dead one holds nothing, and the next run has the numbers of one that nobody
     touched."""
-    how: dict[str, Any] = {"recipe": "workers", "max_steps": 30, "save_steps": 1}
-    child = forks.start(trains, str(tmp_path / "run"), how)
+    how: dict[str, Any] = {"recipe": "workers", "max_steps": 20, "save_steps": 1}
+    child = forks.start(trains_with_watchful_workers, str(tmp_path / "run"), how)
     until(lambda: len(events(tmp_path / "run", "saved")) >= 2 if steps_told(tmp_path / "run") else False)
     workers = psutil.Process(child).children(recursive=True)
     os.kill(child, signal.SIGSTOP)

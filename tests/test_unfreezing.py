@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from fitted import classified, losses_of, model_of, padded, quiet, trainer_of
 from small_runs import Killed, assert_same_weights
 from snugfit import accelerate, fit
+from tiers import slow_but
 
 pytestmark = pytest.mark.whole
 
@@ -42,7 +43,7 @@ class Unfreezing(transformers.TrainerCallback):
             raise Killed
 
 
-@pytest.mark.parametrize(("by", "dies_after"), [("step", 4), ("step", 6), ("epoch", 6)])
+@pytest.mark.parametrize(("by", "dies_after"), slow_but([("step", 4), ("epoch", 6), ("step", 6)], 2))
 def test_fit_goes_on_with_what_trained(by: str, dies_after: int, tmp_path: Path) -> None:
     """Kept at 3, 5 and 6, the border of an epoch."""
 

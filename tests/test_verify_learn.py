@@ -36,6 +36,7 @@ from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Trace
 from snugfit.techniques.recipe import Recipe
+from tiers import slow_but
 
 GPU = find_gpu("h200")
 RECIPES = ("plain", "bf16", "bf16 + every_layer", "adamw_loop", "sgd", "bf16 + micro_batches(2)")
@@ -100,7 +101,7 @@ def runs_on(true: Rates, *, noise: float = 0.0, recipes: tuple[str, ...] = RECIP
     ]
 
 
-@pytest.mark.parametrize(("noise", "within"), [(0.0, 0.03), (0.05, 0.1)])
+@pytest.mark.parametrize(("noise", "within"), slow_but([(0.0, 0.03), (0.05, 0.1)], 1))
 def test_a_slower_host_and_device_are_found(noise: float, within: float) -> None:
     known = packaged_rates(GPU)
     true = slower(known, host=1.7, device=1.2)

@@ -23,8 +23,11 @@ from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot
 
+pytestmark = pytest.mark.stored_rehearsals
+
 H200 = find_gpu("h200")
-SETTLED = {Slot.ATTENTION: roster.plain(Slot.ATTENTION)}
+FREE = (Slot.OPTIMIZER, Slot.CHECKPOINTING, Slot.ALLOCATOR, Slot.LOADING)
+SETTLED = {slot: roster.plain(slot) for slot in Slot if slot not in FREE}
 
 
 def seconds(trace: Trace) -> float:

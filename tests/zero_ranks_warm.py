@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 
 import many_ranks
@@ -13,4 +14,7 @@ def warm() -> None:
     many_ranks.warm()
     with contextlib.redirect_stdout(sys.stderr):
         import deepspeed
-        import deepspeed.ops.adam  # noqa: F401
+        import deepspeed.ops.adam
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+        from deepspeed.utils import numa
+    numa.get_numa_cores = functools.cache(numa.get_numa_cores)  # or each gradient starts `numactl`
