@@ -231,6 +231,7 @@ def of_llama_on_a_gpu(cache_bytes: int) -> Trace:
     return rehearsed(job, policy=CudaPolicy(cache_bytes=cache_bytes))
 
 
+@pytest.mark.slow
 def test_the_first_step_holds_what_timing_a_kernels_settings_takes() -> None:
     """As many bytes as the GPU's cache has, once for each different kernel that has a choice: 14 layers of a
     Mistral with adapters held 1.7 % more at their peak on an H200."""

@@ -127,6 +127,7 @@ def trace_end(trace: Trace) -> int:
     return next(mark.event for mark in trace.marks if mark.step == last)
 
 
+@pytest.mark.slow
 def test_a_classifier_is_compiled_once_more_and_plays_a_step_later() -> None:
     """It writes its `problem_type` in the first step, so torch compiles it again in the second."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
@@ -149,6 +150,7 @@ def test_the_pool_of_graphs_gives_nothing_back_and_lends_nothing() -> None:
     assert allocator.reserved == 60 * MIB, "one block of the other pool is in use"
 
 
+@pytest.mark.slow
 def test_the_stream_that_graphs_are_recorded_on_has_pools_of_its_own() -> None:
     """What lives there, two numbers of a generator, takes a segment (2 MiB of gpt2's and a Llama's on an
     H100), which goes back when it is free, as graphs' own does not."""

@@ -36,7 +36,7 @@ CASES = [
     ("mixtral", "lora + bf16 + micro_batches(2)", True),
     ("bert", "adamw_8bit + tf32 + expandable", True),
 ]
-OFTEN = [CASES[1], CASES[3], *CASES[5:]]
+OFTEN = [CASES[3], *CASES[5:]]
 
 
 @pytest.mark.parametrize(("family", "recipe", "is_used"), slow_but(CASES, OFTEN.__contains__))

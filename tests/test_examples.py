@@ -101,6 +101,7 @@ def check_lora_on_24gb(folder: Path, said: str) -> None:
     assert not (folder / "snugfit-examples" / "adapters").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_lora_of_a_small_model_on_a_small_card(folder: Path) -> None:
     model = tiny_model(folder, dtype="bfloat16")
@@ -145,6 +146,7 @@ def check_trainer_script(said: str) -> None:
     assert "steps taken: 20" in said
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_a_trainer_script_of_a_small_model(folder: Path) -> None:
     lines = (EXAMPLES / "trainer_script.py").read_text()

@@ -363,6 +363,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @installed
 @pytest.mark.whole
 def test_what_torchao_says_of_other_gpus_kernels_is_left_out(tmp_path: Path) -> None:

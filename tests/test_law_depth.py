@@ -211,6 +211,7 @@ WRITTEN = [("Llama-3.2-1B", LONG), ("bert", {})]
 """Those that must not be refused."""
 
 
+@pytest.mark.slow
 def test_what_inductor_decides_by_the_memory_of_a_program_is_noted() -> None:
     """Of one layer and its loss, forward and backward: deciding needs no more of them."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")

@@ -437,6 +437,7 @@ class Row:
         object.__setattr__(self, "within", abs(self.predicted / self.published - 1) <= PUBLISHED)
 
 
+@pytest.mark.slow
 def test_the_published_rows_hold_under_the_software_of_their_time() -> None:
     rows, speeds = [], []
     for experiment in suite():

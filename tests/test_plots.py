@@ -63,6 +63,7 @@ def words_that_meet(figure: Figure) -> list[str]:
     return wrong + [f"{text} leaves the figure" for text in outside]
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_no_words_meet_in_a_plot(figures: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)
