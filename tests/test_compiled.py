@@ -101,6 +101,7 @@ def test_layers_share_a_program_and_every_rehearsal_is_the_first() -> None:
     assert {f"model.layers.{n}.mlp.down_proj" for n in range(3)} <= gradients
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_where_nothing_else_compiles_what_dynamo_traced_is_used_again(
     monkeypatch: pytest.MonkeyPatch,

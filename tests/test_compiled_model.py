@@ -58,6 +58,7 @@ IN_ANOTHER_LAYOUT = {("vit", f"bf16 + {WHOLE}"), ("vit", f"lora + bf16 + {WHOLE}
 """oneDNN makes the gradient of a convolution's weight in 16 bits channels last, and torch copies it then."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "words"),
     slow_but([("bert", "what=model, backend=aot_eager"), ("bert", "what=model"), ("llama", "what=model")], 1),

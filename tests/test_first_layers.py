@@ -98,6 +98,7 @@ def recomputed(trace: Trace) -> int:
     return sum(kernel.recomputed for kernel in trace.kernels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", slow_but(["llama", "t5", "vit"], 1))
 def test_each_further_layer_frees_about_as_much(family: str) -> None:
     this = deep(family)

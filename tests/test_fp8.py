@@ -223,6 +223,7 @@ def test_compiled_most_of_these_kernels_are_gone() -> None:
 TRACED = "fp8 + compiled(backend=aot_eager)"
 
 
+@pytest.mark.slow
 @installed
 def test_compiled_under_autocast_its_results_have_16_bits() -> None:
     """torchao asks in Python whether CUDA's autocast is on, while Dynamo traces it for any backend."""

@@ -42,6 +42,7 @@ def in_words(row: dict[str, Any]) -> str:
 OFTEN = ("254M on 4, bf16 states",)
 
 
+@pytest.mark.slow
 @with_deepspeed
 @pytest.mark.whole
 @pytest.mark.parametrize(
