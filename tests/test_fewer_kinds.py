@@ -28,20 +28,19 @@ from snugfit.techniques.technique import Fidelity
 
 GPU = find_gpu("h200")
 CUDA = policy_for(GPU, Software())
+SETTLED = "sdpa + bf16 + ieee + whole_logits + on_device + adamw + all_gradients + default + inline"
 
 
 @cache
 def space() -> Space:
     """Recipes of a small Llama that differ in kernels, engine, recomputing and micro-batches."""
     job = small_job("llama", 2, batch_size=8)
-    settled = "sdpa + bf16 + ieee + whole_logits + on_device + adamw + all_gradients + default + inline"
-    return space_of(job, fidelity=Fidelity.ROUNDS, fixed=kept_of(job, settled))
+    return space_of(job, fidelity=Fidelity.ROUNDS, fixed=kept_of(job, SETTLED))
 
 
 def number_of(recipe: str) -> int:
     """The number of the candidate with these techniques."""
-    settled = "sdpa + bf16 + ieee + whole_logits + on_device + adamw + all_gradients + default + inline"
-    number = space().number(Recipe.parse(f"{settled} + {recipe}"))
+    number = space().number(Recipe.parse(f"{SETTLED} + {recipe}"))
     assert number is not None
     return number
 

@@ -81,7 +81,7 @@ class ShallowJobs:
         return depth.layers if depth else 1
 
 
-def linear_extrapolate(points: Sequence[int], values: Sequence[Any], at: int) -> Any:
+def linear_extrapolate(points: Sequence[float], values: Sequence[Any], at: float) -> Any:
     """The value at `at` on the straight line through one or two points; values are numbers, or arrays of one
     shape."""
     if len(points) == 1:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from snugfit.planning.cost.figures import Bound
+from snugfit.planning.cost.shallow import linear_extrapolate
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
@@ -76,18 +77,20 @@ class OtherSizes:
         pieces = self.pieces(number)
         if further:
             second, other = further[0]
-            return _on_line(1 / pieces, self._point(first, bound), self._point(second, other))
+            return self._on_line([(first, bound), (second, other)], 1 / pieces)
         own, plain = (self._bounds.get(self._not_recomputing(one)) for one in (number, first))
         if not self.space.candidates[number].setup.has_budget or own is None or plain is None:
             return 0.0
         if any(one.needed_bytes <= one.resting_bytes for one in (own, plain, bound)):  # the update decides
             return 0.0
-        at_rest = _on_line(0.0, self._point(first, plain), self._point(number, own))
-        return _on_line(1 / pieces, (0.0, at_rest), self._point(first, bound))
+        at_rest = self._on_line([(first, plain), (number, own)], 0.0)
+        points, values = [0.0, 1 / self.pieces(first)], [at_rest, bound.needed_bytes]
+        return float(linear_extrapolate(points, values, 1 / pieces))
 
-    def _point(self, number: int, bound: Bound) -> tuple[float, int]:
-        """Return the share of the batch in a micro-batch of this candidate, and its bytes."""
-        return 1 / self.pieces(number), bound.needed_bytes
+    def _on_line(self, sizes: Sequence[tuple[int, Bound]], share: float) -> float:
+        """Return the bytes of micro-batches with this share of the batch, on the line through two sizes."""
+        points = [1 / self.pieces(number) for number, _ in sizes]
+        return float(linear_extrapolate(points, [bound.needed_bytes for _, bound in sizes], share))
 
     def _recipe(self, number: int) -> Recipe:
         return self.space.candidates[number].recipe
@@ -106,8 +109,3 @@ class OtherSizes:
             other = self.space.number(plain)
             self._plain[number, slots] = MISSING if other is None else other
         return self._plain[number, slots]
-
-
-def _on_line(at: float, one: tuple[float, float], other: tuple[float, float]) -> float:
-    """Return the value of the straight line through two points."""
-    return one[1] + (other[1] - one[1]) * (at - one[0]) / (other[0] - one[0])

@@ -92,13 +92,10 @@ class Twins:
 
     def _other_techniques(self, candidate: Candidate) -> Iterator[Technique]:
         """Yield what makes a twin of this candidate, put into its recipe."""
+        recipe, dtype = candidate.recipe, candidate.setup.weights_dtype
         for slot in DIFFER:
             for technique in self.space.offers(slot):
-                other = candidate.recipe.with_(technique).setup()
-                if (
-                    technique != candidate.recipe[slot]
-                    and other.weights_dtype == candidate.setup.weights_dtype
-                ):
+                if technique != recipe[slot] and recipe.with_(technique).setup().weights_dtype == dtype:
                     yield technique
 
     def _with(self, number: int, technique: Technique) -> int | None:
