@@ -96,6 +96,14 @@ def passes_key(setup: Setup) -> Hashable:
     return _values(setup, "passes")
 
 
+def program_key(setup: Setup) -> Hashable:
+    """Return all of a Setup that its compiled layers depend on; None where it has none."""
+    if setup.compile is None:
+        return None
+    saving_nothing = setup.with_fields(checkpoint=None, logits=None, activation_offload=None)
+    return _values(saving_nothing, "passes"), _values(setup, "micro_batches")
+
+
 def update_key(setup: Setup) -> Hashable:
     """All of a Setup that its update depends on."""
     return _values(setup, "update")

@@ -157,10 +157,22 @@ class WorkerPool:
             for connection in wait(busy) if busy and not at_once else ():
                 yield busy.pop(connection).receive()
 
-    def answers_to(self, questions: Iterable[Question]) -> Iterator[Answer]:
-        """The answers to these questions as they come; each goes to the next free worker or helper."""
-        waiting = iter(questions)
-        return self.answers(lambda worker: next(waiting, None), helped=True)
+    def answers_to(
+        self,
+        questions: Iterable[Question],
+        is_for: Callable[[int, Question], bool] = lambda worker, question: True,
+    ) -> Iterator[Answer]:
+        """The answers to these questions as they come; each goes to the next free worker or helper that it
+        `is_for`."""
+        waiting = list(questions)
+
+        def ask(worker: int) -> Question | None:
+            question = next((one for one in waiting if is_for(worker, one)), None)
+            if question is not None:
+                waiting.remove(question)
+            return question
+
+        return self.answers(ask, helped=True)
 
 
 @contextmanager

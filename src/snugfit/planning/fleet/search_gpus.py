@@ -225,7 +225,6 @@ def _judge(space: Space, pool: WorkerPool, searches: Sequence[PerGpuSearch], tel
     """Judges whatever a GPU still has to know, until none has to: traces that share their passes in one
     worker, and Setups of one trace together."""
     asked: dict[int, list[int]] = {}
-    worker_of: dict[int, int] = {}
 
     def ask(worker: int) -> Question | None:
         busy = {number for group in asked.values() for number in group}
@@ -236,7 +235,7 @@ def _judge(space: Space, pool: WorkerPool, searches: Sequence[PerGpuSearch], tel
             if number not in busy
         }
         for number, candidate in open_candidates.items():
-            if worker_of.setdefault(candidate.sized, worker) == worker:
+            if searches[0].state.is_for(worker, number):
                 group = [n for n, other in open_candidates.items() if other.trace == candidate.trace]
                 asked[number] = group
                 return Question(number, "judge", ([space.candidates[n].setup for n in group],))

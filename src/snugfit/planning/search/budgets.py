@@ -51,8 +51,7 @@ class Budgets:
         return all(self._fits(index, state, without) for index, state in enumerate(self.states))
 
     def _without(self, number: int) -> int | None:
-        recipe = self.space.candidates[number].recipe
-        return self.space.number(recipe.with_(roster.plain(Slot.CHECKPOINTING)))
+        return self.space.variant(number, roster.plain(Slot.CHECKPOINTING))
 
     def _is_known_without(self, number: int) -> bool:
         return self._without(number) in self.states[0].bounds

@@ -75,6 +75,10 @@ class CompiledKinds:
         """Return the same candidate without the compiler."""
         return self._uncompiled[number].alike
 
+    def bare(self, number: int) -> int:
+        """Return the same candidate without the compiler, without recomputing and with whole logits."""
+        return self._uncompiled[number].bare
+
     def bounded_by(self, number: int) -> Iterator[int]:
         """Yield the candidates that bound this one; none for an uncompiled one."""
         if number in self._uncompiled:
@@ -113,12 +117,12 @@ class CompiledKinds:
         return max(0.0, again.compiled_seconds - once.compiled_seconds) * (1 - COMPILED_SHARE)
 
     def _without_compiler(self, number: int) -> int | None:
-        return self.space.number(self.space.candidates[number].recipe.with_(roster.plain(Slot.ENGINE)))
+        return self.space.variant(number, roster.plain(Slot.ENGINE))
 
     def _in_fewer_pieces(self, number: int) -> list[int]:
         if number not in self._fewer:
             candidates = self.space.candidates
-            sizes = self.space.others(candidates[number].recipe, Slot.BATCHING)
+            sizes = self.space.variants(number, Slot.BATCHING)
             most = candidates[number].setup.micro_batches
             self._fewer[number] = [one for one in sizes if candidates[one].setup.micro_batches < most]
         return self._fewer[number]

@@ -228,11 +228,11 @@ def _lines(state: SearchState, slot: Slot) -> Iterator[_Between]:
     space, plain = state.space, roster.plain(slot)
     every = next((one for one in space.offers(slot) if one.install(Setup()).checkpoint == EVERY_LAYER), None)
     for number, bound in state.bounds.items():
-        recipe = space.candidates[number].recipe
         known = state.judged.get(number) or bound
-        if recipe[slot] != plain or state.fits(known.needed_bytes) or every is None:
+        is_plain = space.candidates[number].recipe[slot] == plain
+        if not is_plain or state.fits(known.needed_bytes) or every is None:
             continue
-        other = space.number(recipe.with_(every))
+        other = space.variant(number, every)
         if other is None:
             continue
         full = state.judged.get(other) or state.bounds.get(other)
@@ -275,10 +275,10 @@ def judge_recipe(state: SearchState, pool: WorkerPool, recipe: Recipe) -> tuple[
     bytes; None where it cannot be rehearsed."""
     space = state.space
     allocators = sorted(space.offers(Slot.ALLOCATOR), key=lambda one: one != space.simplest[Slot.ALLOCATOR])
-    recipes = [recipe.with_(allocator) for allocator in allocators]
-    recipes = [one for one in recipes if stand_in(space, one) is not None]
-    setups = [one.setup() for one in recipes]
-    [(_, answer)] = pool.answers_to([Question(0, "judge", (setups,))])
+    stand_ins = {one: stand_in(space, one) for one in map(recipe.with_, allocators)}
+    recipes = [one for one in stand_ins if stand_ins[one] is not None]
+    question = Question(stand_ins[recipes[0]] or 0, "judge", ([one.setup() for one in recipes],))
+    [(_, answer)] = pool.answers_to([question], lambda worker, one: state.is_for(worker, one.number))
     if isinstance(answer, SnugfitError):
         return None
     judged = [(one, figures) for one, (figures,) in zip(recipes, answer, strict=True)]
@@ -289,8 +289,11 @@ def judge_recipe(state: SearchState, pool: WorkerPool, recipe: Recipe) -> tuple[
 def add_candidate(state: SearchState, recipe: Recipe, figures: Figures | None = None) -> None:
     """Makes this recipe one of the space's, with what it takes where that is known."""
     space, setup, number = state.space, recipe.setup(), len(state.space.candidates)
-    update, own = step_key(setup).update, -number
-    new = Candidate(recipe=recipe, setup=setup, update=update, passes=own, sized=own, trace=own)
+    update, own, like = step_key(setup).update, -number, stand_in(space, recipe)
+    program = own if like is None else space.candidates[like].program
+    new = Candidate(
+        recipe=recipe, setup=setup, update=update, passes=own, sized=own, program=program, trace=own
+    )
     state.space = replace(space, candidates=(*space.candidates, new), graded={**space.graded, recipe: number})
     if figures is None:
         state.bounds[number] = Bound(0, 0.0)

@@ -9,14 +9,12 @@ nothing of the rest: there one size is enough.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from snugfit.planning.cost.figures import Bound
 from snugfit.planning.cost.shallow import linear_extrapolate
 from snugfit.techniques import roster
-from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
@@ -34,6 +32,10 @@ MOST_SAVED = 3
 small GPT-2, where the host is late, 2.2 were seen."""
 
 
+TWO_SIZES = 2
+"""Sizes that a line goes through."""
+
+
 class OtherSizes:
     """The sizes of micro-batches of each candidate of a space; `bounds` holds what is known of candidates."""
 
@@ -45,8 +47,7 @@ class OtherSizes:
     def smaller(self, number: int) -> list[int]:
         """Return the same candidates with smaller micro-batches, the largest first."""
         if number not in self._smaller:
-            sizes = self.space.others(self._recipe(number), Slot.BATCHING)
-            pieces = {one: self.pieces(one) for one in sizes}
+            pieces = {one: self.pieces(one) for one in self.space.variants(number, Slot.BATCHING)}
             own = self.pieces(number)
             self._smaller[number] = sorted(
                 (one for one in pieces if pieces[one] > own), key=pieces.__getitem__
@@ -78,22 +79,26 @@ class OtherSizes:
         if further:
             second, other = further[0]
             return self._on_line([(first, bound), (second, other)], 1 / pieces)
-        own, plain = (self._bounds.get(self._not_recomputing(one)) for one in (number, first))
-        if not self.space.candidates[number].setup.has_budget or own is None or plain is None:
+        if not self.space.candidates[number].setup.has_budget:
             return 0.0
-        if any(one.needed_bytes <= one.resting_bytes for one in (own, plain, bound)):  # the update decides
+        sizes = (first, number, *self.smaller(number))
+        plain = {one: self._bounds[self._not_recomputing(one)] for one in sizes if self._is_plain_known(one)}
+        if first not in plain or len(plain) < TWO_SIZES:
             return 0.0
-        at_rest = self._on_line([(first, plain), (number, own)], 0.0)
+        two = [*plain.items()][:TWO_SIZES]
+        if any(one.needed_bytes <= one.resting_bytes for one in (*dict(two).values(), bound)):
+            return 0.0  # the update decides
+        at_rest = self._on_line(two, 0.0)
         points, values = [0.0, 1 / self.pieces(first)], [at_rest, bound.needed_bytes]
         return float(linear_extrapolate(points, values, 1 / pieces))
+
+    def _is_plain_known(self, number: int) -> bool:
+        return self._not_recomputing(number) in self._bounds
 
     def _on_line(self, sizes: Sequence[tuple[int, Bound]], share: float) -> float:
         """Return the bytes of micro-batches with this share of the batch, on the line through two sizes."""
         points = [1 / self.pieces(number) for number, _ in sizes]
         return float(linear_extrapolate(points, [bound.needed_bytes for _, bound in sizes], share))
-
-    def _recipe(self, number: int) -> Recipe:
-        return self.space.candidates[number].recipe
 
     def _without(self, number: int) -> int:
         """Return the plain candidate of this size: uncompiled, with whole logits and nothing recomputed."""
@@ -105,7 +110,6 @@ class OtherSizes:
 
     def _plainer(self, number: int, *slots: Slot) -> int:
         if (number, slots) not in self._plain:
-            plain = functools.reduce(Recipe.with_, map(roster.plain, slots), self._recipe(number))
-            other = self.space.number(plain)
+            other = self.space.variant(number, *map(roster.plain, slots))
             self._plain[number, slots] = MISSING if other is None else other
         return self._plain[number, slots]

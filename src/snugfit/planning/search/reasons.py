@@ -11,7 +11,6 @@ recomputed), so all of them together are the plan's own figures. All are judged 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -51,7 +50,7 @@ def explain(state: SearchState, pool: WorkerPool, answer: int, job: Job) -> Expl
     """Simulates the answer in full, and judges what its slots are compared with. Raises `SnugfitError` when
     the answer cannot be simulated."""
     recipe = state.space.candidates[answer].recipe
-    state.screen_these(_comparable(state, recipe), math.inf)
+    state.screen_these(_comparable(state, recipe), lambda least: True)
     alternatives = {slot: _alternative(state, recipe, slot) for slot in Slot}
     for slot, other in alternatives.items():
         if other is None or state.space.number(other) is not None or stand_in(state.space, other) is None:
@@ -64,9 +63,10 @@ def explain(state: SearchState, pool: WorkerPool, answer: int, job: Job) -> Expl
     numbers = {slot: state.space.number(other) for slot, other in alternatives.items() if other is not None}
     unknown = {n for n in numbers.values() if n is not None and n in state.bounds and n not in state.judged}
     questions = [Question(answer, "verify", (recipe, state.judged[answer]))]
-    questions += [Question(number, "judge", ([candidates[number].setup],)) for number in unknown]
+    longest_first = sorted(unknown, key=lambda n: (state.is_begun(n), candidates[n].setup.compile is None))
+    questions += [Question(number, "judge", ([candidates[number].setup],)) for number in longest_first]
     verified, doubts, timing = False, (), None
-    for number, value in pool.answers_to(questions):
+    for number, value in pool.answers_to(questions, lambda worker, one: state.is_for(worker, one.number)):
         if number == answer and isinstance(value, SnugfitError):
             raise value
         if number == answer:

@@ -4,7 +4,7 @@ Recomputing adds kernels to a step and leaves none out, and it changes nothing o
 weights, gradients, states. So what a recipe takes without recomputing bounds it with: as long, and as large
 as the update. Where a recipe that was judged is as fast as that and as small, no kind of recomputing has to
 be rehearsed for it. With adapters in the space, that is all of full fine-tuning. The kinds that may be
-fastest are rehearsed and judged first, a few at a time: they make most of the others needless.
+fastest are rehearsed first, each before anything slower is judged: they make most of the others needless.
 
 Of two kinds that differ in attention, kernels or precision, one may be no better in anything: it is left out
 for its twin (`twins.py`).
@@ -19,7 +19,8 @@ Logits in chunks are such a kind too: they change nothing of what is live while 
 nothing where a step with whole logits has its peak in a layer or in its update, and need not be rehearsed.
 
 Compiled layers are lowered anew for each size of a micro-batch, so for one GPU they wait too
-(`compiled_kinds.py`). They are lowered one size at a time, once all that may be faster was judged.
+(`compiled_kinds.py`). They are lowered one size at a time, once all that may be faster was judged. The same
+without the compiler is rehearsed before: it takes a tenth of the time and may show that they are needless.
 
 For one GPU, only those sizes of micro-batches are rehearsed that may matter.
 
@@ -30,7 +31,6 @@ to all of it. Where one takes less than its bound, all are rehearsed.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections import defaultdict
@@ -46,7 +46,6 @@ from snugfit.planning.search.some_layers import least_of_some, least_of_spans
 from snugfit.planning.search.state import MEMORY_RESOLUTION
 from snugfit.planning.search.twins import PEAK_SHARE, ROUNDING, OnGpus, Twins, is_below
 from snugfit.techniques import roster
-from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import EVERY_LAYER, CheckpointWish, Setup
 from snugfit.techniques.technique import Slot
 from snugfit.units import MIB
@@ -54,7 +53,6 @@ from snugfit.units import MIB
 if TYPE_CHECKING:
     from snugfit.planning.plan import Exclusion
     from snugfit.planning.search.progress import Tell
-    from snugfit.planning.search.space import Candidate
     from snugfit.planning.search.state import SearchState
     from snugfit.prediction.worker_pool import WorkerPool
 
@@ -68,6 +66,11 @@ NOTHING = Bound(0, 0.0)
 
 KINDS_AT_A_TIME = 8
 """Kinds of recomputing that are rehearsed before it is asked again which are needed."""
+
+
+AHEAD_SHARE = 0.25
+"""Share of the least seconds of what is rehearsed by which a candidate that is judged meanwhile may be slower
+(chosen)."""
 
 
 class RecomputingKinds:
@@ -94,6 +97,8 @@ class RecomputingKinds:
         """Of candidates that were asked about, the least that they take by what is known now."""
         self._by = defaultdict[int, set[int]](set)
         """Whose least depends on what is known of a candidate."""
+        self._dominated = set[int]()
+        """Candidates that cannot matter any more, as long as the search goes on as it does."""
         self._known = 0
         """How many bounds there were after the last that were added."""
         self._none: dict[int, int | None] = {}
@@ -102,12 +107,10 @@ class RecomputingKinds:
             setup = candidate.setup
             if _saves(setup):
                 self.waiting[candidate.passes].append(number)
-                self._without[number] = self.space.number(
-                    functools.reduce(Recipe.with_, plain, candidate.recipe)
-                )
+                self._without[number] = self.space.variant(number, *plain)
             if candidate.setup.logits is not None:
-                self._whole[number] = self.space.number(candidate.recipe.with_(plain[0]))
-            if (full := self._with_each(candidate)) is not None:
+                self._whole[number] = self.space.variant(number, plain[0])
+            if (full := self._with_each(number)) is not None:
                 self._full[number] = full
         self._compiled = CompiledKinds(
             self.space, states[0].bounds, self._without, CACHE_SHARE, any_wait=len(states) == 1
@@ -130,11 +133,45 @@ class RecomputingKinds:
         of it on each GPU; without `twins` but for those that are no better than another, and of many the
         `most` that may be fastest. Which candidates were given them."""
         needed = self._find_needed(is_needed, twins=twins)
+        return self._screen(needed, is_needed, most, twins=twins)
+
+    def screen_fastest_first(
+        self,
+        is_needed: Callable[[int, OnGpus], bool],
+        judge_faster: Callable[[float], bool],
+        next_seconds: Callable[[], float],
+    ) -> None:
+        """Give the kinds that are needed their lower bounds, the fastest first, each once all that may be
+        faster was judged. `judge_faster` judges up to some seconds, and returns whether it judged anything;
+        `next_seconds` returns the seconds of what it would judge next. Screening a kind that may be faster
+        than that cannot be avoided."""
+        self._dominated.clear()
+        while needed := self._find_needed(is_needed, twins=False, lasting=True):
+            seconds = {kind: min(map(self._total_seconds, numbers)) for kind, numbers in needed.items()}
+            if judge_faster(min(seconds.values())):
+                continue
+            most = next_seconds()
+            soon = {kind: needed[kind] for kind in needed if seconds[kind] <= most}
+
+            def is_needed_soon(number: int, least: OnGpus, most: float = most) -> bool:
+                return self._total_seconds(number) <= most and is_needed(number, least)
+
+            self._screen(soon, is_needed_soon, KINDS_AT_A_TIME, twins=False)
+
+    def _screen(
+        self,
+        needed: Mapping[int, list[int]],
+        is_needed: Callable[[int, OnGpus], bool],
+        most: int | None,
+        *,
+        twins: bool,
+    ) -> list[int]:
         kinds = [kind for kind in needed if needed[kind][0] not in self._whole] or list(needed)
-        kinds = [kind for kind in kinds if needed[kind][0] not in self._compiled] or kinds
+        kinds = [kind for kind in kinds if not self._is_compiled_saving(needed[kind][0])] or kinds
         kinds.sort(key=lambda kind: min(map(self._total_seconds, needed[kind])))
-        chosen = [number for kind in kinds[:most] for number in self._of_one_size(needed[kind], twins=twins)]
-        asked = self._take(chosen if twins else map(self._first_of, chosen))
+        chosen = [number for kind in kinds[:most] for number in needed[kind]]
+        firsts = (self._firsts_of(needed[kind]) for kind in kinds[:most])
+        asked = self._take(chosen if twins else itertools.chain.from_iterable(firsts))
         if len(self.states) == 1 and not twins:  # what is still needed by what recomputing each layer takes
             left = (n for n in chosen if n not in asked and n not in self._compiled)
             asked |= self._take(n for n in left if is_needed(n, self._least(n)))
@@ -144,34 +181,24 @@ class RecomputingKinds:
             self._twins.drop_if_misleading()
         return list(asked)
 
-    def _of_one_size(self, numbers: Sequence[int], *, twins: bool) -> Sequence[int]:
-        """Return the candidates with the smallest micro-batches where layers are compiled: each size takes
-        long, and what these take shows how many of the others matter."""
-        if self._sizes is None or twins or numbers[0] not in self._compiled:
-            return numbers
-        most = max(map(self._sizes.pieces, numbers))
-        return [number for number in numbers if self._sizes.pieces(number) == most]
+    def _is_compiled_saving(self, number: int) -> bool:
+        """Return whether this candidate has compiled layers and saves memory: what the same takes without
+        saving any bounds it."""
+        return number in self._compiled and _saves(self.space.candidates[number].setup)
 
-    def screen_compiled(
-        self, is_needed: Callable[[int, OnGpus], bool], judge_faster: Callable[[float], None]
-    ) -> None:
-        """Gives compiled layers that are needed and recompute nothing their lower bounds, one kind and size
-        after the other, each once all that may be faster was judged."""
-        while (fastest := self._fastest_compiled(is_needed)) is not None:
-            judge_faster(self._total_seconds(fastest))
-            if is_needed(fastest, self._least(fastest)) and self._is_any_below(self._take([fastest])):
-                self.screen(lambda number, least: True)
-
-    def _fastest_compiled(self, is_needed: Callable[[int, OnGpus], bool]) -> int | None:
-        """Of compiled layers that wait, are needed and recompute nothing, which may be fastest."""
-        waiting = (
-            number
-            for numbers in self.waiting.values()
-            if numbers[0] in self._compiled and not _saves(self.space.candidates[numbers[0]].setup)
-            for number in numbers
-            if is_needed(number, self._least(number)) and not self._twins.stand_for(number, [number])
-        )
-        return min(waiting, key=lambda number: (self._total_seconds(number), number), default=None)
+    def _firsts_of(self, numbers: Sequence[int]) -> list[int]:
+        """Return the candidates to look at before these of one kind, or these. Of compiled layers those of
+        one size, for each takes long: the fastest of what saves nothing, which bounds the seconds of smaller
+        micro-batches, and else the smallest micro-batches, which bound the bytes of larger ones."""
+        firsts = [*map(self._first_of, numbers)]
+        if self._sizes is None:
+            return firsts
+        if uncompiled := [number for number in firsts if number not in self._compiled]:
+            return uncompiled
+        pieces = {number: self._sizes.pieces(number) for number in firsts}
+        saves = _saves(self.space.candidates[firsts[0]].setup)
+        size = max(pieces.values()) if saves else pieces[min(firsts, key=self._total_seconds)]
+        return [number for number in firsts if pieces[number] == size]
 
     def _is_any_below(self, asked: Mapping[int, OnGpus]) -> bool:
         """Whether one of these took less than what was `asked` of it, the least that had been known."""
@@ -181,15 +208,25 @@ class RecomputingKinds:
             if self._is_known(number)
         )
 
-    def _find_needed(self, is_needed: Callable[[int, OnGpus], bool], *, twins: bool) -> dict[int, list[int]]:
+    def _find_needed(
+        self, is_needed: Callable[[int, OnGpus], bool], *, twins: bool, lasting: bool = False
+    ) -> dict[int, list[int]]:
         """By kind, those that wait and are needed; for many GPUs all of the kind that is to be looked at
-        first, for asking about each costs more than it saves."""
+        first, for asking about each costs more than it saves. With `lasting`, what is not needed once is not
+        asked about again."""
         needed: dict[int, list[int]] = {}
+        dominated = self._dominated if lasting else set[int]()
+
+        def may_be_needed(number: int) -> bool:
+            if number not in dominated and not is_needed(number, self._least(number)):
+                dominated.add(number)
+            return number not in dominated
+
         for kind, numbers in self.waiting.items():
             asked = (
                 number
                 for number in numbers
-                if is_needed(number, self._least(number))
+                if may_be_needed(number)
                 and (twins or not self._saves_nothing(number))
                 and not self._budgets.are_idle(number)
             )
@@ -215,7 +252,7 @@ class RecomputingKinds:
             if left := [number for number in numbers if number not in taken]:
                 self.waiting[kind] = left
         if taken:
-            self.add(taken)
+            self.add(taken, min(least[0].seconds for least in taken.values()))
         return taken
 
     def screen_smallest(self) -> None:
@@ -237,15 +274,16 @@ class RecomputingKinds:
 
     def _first_of(self, number: int) -> int:
         """Which candidate to look at before this one: where it recomputes some layers, the one with each; of
-        compiled layers that save more, those that save less or are not compiled."""
-        full = self._full.get(number)
-        if full is not None and self._waits(full):
-            return full
-        if number not in self._compiled:
-            return number
-        bases = self._whole.get(number), self._compiled.alike(number), self._without[number]
-        before = next((other for other in bases if other is not None), number)
-        return self._first_of(before) if before != number and self._waits(before) else number
+        compiled layers what was lowered with each or none of them, and the same without the compiler."""
+        bases = [self._full.get(number)]
+        if number in self._compiled:
+            lowered = [*bases, self._without_checkpoints(number)]
+            lowered = [one for one in lowered if one is not None and self.states[0].is_begun(one)]
+            bases = [*lowered, self._compiled.alike(number), *bases]
+        for before in bases:
+            if before not in (None, number) and self._waits(before):
+                return self._first_of(before)
+        return number
 
     def _waits(self, number: int) -> bool:
         return number in self.waiting.get(self.space.candidates[number].passes, ())
@@ -253,11 +291,13 @@ class RecomputingKinds:
     def _least_of_waiting(self, number: int) -> OnGpus | None:
         return self._least(number) if self._waits(number) else None
 
-    def add(self, numbers: Collection[int]) -> None:
-        """Gives these candidates their lower bounds."""
+    def add(self, numbers: Collection[int], least_seconds: float = 0.0) -> None:
+        """Gives these candidates their lower bounds, of which the fastest may take so many seconds."""
         if len(self.states[0].bounds) != self._known:  # some could not be rehearsed after all
             self._least_known.clear()
-        screening = screen(self.space, self.pool, self.tell, numbers)
+        state = self.states[0] if len(self.states) == 1 else None
+        ahead_seconds = least_seconds * (1 + AHEAD_SHARE)
+        screening = screen(self.space, self.pool, self.tell, numbers, state, ahead_seconds)
         kinds = {self.space.candidates[number].passes for number in numbers} - self._looked_at
         self._looked_at |= kinds
         for index, state in enumerate(self.states):
@@ -280,11 +320,11 @@ class RecomputingKinds:
         """Gives the candidates that recompute nothing their lower bounds."""
         self.add([n for n, one in enumerate(self.space.candidates) if one.passes not in self.waiting])
 
-    def screen_these(self, numbers: Iterable[int], most_seconds: float) -> None:
-        """Gives the kinds of these candidates their lower bounds, but where those are above that many seconds
-        anyway."""
+    def screen_these(self, numbers: Iterable[int], is_needed: Callable[[Bound], bool]) -> None:
+        """Give the kinds of these candidates their lower bounds, where they are needed by the least that is
+        known of them."""
         asked = set(numbers)
-        self.screen(lambda number, least: number in asked and least[0].seconds <= most_seconds)
+        self.screen(lambda number, least: number in asked and is_needed(least[0]))
 
     def _least(self, number: int) -> OnGpus:
         """The least that is known of a candidate that was not looked at; each round asks several times."""
@@ -302,8 +342,7 @@ class RecomputingKinds:
     def _without_checkpoints(self, number: int) -> int | None:
         """The same candidate but for recomputing, with its logits in chunks where it has them so."""
         if number not in self._none:
-            recipe = self.space.candidates[number].recipe
-            self._none[number] = self.space.number(recipe.with_(roster.plain(Slot.CHECKPOINTING)))
+            self._none[number] = self.space.variant(number, roster.plain(Slot.CHECKPOINTING))
         return self._none[number]
 
     def _least_of(self, number: int) -> OnGpus:
@@ -349,13 +388,12 @@ class RecomputingKinds:
             return bound.resting_bytes
         return max(bound.resting_bytes, int(bound.outside_bytes * (1 - PEAK_SHARE)))
 
-    def _with_each(self, candidate: Candidate) -> int | None:
+    def _with_each(self, number: int) -> int | None:
         """The same with each layer recomputed by itself; None for one that recomputes none, or just so."""
-        wish = candidate.setup.checkpoint
-        if (wish is None and not candidate.setup.has_budget) or wish == EVERY_LAYER:
+        setup = self.space.candidates[number].setup
+        if (setup.checkpoint is None and not setup.has_budget) or setup.checkpoint == EVERY_LAYER:
             return None
-        full = self._each_layer
-        return None if full is None else self.space.number(candidate.recipe.with_(full))
+        return None if self._each_layer is None else self.space.variant(number, self._each_layer)
 
     def _least_by_each(self, number: int) -> OnGpus:
         """The least of a candidate by what recomputing each layer takes; nothing where that says nothing."""
@@ -371,11 +409,14 @@ class RecomputingKinds:
             return [least_of_spans(one) if of_spans else NOTHING for one in self._bounds(full)]
         least = [Bound(int(bound.needed_bytes * (1 - PEAK_SHARE)), 0.0) for bound in self._bounds(full)]
         none = self._without_checkpoints(number)
-        if none is None or not self._is_known(none) or wish is None or wish.keep:
+        if none is None or wish is None or wish.keep:
+            return least
+        keeping_all = self._bounds(none) if self._is_known(none) else self._least_of_waiting(none)
+        if keeping_all is None:
             return least
         return [
             most.at_least(least_of_some(one, other, wish))
-            for most, one, other in zip(least, self._bounds(none), self._bounds(full), strict=True)
+            for most, one, other in zip(least, keeping_all, self._bounds(full), strict=True)
         ]
 
     def _bounds_of_whole(self, number: int) -> OnGpus:
@@ -419,10 +460,9 @@ class RecomputingKinds:
     # ---- twins -------------------------------------------------------------------------------------------
 
     def _base_of(self, number: int) -> int | None:
-        """Return the candidate by which this one is compared with a twin: without recomputing, or without the
-        compiler where it recomputes nothing."""
-        without = self._without.get(number)
-        return self._compiled.alike(number) if without is None and number in self._compiled else without
+        """Return the candidate by which this one is compared with a twin: the same without recomputing,
+        chunks of logits and compiler."""
+        return self._compiled.bare(number) if number in self._compiled else self._without.get(number)
 
     def _known_bounds(self, number: int) -> OnGpus | None:
         return self._bounds(number) if self._is_known(number) else None

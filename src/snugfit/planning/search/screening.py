@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
 from snugfit.planning.plan import Exclusion
 from snugfit.planning.search.progress import Progress, Tell
-from snugfit.planning.search.state import exclusion
+from snugfit.planning.search.state import Judging, SearchState, exclusion
 from snugfit.prediction.worker_pool import Question, WorkerPool
 
 if TYPE_CHECKING:
@@ -29,42 +29,75 @@ class Screening:
 
 
 def screen(
-    space: Space, pool: WorkerPool, tell: Tell = lambda what: None, numbers: Collection[int] | None = None
+    space: Space,
+    pool: WorkerPool,
+    tell: Tell = lambda what: None,
+    numbers: Collection[int] | None = None,
+    state: SearchState | None = None,
+    ahead_seconds: float = 0.0,
 ) -> Screening:
-    """Gives every candidate its lower bounds, or some. One worker begins at each end
-    of the list, which is in the order of what updates depend on, so that few updates are rehearsed in both.
-    Raises `SnugfitError` when nothing at all can be rehearsed."""
-    groups: dict[int, list[int]] = defaultdict(list)
-    for number in range(len(space.candidates)) if numbers is None else numbers:
-        groups[space.candidates[number].passes].append(number)
-    order = sorted(groups.values(), key=lambda group: repr(space.candidates[group[0]].update))
+    """Gives every candidate its lower bounds, or some. One worker begins at each end of the list, which is in
+    the order of what updates depend on, so that few updates are rehearsed in both. With a `state`, compiled
+    layers go to the worker that has some of them, and one that would only wait judges ahead what takes
+    so many seconds at most. Raises `SnugfitError` when nothing at all can be rehearsed."""
+    order = _groups_of(space, range(len(space.candidates)) if numbers is None else numbers)
     waiting = deque(range(len(order)))
     screening = Screening()
     tell(f"estimating {len(order)} kinds of steps")
     progress = Progress("screening", len(order), tell)
 
-    def ask(worker: int) -> Question | None:
-        if not waiting:
-            return None
-        index = waiting.pop() if worker % 2 else waiting.popleft()
-        return Question(index, "screen", ([space.candidates[number].setup for number in order[index]],))
+    busy = set[int]()
+    ahead: Judging | None = None
 
-    for index, answer in pool.answers(ask, helped=True):
-        progress.step()
-        if isinstance(answer, SnugfitError):
-            screening.excluded.append(exclusion(space, order[index], answer))
+    def ask(worker: int) -> Question | None:
+        nonlocal ahead
+        for index in reversed(waiting) if worker % 2 else waiting:
+            setups = [space.candidates[number].setup for number in order[index]]
+            if state is None or setups[0].compile is None or state.is_for(worker, order[index][0]):
+                waiting.remove(index)
+                busy.add(index)
+                return Question(~index, "screen", (setups,))
+        if state is None or not busy:
+            return None
+        ahead = ahead or state.ahead(ahead_seconds)
+        return ahead.ask(worker)
+
+    for asked in pool.answers(ask, helped=True):
+        if ahead is not None and asked.number in ahead.asked:
+            ahead.learn(asked)
             continue
-        refused: dict[str, list[int]] = defaultdict(list)
-        for number, bounds in zip(order[index], answer, strict=True):
-            if isinstance(bounds, SnugfitError):
-                refused[str(bounds)].append(number)
-            else:
-                screening.bounds[number] = bounds
-        screening.excluded += [
-            Exclusion(what=str(space.candidates[group[0]].recipe), why=why, recipes=len(group))
-            for why, group in refused.items()
-        ]
+        index, answer = ~asked.number, asked.value
+        busy.remove(index)
+        progress.step()
+        _note(screening, space, order[index], answer)
     if numbers is None and not screening.bounds:
         why = screening.excluded[0].why if screening.excluded else "there is none"
         raise SnugfitError(f"No recipe could be simulated: {why}")
     return screening
+
+
+def _groups_of(space: Space, numbers: Collection[int]) -> list[list[int]]:
+    """Return these candidates by their kind of passes, and compiled ones by their size too."""
+    groups: dict[Hashable, list[int]] = defaultdict(list)
+    for number in numbers:
+        candidate = space.candidates[number]
+        compiled = candidate.setup.compile is not None
+        groups[candidate.passes, candidate.program if compiled else None].append(number)
+    return sorted(groups.values(), key=lambda group: repr(space.candidates[group[0]].update))
+
+
+def _note(screening: Screening, space: Space, group: Sequence[int], answer: Any) -> None:
+    """Note the lower bounds of a group, or why some or all of it have none."""
+    if isinstance(answer, SnugfitError):
+        screening.excluded.append(exclusion(space, [*group], answer))
+        return
+    refused: dict[str, list[int]] = defaultdict(list)
+    for number, bounds in zip(group, answer, strict=True):
+        if isinstance(bounds, SnugfitError):
+            refused[str(bounds)].append(number)
+        else:
+            screening.bounds[number] = bounds
+    screening.excluded += [
+        Exclusion(what=str(space.candidates[alike[0]].recipe), why=why, recipes=len(alike))
+        for why, alike in refused.items()
+    ]

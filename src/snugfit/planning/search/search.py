@@ -1,8 +1,9 @@
 """The search: every valid recipe, as few full rehearsals as that takes, and still an exact answer.
 
 Each Setup first gets its lower bounds (`Parts.screen`), but for kinds of recomputing that cannot matter
-(`recomputing.py`). Then Setups are judged in the order of their least seconds: put together in full, timed,
-and sent through the allocator. A Setup that is dominated by one that was judged, by its lower bounds and up
+(`recomputing.py`). Setups are judged in the order of their least seconds: put together in full, timed, and
+sent through the allocator. A kind that may be faster than all of them is screened before. A worker that would
+only wait judges ahead. A Setup that is dominated by one that was judged, by its lower bounds and up
 to a resolution of memory, is left out, unless it may fit where that one does not. So what remains is the
 Pareto front of the space, up to that resolution, and the fastest that fits, exactly: less memory can never
 give a faster plan. Where the smallest is asked for, or nothing fits, whatever could be smaller yet is judged
@@ -33,7 +34,7 @@ from snugfit.planning.request import fidelity_of, refuse_bad_request, start_of
 from snugfit.planning.search.grades import find_grades
 from snugfit.planning.search.progress import Tell, with_best
 from snugfit.planning.search.ranking import rank_best
-from snugfit.planning.search.recomputing import KINDS_AT_A_TIME, RecomputingKinds
+from snugfit.planning.search.recomputing import RecomputingKinds
 from snugfit.planning.search.released import find_released
 from snugfit.planning.search.simpler import AS_FAST
 from snugfit.planning.search.space import Space, space_of
@@ -261,20 +262,21 @@ def _judge_front(
     def may_matter(number: int, least: Sequence[Bound]) -> bool:
         return not state.is_dominated(number, least[0])
 
-    def judge_faster(most_seconds: float) -> None:
-        faster = [number for number, bound in state.bounds.items() if bound.seconds <= most_seconds]
-        state.judge_all(pool, tell, among=faster)
+    def judge_faster(most_seconds: float) -> bool:
+        judged = len(state.judged) + len(state.excluded)
+        faster = [number for number in state.find_unjudged() if state.bounds[number].seconds <= most_seconds]
+        if faster:
+            state.judge_all(pool, tell, among=faster)
+        return len(state.judged) + len(state.excluded) > judged
 
+    def next_seconds() -> float:
+        return min((state.bounds[number].seconds for number in state.find_unjudged()), default=math.inf)
+
+    while every_bound and recomputing.screen(lambda number, least: True):
+        pass
     if not every_bound:
-        recomputing.screen_compiled(may_matter, judge_faster)
+        recomputing.screen_fastest_first(may_matter, judge_faster, next_seconds)
     state.judge_all(pool, tell)
-    most = None if every_bound else KINDS_AT_A_TIME
-    while numbers := recomputing.screen(
-        lambda number, least: every_bound or may_matter(number, least),
-        most,
-        twins=every_bound,
-    ):
-        state.judge_all(pool, tell, among=numbers)
 
 
 def _timer_of(gpu: Gpu | None) -> Timer:

@@ -33,7 +33,11 @@ def prefer_simple(state: SearchState, pool: WorkerPool, fastest: int) -> int:
     def fits(needed_bytes: int) -> bool:
         return state.memory_bytes is None or needed_bytes <= state.memory_bytes
 
-    state.screen_these(simpler_than(state.space, fastest), state.judged[fastest].seconds * (1 + AS_FAST))
+    most_seconds = state.judged[fastest].seconds * (1 + AS_FAST)
+    state.screen_these(
+        simpler_than(state.space, fastest),
+        lambda least: least.seconds <= most_seconds and fits(least.needed_bytes),
+    )
     state.judge(state.by_trace(unknown_simpler(state, fastest, fits)), pool)
     return simplest(state, fastest, lambda number: fits(state.judged[number].needed_bytes))
 
@@ -99,8 +103,6 @@ def _simpler_than(space: Space, number: int) -> Iterator[int]:
     slots = [slot for slot in Slot if recipe[slot] != space.simplest[slot]]
     for count in range(1, len(slots) + 1):
         for some in combinations(slots, count):
-            simpler = recipe
-            for slot in some:
-                simpler = simpler.with_(space.simplest[slot])
-            if (other := space.number(simpler)) is not None:
+            other = space.variant(number, *(space.simplest[slot] for slot in some))
+            if other is not None:
                 yield other

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
 from operator import ne
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from snugfit.errors import RecipeError, SnugfitError
 from snugfit.planning.keep import Kept
 from snugfit.planning.plan import Exclusion
 from snugfit.planning.search.combinations import Combinations, Objection
-from snugfit.planning.step_key import as_written, passes_key, trace_key
+from snugfit.planning.step_key import as_written, passes_key, program_key, trace_key
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import ONLY_TRAINING, Recipe
 from snugfit.techniques.setup import Setup
@@ -42,6 +42,8 @@ ALLOWED_BY = {
 
 NOTHING_KEPT = Kept()
 
+_SLOT_INDICES = {slot: index for index, slot in enumerate(Slot)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
@@ -56,6 +58,8 @@ class Candidate:
     """Which kind of passes its step has, whatever the size of a micro-batch."""
     sized: int
     """Which kind and size of passes."""
+    program: int
+    """Which kind and size of compiled layers, lowered once for all that share them; of others as `sized`."""
     trace: int
     """Which trace, but for what products are computed in and who makes the batches."""
 
@@ -85,6 +89,31 @@ class Space:
             index = index * len(offered) + offered.index(technique)
         return self.numbers.get(index)
 
+    def variant(self, number: int, *techniques: Technique) -> int | None:
+        """Return the candidate with these techniques in place of its own; None when there is none."""
+        own, index = self.candidates[number].recipe.techniques, self._indices.get(number)
+        for technique in techniques:
+            slot = _SLOT_INDICES[technique.slot]
+            digits = self._digits[slot]
+            if index is None or technique not in digits:
+                return self.number(reduce(Recipe.with_, techniques, self.candidates[number].recipe))
+            index += digits[technique] - digits[own[slot]]
+        return None if index is None else self.numbers.get(index)
+
+    @cached_property
+    def _indices(self) -> dict[int, int]:
+        """Index of each candidate among all combinations of the choices."""
+        return {number: index for index, number in self.numbers.items()}
+
+    @cached_property
+    def _digits(self) -> list[dict[Technique, int]]:
+        """By slot, the share of each technique in the index of a combination."""
+        digits, stride = [], 1
+        for offered in reversed(self.choices):
+            digits.append({technique: stride * digit for digit, technique in enumerate(offered)})
+            stride *= len(offered)
+        return digits[::-1]
+
     @cached_property
     def simplest(self) -> Recipe:
         """What needs no explanation: the user's own recipe, or the plain one where there is none."""
@@ -101,7 +130,14 @@ class Space:
 
     def offers(self, slot: Slot) -> tuple[Technique, ...]:
         """What this slot may hold."""
-        return self.choices[list(Slot).index(slot)]
+        return self.choices[_SLOT_INDICES[slot]]
+
+    def variants(self, number: int, slot: Slot) -> Iterator[int]:
+        """Yield the candidates that differ from this one in this slot alone."""
+        for technique in self.offers(slot):
+            other = self.variant(number, technique)
+            if other is not None and other != number:
+                yield other
 
     def others(self, recipe: Recipe, slot: Slot) -> Iterator[int]:
         """The candidates that differ from this recipe in this slot alone."""
@@ -133,6 +169,8 @@ def space_of(
     passes: dict[object, int] = {}
     sized: dict[object, int] = {}
     traces: dict[object, int] = {}
+    programs: dict[object, int] = {}
+    program_of: dict[int, int] = {}
     numbers: dict[int, int] = {}
     for number, techniques, setup in combinations:
         numbers[number] = len(candidates)
@@ -142,9 +180,18 @@ def space_of(
         kind = passes.setdefault(of_passes, len(passes))
         size = sized.setdefault((kind, micro_batches), len(sized))
         trace = traces.setdefault((size, update), len(traces))
-        recipe = Recipe(techniques)
+        if size not in program_of:
+            program_of[size] = programs.setdefault(program_key(setup) or size, len(programs))
         candidates.append(
-            Candidate(recipe=recipe, setup=setup, update=update, passes=kind, sized=size, trace=trace)
+            Candidate(
+                recipe=Recipe(techniques),
+                setup=setup,
+                update=update,
+                passes=kind,
+                sized=size,
+                program=program_of[size],
+                trace=trace,
+            )
         )
     if not candidates:
         raise RecipeError(_no_candidate(combinations.objections, fixed))

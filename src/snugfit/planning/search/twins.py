@@ -20,7 +20,7 @@ from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
-    from snugfit.planning.search.space import Candidate, Space
+    from snugfit.planning.search.space import Space
     from snugfit.techniques.technique import Technique
 
 DIFFER = (Slot.ATTENTION, Slot.KERNELS, Slot.PRECISION)
@@ -62,7 +62,7 @@ class Twins:
         """Return whether one kind is no worse than this one for all of its candidates that are `needed`."""
         candidates = self.space.candidates
         one_per_trace = {candidates[number].trace: number for number in needed}.values()
-        for technique in self._other_techniques(candidates[needed[0]]) if self.stand else ():
+        for technique in self._other_techniques(needed[0]) if self.stand else ():
             pairs = [(number, self._with(number, technique)) for number in one_per_trace]
             known = [
                 (number, twin) for number, twin in pairs if twin is not None and self._are_known(number, twin)
@@ -90,19 +90,19 @@ class Twins:
         least = [bound._replace(needed_bytes=int(bound.needed_bytes * (1 - PEAK_SHARE))) for bound in other]
         return is_below(own, least, ROUNDING)
 
-    def _other_techniques(self, candidate: Candidate) -> Iterator[Technique]:
+    def _other_techniques(self, number: int) -> Iterator[Technique]:
         """Yield what makes a twin of this candidate, put into its recipe."""
-        recipe, dtype = candidate.recipe, candidate.setup.weights_dtype
+        candidates = self.space.candidates
+        dtype = candidates[number].setup.weights_dtype
         for slot in DIFFER:
-            for technique in self.space.offers(slot):
-                if technique != recipe[slot] and recipe.with_(technique).setup().weights_dtype == dtype:
-                    yield technique
+            for twin in self.space.variants(number, slot):
+                if candidates[twin].setup.weights_dtype == dtype:
+                    yield candidates[twin].recipe[slot]
 
     def _with(self, number: int, technique: Technique) -> int | None:
-        recipe = self.space.candidates[number].recipe.with_(technique)
-        twin = self.space.number(recipe)
+        twin = self.space.variant(number, technique)
         if twin is not None and self._is_refused(twin):
-            twin = self.space.number(recipe.with_(roster.plain(Slot.ENGINE)))
+            twin = self.space.variant(twin, roster.plain(Slot.ENGINE))
         return twin
 
     def _are_known(self, number: int, twin: int) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from types import FunctionType, ModuleType
@@ -34,6 +35,12 @@ def import_code() -> None:
     with no_hub_kernels():
         import liger_kernel.transformers  # noqa: F401
     logging.getLogger("liger_kernel.backends").setLevel(logging.ERROR)
+
+
+def refuse_without_triton(device: torch.device) -> None:
+    """Raise `RecipeError` on a CPU, for which Triton compiles nothing; its interpreter is for tests."""
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RecipeError("liger: Liger's kernels run on GPUs alone. Take 'torch_kernels' on a CPU.")
 
 
 def use_liger(model: torch.nn.Module, **parts: bool) -> None:
@@ -99,9 +106,11 @@ def _bind(model: torch.nn.Module, file: ModuleType, changed: Mapping[str, Any]) 
             f"it for one {type(model).__name__}. Try liger(rope=false)."
         )
     names = {**vars(file), **changed}
+    kinds = dict.fromkeys(map(type, model.modules()))
+    affected = {kind: [one for one in _methods(kind) if _looks_up(one[1], file, changed)] for kind in kinds}
     for module in model.modules():
-        for name, function in _methods(type(module)):
-            if name not in vars(module) and _looks_up(function, file, changed):
+        for name, function in affected[type(module)]:
+            if name not in vars(module):
                 method = FunctionType(
                     function.__code__, names, name, function.__defaults__, function.__closure__
                 )
