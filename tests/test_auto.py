@@ -21,7 +21,7 @@ from snugfit.techniques.recipe import Recipe, without_auto
 from snugfit.techniques.setup import OffloadWish
 from snugfit.techniques.technique import Slot
 
-pytestmark = pytest.mark.stored_rehearsals
+pytestmark = [pytest.mark.stored_rehearsals, pytest.mark.whole]
 
 LAYERS = 3
 MORE_LAYERS = 8

@@ -29,6 +29,8 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 
+pytestmark = pytest.mark.whole
+
 GPU = find_gpu("h200")
 
 

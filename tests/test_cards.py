@@ -33,7 +33,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB
 from tiers import slow_but
 
-pytestmark = pytest.mark.stored_rehearsals
+pytestmark = [pytest.mark.stored_rehearsals, pytest.mark.whole]
 
 JOB = replace(small_job("llama", 12), batch_size=64)
 KINDS = tuple(map(find_gpu, ("h200", "h100-sxm", "l4")))

@@ -48,6 +48,8 @@ from snugfit.techniques.technique import Slot
 from snugfit.units import MIB
 from tiers import slow_but
 
+pytestmark = pytest.mark.whole
+
 LOSS_OUTSIDE = 256
 """Bytes of numbers that Python wraps, which a trace does not hold."""
 

@@ -37,6 +37,8 @@ from test_compiled import LOSS_OUTSIDE, of_llama, of_llama_on_a_gpu
 from test_compiled_model import measured_job
 from tiers import slow_but
 
+pytestmark = pytest.mark.whole
+
 GRAPHS = ("mode=reduce-overhead", "backend=cudagraphs")
 
 

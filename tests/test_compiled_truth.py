@@ -21,6 +21,8 @@ from snugfit.results.measurement import Measurement
 from test_law_recorded_truth import Truth, drifted, figures
 from tiers import slow_but
 
+pytestmark = pytest.mark.whole
+
 FOLDER = Path(__file__).parents[1] / "results" / "h200-2026-11-23" / "compiled"
 COMPILED = sorted(file.parent.name for file in FOLDER.rglob("measurement.json")
                   if "uncompiled" not in file.parent.name)  # fmt: skip

@@ -18,7 +18,7 @@ from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS, Trace
 from snugfit.techniques.recipe import Recipe
 from tiers import slow_but
 
-pytestmark = pytest.mark.stored_rehearsals
+pytestmark = [pytest.mark.stored_rehearsals, pytest.mark.whole]
 
 H200 = find_gpu("h200")
 

@@ -17,7 +17,7 @@ from snugfit.planning.lengths.lengths import job_of, plan_lengths
 from snugfit.planning.lengths.padding import Way
 from snugfit.prediction.predict import predict
 
-pytestmark = pytest.mark.stored_rehearsals
+pytestmark = [pytest.mark.stored_rehearsals, pytest.mark.whole]
 
 MIXED = Lengths.of({3: 40, 6: 90, 11: 60, 19: 30, 24: 6})
 BERT = small_job("bert", layers=1, facts={"max_position_embeddings": 64})

@@ -19,7 +19,7 @@ from snugfit.prediction.predict import predict
 from snugfit.prediction.rates import HostLaunchCosts, calibration_file, rates_for
 from snugfit.techniques.recipe import Recipe
 
-pytestmark = pytest.mark.stored_rehearsals
+pytestmark = [pytest.mark.stored_rehearsals, pytest.mark.whole]
 
 OTHER = find_gpu("h100-sxm")  # on which the price of unaligned rows was not measured
 SLOW_PRODUCTS = 1e12

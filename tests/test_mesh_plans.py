@@ -35,7 +35,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB
 from tiers import slow_but
 
-pytestmark = pytest.mark.stored_rehearsals
+pytestmark = [pytest.mark.stored_rehearsals, pytest.mark.whole]
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 128}
 JOB = small_job("llama", 12, HEADS, batch_size=16, sequence_length=512)

@@ -35,7 +35,7 @@ from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.units import GIB, MIB
 from tiers import slow_but
 
-pytestmark = pytest.mark.stored_rehearsals
+pytestmark = [pytest.mark.stored_rehearsals, pytest.mark.whole]
 
 JOB = replace(small_job("llama", 12), batch_size=8)
 SHALLOW = replace(small_job("llama", 2), batch_size=8)
