@@ -156,7 +156,7 @@ def test_a_hand_written_loop_is_warned(kind: str) -> None:
     warned = [event["text"] for event in heard if event["event"] == "warning"]
     assert len(warned) == (kind != "plain")
     if kind == "centred":
-        assert "the loss of 4 samples is" in warned[0]
+        assert "the gradients of 4 samples are others" in warned[0]
 
 
 @pytest.mark.whole
@@ -189,7 +189,7 @@ def test_a_trainers_own_loss_is_compared_and_left_as_it_was(tmp_path: Path) -> N
     trainer = trainer_of(tmp_path, model_of("bert").train(), classified(8), kind=Centred)
     state = torch.get_rng_state()
     fit(trainer, "micro_batches(2)", watch=lambda event: told.append(event["event"] + event.get("text", "")))
-    assert [text for text in told if text.startswith("warning") and "the loss of 4 samples is" in text]
+    assert [text for text in told if text.startswith("warning") and "the gradients of 4 samples" in text]
     assert trainer.asked == 0
     assert trainer.model.training
     assert torch.equal(torch.get_rng_state(), state)
@@ -232,7 +232,7 @@ def test_train_compares_the_whole_and_the_cut_loss_of_a_head(
 
     if sums:
         monkeypatch.setattr(kind, "forward", summing)
-    text = "the loss of 4 samples is"
+    text = "the gradients of 4 samples"
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     train(small_run(whole, "plain", max_steps=1), compare=own.compare_cut)
     train(small_run(cut, "micro_batches(2)", max_steps=1), compare=own.compare_cut)
@@ -259,7 +259,7 @@ def test_train_compares_before_a_recovery_cuts(tmp_path: Path, monkeypatch: pyte
     model = Summed()
     job = Job(model=Model.from_module(model, {"x": torch.ones(4, 2)}), task=Task.CUSTOM, batch_size=4)
     samples = [{"x": torch.full((2,), float(number))} for number in range(4)]
-    with pytest.raises(OutOfMemory, match=r"the batch cannot be cut: .*the loss of 4 samples is"):
+    with pytest.raises(OutOfMemory, match=r"the batch cannot be cut: .*the gradients of 2 samples"):
         snugfit_train(job, "plain", samples, output_dir=tmp_path, max_steps=1, device="cpu")
 
 

@@ -142,6 +142,14 @@ def pieces_of(
         yield layout.part(batch, start, start + rows)
 
 
+def join_pieces(pieces: Sequence[Mapping[str, Any]], dims: BatchDims | None = None) -> dict[str, Any] | None:
+    """Join micro-batches into one batch; None where their tensors do not fit together."""
+    try:
+        return layout_of(pieces[0], dims).join(pieces)
+    except (KeyError, RuntimeError, TypeError):
+        return None
+
+
 def shifts_labels(model: torch.nn.Module) -> bool:
     """Whether this is one of transformers' decoders, whose losses shift their labels by one."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

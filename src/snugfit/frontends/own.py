@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import JobError, ModelError, UsageError, did_you_mean
-from snugfit.frontends.cut_loss import job_with_mixing
+from snugfit.frontends.cut_loss import job_with_mixing, weighed_by_items
 from snugfit.frontends.next_recipe import next_recipe
 from snugfit.frontends.predicted import begin_to_import, run_predictor
 from snugfit.job.job import Job, refuse_what_is_no_job
@@ -155,9 +155,13 @@ def _nobody(event: Event) -> None:
     """Hears the events of a process that does not speak for the run."""
 
 
-def compare_cut(job: Job, step: TrainingStep, model: Any, batch: Mapping[str, Any]) -> Job:
-    """The job, with a reason where the loss of this batch is another than that of its halves."""
-    return job_with_mixing(job, model, step.loss_of, step.items_of, batch)
+def compare_cut(
+    job: Job, step: TrainingStep, model: Any, batch: Mapping[str, Any], again: bool = False
+) -> Job:
+    """Return the job, with a reason where gradients of this batch are others than those of its pieces."""
+    loss_of = weighed_by_items(step.loss_of, step.items_of)
+    context = step.forward_context
+    return job_with_mixing(job, model, loss_of, batch, most=step.rows, context=context, again=again)
 
 
 def _options_for(given: Mapping[str, Any], evaluation: Source | None) -> TrainOptions:

@@ -127,6 +127,8 @@ class BatchLayout:
         parts = [dict(leaves(sample)) for sample in samples]
 
         def concatenate(name: str, value: Any) -> Any:
+            if name in self.rows and isinstance(value, list):
+                return [item for part in parts for item in part[name]]
             if name not in self.rows or not torch.is_tensor(value):
                 return value
             return torch.cat([part[name] for part in parts], dim=self.rows[name].dimension)

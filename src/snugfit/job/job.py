@@ -132,6 +132,9 @@ class Job:
     mixes_samples: str = field(default="", compare=False, repr=False)
     """Why its loss is no mean over samples, where that was found with data; `mixing_of` asks the model."""
 
+    unclear_cut: str = field(default="", compare=False, repr=False)
+    """Reason for which data could not show if its batch may be cut; empty where no data was used, too."""
+
     routing: str = "balanced"
     """How a rehearsal takes routers to choose, which depends on weights: `balanced` (tokens go evenly to
     experts) or `worst` (all to the same ones)."""

@@ -9,7 +9,7 @@ Gradients of micro-batches add up to those of the batch if the loss is a mean ov
 A model of transformers with one of our tasks has a loss of samples or tokens, so its layers decide. A module
 from Python is run on `meta` with two numbers of samples: a tensor that grows with their square holds pairs,
 and a product or a mean over the samples that is no single number is a statistic. Whoever has data compares
-the losses themselves (`frontends/cut_loss.py`), which finds the rest, and writes it into the job
+gradients themselves (`frontends/cut_loss.py`), which finds the rest, and writes it into the job
 (`Job.mixes_samples`).
 """
 

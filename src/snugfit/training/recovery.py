@@ -13,13 +13,19 @@ from typing import TYPE_CHECKING, Any, final
 
 from snugfit.errors import OutOfMemory
 from snugfit.job.job import Job
+from snugfit.job.sample_mixing import mixing_of
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
 from snugfit.training.step_logger import RETRIES_IN_A_ROW, THRASHING
 
 if TYPE_CHECKING:
+    from snugfit.techniques.setup import Setup
     from snugfit.training.journal import Event, Journal
+
+
+AGAIN_AFTER = (1, 4, 16, 64, 256, 1024)
+"""Steps of a process after which pieces of a batch are compared with the whole again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +39,9 @@ class Unplanned:
 Replan = Callable[[Job, Recipe, str], Recipe | Unplanned | None]
 """A job, the recipe that ran out of memory and the cause: the recipe to go on with, or None."""
 
-Compare = Callable[[Job, Any, Any, Mapping[str, Any]], Job]
-"""A job, its training step, its live model and a host batch (B, ...): the job, with a reason in
-`mixes_samples` where the batch in pieces is another."""
+Compare = Callable[[Job, Any, Any, Mapping[str, Any], bool], Job]
+"""A job, its training step, its live model, a host batch (B, ...), and True where steps were taken: the job,
+with a reason in `mixes_samples` where the batch in pieces is another."""
 
 STEP_BOUNDARY = "step boundary"
 """The phase of memory that was found to be short between two steps."""
@@ -48,6 +54,13 @@ WHAT_TO_TRY = (
     "folder with a recipe that needs less: snugfit plan --memory finds one."
 )
 """Advice when memory ran out for good."""
+
+CURE = (
+    "Train with the whole batch, or let the loss be a sum that is divided by one count of the whole batch: "
+    "num_items_in_batch in a Trainer's loss, items= of accelerate (the sum of a piece's weights, or its "
+    "labels that count)."
+)
+"""Advice for a loss whose pieces do not add up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +94,19 @@ def cut_warning(job: Job, recipe: Recipe) -> Iterator[Event]:
     """A warning where this recipe, which the user has named, cuts a batch that is another in pieces."""
     cut = recipe[Slot.BATCHING]
     if recipe.setup().micro_batches > 1 and (why := cut.planning_objection(job)):
-        yield {"event": "warning", "text": f"{cut}: {why}."}
+        cure = f" {CURE}" if job.mixes_samples or job.unclear_cut else ""
+        yield {"event": "warning", "text": f"{cut}: {why}.{cure}"}
+
+
+def compares_again(job: Job, setup: Setup, steps: int) -> bool:
+    """Return True where the batch of this job, which is cut, is compared again after so many steps of this
+    process. Steps that are recorded hold memory that nothing else may use, so theirs is not."""
+    return steps in AGAIN_AFTER and setup.capture is None and not mixing_of(job).reason
+
+
+def with_last_decision(before: Job, after: Job) -> Job:
+    """Return the job that was compared again, unless that decided nothing."""
+    return before if after.unclear_cut else after
 
 
 @final

@@ -32,7 +32,6 @@ from snugfit.frontends.custom_loop.model import (
 )
 from snugfit.frontends.custom_loop.run import HandRun
 from snugfit.frontends.custom_loop.step import CustomStep, ItemsOf, LossOf
-from snugfit.frontends.cut_loss import job_with_mixing
 from snugfit.frontends.items import example_of, samples_in
 from snugfit.frontends.own import capability_of, folder_of, options_of
 from snugfit.job.batch_layout import BatchDims
@@ -136,7 +135,7 @@ def _job_to_train(
     for text in notes:
         watch({"event": "note", "text": text})
     if live.recipe.setup().micro_batches > 1:
-        job = job_with_mixing(job, live.model, step.value_of, step.items_of)
+        job = step.job_with_mixing(job, live.model)
     for warning in cut_warning(job, live.recipe):
         watch(warning)
     return job

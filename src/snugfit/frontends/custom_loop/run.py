@@ -20,7 +20,6 @@ from snugfit.frontends.custom_loop.batches import Batches
 from snugfit.frontends.custom_loop.checkpoints import RunCheckpoints
 from snugfit.frontends.custom_loop.evaluation import EvaluationWatch, Stopped
 from snugfit.frontends.custom_loop.step import CustomStep
-from snugfit.frontends.cut_loss import job_with_mixing
 from snugfit.frontends.items import pieces_of, samples_in, write_batch
 from snugfit.frontends.next_recipe import next_recipe
 from snugfit.frontends.predicted import run_predictor
@@ -30,7 +29,14 @@ from snugfit.training.backward_updates import BackwardWatch
 from snugfit.training.checkpoint.state import TrainState
 from snugfit.training.interrupt import EXIT_CODES
 from snugfit.training.journal import Journal
-from snugfit.training.recovery import Exhausted, Unplanned, out_of_memory
+from snugfit.training.recovery import (
+    Exhausted,
+    Unplanned,
+    compares_again,
+    cut_warning,
+    out_of_memory,
+    with_last_decision,
+)
 from snugfit.training.rng import rng_states, set_rng_states
 from snugfit.training.run.loop import NonFinite, StepResult
 from snugfit.training.step_logger import StepLogger
@@ -72,6 +78,7 @@ class HandRun:
         predict = run_predictor(state.device)
         self._logger = StepLogger(journal, state.device, every=every, predict=predict)
         self._backward = BackwardWatch()
+        self._journal, self._taken = journal, 0
         self._begun = self._closed = self._resumed = False
         self._evaluations = EvaluationWatch(state, batches, checkpoints)
         if checkpoints is not None:
@@ -153,6 +160,7 @@ class HandRun:
         self._state.progress.count(result.updated, most_skipped=MOST_SKIPPED)
         self._batches.used()
         self._log(result, pieces, time.perf_counter() - began)
+        self._compare_again(batch, is_cut=len(pieces) > 1)
         self._at_boundary(result.loss)
         return result.loss
 
@@ -238,7 +246,7 @@ class HandRun:
         )
 
     def _out_of_memory(self, exhausted: Exhausted) -> OutOfMemory:
-        self.job = job_with_mixing(self.job, self.model, self._step.value_of, self._step.items_of)
+        self.job = self._step.job_with_mixing(self.job, self.model)
         smaller = next_recipe(self._state.device)(self.job, self.recipe, exhausted.cause)
         unplanned = ""
         if isinstance(smaller, Unplanned):
@@ -254,6 +262,17 @@ class HandRun:
         if smaller is None:
             advice = "There is no recipe for the same training that needs less. Use a smaller global batch."
         return out_of_memory(exhausted, self.recipe, self.steps, advice)
+
+    def _compare_again(self, batch: Mapping[str, Any], *, is_cut: bool) -> None:
+        """Compare pieces of this batch with the whole of it, after some of the steps."""
+        self._taken += 1
+        if not is_cut or not compares_again(self.job, self.recipe.setup(), self._taken):
+            return
+        job = self._step.job_with_mixing(self.job, self.model, batch, again=True)
+        self.job = with_last_decision(self.job, job)
+        if self.job.mixes_samples:
+            for warning in cut_warning(self.job, self.recipe):
+                self._journal.tell("warning", text=warning["text"])
 
     def _log(self, result: StepResult, pieces: list[dict[str, Any]], seconds: float) -> None:
         stalled = 0.0 if self._step.device_was_busy else self._batches.fetching_seconds

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 from snugfit.errors import UsageError
+from snugfit.frontends.cut_loss import job_with_mixing, weighed_by_items
 from snugfit.frontends.items import items_in, shifts_labels
 from snugfit.step.loss import loss_of
 from snugfit.training.run.loop import TrainingStep
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 LossOf = Callable[[Any, dict[str, Any]], Any]
 """Of a model and a batch on the device: the loss, a mean over the batch's items."""
 
-ItemsOf = Callable[[Mapping[str, Any]], int]
-"""Of a batch: how many items its loss is a mean over."""
+ItemsOf = Callable[[Mapping[str, Any]], float]
+"""Of a batch: how many items its loss is a mean over, or the sum of their weights."""
 
 
 @final
@@ -42,9 +43,17 @@ class CustomStep(TrainingStep):
         self.sync_before_update, shifts = True, shifts_labels(model)
         self.items_of = partial(items_in, shifts=shifts, dims=job.model.batch_dims)
         if items is not None:
-            self.items_of = lambda piece: int(items(piece))
-        self.value_of = partial(_value, loss)
+            self.items_of = lambda piece: float(items(piece))
+        self._piece_loss = weighed_by_items(partial(_value, loss), self.items_of)
         self.loss_of = partial(_loss, loss)
+
+    def job_with_mixing(
+        self, job: Job, model: Any, batch: Mapping[str, Any] | None = None, *, again: bool = False
+    ) -> Job:
+        """Return the job, with the result of comparing pieces of this batch, or of the job's example."""
+        return job_with_mixing(
+            job, model, self._piece_loss, batch, most=self.rows, context=self.forward_context, again=again
+        )
 
 
 def _value(given: LossOf | None, model: Any, batch: Mapping[str, Any]) -> Any:

@@ -23,7 +23,7 @@ from typing import Any
 
 from snugfit.errors import escape_controls
 from snugfit.frontends.trainer.fit_plan import FitPlan
-from snugfit.frontends.trainer.job import job_of
+from snugfit.frontends.trainer.job import job_of, several_samples
 from snugfit.frontends.trainer.plan import choose, compared_job
 from snugfit.frontends.trainer.setup import apply, refuse_what_cannot_be_fitted
 from snugfit.frontends.trainer.trainer_class import FittedTrainer, fitted_class
@@ -71,9 +71,15 @@ def fit(
         journal.tell("planned", text=chosen.says)
     for line in apply(trainer, job, chosen.recipe, chosen.user_slots):
         journal.tell("changed", text=line)
-    if Slot.BATCHING not in chosen.user_slots and chosen.recipe.setup().micro_batches > 1:
-        job = compared_job(trainer, job)
-        for warning in cut_warning(job, chosen.recipe):
+    if trainer.args.device.type == "cpu":
+        for line in chosen.recipe.lines_on_cpu():
+            journal.tell("note", text=line)
+    pieces, samples = chosen.recipe.setup().micro_batches, None
+    if pieces > 1:
+        samples = several_samples(trainer, job)
+        before, job = job, compared_job(trainer, job, samples, pieces=pieces)
+        is_own = Slot.BATCHING in chosen.user_slots  # then layers that mix samples do so with any Trainer
+        for warning in cut_warning(job, chosen.recipe) if job is not before or not is_own else ():
             journal.tell("warning", text=warning["text"])
     if not isinstance(trainer, FittedTrainer):
         trainer.__class__ = fitted_class(type(trainer))
@@ -83,6 +89,7 @@ def fit(
         user_slots=chosen.user_slots,
         journal=journal,
         compare_code=compare_code,
+        samples=samples,
     )
     trainer.snugfit_run = None
     return trainer

@@ -6,8 +6,9 @@ place. What changes from step to step is the `StepState` of the run (`fit_run.py
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from snugfit.frontends.trainer.loss import LossTraits
 
@@ -32,6 +33,9 @@ class FitPlan:
 
     compare_code: bool = True
     """Whether a run is resumed with the code that it began with alone."""
+
+    samples: Mapping[str, Any] | None = None
+    """A host batch for comparisons during a run; None where the job's example is one."""
 
     loss: LossTraits = field(default_factory=LossTraits)
     """What is known of the model's loss."""

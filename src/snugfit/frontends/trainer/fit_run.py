@@ -61,6 +61,9 @@ class FitRun:
     tree: ModuleTree | None = None
     """The modules of the trainer's model, without what that was wrapped in."""
 
+    steps: int = 0
+    """Steps that were begun."""
+
     step: StepState = field(default_factory=StepState)
     backward: BackwardWatch = field(default_factory=BackwardWatch)
 
@@ -110,7 +113,9 @@ def _recovery(trainer: Any, journal: Journal) -> Recovery:
 
     def replan(job: Job, recipe: Recipe, cause: str) -> Recipe | Unplanned | None:
         with preserve_rng(device):
-            recovery.job = compared_job(trainer, job)
+            recovery.job = compared_job(
+                trainer, job, trainer.snugfit.samples, pieces=recipe.setup().micro_batches
+            )
             return next_recipe(device, live=True, changing=changing)(recovery.job, recipe, cause)
 
     recovery = Recovery(plan.job, journal, replan)

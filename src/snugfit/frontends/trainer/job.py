@@ -6,16 +6,20 @@ forgotten again.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from snugfit.errors import UsageError
-from snugfit.frontends.items import example_of
+from snugfit.frontends.items import example_of, samples_in
 from snugfit.frontends.loader import count_of
 from snugfit.job.batch_layout import BatchDims
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.step.checkpointing import copy_without_data
-from snugfit.step.transformers_internals import bare_model, without_loader_record
+from snugfit.step.transformers_internals import bare_model, loading_batches_of, without_loader_record
+
+SAMPLES = 16
+"""Samples among which those are chosen that are compared, where the global batch has so many."""
 
 
 def job_of(trainer: Any, dims: BatchDims | None = None) -> Job:
@@ -32,6 +36,20 @@ def job_of(trainer: Any, dims: BatchDims | None = None) -> Job:
         learning_rate=float(args.learning_rate),
         build_on="host",
     )
+
+
+def several_samples(trainer: Any, job: Job) -> dict[str, Any] | None:
+    """Read one batch of several samples by the trainer's own loader, where its micro-batches have fewer.
+    Return None where the example has all, and for a loader that cannot make one."""
+    if samples_in(job.model.example or {}, job.model.batch_dims) >= job.batch_size:
+        return None
+    with (
+        contextlib.suppress(Exception),
+        without_loader_record(trainer),
+        loading_batches_of(trainer, min(job.batch_size, SAMPLES)),
+    ):
+        return example_of(trainer.get_train_dataloader, trainer.args.device, resumes=False)
+    return None
 
 
 def meta_copy(trainer: Any) -> Any:

@@ -13,7 +13,7 @@ Where a model takes no such number, micro-batches count alike, however much is i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -81,6 +81,26 @@ def is_users_own(trainer: Any) -> bool:
     return trainer.compute_loss_func is not None or overrides(trainer, "compute_loss")
 
 
+def weighed_loss(
+    trainer: Any, items_of: Callable[[Mapping[str, Any]], float], model: Any, piece: Any, whole: Any
+) -> Any:
+    """Compute the loss that a piece of a batch on the device adds, outside of a step; None where nothing
+    counts in it. A loss that uses the items of the whole batch is taken as it is, others are weighed."""
+    import torch
+
+    items, of_whole = items_of(piece), items_of(whole)
+    if not items:
+        return None
+    counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    given = None
+    if is_users_own(trainer) and counts and "labels" in whole:
+        given = track_use(torch.tensor(of_whole, device=trainer.args.device))
+    loss = trainer.compute_loss(model, piece, num_items_in_batch=given)
+    scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+    used = bool(given.used) if given is not None and scaled is None else bool(scaled)
+    return loss if used else loss * (items / of_whole)
+
+
 @cache
 def _tracked_tensor() -> type[Any]:
     import torch
@@ -129,28 +149,32 @@ def problem_of_model_loss(
     trainer: Any, step: StepState, model: Any, inputs: Mapping[str, Any], items: Any
 ) -> str:
     """What transformers would do wrong with this model's loss and is corrected, in words; or nothing. The
-    model is asked once."""
-    traits: LossTraits = trainer.snugfit.loss
-    if trainer.label_smoother is not None:
-        return ""  # it divides by num_items_in_batch itself
+    model is asked once. A share makes nothing right where the loss is no mean over what is counted."""
+    traits, job = trainer.snugfit.loss, trainer.snugfit.job
+    if trainer.label_smoother is not None or job.mixes_samples or job.unclear_cut:
+        return ""  # it divides by num_items_in_batch itself, or a warning says that
     per_micro_batch = not trainer.model_accepts_loss_kwargs or items is None
     if not per_micro_batch and traits.uses_item_count is None:
         traits.uses_item_count = depends_on_item_count(trainer, model, inputs, items)
     if _counts_evenly(step) if per_micro_batch else traits.uses_item_count:
         return ""
     name = type(trainer.accelerator.unwrap_model(model)).__name__
-    return _ALIKE.format(name=name) if per_micro_batch else _SUMMED.format(who=name, n=len(step.batches))
+    if per_micro_batch:
+        return _ALIKE.format(name=name, which="")
+    return _SUMMED.format(who=name, n=len(step.batches), which="")
 
 
 def problem_of_users_loss(trainer: Any, step: StepState, items: Any) -> str:
     """The same for a loss of the user's own, which did not use the number that it was given."""
+    if trainer.snugfit.job.mixes_samples or trainer.snugfit.job.unclear_cut:
+        return ""
     who = "compute_loss_func" if trainer.compute_loss_func is not None else "compute_loss"
     assumed = trainer.compute_loss_func is not None or (
         trainer.model_accepts_loss_kwargs and items is not None
     )
     if assumed and getattr(trainer, "loss_is_scaled_for_ga", None) is None:
-        return _SUMMED.format(who=who, n=len(step.batches))
-    return "" if _counts_evenly(step) else _ALIKE.format(name=who)
+        return _SUMMED.format(who=who, n=len(step.batches), which=_OF_MEANS)
+    return "" if _counts_evenly(step) else _ALIKE.format(name=who, which=_OF_MEANS)
 
 
 def _counts_evenly(step: StepState) -> bool:
@@ -160,9 +184,10 @@ def _counts_evenly(step: StepState) -> bool:
 _SUMMED = (
     "{who} averages over each micro-batch and ignores num_items_in_batch. transformers would sum the means "
     "of {n} micro-batches, so the gradient would be {n} times too large. Here each micro-batch counts by "
-    "its share of the batch."
+    "its share of the batch{which}."
 )
 _ALIKE = (
     "Micro-batches have different numbers of items, but transformers would give the losses of {name} the "
-    "same weight. Here each micro-batch counts by its share of the batch."
+    "same weight. Here each micro-batch counts by its share of the batch{which}."
 )
+_OF_MEANS = ", which is right for a mean over samples or labels, and not for one with weights"

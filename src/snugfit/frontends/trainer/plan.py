@@ -10,17 +10,23 @@ the precision of those who train in fp32.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import NothingFits, UsageError
-from snugfit.frontends.cut_loss import job_with_mixing, unchanged_attributes
+from snugfit.frontends.cut_gradients import unchanged_attributes
+from snugfit.frontends.cut_loss import counted_by, job_with_mixing
+from snugfit.frontends.trainer.job import several_samples
+from snugfit.frontends.trainer.loss import weighed_loss
 from snugfit.frontends.trainer.ranks import processes_of, recipe_in_each
 from snugfit.frontends.trainer.setup import brings_optimizer
 from snugfit.frontends.trainer.sharded import parallel_of
 from snugfit.job.sample_mixing import mixing_of
 from snugfit.planning.request import fidelity_of
 from snugfit.step.checkpointing import NAMES
+from snugfit.step.transformers_internals import bare_model
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot
@@ -72,7 +78,7 @@ def choose(
         gpu = torch.cuda.get_device_name(device)
     if gpu is not None:
         with preserve_rng(device):
-            return _plan_from(own, compared_job(trainer, job), gpu, degree)
+            return _plan_from(own, compared_job(trainer, job, several_samples(trainer, job)), gpu, degree)
     why = "there is no GPU to plan for, and gpu= is not given"
     says = f"{why}: the trainer keeps its own settings, '{own.recipe}'"
     return Chosen(recipe=own.recipe, user_slots=frozenset(Slot), says=says)
@@ -88,14 +94,22 @@ def _own_of_several(own: Chosen, processes: int, gpu: str | None) -> Chosen:
     return Chosen(recipe=recipe, user_slots=frozenset(Slot), says=says)
 
 
-def compared_job(trainer: Any, job: Job) -> Job:
-    """The job, with what this trainer's own loss says of a batch in pieces (`cut_loss.py`)."""
-
-    def loss_of(model: Any, batch: dict[str, Any]) -> Any:
-        return trainer.compute_loss(model, batch)
-
-    with unchanged_attributes(trainer):
-        return job_with_mixing(job, trainer.model, loss_of)
+def compared_job(
+    trainer: Any,
+    job: Job,
+    batch: Mapping[str, Any] | None = None,
+    *,
+    pieces: int = 1,
+    again: bool = False,
+) -> Job:
+    """Return the job, with the result of comparing this trainer's own loss in so many pieces
+    (`cut_loss.py`)."""
+    loss_of = partial(weighed_loss, trainer, counted_by(job, trainer.model))
+    autocast = trainer.accelerator.autocast
+    with unchanged_attributes(trainer), bare_model(trainer.model):
+        return job_with_mixing(
+            job, trainer.model, loss_of, batch, most=job.batch_size // pieces, context=autocast, again=again
+        )
 
 
 def recipe_of(trainer: Any) -> Chosen:
@@ -117,7 +131,9 @@ def _plan_from(own: Chosen, job: Job, gpu: str, fidelity: Fidelity) -> Chosen:
     most = degrees.index(fidelity)
     less_exact = {technique.slot for technique in own.recipe if degrees.index(technique.fidelity) > most}
     default = {Slot.OPTIMIZER} if own.default_optimizer else set()
-    whole = {Slot.BATCHING} if mixing_of(job).reason else set()  # as the user cuts it, or does not
+    whole = (
+        {Slot.BATCHING} if mixing_of(job).reason or job.unclear_cut else set()
+    )  # as the user cuts it, or does not
     unchanged = frozenset({*KEPT, *own.user_slots, *less_exact, *whole, *default})
     keep = {slot: own.recipe[slot] for slot in unchanged}
     best = plan(job, gpu=gpu, fidelity=fidelity, keep=keep, front_end="fit")

@@ -16,7 +16,7 @@ from unittest.mock import patch
 from snugfit.errors import SnugfitError
 from snugfit.frontends.items import pieces_of
 from snugfit.frontends.loader import renew_workers
-from snugfit.frontends.trainer.boundary import end_step, evaluate, repeat_evaluation
+from snugfit.frontends.trainer.boundary import compare_again, end_step, evaluate, repeat_evaluation
 from snugfit.frontends.trainer.finite_check import begin_step, raise_if_non_finite
 from snugfit.frontends.trainer.fit_plan import FitPlan
 from snugfit.frontends.trainer.fit_run import FitRun, open_run
@@ -129,6 +129,7 @@ class FittedTrainer(TrainerHooks):
         if step.micro_batch_index == 0:
             begin_step(self, step)
             weigh_among_all(self, step, run.ranks)
+            compare_again(self, run)
             run.backward.begin(self.model)
         step.micro_batch_index += 1
         given, todo = step.loss_sum, [inputs]

@@ -53,10 +53,14 @@ class MicroBatches(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Samples that look at each other: a batch in pieces is then another training."""
-        reason = mixing_of(job).reason
-        return reason and (
-            f"its loss is not a mean over samples, so a batch in pieces would train differently: {reason}"
+        """Object to samples that look at each other: a batch in pieces is then another training. It may be
+        one, too, where data could not show it."""
+        if reason := mixing_of(job).reason:
+            return (
+                f"its loss is not a mean over samples, so a batch in pieces would train differently: {reason}"
+            )
+        return job.unclear_cut and (
+            f"it is not known whether a batch in pieces trains the same: {job.unclear_cut}"
         )
 
     @classmethod

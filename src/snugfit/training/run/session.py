@@ -28,10 +28,13 @@ from snugfit.training.recovery import (
     Exhausted,
     Recovery,
     Replan,
+    compares_again,
     cut_warning,
     short_of_memory,
+    with_last_decision,
 )
 from snugfit.training.run.active_run import ActiveRun
+from snugfit.training.run.boundaries import is_due
 from snugfit.training.run.evaluate import Evaluated, evaluate, in_order
 from snugfit.training.run.exchange import StepExchange
 from snugfit.training.run.loader import Prefetcher, report_worker_death
@@ -72,7 +75,8 @@ class Session:
         self._recovery, self._compare = Recovery(run.job, journal, replan), compare
         self._spikes = Spikes(run.options, journal)
         self._last: StepResult | None = None
-        self._sync_to, self._is_compared = 0, False
+        self._sync_to = self._taken = 0
+        self._is_compared = False
         self._ran_out: MemoryRecord | None = None
         checkpoints.is_too_late = lambda: stops.too_late
 
@@ -131,16 +135,27 @@ class Session:
         )
 
     def _compare_cut(self) -> None:
-        """Compares the loss of a few samples with that of halves, once, when a cut is first wanted."""
+        """Compare gradients of a few samples with those of pieces, once, when a cut is first wanted."""
         if self._is_compared or self._active.step.passes is not None:  # of which a part has no loss
             return
-        self._is_compared, active = True, self._active
+        self._is_compared = True
+        self._compare_batch()
+
+    def _compare_batch(self, *, again: bool = False) -> None:
+        active = self._active
         before = self._recovery.job
-        after = self._compare(before, active.step, active.state.model, active.first_samples())
+        samples = active.first_samples()
+        after = self._compare(before, active.step, active.state.model, samples, self._taken > 0)
         after_evaluation(active.setup, active.state.model)
+        after = with_last_decision(before, after) if again else after
         self._recovery.job = after
         for warning in cut_warning(after, self._recipe) if after is not before else ():
-            self._journal.tell("warning", text=warning["text"])
+            self._journal.warn_once(warning["text"])
+
+    def _cuts_alone(self) -> bool:
+        """Return True where this process cuts its batch, and no other waits for it."""
+        active = self._active
+        return active.setup.micro_batches > 1 and active.step.passes is None and not self._run.ranks.are_many
 
     def _run_to_the_end(self) -> str:
         while True:
@@ -214,6 +229,9 @@ class Session:
                 stalled = 0.0 if active.step.device_was_busy else prefetcher.fetching_seconds
                 self._stragglers.note(self._progress.step, self._exchange.own_seconds + stalled)
                 self._note(result, micro_batches, rate, time.perf_counter() - began, stalled)
+                self._taken += 1
+                if self._cuts_alone() and compares_again(self._recovery.job, active.setup, self._taken):
+                    self._compare_batch(again=True)
                 if outcome := self._at_boundary():
                     return outcome
                 if self._logger.is_thrashing():
@@ -287,10 +305,8 @@ class Session:
         return FINISHED if self._progress.step == self._active.steps else None
 
     def _is_due(self, strategy: str, every: int) -> bool:
-        step = self._progress.step
-        if strategy == "epoch":
-            return step % self._active.order.steps_per_epoch == 0 or step == self._active.steps
-        return strategy == "steps" and step % every == 0
+        active = self._active
+        return is_due(strategy, every, self._progress.step, active.steps, active.order.steps_per_epoch)
 
     def _evaluate(self) -> bool:
         """Goes through the evaluation data; whether it was the best so far."""

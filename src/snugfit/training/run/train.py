@@ -34,7 +34,7 @@ from snugfit.training.journal import Event, Journal
 from snugfit.training.predicted import PredictRun, predict_nothing
 from snugfit.training.recovery import Compare, Replan
 from snugfit.training.run.reporting import Reports
-from snugfit.training.run.run import Run, compare_runs, lengthens
+from snugfit.training.run.run import Run, compare_runs, lengthens, moved_model
 from snugfit.training.run.session import Session
 from snugfit.training.run.start_again import forget, record_of
 from snugfit.training.run.trained import STOPPED, Trained
@@ -54,7 +54,7 @@ def train(
     restart: bool = False,
     resume_from: str | os.PathLike[str] | None = None,
     replan: Replan = lambda job, recipe, cause: None,
-    compare: Compare = lambda job, step, model, batch: job,
+    compare: Compare = lambda job, step, model, batch, again: job,
     predict: PredictRun = predict_nothing,
     watch: Callable[[Event], None] = lambda event: None,
 ) -> Trained:
@@ -81,7 +81,7 @@ def train(
     with (
         open_shared_store(run.folder, run.ranks, begin_anew=BEGIN_ANEW) as store,
         run_context(run.setup(run.recipe)),
-        engine_context(run.setup(run.recipe), run.device),
+        engine_context(run.setup(run.recipe), run.device, lambda text: journal.tell("note", text=text)),
         no_progress_bars(),
     ):
         limit = run.options.save_total_limit
@@ -111,11 +111,13 @@ def _start(
         checkpoints.store.restart()
         forget(run.folder)
     checkpoint = checkpoints.newest() if named is None else checkpoints.checkpoint_at(named, in_store=True)
-    for note in run.data.notes:
+    for note in (*run.data.notes, *(run.recipe.lines_on_cpu() if run.device.type == "cpu" else ())):
         journal.tell("note", text=note)
     if checkpoint is not None:
         wrong, changed = compare_runs(checkpoint.about, run, checkpoint.step)
         checkpoints.refuse_another_run(checkpoint, wrong, changed, cure=CURE)
+        if note := moved_model(checkpoint.about, run):
+            journal.tell("note", text=note)
         if note := lengthens(run, checkpoint.about, checkpoint.step):
             journal.tell("warning", text=note)
         if named is not None:
