@@ -15,12 +15,14 @@ import gc
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RehearsalError, SnugfitError, UsageError
 from snugfit.hub_kernels import import_peft, no_hub_kernels
 from snugfit.job.architectures import class_of
+from snugfit.rehearsal.deep_stack import is_deep, run_on_deep_stack
 from snugfit.rehearsal.missing_gradients import MissingGradients
 from snugfit.rehearsal.refusal import refusal
 from snugfit.rehearsal.trace.relative import RelativeTrace
@@ -117,6 +119,11 @@ def _record_until_played(open_it: Callable[[], Step], policy: Policy, steps: int
 
 def record_step(step: Step, policy: Policy, steps: int) -> Recording:
     """Runs `steps` steps of a Step on `meta`, each of which is recorded."""
+    record = partial(_record_step, step, policy, steps)
+    return run_on_deep_stack(record) if is_deep(step.job) else record()
+
+
+def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
     from snugfit.rehearsal.device.notes import PolicyNotes
     from snugfit.rehearsal.device.other_programs import COMPILED, is_compiled
     from snugfit.rehearsal.device.overrides import in_force
