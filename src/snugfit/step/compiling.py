@@ -25,9 +25,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
+import shlex
+import threading
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 from snugfit.errors import RecipeError
@@ -255,3 +260,38 @@ _BEFORE: WeakKeyDictionary[torch.nn.Module, tuple[Callable[..., Any] | None, Cal
 )
 """What is compiled now, each with the forward of its own that it had before; of a whole model its compiled
 one, too."""
+
+
+OUTPUT = "-o"
+"""The option of a compiler before the file that it writes."""
+
+
+@contextlib.contextmanager
+def whole_files() -> Iterator[None]:
+    """Within it, what Inductor's C++ compiler writes has its final name when it is finished.
+
+    g++ writes to the final name in Inductor's cache, where a file that exists is taken for a finished one.
+    A kill of the compiler (a container that is stopped, the end of memory) would leave the beginning of one,
+    and each later start would fail on it. Other files of Inductor and Triton are renamed by these.
+    """
+    from torch._inductor import cpp_builder
+
+    compile_now = cpp_builder.run_compile_cmd
+
+    def compile_and_rename(command: str, cwd: str) -> None:
+        words = shlex.split(command)
+        at = words.index(OUTPUT) + 1 if OUTPUT in words[:-1] else None
+        if at is None:
+            return compile_now(command, cwd)
+        target = Path(words[at])
+        written = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
+        words[at] = str(written)
+        try:
+            compile_now(shlex.join(words), cwd)
+            os.replace(Path(cwd, written), Path(cwd, target))
+        finally:
+            Path(cwd, written).unlink(missing_ok=True)
+        return None
+
+    with patch.object(cpp_builder, "run_compile_cmd", compile_and_rename):
+        yield

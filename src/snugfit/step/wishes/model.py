@@ -15,7 +15,7 @@ from snugfit.hub_kernels import import_peft
 from snugfit.job.build import no_package_asked_for
 from snugfit.job.dtype import cast_weights, dtype_name
 from snugfit.step.checkpointing import checkpoint_layers, stop_own_checkpointing
-from snugfit.step.compiling import compile_lines, compile_parts, run_as_written
+from snugfit.step.compiling import compile_lines, compile_parts, run_as_written, whole_files
 from snugfit.step.selective import script_lines
 from snugfit.step.wishes.handler import Context, Handler, LiveTraining, ScriptContext
 from snugfit.step.wishes.python_text import call_text, literal
@@ -199,6 +199,10 @@ class AdaptHandler(Handler):
         return {"adapting": lines}
 
 
+USE_LIGER = ":use_liger"
+"""The end of the path of the function that applies Liger."""
+
+
 class KernelsHandler(Handler):
     """Modules that compute with other kernels than torch's."""
 
@@ -208,6 +212,13 @@ class KernelsHandler(Handler):
         """Liger is imported, with Triton, or our operators, before anything is timed or overridden."""
         if value is not None:
             import_module(value.path.partition(":")[0]).import_code()
+
+    def set_process(self, value: Call | None, device: torch.device) -> None:
+        """Kernels that a device has no compiler for are refused before anything is built."""
+        from snugfit.step.wishes.kernels.liger import refuse_without_triton
+
+        if value is not None and value.path.endswith(USE_LIGER):
+            refuse_without_triton(device)
 
     def wrap(self, value: Call | None, model: Any) -> None:
         """The wished function changes the model's modules."""
@@ -230,7 +241,7 @@ class KernelsHandler(Handler):
         """As a call of the function that the Trainer calls, which is told of it in its arguments."""
         if value is None:
             return {}
-        if not value.path.endswith(":use_liger"):
+        if not value.path.endswith(USE_LIGER):
             raise context.refusal(self.slot, "its kernels are snugfit's own code")
         if context.trainer:
             return {}
@@ -312,6 +323,10 @@ class CompileHandler(Handler):
     """Layers, or a whole model, that torch.compile compiles."""
 
     wish, slot = "compile", Slot.ENGINE
+
+    def around_run(self, value: CompileWish | None) -> Context | None:
+        """Files of a compiler that is killed are not met by a later run."""
+        return whole_files if value is not None and value.backend == "inductor" else None
 
     def wrap(self, value: CompileWish | None, model: Any) -> None:
         """They are compiled as they stand, in place."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -21,6 +21,7 @@ from snugfit.step.applier import run_context
 from snugfit.step.batches import place
 from snugfit.step.build import build_model, build_optimizer
 from snugfit.step.plain_loop import PlainStep
+from snugfit.step.wishes.engine.build_lock import dead_locks_removed, print_line
 from snugfit.step.wishes.engine.config import (
     engine_config,
     refuse_without_file_operator,
@@ -105,9 +106,11 @@ def make_engine(job: Job, setup: Setup, model: torch.nn.Module, optimizer: torch
     return deepspeed.initialize(model=model, optimizer=optimizer, config_params=config)[0]
 
 
-def engine_context(setup: Setup, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def engine_context(
+    setup: Setup, device: torch.device, tell: Callable[[str], None]
+) -> contextlib.AbstractContextManager[Any]:
     """What a run runs in whose steps are an engine's: `in_process_group`; nothing for any other."""
-    return contextlib.nullcontext() if setup.sharding is None else in_process_group(device)
+    return contextlib.nullcontext() if setup.sharding is None else in_process_group(device, tell)
 
 
 def built_for_engine(job: Job, setup: Setup, device: torch.device) -> torch.nn.Module:
@@ -162,10 +165,10 @@ def in_numbers(visible: str) -> str:
 
 
 @contextlib.contextmanager
-def in_process_group(device: torch.device) -> Iterator[None]:
+def in_process_group(device: torch.device, tell: Callable[[str], None] = print_line) -> Iterator[None]:
     """Within it, DeepSpeed is told of torch's default process group as by a launcher. Where there is none,
     this process is one alone. What DeepSpeed remembers of groups, and the function that its third stage puts
-    in the place of torch's linear one, are gone afterwards."""
+    in the place of torch's linear one, are gone afterwards. `tell` hears of a build that it waits for."""
     import torch.distributed as dist
     from deepspeed.comm import comm
     from deepspeed.utils import groups
@@ -182,6 +185,7 @@ def in_process_group(device: torch.device) -> Iterator[None]:
         environment[VISIBLE_DEVICES] = in_numbers(visible)
     with contextlib.ExitStack() as stack:
         stack.callback(remove_swap_folder)
+        stack.enter_context(dead_locks_removed(tell))
         stack.enter_context(patch.dict(os.environ, environment))
         stack.enter_context(patch.dict(vars(comm)))
         stack.enter_context(patch.dict(vars(groups)))

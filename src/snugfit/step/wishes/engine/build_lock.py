@@ -1,0 +1,194 @@
+"""torch's lock on the folder of a C++ extension, freed where the process that built there is dead.
+
+`torch.utils.file_baton.FileBaton` is a file that exists while one process builds. A process that is killed
+leaves it, and each later one waits for it without end. While a builder lives, it has the file open, and ninja
+and the compiler work in the folder. Linux lists both in /proc. So a lock is dead when no process has it
+open, none works in its folder, and nothing there has changed for some seconds.
+
+This is sure only where all builders are seen: the file is this user's, its file system belongs to this
+machine, and no other container shares it. Elsewhere a line says what is waited for, and which file to delete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+from unittest.mock import patch
+
+if TYPE_CHECKING:
+    from torch.utils.file_baton import FileBaton
+
+QUIET_SECONDS = 3.0
+"""For how long nothing has changed in the folder of a dead build. A choice."""
+
+SECONDS_TO_LINE = 3.0
+"""After which a wait is explained. A choice."""
+
+POLL_SECONDS = 0.5
+"""Between two looks at a lock. A choice."""
+
+LOCAL_FILE_SYSTEMS = frozenset({
+    "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs", "ramfs", "overlay",
+})  # fmt: skip
+"""Those that no other machine writes to."""
+
+FIRST_PID_NAMESPACE = "pid:[4026531836]"
+"""The machine's own (Linux, include/linux/proc_ns.h: PROC_PID_INIT_INO): the processes of containers are in
+it too."""
+
+MOUNT_POINT, AFTER_OPTIONAL_FIELDS = 4, " - "
+"""Of a line of /proc/self/mountinfo (proc_pid_mountinfo(5))."""
+
+
+class Unseen(Exception):
+    """A process or a file that cannot be looked at."""
+
+
+def print_line(text: str) -> None:
+    """Print a line on stderr."""
+    print(f"snugfit: {text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def dead_locks_removed(tell: Callable[[str], None] = print_line) -> Iterator[None]:
+    """Within it, torch waits for the lock of a live build alone. `tell` hears of a wait and of a removal."""
+    from torch.utils.file_baton import FileBaton
+
+    acquire = FileBaton.try_acquire
+
+    def acquire_in_the_end(baton: FileBaton) -> bool:
+        """Build again after each wait: who held the lock may have died, and ninja builds nothing twice."""
+        wait = LockWait(Path(baton.lock_file_path), tell)
+        while not acquire(baton):
+            wait.look()
+            time.sleep(POLL_SECONDS)
+        return True
+
+    with patch.object(FileBaton, "try_acquire", acquire_in_the_end):
+        yield
+
+
+class LockWait:
+    """A wait for one lock file."""
+
+    def __init__(self, lock: Path, tell: Callable[[str], None]) -> None:
+        self._lock, self._tell = lock, tell
+        self._began, self._text = time.monotonic(), ""
+
+    def look(self) -> None:
+        """Remove the lock where it is dead; else explain the wait, once for each reason."""
+        reason = remove_if_dead(self._lock)
+        if reason is None:
+            name = self._lock.parent.name
+            self._tell(f"A process was killed while it built {name}. Its lock is removed: {self._lock}.")
+        elif reason not in ("", self._text) and time.monotonic() - self._began >= SECONDS_TO_LINE:
+            self._text = reason
+            self._tell(reason)
+
+
+def remove_if_dead(lock: Path) -> str | None:
+    """Remove the lock where its holder is dead, and return None; else return why not, a sentence, which is
+    empty where the lock is free by now."""
+    try:
+        with _only_one_removes(lock.parent):
+            if builders := builders_at(lock):
+                number = ", ".join(map(str, builders))
+                return f"Waiting for process {number}, which builds {lock.parent.name} in {lock.parent}."
+            if (changed := _last_change(lock)) > (now := time.time()) - QUIET_SECONDS and changed <= now:
+                return f"Waiting for {lock}: its holder is not found, and files next to it still change."
+            lock.unlink()
+    except FileNotFoundError:
+        return ""
+    except (Unseen, OSError) as fault:
+        return (
+            f"Waiting for {lock}: {lock.parent.name} may be built by a process that is not seen from here "
+            f"({fault}). If nothing builds there, delete that file."
+        )
+    return None
+
+
+@contextlib.contextmanager
+def _only_one_removes(folder: Path) -> Iterator[None]:
+    """Several processes may find a lock dead at once; the second one must not remove that of the first."""
+    import fcntl  # which Windows lacks
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _last_change(lock: Path) -> float:
+    """The time of the last change in the folder, in seconds since 1970."""
+    times = [lock.stat().st_mtime, lock.parent.stat().st_mtime]
+    for entry in os.scandir(lock.parent):
+        with contextlib.suppress(FileNotFoundError):
+            times.append(entry.stat(follow_symlinks=False).st_mtime)
+    return max(times)
+
+
+def builders_at(lock: Path) -> list[int]:
+    """The ids of the processes that have the lock open or work in its folder. Raises `Unseen` where not all
+    of them are seen."""
+    file, folder = lock.stat(), lock.parent.stat()
+    builders = [pid for pid in _processes() if _has_open(pid, file) or _works_in(pid, folder)]
+    if not builders:
+        _refuse_unseen(lock, file)
+    return builders
+
+
+def _refuse_unseen(lock: Path, file: os.stat_result) -> None:
+    """Raise `Unseen` where a builder may exist that /proc does not list."""
+    if file.st_uid != os.geteuid():
+        raise Unseen(f"the file is user {file.st_uid}'s")
+    kind = _file_system(lock)
+    if kind not in LOCAL_FILE_SYSTEMS:
+        raise Unseen(f"other machines may write to its file system, {kind}")
+    is_first = os.readlink("/proc/self/ns/pid") == FIRST_PID_NAMESPACE
+    if not is_first and file.st_dev != os.stat("/").st_dev:
+        raise Unseen("other containers may share its folder")
+
+
+def _file_system(path: Path) -> str:
+    """The type of the file system that the path is on."""
+    real, best, kind = path.resolve(), "", ""
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        mount, _, rest = line.partition(AFTER_OPTIONAL_FIELDS)
+        point = mount.split()[MOUNT_POINT].replace("\\040", " ")
+        if real.is_relative_to(point) and len(point) >= len(best):
+            best, kind = point, rest.split()[0]
+    return kind
+
+
+def _processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+
+
+def _has_open(pid: int, file: os.stat_result) -> bool:
+    """Return True where the process has this file open. Raise `Unseen` where it is this user's and shows no
+    files; nobody else's holds a lock of this user."""
+    try:
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                if os.path.samestat(os.stat(entry.path), file):
+                    return True
+    except PermissionError:
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(f"/proc/{pid}").st_uid == os.geteuid():
+                raise Unseen(f"process {pid} shows no files") from None
+    except (FileNotFoundError, ProcessLookupError):
+        pass
+    return False
+
+
+def _works_in(pid: int, folder: os.stat_result) -> bool:
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.stat(f"/proc/{pid}/cwd"), folder)
+    return False
