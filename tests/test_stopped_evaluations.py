@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from small_runs import CPU, assert_same_weights, events, losses, small_run
+from snugfit.errors import SnugfitError
 from snugfit.training.checkpoint import store
 from snugfit.training.checkpoint.manager import CheckpointManager
 from snugfit.training.checkpoint.manifest import SaveStopped, verify
@@ -158,6 +159,24 @@ def test_the_save_before_the_last_is_not_waited_for_beyond_the_time_to_stop(
         "The save of step 2 was sto",
     ]
     assert manager.failure is not None
+
+
+def test_old_checkpoints_that_stay_are_no_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[dict[str, Any]] = []
+    checkpoints = store.Store(tmp_path)
+
+    def refuse(*_: Any) -> None:
+        raise SnugfitError("Old checkpoints could not be removed.")
+
+    monkeypatch.setattr(checkpoints, "retain", refuse)
+    manager = CheckpointManager(checkpoints, Journal(None, told.append), CPU, limit=1)
+    manager.save(1, lambda staging: SavedStep(1))  # type: ignore[arg-type, return-value]
+    manager.wait()
+    assert [event["event"] for event in told] == ["saved", "warning"]
+    assert told[1]["text"] == "Old checkpoints could not be removed. The run continues."
+    assert manager.failure is None
 
 
 @dataclass

@@ -3,6 +3,7 @@ from."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -484,6 +485,18 @@ def test_a_fault_of_the_writer_is_its_own(out: Path) -> None:
     assert not hidden(out)
 
 
+def test_no_room_for_a_name_is_not_told_in_bytes(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rename needs an entry of a folder, a quota of files or an inode: free bytes explain nothing."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(SaveFailed, match=r"No space left on device \(there is room.*df -i\)") as told:
+        Store(out).save(30, lambda folder: None, {}, needed_bytes=10)
+    assert "free" not in str(told.value)
+
+
 def test_a_library_that_tells_the_systems_refusal_in_words(out: Path) -> None:
     """safetensors' error is no OSError."""
 
@@ -494,8 +507,8 @@ def test_a_library_that_tells_the_systems_refusal_in_words(out: Path) -> None:
     with pytest.raises(
         SaveFailed, match=r"checkpoint-30 could not be saved: model\.safetensors: No space"
     ) as told:
-        Store(out).save(30, fail, {}, needed_bytes=3 << 30)
-    assert "3.00 GiB are needed, " in str(told.value)
+        Store(out).save(30, fail, {}, needed_bytes=3 << 60)
+    assert "3221225472.00 GiB are needed, " in str(told.value)
     assert " are free). Earlier checkpoints are unchanged." in str(told.value)
 
 

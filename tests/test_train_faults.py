@@ -44,7 +44,7 @@ from snugfit.errors import OutOfMemory
 from snugfit.frontends.next_recipe import next_recipe
 from snugfit.step import plain_loop
 from snugfit.training.checkpoint.store import Store
-from snugfit.training.journal import JOURNAL, Event
+from snugfit.training.journal import JOURNAL, Event, Journal
 from snugfit.training.run.train import train
 from test_training_kills import steps_told, until
 from tiers import slow_but
@@ -187,16 +187,30 @@ def test_a_clock_that_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert all(0 < event["seconds"] < 600 for event in events(tmp_path / "run", "step"))
 
 
-def test_a_journal_on_a_full_disk(tmp_path: Path) -> None:
+def test_a_journal_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Told once; nothing else changes."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / JOURNAL).symlink_to("/dev/full")
+    monkeypatch.setattr(
+        "snugfit.training.journal.open_journal",
+        lambda path: open("/dev/full", "a+b"),  # noqa: SIM115 - who asks closes it
+    )
     told: list[Event] = []
     done = train(small_run(tmp_path / "run"), watch=told.append)
     (warning,) = [event["text"] for event in told if event["event"] == "warning"]
     assert f"{JOURNAL} cannot be written (No space left on device)" in warning
     assert len([event for event in told if event["event"] == "step"]) == 12
     assert_same_weights(done.model, train(small_run(tmp_path / "whole")).model)
+
+
+def test_a_journal_that_is_a_link_leads_nowhere(tmp_path: Path) -> None:
+    victim, told = tmp_path / "victim", list[Event]()
+    victim.write_text("mine")
+    (tmp_path / JOURNAL).symlink_to(victim)
+    journal = Journal(tmp_path, told.append)
+    journal.tell("step", step=1)
+    journal.tell("step", step=2)
+    assert victim.read_text() == "mine"
+    (warning,) = [event["text"] for event in told if event["event"] == "warning"]
+    assert f"{JOURNAL} cannot be written (it is a symbolic link, which is not followed)" in warning
 
 
 DAMAGES = {

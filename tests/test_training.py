@@ -30,6 +30,7 @@ from snugfit.errors import ModelError, OutOfMemory, SnugfitError, UsageError
 from snugfit.job.job import Job
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.run.loop import TrainingStep
+from snugfit.training.run.run import compare_runs
 from snugfit.training.run.train import train
 from tiers import crossed, slow_but
 
@@ -471,13 +472,43 @@ def test_other_errors_are_no_want_of_memory(tmp_path: Path, monkeypatch: pytest.
         train(small_run(tmp_path))
 
 
+def at_a_path(name: str, **config: Any) -> Job:
+    """The job with its model in this folder."""
+    job = bert_job()
+    model = replace(job.model, name=name, origin="path")
+    return replace(job, model=replace(model, facts=json.dumps({**json.loads(model.facts), **config})))
+
+
+def test_a_model_whose_folder_moved_is_the_same(tmp_path: Path) -> None:
+    told: list[str] = []
+    train(small_run(tmp_path, job=at_a_path("/before"), max_steps=1))
+    more = {"max_steps": 2, "lr_scheduler_type": "linear"}
+    done = train(
+        small_run(tmp_path, job=at_a_path("/after"), **more),
+        watch=lambda event: told.append(event.get("text", "")),
+    )
+    assert done.step == 2
+    assert "The model's folder was /before and is /after; its content is the same." in told
+    with pytest.raises(UsageError, match=r"another run: job\.model was"):
+        train(small_run(tmp_path, job=at_a_path("/third", hidden_act="relu"), **more))
+
+
+def test_a_refused_mesh_is_named_with_its_recipe(tmp_path: Path) -> None:
+    """Not as the old recipe would be on the GPUs of this run."""
+    run = small_run(tmp_path, "bf16")
+    before = {**json.loads(json.dumps(run.about(run.recipe))), "asked": "fp16 + tensor(2)"}
+    wrong, _ = compare_runs(before, run)
+    assert wrong[0] == "asked was 'fp16 + tensor(2)' and is 'bf16'"
+
+
 # ---- evaluation -----------------------------------------------------------------------------------------
 
 
 def test_evaluating_changes_no_number(tmp_path: Path) -> None:
     plain = train(small_run(tmp_path / "plain"))
-    judged = train(small_run(tmp_path / "judged", eval_strategy="steps", eval_steps=2))
-    assert len(events(tmp_path / "judged", "evaluated")) == 6
+    judged = train(small_run(tmp_path / "judged", eval_strategy="steps", eval_steps=5))
+    evaluated = [event["step"] for event in events(tmp_path / "judged", "evaluated")]
+    assert evaluated == [5, 10, 12], "the run's end is evaluated too, as the Trainer has it"
     assert losses(tmp_path / "judged") == losses(tmp_path / "plain")
     assert_same_weights(judged.model, plain.model)
     assert judged.evaluated

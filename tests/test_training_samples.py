@@ -251,6 +251,13 @@ AMISS: dict[str, tuple[Task, list[Row], dict[str, Any], str]] = {
         {},
         r"row 3: label 2; the job has 2 labels, 0 to 1. Set labels: 3",
     ),
+    "a label beyond 64 bits": (
+        CLASSES,
+        [*LIST, {"text": "x", "label": 1 << 70}],
+        {},
+        "row 3: label a number of 71 bits; the job has 2 labels, 0 to 1",
+    ),
+    "a label below 64 bits": (CLASSES, [{"text": "x", "label": -(10**5000)}], {}, "label a number of 16,610"),
     "labels from 1": (CLASSES, [{"text": "x", "label": 1}, {"text": "x", "label": 2}], {}, "count from 0"),
     "a secret label": (CLASSES, [{"text": "x", "label": -1}], {}, "row 1: label -1.*secret labels"),
     "a name too many": (

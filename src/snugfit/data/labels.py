@@ -44,7 +44,12 @@ def class_numbers(
                 f"{where(index)}: label {value!r} is not one of "
                 f"{', '.join(names[:12])}.{did_you_mean(value, names)}"
             )
-    numbers = np.array([number_of[value] if type(value) is str else value for value in known], dtype=np.int64)
+    classes = [number_of[value] if isinstance(value, str) else value for value in known]
+    most = np.iinfo(np.int64).max
+    for index, value in enumerate(classes):
+        if abs(value) > most:
+            raise UsageError(f"{where(index)}: label {_bit_count(value)}; {_class_range(labels)}")
+    numbers = np.array(classes, dtype=np.int64)
     _refuse_out_of_range(numbers, where, labels, ignored)
     return numbers, names or tuple(str(number) for number in range(labels))
 
@@ -150,4 +155,13 @@ def _refuse_out_of_range(numbers: np.ndarray, where: Where, labels: int, ignored
         hint = " A test set with secret labels has -1 for each." if number == -1 else ""
     elif most == labels and int(numbers[~wrong].min(initial=most)) > 0:
         hint = f" Classes count from 0. Subtract 1 from each label, or set labels: {most + 1}."
-    raise UsageError(f"{where(index)}: label {number}; the job has {labels} labels, 0 to {labels - 1}.{hint}")
+    raise UsageError(f"{where(index)}: label {number}; {_class_range(labels)}{hint}")
+
+
+def _class_range(labels: int) -> str:
+    return f"the job has {labels} labels, 0 to {labels - 1}."
+
+
+def _bit_count(number: int) -> str:
+    """The number, or how many bits it takes where that is more than 64: Python writes no 5,000 digits."""
+    return f"a number of {number.bit_length():,} bits"

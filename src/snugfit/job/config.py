@@ -39,6 +39,11 @@ DEEPEST = 32
 MOST_LAYERS = 10_000
 LARGEST_SIZE = 1 << 24
 
+BASES = frozenset({
+    "rope_theta", "global_rope_theta", "local_rope_theta", "rope_local_base_freq", "rotary_emb_base",
+})  # fmt: skip
+"""Keys that are bases of rotary positions: numbers above 0."""
+
 LAYERS = frozenset({
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "num_encoder_layers",
     "encoder_layers", "decoder_layers",
@@ -180,6 +185,8 @@ def _complaints(config: Mapping[str, Any]) -> Iterator[str]:
         yield from _out_of_range(key, config[key], LARGEST_SIZE)
     for key in sorted(PARTS & config.keys()):
         yield from _out_of_range(key, config[key], LARGEST_SIZE, lowest=0)
+    for key in sorted(BASES & config.keys()):
+        yield from _no_base(key, config[key])
     if not isinstance(config.get("text_config"), dict | None):
         yield (
             f'"text_config" is {_show(config["text_config"])}; it must be an object, the config of the '
@@ -217,6 +224,15 @@ def _out_of_range(key: str, value: Any, limit: int, *, lowest: int = 1) -> Itera
             continue
         if not _is_whole(number) or not lowest <= number <= limit:
             yield f'"{key}" is {_show(value)}; allowed are whole numbers from {lowest} to {limit:,}.'
+            return
+
+
+def _no_base(key: str, value: Any) -> Iterator[str]:
+    """Complain unless `value` is absent (null), a number above 0, or a list of such."""
+    for number in value if isinstance(value, list) else (value,):
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if number is not None and not (is_number and number > 0):
+            yield f'"{key}" is {_show(value)}; allowed are numbers above 0, such as 10000.0.'
             return
 
 

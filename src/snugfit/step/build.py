@@ -165,15 +165,20 @@ def build_optimizer(
     return make_optimizer(wish, model, groups, lr=job.learning_rate, **more)
 
 
+NEVER_DECAYED = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
+"""Patterns of the names of parameters without weight decay."""
+
+
 def decay_groups(model: torch.nn.Module, weight_decay: float = 0.01) -> list[dict[str, Any]]:
     """Two parameter groups: with decay, and without it for biases and normalisations.
 
-    Which is which is the HF Trainer's own rule (`transformers.trainer_pt_utils.get_parameter_names`).
+    Which is which is the HF Trainer's own rule (`Trainer.get_decay_parameter_names`, whose import takes half
+    a second; `tests/test_trainer_rules.py` compares the two).
     """
     import torch
     from transformers.trainer_pt_utils import get_parameter_names
 
-    decaying = set(get_parameter_names(model, [torch.nn.LayerNorm], ["bias", "layernorm", "rmsnorm", "norm"]))
+    decaying = set(get_parameter_names(model, [torch.nn.LayerNorm], [*NEVER_DECAYED]))
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     return [
         {"params": [p for name, p in named if name in decaying], "weight_decay": weight_decay},

@@ -159,8 +159,10 @@ class PlainStep(OptimizerLoop):
 
     def __init__(self, job: Job, setup: Setup, device: torch.device, *, keep_losses: bool = False) -> None:
         super().__init__(job, setup, device, keep_losses=keep_losses)
-        self.items_of: Callable[[Mapping[str, Any]], int] = lambda piece: label_items(job, piece)
+        self.items_of: Callable[[Mapping[str, Any]], float] = lambda piece: label_items(job, piece)
         """How many items the loss of a host micro-batch is a mean over."""
+        self.rows = max(1, job.batch_size // setup.micro_batches)
+        """Samples of a micro-batch."""
         self.loss_of: Callable[[Any, Mapping[str, Any]], torch.Tensor] = _loss
         """Of a model, and a micro-batch that is on the device."""
         self.computed: Callable[[torch.Tensor], None] = _ignore_loss

@@ -249,6 +249,13 @@ def without_loader_record(trainer: Any) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def loading_batches_of(trainer: Any, samples: int) -> Iterator[None]:
+    """Make loaders of the trainer give batches of so many samples."""
+    with patch.object(trainer, "_train_batch_size", samples):
+        yield
+
+
 # ---- a step that is recorded ------------------------------------------------------------------------------
 
 _MASKS = "transformers.masking_utils"

@@ -128,6 +128,10 @@ class Recipe:
             raise RecipeError("\n".join([f"{self} cannot run this job:", *objections]))
         return tuple(self._warnings(job, compute_capability))
 
+    def lines_on_cpu(self) -> list[str]:
+        """A sentence for each technique that a run on the CPU goes without."""
+        return [f"On the CPU {technique.name} {technique.on_cpu}." for technique in self if technique.on_cpu]
+
     def _warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         for technique in self:
             own = technique.warnings(job, compute_capability)

@@ -125,6 +125,10 @@ class Technique(ABC):
     needs_several_gpus: ClassVar[bool] = False
     """Whether it is a way for several GPUs to train together, which one GPU has no use for."""
 
+    on_cpu: ClassVar[str] = ""
+    """How a run on the CPU goes without what the technique is for, a clause after its name; empty where it
+    has the same there."""
+
     least_capability: ClassVar[tuple[int, int] | None] = None
     """The compute capability below which the GPU cannot do this at all."""
 

@@ -12,12 +12,13 @@ it is missing.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from snugfit.errors import UsageError
 
@@ -25,6 +26,12 @@ Event = dict[str, Any]
 """`event` is its kind; `train.py` says which there are and what they hold."""
 
 JOURNAL = "journal.jsonl"
+
+
+def open_journal(path: Path) -> BinaryIO:
+    """Open the file to append to it and to read its end. A link is refused: it may lead to any file of the
+    user's, in a folder that somebody else may have filled."""
+    return open(path, "a+b", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
 
 
 class Journal:
@@ -69,7 +76,7 @@ class Journal:
         if self._path is None or self._broken:
             return
         try:
-            with open(self._path, "a+b") as file:
+            with open_journal(self._path) as file:
                 if not self._begun and file.tell():  # a process that was killed may have left half a line
                     file.seek(-1, os.SEEK_END)
                     file.write(b"" if file.read() == b"\n" else b"\n")
@@ -77,7 +84,9 @@ class Journal:
                 self._begun = True
         except OSError as refusal:
             self._broken = True
-            text = f"{self._path} cannot be written ({refusal.strerror}). The run continues without it."
+            is_link = refusal.errno == errno.ELOOP
+            reason = "it is a symbolic link, which is not followed" if is_link else refusal.strerror
+            text = f"{self._path} cannot be written ({reason}). The run continues without it."
             self._pass_on({"event": "warning", "text": text})
 
 

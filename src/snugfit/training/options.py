@@ -42,7 +42,8 @@ class TrainOptions:
     """Its own arguments, such as `{"num_cycles": 2}`."""
 
     warmup_steps: float = 0
-    """Steps over which the learning rate rises from 0; below 1 a share of all steps."""
+    """Steps over which the learning rate rises from 0; below 1 a share of all
+    steps, rounded up."""
 
     weight_decay: float | None = None
     """Of the optimizer; None is the optimizer's own (AdamW: 0.01)."""
@@ -74,7 +75,8 @@ class TrainOptions:
     number goes; None keeps all."""
 
     eval_strategy: str = "no"
-    """When the evaluation data is gone through: every `eval_steps`, at each epoch's end, or `no`."""
+    """When the evaluation data is gone through: every `eval_steps` and at the run's end, at each epoch's end,
+    or `no`."""
 
     eval_steps: int | None = None
     """Steps between two evaluations; None takes `logging_steps`."""
@@ -142,7 +144,10 @@ class TrainOptions:
                 continue
             if type(given) is not int or given < least:
                 none = ", or none" if name in _MAY_BE_NONE else ""
-                raise UsageError(f"{name} is {given!r}; it must be a whole number from {least} up{none}.")
+                share = ", and no share of all steps" if name in _EVERY else ""
+                raise UsageError(
+                    f"{name} is {given!r}; it must be a whole number from {least} up{none}{share}."
+                )
         for name, above in _NUMBERS.items():
             given = getattr(self, name)
             if given is None and name in _MAY_BE_NONE:
@@ -212,6 +217,9 @@ _WHOLE = {
     "most_skipped_in_a_row": 1,
 }
 """Fields that are whole numbers, with the least that each takes."""
+
+_EVERY = ("save_steps", "eval_steps", "logging_steps")
+"""Fields that the Trainer also takes as a share of all steps."""
 
 _NUMBERS = {
     "num_train_epochs": True,

@@ -33,6 +33,7 @@ class Host(Technique):
     """Keeps activations of layers in the host's page-locked memory until the backward pass uses them."""
 
     fidelity: ClassVar = Fidelity.SAME
+    on_cpu: ClassVar = "moves nothing: activations are in the host's memory already"
     source: ClassVar = (
         "torch.autograd.graph.saved_tensors_hooks with a stream of its own; the synchronous form is "
         "torch.autograd.graph.save_on_cpu, TRL's is SFTConfig(activation_offloading=True)"

@@ -47,6 +47,7 @@ class Captured(Technique):
     fidelity: ClassVar = Fidelity.SAME
     source: ClassVar = "torch.cuda.CUDAGraph; NVIDIA, CUDA C++ Programming Guide, CUDA Graphs"
     lowered: ClassVar = True
+    on_cpu: ClassVar = "records nothing: steps run as they are written"
     elsewhere: ClassVar = ("cuda_graphs", "cudagraphs", "cuda_graph")
 
     multiple: int = between(1, 4_096, default=64)

@@ -53,6 +53,7 @@ class Fused(Technique):
     fidelity: ClassVar = Fidelity.ROUNDS
     needs: ClassVar = ("triton>=3.0",)
     extra: ClassVar = "compile"
+    on_cpu: ClassVar = "runs as plain torch code: its kernels are for GPUs"
     least_capability: ClassVar = (8, 0)  # older GPUs were not tried, and Triton drops them
     source: ClassVar = (
         "the fusions of Ivanov et al., arXiv 2007.00072; dropout as in Tillet et al.'s Triton tutorials; "

@@ -30,6 +30,7 @@ class PagedAdamW(Technique):
     fidelity: ClassVar = Fidelity.ROUNDS
     needs: ClassVar = ("bitsandbytes>=0.50",)
     extra: ClassVar = "bnb"
+    on_cpu: ClassVar = "pages nothing: its states are in the host's memory already"
     source: ClassVar = "Dettmers et al., arXiv 2305.14314; bitsandbytes.optim.PagedAdamW"
     elsewhere: ClassVar = ("paged_adamw_32bit",)
     counterparts: ClassVar = (

@@ -25,6 +25,7 @@ class PagedLion(Technique):
     fidelity: ClassVar = Fidelity.LEARNS
     needs: ClassVar = ("bitsandbytes>=0.50",)
     extra: ClassVar = "bnb"
+    on_cpu: ClassVar = "pages nothing: its states are in the host's memory already"
     source: ClassVar = (
         "Chen et al., arXiv 2302.06675; Dettmers et al., arXiv 2305.14314; bitsandbytes.optim.PagedLion"
     )

@@ -177,7 +177,7 @@ class CheckpointManager:
                 stop=self._is_told_to_stop,
                 needed_bytes=snapshot.bytes,
             )
-            self.store.retain(self._limit, keep)
+            refused = self._retain(keep)
         except ToldElsewhere as ended:  # the steps end by it too
             self._failure = ended
         except SaveStopped as stopped:
@@ -200,9 +200,22 @@ class CheckpointManager:
                 blocked_seconds=blocked,
                 seconds=time.perf_counter() - begun,
             )
+            if refused:
+                self._journal.tell("warning", text=f"{refused} The run continues.")
         finally:
             if isinstance(snapshot, WrittenByAll):
                 snapshot.close()
+
+    def _retain(self, keep: frozenset[int]) -> str:
+        """Remove the checkpoints beyond the limit, and return why that was refused. What was saved is no
+        less saved."""
+        try:
+            self.store.retain(self._limit, keep)
+        except (ToldElsewhere, SaveStopped):
+            raise
+        except SnugfitError as refusal:
+            return str(refusal)
+        return ""
 
     def _is_told_to_stop(self) -> bool:
         return self._is_waited_for and self.is_too_late()

@@ -44,7 +44,10 @@ def save_failed(final: Path, fault: BaseException, reason: str, needed_bytes: in
     if (refusal := _refusal(fault)) and refusal.errno in _NO_ROOM:
         room += [f"{show_bytes(needed_bytes)} are needed"] if needed_bytes is not None else []
         with suppress(OSError):
-            room.append(f"{show_bytes(shutil.disk_usage(final.parent).free)} are free")
+            free = shutil.disk_usage(final.parent).free
+            room.append(f"{show_bytes(free)} are free")
+            if needed_bytes is not None and free > needed_bytes and refusal.errno != errno.EFBIG:
+                room = ["there is room for its bytes: see the quota, and the number of files (df -i)"]
     figures = f" ({', '.join(room)})" if room else ""
     return SaveFailed(f"{final} could not be saved: {reason}{figures}. Earlier checkpoints are unchanged.")
 

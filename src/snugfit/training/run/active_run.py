@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from snugfit.training.step_logger import StepLogger
 
 
-COMPARED = 4
-"""Samples of which the loss is compared, whole and cut, where there are so many."""
+COMPARED = 16
+"""Samples among which those are chosen whose gradients are compared, where there are so many."""
 
 
 @final

@@ -32,9 +32,10 @@ class StepExchange:
         self.own_seconds = 0.0
         """What this process took of the last step by itself: up to its loss, without the exchanges."""
         self._began = self._forwarded = 0.0
-        self._items = self._own_tokens = 0
+        self._items: float = 0
+        self._own_tokens = 0
 
-    def weights(self, pieces: Sequence[Mapping[str, Any]], items: Sequence[int]) -> list[float | None]:
+    def weights(self, pieces: Sequence[Mapping[str, Any]], items: Sequence[float]) -> list[float | None]:
         """By what the loss of each host micro-batch is multiplied, in which so many items count."""
         if not self.ranks.are_many:
             self._items = sum(items)

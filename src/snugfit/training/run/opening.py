@@ -144,13 +144,15 @@ def _model(
 
 def schedule(run: Run, optimizer: torch.optim.Optimizer, steps: int) -> Any:
     """transformers' learning-rate schedule, over optimizer steps."""
-    from transformers import get_scheduler
+    from transformers import TrainingArguments, get_scheduler
 
     options = run.options
     warmup = options.warmup_steps
-    warmup_steps = round(warmup * steps) if 0 < warmup < 1 else round(warmup)
+    arguments = TrainingArguments.__new__(TrainingArguments)  # __init__ would look for devices
+    arguments.warmup_steps = warmup
+    warmup_steps = arguments.get_warmup_steps(steps)
     if warmup_steps > steps:
-        raise UsageError(f"warmup_steps is {warmup:g}, but the run has only {steps} steps.")
+        raise UsageError(f"warmup_steps is {warmup:g}, but the run has only {steps} step{'s' * (steps > 1)}.")
     try:
         return get_scheduler(
             options.lr_scheduler_type,

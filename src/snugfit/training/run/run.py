@@ -223,9 +223,15 @@ def compare_runs(before: Mapping[str, Any], run: Run, step: int = -1) -> tuple[l
     depends = depends_on_length(run.options.lr_scheduler_type, run.options.warmup_steps)
     free = FREE_OPTIONS | (LENGTH_OPTIONS if not depends or lengthens(run, before, step) else frozenset())
     another_mesh = _on_another_mesh(before, run)
-    before, asked = _on_these_gpus({"gpus": 1, **before}, run)
+    as_asked = {"gpus": 1, **before}
+    before, asked = _on_these_gpus(as_asked, run)
+    if before.get("asked") != now.get("asked"):  # another recipe, which is named as it was asked for
+        before, asked = as_asked, []
     wrong = differences(before, now, ("asked", "weights", "samples")) + another_mesh
-    wrong += differences(_earlier_job(before.get("job", {}), now["job"]), now["job"], prefix="job.")
+    job = _earlier_job(before.get("job", {}), now["job"])
+    if _folder_change(job.get("model", {}), now["job"]["model"]):
+        job = {**job, "model": now["job"]["model"]}
+    wrong += differences(job, now["job"], prefix="job.")
     wrong += compare_facts(before, now)
     wrong += differences(
         options, now["options"], [name for name in {**now["options"], **options} if name not in free]
@@ -285,6 +291,20 @@ def _earlier_job(before: Mapping[str, Any], now: Mapping[str, Any]) -> Mapping[s
         named = {key: value for key, value in now_model["config"].items() if key == "architectures"}
         model = {**model, "config": {**model["config"], **named}}
     return {**before, "model": model}
+
+
+def moved_model(before: Mapping[str, Any], run: Run) -> str:
+    """Return a sentence where the model's folder is another than in a checkpoint, and its content the same.
+    The weights that training begins with are compared by their files."""
+    return _folder_change(
+        before.get("job", {}).get("model", {}), json.loads(json.dumps(run.job.to_json()["model"]))
+    )
+
+
+def _folder_change(model: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    if model.get("origin") != "path" or model == now or {**model, "name": now["name"]} != now:
+        return ""
+    return f"The model's folder was {model['name']} and is {now['name']}; its content is the same."
 
 
 def _device_name(device: torch.device) -> str:
