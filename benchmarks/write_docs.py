@@ -194,7 +194,7 @@ ADDED: dict[type, dict[str, tuple[Any, str]]] = {
 """What `to_json` writes beside the fields; an empty sentence is the property's own."""
 
 LEFT_OUT: dict[type, set[str]] = {
-    Job: {"mixes_samples"},
+    Job: {"mixes_samples", "unclear_cut"},
     Comparison: {"lines", "pace"},
     Model: {"facts", "module", "example", "batch_dims"},
     Lengths: {"counts"},
