@@ -143,13 +143,8 @@ class SearchState:
         dominated when its turn comes; with `smallest` the smallest bound first, but for what cannot be the
         smallest. A worker that would only wait judges others ahead."""
         skip = self.cannot_be_smallest if smallest else self.is_dominated
-
-        def order(number: int) -> tuple[float, float]:
-            needed_bytes, seconds, *_ = self.bounds[number]
-            return (needed_bytes, seconds) if smallest else (seconds, needed_bytes)
-
         some = None if among is None else set(among)
-        groups = self._unjudged_groups(order)
+        groups = self._unjudged_groups(smallest=smallest)
         further = [] if some is None else [group for group in groups if some.isdisjoint(group)]
         groups = groups if some is None else [group for group in groups if not some.isdisjoint(group)]
         tell("checking")
@@ -172,15 +167,16 @@ class SearchState:
         """Return what is to be judged as far as is known, the fastest first, for workers that would wait.
         What takes more than these seconds is likely to be dominated by what is screened meanwhile."""
 
-        def order(number: int) -> tuple[float, float]:
-            return self.bounds[number].seconds, self.bounds[number].needed_bytes
-
         def skip(number: int) -> bool:
             return self.bounds[number].seconds > most_seconds or self.is_dominated(number)
 
-        return Judging(self, self._unjudged_groups(order), skip)
+        return Judging(self, self._unjudged_groups(), skip)
 
-    def _unjudged_groups(self, order: Callable[[int], tuple[float, float]]) -> list[list[int]]:
+    def _unjudged_groups(self, *, smallest: bool = False) -> list[list[int]]:
+        def order(number: int) -> tuple[float, float]:
+            needed_bytes, seconds, *_ = self.bounds[number]
+            return (needed_bytes, seconds) if smallest else (seconds, needed_bytes)
+
         groups = self.by_trace(number for number in self.bounds if number not in self.judged)
         return sorted(groups, key=lambda group: min(map(order, group)))
 
