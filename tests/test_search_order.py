@@ -8,7 +8,9 @@ from functools import cache
 
 from small_models import small_job
 from snugfit.planning.cost.figures import Bound, Figures
+from snugfit.planning.cost.parts import FullCheck
 from snugfit.planning.keep import kept_of
+from snugfit.planning.search.reasons import explain
 from snugfit.planning.search.screening import screen
 from snugfit.planning.search.some_layers import least_of_some
 from snugfit.planning.search.space import Space, space_of
@@ -21,11 +23,13 @@ from snugfit.techniques.technique import Fidelity, Slot
 SETTLED = "sdpa + bf16 + ieee + torch_kernels + on_device + adamw + all_gradients + default + inline"
 
 
+JOB = small_job("llama", 2, batch_size=4)
+
+
 @cache
 def space() -> Space:
     """Recipes of a small Llama that differ in engine, head, recomputing and micro-batches."""
-    job = small_job("llama", 2, batch_size=4)
-    return space_of(job, fidelity=Fidelity.ROUNDS, fixed=kept_of(job, SETTLED))
+    return space_of(JOB, fidelity=Fidelity.ROUNDS, fixed=kept_of(JOB, SETTLED))
 
 
 def seconds_of(setup: Setup) -> float:
@@ -112,3 +116,20 @@ def test_some_layers_are_bounded_by_a_bound_of_keeping_all() -> None:
     """Where keeping all was not rehearsed, the least that is known of it serves."""
     full, wish = Bound(1000, 2.0, layers_bytes=900, depth=4), CheckpointWish(every=2)
     assert least_of_some(Bound(3000, 1.0), full, wish).needed_bytes == int(2000 * 0.8)
+
+
+def test_a_size_that_nobody_lowered_explains_nothing() -> None:
+    class Verifying(Known):
+        def verify(self, recipe: Recipe, figures: Figures) -> FullCheck:
+            return FullCheck(True, (), None)
+
+    worker, state = Verifying(), SearchState(space())
+    pool = WorkerPool([worker])
+    lowered = [Recipe.parse(f"{SETTLED} + compiled + micro_batches({n})") for n in (4, 2)]
+    numbers = [number for number in map(space().number, lowered) if number is not None]
+    known = screen(space(), pool, numbers=numbers, state=state)
+    state.bounds |= {number: bounds[0] for number, bounds in known.bounds.items()}
+    state.judge(state.by_trace(numbers[:1]), pool)
+    reasons = {one.slot: one for one in explain(state, pool, numbers[0], JOB).reasons}
+    assert reasons["batching"].against == "micro_batches(2)"
+    assert {setup.micro_batches for setup in worker.judged if setup.compile} == {4, 2}

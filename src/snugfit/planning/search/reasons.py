@@ -87,29 +87,52 @@ def explain(state: SearchState, pool: WorkerPool, answer: int, job: Job) -> Expl
 
 
 def _comparable(state: SearchState, recipe: Recipe) -> Iterator[int]:
-    """All that may be the `_alternative` of a slot."""
+    """Yield the candidates that `_alternative` may choose from."""
     for slot in Slot:
-        plain = roster.plain(slot)
-        if recipe[slot] == plain or plain not in state.space.offers(slot):
-            yield from state.space.others(recipe, slot)
-        elif (number := state.space.number(recipe.with_(plain))) is not None:
+        if (plainer := _plainer(state, recipe, slot)) is None:
+            yield from _affordable(state, recipe, slot)
+        elif (number := state.space.number(plainer)) is not None:
             yield number
 
 
 def _alternative(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | None:
-    """The recipe that this one is compared with: with the slot's plain technique, or where that was chosen or
-    is not to be had the other technique that has the least lower bound in seconds; None where the slot could
-    hold no other."""
-    plain = roster.plain(slot)
-    if recipe[slot] != plain and plain in state.space.offers(slot):
-        return recipe.with_(plain)
-    alike = state.space.candidates[stand_in(state.space, recipe) or 0].recipe
+    """Return the recipe that this one is compared with; None where the slot has no other technique.
+
+    It has the slot's plain technique, or else the other technique with the least lower bound of seconds.
+    """
+    if (plainer := _plainer(state, recipe, slot)) is not None:
+        return plainer
     bounds = [
         (state.bounds[number].seconds, number)
-        for number in state.space.others(alike, slot)
+        for number in _affordable(state, recipe, slot)
         if number in state.bounds
     ]
     return recipe.with_(state.space.candidates[min(bounds)[1]].recipe[slot]) if bounds else None
+
+
+def _plainer(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | None:
+    """Return the recipe with the slot's plain technique; None where that is its own or is not offered.
+
+    Also None where its compiled layers would have to be lowered and those of another technique are lowered.
+    """
+    plain = roster.plain(slot)
+    if recipe[slot] == plain or plain not in state.space.offers(slot):
+        return None
+    number = stand_in(state.space, recipe.with_(plain))
+    if number is None or _is_lowered(state, number) or not _affordable(state, recipe, slot):
+        return recipe.with_(plain)
+    return None
+
+
+def _affordable(state: SearchState, recipe: Recipe, slot: Slot) -> list[int]:
+    """Return the candidates with another technique in this slot, without those that must be lowered first."""
+    alike = state.space.candidates[stand_in(state.space, recipe) or 0].recipe
+    return [number for number in state.space.others(alike, slot) if _is_lowered(state, number)]
+
+
+def _is_lowered(state: SearchState, number: int) -> bool:
+    """Return whether a worker has lowered the candidate's compiled layers, or it has none."""
+    return state.space.candidates[number].setup.compile is None or state.is_begun(number)
 
 
 def _because(recipe: Recipe, other: Recipe | None, own: Figures, figures: Figures | None) -> str:
