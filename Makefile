@@ -47,6 +47,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python benchmarks/plan_counts.py
+	$(BIN)/python lab/code_size.py
 
 types: install
 	$(BIN)/mypy
