@@ -408,7 +408,6 @@ def test_the_host_no_longer_decides() -> None:
     ("recipe", "why"),
     [
         ("fp16 + captured", "cannot be recorded"),
-        ("host(what=all) + captured", "was not tried in a step that is recorded"),
         ("captured(multiple=0)", "from 1 to"),
         ("captured + compiled", "engine"),
         ("fused + every_layer + captured", r"draw the same numbers twice.*'fused \+ selective\(attention\)'"),

@@ -148,7 +148,7 @@ def _outside(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("words", "told"),
-    [("chunked_loss", "compiled whole"), ("host(what=all)", "not moved"), ("segments", "joins")],
+    [("chunked_loss", "compiled whole"), ("segments", "joins")],
 )
 def test_what_was_not_tried_in_a_whole_model_is_refused(words: str, told: str) -> None:
     with pytest.raises(RecipeError, match=told):

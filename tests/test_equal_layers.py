@@ -64,7 +64,7 @@ def test_a_prediction_from_few_layers_is_the_whole_one(
     assert found == [True] or not is_used
 
 
-@pytest.mark.parametrize("recipe", ["ddp", "released", "captured", "host(all)"])
+@pytest.mark.parametrize("recipe", ["ddp", "released", "captured"])
 def test_what_is_no_passes_and_update_is_rehearsed_in_full(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,7 +64,6 @@ def test_gradients_are_those_of_keep_all_bit_for_bit(family: str, recipe: str, a
     slow_but(
         [
             ("gpt2", "first_layers(1)"),
-            ("t5", "bf16 + first_layers(1) + host(checkpoints)"),
             ("llama", "lora + bf16_pure + first_layers(1) + micro_batches(2)"),
         ],
         lambda case: case[0] == "llama",

@@ -14,8 +14,10 @@ from pathlib import Path
 import networkx
 import pytest
 
+from snugfit.techniques.wish import wishes
+
 SOURCE = Path(__file__).parents[1] / "src" / "snugfit"
-FILES = sorted(SOURCE.rglob("*.py"))
+FILES = sorted(path for path in SOURCE.rglob("*.py") if "tests" not in path.parts[len(SOURCE.parts) :])
 HEAVY = {
     "torch",
     "transformers",
@@ -125,6 +127,7 @@ BELOW["evaluation"] = BELOW["comparison"] | {"comparison"}
 BELOW["report"] = set(BELOW)
 BELOW["frontends"] = BELOW["report"] - {"exchange", "comparison", "evaluation"} | {"report"}
 BELOW["cli"] = BELOW["report"] | {"report", "frontends"}
+BELOW["features"] = set(BELOW)
 BELOW["__main__"] = BELOW["__init__"] = BELOW["cli"] | {"cli"}
 """Each room with the rooms it may import. `prediction` and `measurement` never meet below `comparison`."""
 
@@ -265,6 +268,22 @@ def test_nobody_imports_a_technique_by_name() -> None:
         }
 
     assert not offending(lambda path: named(path) if room_of(path) != "techniques" else ())
+
+
+def test_the_core_names_no_feature() -> None:
+    """Neither its modules nor its fields of `Setup`."""
+    fields = {wish.name for wish in wishes()}
+
+    def named(path: Path) -> Iterator[str]:
+        tree = tree_of(path)
+        yield from (module for module in imported(tree) if module.startswith("snugfit.features."))
+        for node in nodes_of(tree):
+            if isinstance(node, ast.Attribute) and node.attr in fields:
+                yield ast.unparse(node)
+            if isinstance(node, ast.keyword) and node.arg in fields:
+                yield f"{node.arg}="
+
+    assert not offending(lambda path: named(path) if room_of(path) != "features" else ())
 
 
 def imported_at_import(path: Path) -> set[str]:
@@ -447,8 +466,8 @@ def test_what_no_unit_test_does_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     import subprocess
 
     import torch
-
     from conftest import NOT_OF_A_UNIT
+
     from snugfit.planning.cost import parts_pool
 
     def step(device: str) -> None:

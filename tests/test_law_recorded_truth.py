@@ -28,6 +28,7 @@ from transformers.integrations import moe, sdpa_attention
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
+from in_roster import are_in_roster
 from snugfit.evaluation.guide_suite import machines, suite
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job, Task
@@ -275,7 +276,11 @@ def results() -> list[tuple[str, Any]]:
 def measurements() -> Iterator[tuple[str, Measurement]]:
     """Every measurement under `results/`, with its file's name; several of one file are numbered."""
     for name, content in results():
-        inside = [Measurement.from_json(document) for document in documents(content, "measurement")]
+        inside = [
+            Measurement.from_json(document)
+            for document in documents(content, "measurement")
+            if are_in_roster(document["recipe"])
+        ]
         for number, seen in enumerate(inside, start=1):
             yield name if len(inside) == 1 else f"{name} run {number}", seen
 

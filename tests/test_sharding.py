@@ -49,7 +49,7 @@ from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.sharded.host_tensors import HostTensors
 from snugfit.rehearsal.trace.trace import STAGE_BACK, STAGE_OUT, SWAPPED, UPDATE_ON_HOST, Block, Trace
-from snugfit.step.offload.host_link import LinkObserver, MetaLink
+from snugfit.step.host_link import LinkObserver, MetaLink
 from snugfit.step.open_step import open_step
 from snugfit.step.step import LOOPS, Observer
 from snugfit.step.wishes.engine.config import (
@@ -94,7 +94,6 @@ def test_without_the_package_it_is_refused_in_one_sentence(monkeypatch: pytest.M
         ("zero3 + lora(r=2)", "is not simulated together"),
         ("zero2 + bf16_pure", "Try 'bf16' over weights in float32"),
         ("zero2 + fp16", "Try 'bf16' over weights in float32"),
-        ("zero3 + host(all)", "is not simulated together"),
     ],
 )
 def test_what_it_does_not_go_with(recipe: str, why: str) -> None:

@@ -162,7 +162,8 @@ class Reason:
     """What stands in it."""
 
     against: str
-    """What it is compared with: the slot's plain technique, or where that was chosen or would have to be lowered first, the fastest other."""
+    """What it is compared with: the slot's plain technique, or where that was chosen or would have to be
+    lowered first, the fastest other."""
 
     needed_bytes: int | None = None
     """What the recipe would take with that other; None when that cannot be."""

@@ -17,6 +17,7 @@ from operator import is_
 from typing import Any, NamedTuple
 
 from snugfit.techniques.setup import LoaderWish, OptimizerWish, Setup
+from snugfit.techniques.wish import wishes
 
 
 class StepKey(NamedTuple):
@@ -55,7 +56,6 @@ TOUCHES: Mapping[str, tuple[str, ...]] = {
     "checkpoint": ("passes",),
     "compile": ("passes",),
     "capture": ("update", "launches"),
-    "activation_offload": ("passes",),
     "optimizer": ("update",),
     "autocast": ("passes",),
     "scale_gradients": ("passes", "update"),
@@ -65,6 +65,7 @@ TOUCHES: Mapping[str, tuple[str, ...]] = {
     "parallel": ("passes", "update"),
     "loader": ("loader",),
     "expandable_segments": ("allocator",),
+    **{wish.name: wish.touches for wish in wishes()},
 }
 """The parts of a step that a field of a Setup changes."""
 
@@ -100,7 +101,7 @@ def program_key(setup: Setup) -> Hashable:
     """Return all of a Setup that its compiled layers depend on; None where it has none."""
     if setup.compile is None:
         return None
-    saving_nothing = setup.with_fields(checkpoint=None, logits=None, activation_offload=None)
+    saving_nothing = setup.with_fields(checkpoint=None, logits=None)
     return _values(saving_nothing, "passes"), _values(setup, "micro_batches")
 
 

@@ -15,7 +15,7 @@ from snugfit.rehearsal.trace.trace import (
     UPDATE_ON_HOST,
 )
 from snugfit.step.bitsandbytes_optimizers import on_gpu_bytes
-from snugfit.step.offload.host_link import Slabs
+from snugfit.step.host_link import Slabs
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel

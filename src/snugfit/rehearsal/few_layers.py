@@ -24,6 +24,7 @@ from snugfit.rehearsal.trace.depth import Depth, depth_of, periodic_checkpoint
 from snugfit.rehearsal.trace.grow import Entry, grow
 from snugfit.rehearsal.trace.relative import without_layer_numbers
 from snugfit.rehearsal.trace.repeat import RECORDED_MICRO_BATCHES, RECORDED_STEPS
+from snugfit.techniques.feature import hooks
 from snugfit.techniques.setup import CompileWish, Setup
 
 if TYPE_CHECKING:
@@ -77,8 +78,10 @@ def passes_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Part | Non
 
 def _repeats_layers(setup: Setup) -> bool:
     """Return whether an uncompiled step has passes of their own on one GPU that treat all layers alike."""
-    joined = setup.release, setup.parallel, setup.sharding, setup.activation_offload
-    return not any(joined) and not setup.records_graphs
+    joined = setup.release, setup.parallel, setup.sharding
+    if any(joined) or setup.records_graphs:
+        return False
+    return all(are_alike(setup) for are_alike in hooks("treats_layers_alike"))
 
 
 def _compiles_all_layers(wish: CompileWish) -> bool:

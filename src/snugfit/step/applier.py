@@ -1,8 +1,8 @@
 """The one applier: every wish of a `Setup` to its handler, in the order of installing, for every front-end.
 
 A front-end gives its ends (a job and a device, a live model, an optimizer's groups, arguments) and names
-itself; what a wish does to an end stands in its handler (`wishes/`). To add a wish, add its field to `Setup`
-and its handler to `HANDLERS`.
+itself; what a wish does to an end is in its handler (`wishes/`). A feature adds its fields of `Setup` and
+their handlers (`techniques/feature.py`).
 
     plain        the plain loop: our own training, rehearsals, measurements
     accelerate   the guide's loop on accelerate, rehearsed and measured
@@ -27,7 +27,6 @@ from snugfit.step.wishes.float8 import Float8Handler
 from snugfit.step.wishes.handler import Handler
 from snugfit.step.wishes.masters.handler import MastersHandler
 from snugfit.step.wishes.model import (
-    ActivationOffloadHandler,
     AdaptHandler,
     AttentionHandler,
     CheckpointHandler,
@@ -41,6 +40,7 @@ from snugfit.step.wishes.parallel import ParallelHandler
 from snugfit.step.wishes.precision import AutocastHandler, MatmulHandler, ScaleGradientsHandler
 from snugfit.step.wishes.quantize import QuantizeHandler
 from snugfit.step.wishes.updates.handler import ReleaseHandler
+from snugfit.techniques.feature import features
 from snugfit.techniques.setup import Setup
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 FRONT_ENDS = ("plain", "accelerate", "trainer", "fit", "custom_loop", "script")
 
-HANDLERS: tuple[Handler, ...] = (
+CORE_HANDLERS: tuple[Handler, ...] = (
     AttentionHandler(),  # before the weights: of a live model it may still be refused
     WeightsDtypeHandler(),
     MatmulHandler(),
@@ -62,10 +62,9 @@ HANDLERS: tuple[Handler, ...] = (
     KernelsHandler(),
     Float8Handler(),
     LogitsHandler(),
-    CompileHandler(),  # what is compiled is recomputed
+    CompileHandler(),
     CheckpointHandler(),
-    ActivationOffloadHandler(),
-    ParallelHandler(),  # the optimizer is of what it leaves
+    ParallelHandler(),
     OptimizerHandler(),
     AutocastHandler(),
     ScaleGradientsHandler(),
@@ -76,7 +75,14 @@ HANDLERS: tuple[Handler, ...] = (
     LoaderHandler(),
     ExpandableSegmentsHandler(),
 )
-"""In the order of `Setup.ORDER`."""
+
+HANDLERS: tuple[Handler, ...] = tuple(
+    sorted(
+        (*CORE_HANDLERS, *(handler for feature in features() for handler in feature.handlers())),
+        key=lambda handler: handler.stage,
+    )
+)
+"""In the order of their stages."""
 
 REFUSED: Mapping[tuple[str, str], str] = {
     (front_end, handler.wish): reason for handler in HANDLERS for front_end, reason in handler.refused.items()

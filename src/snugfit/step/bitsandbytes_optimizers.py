@@ -127,7 +127,7 @@ def _page(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor
 
 def _prefetch(page: torch.Tensor) -> None:
     """Moves nothing; who hears of copies hears of it."""
-    from snugfit.step.offload.host_link import MetaLink
+    from snugfit.step.host_link import MetaLink
 
     if MetaLink.observer is not None:
         MetaLink.observer.prefetch(page.nbytes)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from snugfit.errors import UsageError
 from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setup import Setup, ShardingWish
+from snugfit.techniques.several_gpus import NOT_SIMULATED
 from snugfit.techniques.technique import Slot, TechniqueBySlot
 from snugfit.versions import version_of
 
@@ -131,16 +132,7 @@ def refuse_training(setup: Setup) -> None:
 
 def objections(job: Job, recipe: TechniqueBySlot, *, on_host: bool) -> Iterator[str]:
     """Why the engine cannot run this job or recipe."""
-    setup = Setup()
-    for slot in (
-        Slot.ADAPTERS,
-        Slot.PRECISION,
-        Slot.KERNELS,
-        Slot.HEAD,
-        Slot.ENGINE,
-        Slot.ACTIVATION_OFFLOAD,
-    ):
-        setup = recipe[slot].install(setup)
+    setup = recipe[Slot.PRECISION].alone
     if not job.trains:
         yield "it is about training only. Leave it out."
     if job.model.module is not None:
@@ -150,14 +142,8 @@ def objections(job: Job, recipe: TechniqueBySlot, *, on_host: bool) -> Iterator[
             f"it updates weights in fp32 and computes in bf16 or fp32, so it does not go with "
             f"{recipe[Slot.PRECISION]} over weights in {job.dtype}. Try 'bf16' over weights in float32."
         )
-    for slot, changed in (
-        (Slot.ADAPTERS, setup.adapt or setup.quantize),
-        (Slot.HEAD, setup.logits),
-        (Slot.KERNELS, setup.kernels),
-        (Slot.ENGINE, setup.compile),
-        (Slot.ACTIVATION_OFFLOAD, setup.activation_offload),
-    ):
-        if changed is not None:
+    for slot in NOT_SIMULATED:
+        if not recipe[slot].plain:
             yield f"it is not simulated together with {recipe[slot]}. Leave one of them out."
     if recipe[Slot.OPTIMIZER].install(Setup()).optimizer.factory.path != ADAMW:
         update = (

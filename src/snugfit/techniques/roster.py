@@ -1,10 +1,10 @@
 """The roster: which techniques exist, read from the slots' folders. Everyone asks here.
 
 A folder is a slot, a file in it is a technique, and the file's name is the word in a recipe. So a new
-technique is one new file, and no list anywhere grows with it. The roster checks each file against the few
-rules that the rest of the code relies on, and raises `RosterError` for the file's author when one is broken:
-as it reads the techniques, or, where the sentence of a setting is missing, when somebody asks for these. To
-read the sentences takes as long as to read all techniques, which each process does.
+technique is one new file, and no list anywhere grows with it. Features add theirs (`feature.py`). The roster
+checks each file against the few rules that the rest of the code relies on, and raises `RosterError` for the
+file's author when one is broken: as it reads the techniques, or, where the sentence of a setting is missing,
+when somebody asks for these. To read the sentences takes as long as to read all techniques.
 Listing names imports no torch: a technique file imports it, if at all, inside functions.
 
 It also knows the words of other libraries, and what to write here instead. One table, `foreign_names.json`,
@@ -31,6 +31,7 @@ from typing import Any
 
 from snugfit.errors import RecipeError, SnugfitError, did_you_mean
 from snugfit.job.job import Job
+from snugfit.techniques.feature import technique_modules
 from snugfit.techniques.setting import describe, setting_types, show_setting
 from snugfit.techniques.technique import Fidelity, Slot, Technique, first_sentence
 
@@ -45,10 +46,14 @@ class RosterError(SnugfitError):
 def techniques() -> tuple[type[Technique], ...]:
     """All techniques, by slot in the order of a recipe; in a slot the plain one first, then by name."""
     root = Path(__file__).parent
-    classes = [
-        _read(importlib.import_module(f"{__package__}.{slot}.{entry.name}"), Slot(slot), entry.name)
+    of_core = [
+        (Slot(slot), f"{__package__}.{slot}.{entry.name}")
         for slot in _slots(root)
         for entry in pkgutil.iter_modules([str(root / slot)])
+    ]
+    classes = [
+        _read(importlib.import_module(module), slot, module.rpartition(".")[2])
+        for slot, module in (*of_core, *technique_modules())
     ]
     for slot in Slot:
         defaults = [technique.name for technique in classes if technique.slot is slot and technique.plain]

@@ -1,19 +1,9 @@
 """The Setup: what a recipe asks of a training loop, as plain data.
 
-It is the closed set of wishes that every loop knows: a loop fulfils each of them or refuses it by name.
-No wish is named after a technique, and no wish holds code: what must run is given as an import path
-(`package.module:name`) with arguments, so a Setup prints, compares, and goes through JSON unchanged.
-
-Installing has one order, with its reasons (`Setup.ORDER`):
-
-1. build: the model is created in its working dtype and with its attention implementation, because both are
-   arguments of its constructor and cost bytes when changed later;
-2. adapt: adapters freeze weights and add small ones, so they come before anything that asks which
-   parameters train;
-3. checkpoint: layers and the head are wrapped when the modules they wrap are final;
-4. optimizer: it is handed the parameters that train, when no module changes any more;
-5. loop: autocast, gradient scaling, micro-batches and clipping surround all that;
-6. loader: last, it depends on nothing here.
+`CoreSetup` has the fields of the core, and `Setup` those of the installed features too (`feature.py`). Every
+loop implements each field or refuses it by name. No field holds code: a callable is an import path
+(`package.module:name`) with arguments, so a Setup prints, compares, and goes through JSON unchanged. Each
+field has a handler, and handlers run in the order of `feature.InstallStage`.
 """
 
 from __future__ import annotations
@@ -21,12 +11,13 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, make_dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from snugfit.documents import decode_fields
 from snugfit.job.dtype import LOST_BELOW, dtype_name
+from snugfit.techniques.wish import wishes
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -216,18 +207,6 @@ class CaptureWish:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OffloadWish:
-    """Activations that wait for the backward pass in the host's memory."""
-
-    what: str = "all"
-    """`all` that layers keep, or of `checkpoints` their inputs alone."""
-
-    first: int | None = None
-    """Of the layers of each stack, only so many, from the first; None takes them all. A span of layers that
-    is recomputed belongs to its last one."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ShardingWish:
     """DeepSpeed's engine around model and optimizer, on one GPU or on one of several."""
 
@@ -348,10 +327,8 @@ class LoaderWish:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What a recipe asks of a training loop. The defaults are the plain loop's."""
-
-    ORDER: ClassVar[tuple[str, ...]] = ("build", "adapt", "checkpoint", "optimizer", "loop", "loader")
+class CoreSetup:
+    """The fields of the core. The defaults are the plain loop's."""
 
     weights_dtype: str | None = None
     """build: dtype of the model's floating-point weights, by torch's name; None leaves them as they are
@@ -389,9 +366,6 @@ class Setup:
 
     compile: CompileWish | None = None
     """checkpoint: what is compiled, inside of what is recomputed; None runs the code as it is written."""
-
-    activation_offload: OffloadWish | None = None
-    """checkpoint: which activations wait on the host; None leaves all on the device."""
 
     optimizer: OptimizerWish = field(
         default_factory=lambda: OptimizerWish(
@@ -468,3 +442,24 @@ class Setup:
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """The Setup that `to_json` wrote."""
         return decode_fields(cls, document)
+
+
+if TYPE_CHECKING:
+
+    class Setup(CoreSetup):
+        """What a recipe asks of a training loop: the fields of the core and of the features."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    Setup = make_dataclass(
+        "Setup",
+        [(wish.name, wish.kind, field(default=wish.default)) for wish in wishes()],
+        bases=(CoreSetup,),
+        namespace={
+            "__doc__": "What a recipe asks of a training loop: the fields of the core and of the features.",
+            "__module__": __name__,  # for pickle
+        },
+        frozen=True,
+        kw_only=True,
+    )

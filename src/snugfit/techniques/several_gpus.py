@@ -29,6 +29,9 @@ SHARDS_ON_HOST = (
     "seconds of its copies and updates were measured nowhere, nor was its memory."
 )
 
+NOT_SIMULATED = (Slot.ADAPTERS, Slot.HEAD, Slot.KERNELS, Slot.ENGINE, Slot.ACTIVATION_OFFLOAD)
+"""Slots that hold their plain technique where several processes train together."""
+
 KNOW_SHARDS = ("torch.optim:AdamW", "torch.optim:SGD")
 """Optimizers of torch that update shards as they update whole weights (chosen: others look at a weight's
 shape, or are code that knows no shards)."""
@@ -82,27 +85,16 @@ def with_parallel(setup: Setup, wish: ParallelWish) -> Setup:
 
 def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterator[str]:
     """Why several GPUs cannot train this job under this recipe."""
-    setup = Setup()
-    slots = (
-        Slot.ADAPTERS, Slot.PRECISION, Slot.KERNELS, Slot.HEAD, Slot.ENGINE, Slot.ACTIVATION_OFFLOAD,
-        Slot.OPTIMIZER,
-    )  # fmt: skip
-    for slot in slots:
-        setup = recipe[slot].install(setup)
+    setup = recipe[Slot.OPTIMIZER].install(recipe[Slot.PRECISION].alone)
     if not job.trains:
         yield "it is about training only. Leave it out."
     if job.model.module is not None:
         yield "models of your own are not simulated with it. Leave it out."
-    for slot, changed in (
-        (Slot.ADAPTERS, setup.adapt or setup.quantize),
-        (Slot.HEAD, setup.logits),
-        (Slot.PRECISION, setup.float8),
-        (Slot.KERNELS, setup.kernels),
-        (Slot.ENGINE, setup.compile or setup.capture),
-        (Slot.ACTIVATION_OFFLOAD, setup.activation_offload),
-    ):
-        if changed is not None:
+    for slot in NOT_SIMULATED:
+        if not recipe[slot].plain:
             yield f"it is not simulated together with {recipe[slot]}. Leave one of them out."
+    if setup.float8 is not None:
+        yield f"it is not simulated together with {recipe[Slot.PRECISION]}. Leave one of them out."
     if wish.weights == "sharded" and setup.scale_gradients:
         yield f"weights are gathered in bf16 or as they are, so it does not go with {recipe[Slot.PRECISION]}."
     shared = "shards of weights" if wish.weights == "sharded" else "states that GPUs share"

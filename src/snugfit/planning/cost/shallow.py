@@ -12,7 +12,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from snugfit.rehearsal.trace.depth import Depth, depth_of, offload_period, periodic_checkpoint
+from snugfit.rehearsal.trace.depth import Depth, depth_of, periodic_checkpoint
+from snugfit.techniques.feature import hooks
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -48,7 +49,8 @@ class ShallowJobs:
         depth = self.depth(setup)
         if depth is not None and self.few:
             checkpoint, repeats = periodic_checkpoint(setup.checkpoint, depth.layers)
-            period = math.lcm(depth.period, repeats, offload_period(setup.activation_offload, depth.layers))
+            further = (period(setup, depth.layers) for period in hooks("layer_period"))
+            period = math.lcm(depth.period, repeats, *further)
             alike = repeats if checkpoint and checkpoint.layers_per_span else 1  # of so many layers one
             whole_periods = math.ceil(FEWEST * alike / period) * period
             least = whole_periods + (depth.layers - whole_periods) % period

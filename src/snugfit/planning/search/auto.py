@@ -26,7 +26,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from snugfit.errors import NothingFits, SnugfitError, UsageError
 from snugfit.job.gpu import find_gpu
-from snugfit.planning.search.mixture import RecomputingLine, Tried, find_mixture, is_valid, mixture_of
+from snugfit.planning.search.mixture import (
+    RecomputingLine,
+    Tried,
+    find_mixture,
+    grades_of,
+    is_valid,
+    mixture_of,
+)
 from snugfit.prediction.predict import predict as predict_recipe
 from snugfit.prediction.profile import INSTALLED
 from snugfit.prediction.rates import link_of
@@ -123,8 +130,7 @@ def resolve(
     asked = _Asked(job, {"gpu": gpu, "memory_bytes": memory_bytes, **how})
     if asked.leaves_headroom(base):
         return _resolve_to(base, "all activations fit", asked)
-    kinds = mixture_of(job, link_of(gpu) or math.inf)
-    recomputing = [*(kinds.recomputing if kinds else ()), *_each_layer(job)]
+    recomputing = [*grades_of(Slot.CHECKPOINTING, job), *_each_layer(job)]
     again = [recipe for one in recomputing if is_valid(recipe := base.with_(one), job)]
     last = base
     if again and asked.is_known(again[-1]):
@@ -137,7 +143,7 @@ def resolve(
             if mixed is not None:
                 because += ", and copying in the background takes less time than computing again"
             return _resolve_to(mixed or least, because, asked)
-    hosts = [*(kinds.on_host if kinds else ()), *_all_on_host()]
+    hosts = [*grades_of(Slot.ACTIVATION_OFFLOAD, job), *_all_on_host()]
     sent = [recipe for one in hosts if is_valid(recipe := last.with_(one), job)]
     if sent and asked.is_known(sent[-1]):
         if asked.leaves_headroom(sent[-1]):

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.planning.search.simpler import AS_FAST
 from snugfit.techniques import roster
-from snugfit.techniques.technique import Slot
+from snugfit.techniques.recipe import AUTO_SLOTS
 from snugfit.units import GIB
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.techniques.recipe import Recipe
-    from snugfit.techniques.technique import Technique
+    from snugfit.techniques.technique import Slot, Technique
 
 MOST_ON_HOST = 8 * GIB
 """Of activations in the host's page-locked memory, where nobody asked for that (chosen): what a machine that
@@ -132,11 +132,16 @@ def find_mixture(
 def mixture_of(job: Job, link: float | None) -> Mixture | None:
     """What may be done with the layers of this job's model; None where they are not known, or the link is
     not."""
-    by_slot = {kind.slot: grades for kind in roster.techniques() if (grades := kind.grades(job))}
-    recomputing, on_host = by_slot.get(Slot.CHECKPOINTING), by_slot.get(Slot.ACTIVATION_OFFLOAD)
+    recomputing, on_host = (grades_of(slot, job) for slot in AUTO_SLOTS)
     if not recomputing or not on_host:
         return None
     return Mixture(job=job, recomputing=recomputing, on_host=on_host, link=link) if link else None
+
+
+def grades_of(slot: Slot, job: Job) -> Sequence[Technique]:
+    """Return the grades of the slot's technique that has some, else nothing."""
+    of_slot = (kind.grades(job) for kind in roster.techniques() if kind.slot is slot)
+    return next(filter(None, of_slot), ())
 
 
 def is_valid(recipe: Recipe, job: Job) -> bool:

@@ -46,6 +46,7 @@ from snugfit.planning.search.some_layers import least_of_some, least_of_spans
 from snugfit.planning.search.state import MEMORY_RESOLUTION
 from snugfit.planning.search.twins import PEAK_SHARE, ROUNDING, OnGpus, Twins, is_below
 from snugfit.techniques import roster
+from snugfit.techniques.feature import hooks
 from snugfit.techniques.setup import EVERY_LAYER, CheckpointWish, Setup
 from snugfit.techniques.technique import Slot
 from snugfit.units import MIB
@@ -384,7 +385,7 @@ class RecomputingKinds:
     def _least_saving(self, number: int, without: int, bound: Bound) -> int:
         """The least bytes of a candidate that saves some, by what it takes without saving any."""
         setup, plain = self.space.candidates[number].setup, self.space.candidates[without].setup
-        if setup.logits != plain.logits or setup.activation_offload is not None:
+        if setup.logits != plain.logits or _has_timed_bytes(setup):
             return bound.resting_bytes
         return max(bound.resting_bytes, int(bound.outside_bytes * (1 - PEAK_SHARE)))
 
@@ -402,7 +403,7 @@ class RecomputingKinds:
         wish = setup.checkpoint
         if full is None or not self._is_known(full):
             return [NOTHING] * len(self.states)
-        if setup.activation_offload is not None:  # what is live depends on how far the copies are
+        if _has_timed_bytes(setup):
             return [NOTHING] * len(self.states)
         if wish is not None and wish.layers_per_span != 1:
             of_spans = wish == CheckpointWish(layers_per_span=0, spans=wish.spans)
@@ -480,6 +481,11 @@ class RecomputingKinds:
 def _saves(setup: Setup) -> bool:
     """Whether its passes save memory and no time."""
     return setup.checkpoint is not None or setup.logits is not None or setup.has_budget
+
+
+def _has_timed_bytes(setup: Setup) -> bool:
+    """Return whether the bytes that layers save depend on how far copies are."""
+    return any(has_timed_bytes(setup) for has_timed_bytes in hooks("has_timed_bytes"))
 
 
 def _with_device(bound: Bound) -> Bound:

@@ -21,7 +21,7 @@ from snugfit.rehearsal.trace.trace import (
     UPDATE_ON_HOST,
     WORK_ON_HOST,
 )
-from snugfit.step.offload.host_link import MetaLink
+from snugfit.step.host_link import MetaLink
 
 if TYPE_CHECKING:
     import torch

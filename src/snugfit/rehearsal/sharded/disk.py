@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from snugfit.step.offload.host_link import MetaLink
+from snugfit.step.host_link import MetaLink
 
 if TYPE_CHECKING:
     import torch

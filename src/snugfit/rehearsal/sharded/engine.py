@@ -23,7 +23,7 @@ from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.rehearsal.sharded.device_module import ShapesModule
 from snugfit.rehearsal.sharded.host_tensors import HostTensors
 from snugfit.rehearsal.sharded.ranks import RankRecorder, process_group
-from snugfit.step.offload.host_link import MetaLink
+from snugfit.step.host_link import MetaLink
 
 TO_COPY = torch.ops.aten._to_copy.default
 

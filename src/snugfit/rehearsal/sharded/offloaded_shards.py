@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from snugfit.rehearsal.sharded.host_tensors import HostTensors
-from snugfit.step.offload.host_link import MetaLink
+from snugfit.step.host_link import MetaLink
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.record.recorder import Recorder

@@ -53,7 +53,7 @@ from snugfit.rehearsal.trace.trace import (
     Recording,
 )
 from snugfit.results.footprint import Kind
-from snugfit.step.offload.host_link import MetaLink
+from snugfit.step.host_link import MetaLink
 
 REDISTRIBUTION = 5
 """Operators on parts of tensors that take the host as long as one exchange by which these become others, in

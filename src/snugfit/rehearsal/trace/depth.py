@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from snugfit.job.job import Job
-    from snugfit.techniques.setup import CheckpointWish, OffloadWish, Setup
+    from snugfit.techniques.setup import CheckpointWish, Setup
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,6 @@ def periodic_checkpoint(wish: CheckpointWish | None, layers: int) -> PeriodicChe
         return PeriodicCheckpoint(wish, wish.layers_per_span * wish.every)
     count = len(replace(wish, every=1).cut(layers))
     return PeriodicCheckpoint(replace(wish, spans=count), count)
-
-
-def offload_period(wish: OffloadWish | None, layers: int) -> int:
-    """Layers after which what waits on the host repeats: the whole depth where only the first few do."""
-    return 1 if wish is None or wish.first is None else layers
 
 
 def _period_of(values: Sequence[Any]) -> int:

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, ClassVar
 
 from snugfit.step.wishes.handler import Context, Handler
+from snugfit.techniques.feature import InstallStage
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ REHEARSED: ContextVar[Callable[[], Graphs] | None] = ContextVar("REHEARSED", def
 class CaptureHandler(Handler):
     """A step as CUDA graphs."""
 
-    wish, slot = "capture", Slot.ENGINE
+    wish, slot, stage = "capture", Slot.ENGINE, InstallStage.STEP
     read_by_loops = True
     refused: ClassVar[Mapping[str, str]] = {
         "accelerate": _NOT_OURS,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from snugfit.step.wishes.handler import Handler, ScriptContext
+from snugfit.techniques.feature import InstallStage
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 class MicroBatchesHandler(Handler):
     """Pieces of the global batch, one after the other."""
 
-    wish, slot = "micro_batches", Slot.BATCHING
+    wish, slot, stage = "micro_batches", Slot.BATCHING, InstallStage.LOOP
     read_by_loops = True
 
     def training_arguments(self, value: int, job: Job, device: torch.device) -> dict[str, Any]:
@@ -36,7 +37,7 @@ class MicroBatchesHandler(Handler):
 class LoaderHandler(Handler):
     """How batches reach the device. A rehearsal's never travel, and need no workers."""
 
-    wish, slot = "loader", Slot.LOADING
+    wish, slot, stage = "loader", Slot.LOADING, InstallStage.LOAD
 
     def loader_arguments(self, value: LoaderWish, device: torch.device) -> dict[str, Any]:
         """Under the names of torch's `DataLoader`."""
@@ -71,7 +72,7 @@ class ExpandableSegmentsHandler(Handler):
     """The CUDA allocator grows segments in place. A script is told by its environment, which the technique's
     counterparts name."""
 
-    wish, slot = "expandable_segments", Slot.ALLOCATOR
+    wish, slot, stage = "expandable_segments", Slot.ALLOCATOR, InstallStage.PROCESS
 
     def set_process(self, value: bool, device: torch.device) -> None:
         """The allocator takes it also after it has allocated."""

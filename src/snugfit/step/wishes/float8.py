@@ -23,6 +23,7 @@ from snugfit.hub_kernels import import_torchao
 from snugfit.step.checkpointing import layer_stacks
 from snugfit.step.compiling import layer_names
 from snugfit.step.wishes.handler import Handler, LiveTraining, ScriptContext
+from snugfit.techniques.feature import InstallStage
 from snugfit.techniques.setup import FLOAT8_MULTIPLE
 from snugfit.techniques.technique import Slot
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 class Float8Handler(Handler):
     """Linear layers whose products are computed in 8-bit floats."""
 
-    wish, slot = "float8", Slot.PRECISION
+    wish, slot, stage = "float8", Slot.PRECISION, InstallStage.REPLACE
 
     def import_code(self, value: Float8Wish | None) -> None:
         """torchao is imported before anything is timed or overridden."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
+    from snugfit.techniques.feature import InstallStage
     from snugfit.techniques.recipe import Recipe
     from snugfit.techniques.setup import Setup
     from snugfit.techniques.technique import Slot, Technique
@@ -107,6 +108,9 @@ class Handler:
 
     slot: ClassVar[Slot]
     """Whose techniques ask for it."""
+
+    stage: ClassVar[InstallStage]
+    """When it is done, relative to other wishes."""
 
     refused: ClassVar[Mapping[str, str]] = {}
     """Front-ends that cannot honour the wish, each with the reason. Elsewhere it is honoured."""

@@ -19,6 +19,7 @@ from snugfit.step.compiling import compile_lines, compile_parts, run_as_written,
 from snugfit.step.selective import script_lines
 from snugfit.step.wishes.handler import Context, Handler, LiveTraining, ScriptContext
 from snugfit.step.wishes.python_text import call_text, literal
+from snugfit.techniques.feature import InstallStage
 from snugfit.techniques.setup import PADDING_FREE, RING
 from snugfit.techniques.technique import Slot
 
@@ -26,13 +27,13 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
-    from snugfit.techniques.setup import Call, CheckpointWish, CompileWish, LogitsWish, OffloadWish, Setup
+    from snugfit.techniques.setup import Call, CheckpointWish, CompileWish, LogitsWish, Setup
 
 
 class AttentionHandler(Handler):
     """Which attention code runs, by transformers' name for it (`attn_implementation`)."""
 
-    wish, slot = "attention", Slot.ATTENTION
+    wish, slot, stage = "attention", Slot.ATTENTION, InstallStage.BUILD
 
     def import_code(self, value: str) -> None:
         """An attention that is not transformers' own is told to it."""
@@ -125,7 +126,7 @@ class AttentionHandler(Handler):
 class WeightsDtypeHandler(Handler):
     """The dtype of floating-point weights."""
 
-    wish, slot = "weights_dtype", Slot.PRECISION
+    wish, slot, stage = "weights_dtype", Slot.PRECISION, InstallStage.BUILD
 
     def model_arguments(self, value: str | None) -> dict[str, Any]:
         """Under the name that `instantiate` knows."""
@@ -165,7 +166,7 @@ def dtype_of(model: Any) -> str:
 class AdaptHandler(Handler):
     """Adapters, which freeze the weights and add small ones."""
 
-    wish, slot = "adapt", Slot.ADAPTERS
+    wish, slot, stage = "adapt", Slot.ADAPTERS, InstallStage.ADAPT
     refused: ClassVar[Mapping[str, str]] = {
         "custom_loop": "the optimizer was created for all parameters. Add the adapters first "
         "(peft.get_peft_model), create the optimizer from the trainable parameters, and leave "
@@ -206,7 +207,7 @@ USE_LIGER = ":use_liger"
 class KernelsHandler(Handler):
     """Modules that compute with other kernels than torch's."""
 
-    wish, slot = "kernels", Slot.KERNELS
+    wish, slot, stage = "kernels", Slot.KERNELS, InstallStage.REPLACE
 
     def import_code(self, value: Call | None) -> None:
         """Liger is imported, with Triton, or our operators, before anything is timed or overridden."""
@@ -258,7 +259,7 @@ class KernelsHandler(Handler):
 class LogitsHandler(Handler):
     """Logits that are never whole."""
 
-    wish, slot = "logits", Slot.HEAD
+    wish, slot, stage = "logits", Slot.HEAD, InstallStage.HEAD
     refused: ClassVar[Mapping[str, str]] = {
         "script": "snugfit does it with its own code, which a script without snugfit does not have"
     }
@@ -282,7 +283,7 @@ class LogitsHandler(Handler):
 class CheckpointHandler(Handler):
     """Layers that keep only their inputs."""
 
-    wish, slot = "checkpoint", Slot.CHECKPOINTING
+    wish, slot, stage = "checkpoint", Slot.CHECKPOINTING, InstallStage.RECOMPUTE
 
     def wrap(self, value: CheckpointWish | None, model: Any) -> None:
         """Layers are wrapped when the modules they wrap are final."""
@@ -322,7 +323,7 @@ class CheckpointHandler(Handler):
 class CompileHandler(Handler):
     """Layers, or a whole model, that torch.compile compiles."""
 
-    wish, slot = "compile", Slot.ENGINE
+    wish, slot, stage = "compile", Slot.ENGINE, InstallStage.COMPILE
 
     def around_run(self, value: CompileWish | None) -> Context | None:
         """Files of a compiler that is killed are not met by a later run."""
@@ -358,30 +359,6 @@ def _unwrap_layers(live: LiveTraining) -> None:
         module.__dict__.pop("forward", None)
         module.__dict__.update(before)
     live.own_forwards = []
-
-
-class ActivationOffloadHandler(Handler):
-    """Activations that wait on the host."""
-
-    wish, slot = "activation_offload", Slot.ACTIVATION_OFFLOAD
-    refused: ClassVar[Mapping[str, str]] = {
-        "script": "snugfit does it with its own code, which a script without snugfit does not have"
-    }
-
-    def wrap(self, value: OffloadWish | None, model: Any) -> None:
-        """The model's saved tensors get hooks."""
-        from snugfit.step.offload.activations import offload_activations
-
-        if value is not None:
-            offload_activations(model, value)
-
-    def change(self, value: OffloadWish | None, live: LiveTraining) -> Iterator[str]:
-        """As when it is built; also of a model whose activations travelled before."""
-        from snugfit.step.offload.activations import offload_activations
-
-        offload_activations(live.model, value)
-        if value is not None:
-            yield f"activations wait where {live.technique(self.slot)} says"
 
 
 def _own_forward(module: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from snugfit.step.bitsandbytes_optimizers import embeddings_code
 from snugfit.step.wishes.handler import Context, Handler, ScriptContext
 from snugfit.step.wishes.python_text import CallText, call_text, keywords_text
+from snugfit.techniques.feature import InstallStage
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 class OptimizerHandler(Handler):
     """Which optimizer. A front-end that makes one asks `make_optimizer`, with its own groups and numbers."""
 
-    wish, slot = "optimizer", Slot.OPTIMIZER
+    wish, slot, stage = "optimizer", Slot.OPTIMIZER, InstallStage.OPTIMIZE
     read_by_loops = True
 
     def around_rehearsal(self, value: OptimizerWish, *, on_gpu: bool) -> Context | None:

@@ -25,6 +25,7 @@ from snugfit.step.wishes.mesh.ring_attention import cut_batch
 from snugfit.step.wishes.mesh.script import parallel_fields
 from snugfit.step.wishes.mesh.stages import parts_of
 from snugfit.step.wishes.mesh.tensor import in_tensor_parts, sum_parts_of_gradients
+from snugfit.techniques.feature import InstallStage
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ LIVE = (
 class ParallelHandler(Handler):
     """Which part of the training is this process's."""
 
-    wish, slot = "parallel", Slot.SHARDING
+    wish, slot, stage = "parallel", Slot.SHARDING, InstallStage.DISTRIBUTE
     refused: ClassVar = {
         "fit": LIVE,
         "custom_loop": LIVE,

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from snugfit.step.wishes.handler import Context, Handler, LiveTraining, ScriptContext
+from snugfit.techniques.feature import InstallStage
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ _MIXED = {None: "no", "bfloat16": "bf16", "float16": "fp16"}
 class AutocastHandler(Handler):
     """The dtype of autocast regions."""
 
-    wish, slot = "autocast", Slot.PRECISION
+    wish, slot, stage = "autocast", Slot.PRECISION, InstallStage.LOOP
     accelerate_does_it = True
 
     def model_arguments(self, value: str | None) -> dict[str, Any]:
@@ -63,7 +64,7 @@ class ScaleGradientsHandler(Handler):
     """The loss is scaled against underflow; steps with gradients that overflow are skipped. accelerate and
     the Trainer do it whenever they autocast to fp16."""
 
-    wish, slot = "scale_gradients", Slot.PRECISION
+    wish, slot, stage = "scale_gradients", Slot.PRECISION, InstallStage.LOOP
     accelerate_does_it = True
 
     def make_scaler(self, value: bool, device: torch.device) -> torch.amp.GradScaler | None:
@@ -80,7 +81,7 @@ class ScaleGradientsHandler(Handler):
 class MatmulHandler(Handler):
     """torch's `fp32_precision` of matrix products and convolutions."""
 
-    wish, slot = "matmul", Slot.MATMUL
+    wish, slot, stage = "matmul", Slot.MATMUL, InstallStage.BUILD
 
     def around_run(self, value: str) -> Context | None:
         """The backends' settings, which are put back afterwards."""

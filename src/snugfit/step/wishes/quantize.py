@@ -9,6 +9,7 @@ from snugfit.job.model import CLASSIFICATION
 from snugfit.job.quantized import HEADS
 from snugfit.step.wishes.handler import Handler, ScriptContext
 from snugfit.step.wishes.python_text import literal
+from snugfit.techniques.feature import InstallStage
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ _LIVE = (
 class QuantizeHandler(Handler):
     """Linear layers whose weights are 4-bit numbers."""
 
-    wish, slot = "quantize", Slot.ADAPTERS
+    wish, slot, stage = "quantize", Slot.ADAPTERS, InstallStage.BUILD
     refused: ClassVar[Mapping[str, str]] = {"fit": _LIVE, "custom_loop": _LIVE}
 
     def import_code(self, value: QuantizeWish | None) -> None:

@@ -67,7 +67,7 @@ class Captured(Technique):
                 "be recorded. Try 'bf16'."
             )
         offload, again = recipe[Slot.ACTIVATION_OFFLOAD], recipe[Slot.CHECKPOINTING]
-        if offload.alone.activation_offload is not None:
+        if not offload.plain:
             yield f"{offload} was not tried in a step that is recorded. Leave one of them out."
         wish = again.alone.checkpoint
         by_seeds = wish is not None and wish.keep and seeds_dropout(recipe[Slot.KERNELS].alone)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from snugfit.step.wishes.engine.config import swap_folder
 from snugfit.step.wishes.handler import Handler, ScriptContext
 from snugfit.techniques.deepspeed_zero import AUTO, FROM_ARGUMENTS, zero_section
+from snugfit.techniques.feature import InstallStage
 from snugfit.techniques.setup import ShardingWish
 from snugfit.techniques.technique import Slot
 
@@ -23,7 +24,7 @@ EXPORT = "--export hf writes a script that trains so"
 class ShardingHandler(Handler):
     """Whose engine runs the steps. Each loop has another Step for it (`step/open_step.py`)."""
 
-    wish, slot = "sharding", Slot.SHARDING
+    wish, slot, stage = "sharding", Slot.SHARDING, InstallStage.STEP
     read_by_loops = True
     refused: ClassVar = {
         "fit": f"a live Trainer's engine is made from TrainingArguments(deepspeed=...); {EXPORT}",

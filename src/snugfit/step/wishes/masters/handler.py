@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from snugfit.step.wishes.handler import Handler
+from snugfit.techniques.feature import InstallStage
 from snugfit.techniques.technique import Slot
 
 _MADE_BEFORE = (
@@ -17,7 +18,7 @@ _MADE_BEFORE = (
 class MastersHandler(Handler):
     """Masters of weights of bfloat16, the other half of which the optimizer has."""
 
-    wish, slot = "masters", Slot.PRECISION
+    wish, slot, stage = "masters", Slot.PRECISION, InstallStage.CAST
     refused: ClassVar[Mapping[str, str]] = {
         "fit": _MADE_BEFORE,
         "custom_loop": _MADE_BEFORE,

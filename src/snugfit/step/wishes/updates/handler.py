@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from snugfit.step.wishes.handler import Handler
+from snugfit.techniques.feature import InstallStage
 from snugfit.techniques.technique import Slot
 
 _NOT_OURS = (
@@ -16,7 +17,7 @@ _NOT_OURS = (
 class ReleaseHandler(Handler):
     """Weights that are updated as their gradients come (`released.py`)."""
 
-    wish, slot = "release", Slot.GRADIENTS
+    wish, slot, stage = "release", Slot.GRADIENTS, InstallStage.STEP
     read_by_loops = True
     refused: ClassVar[Mapping[str, str]] = {
         "accelerate": _NOT_OURS,

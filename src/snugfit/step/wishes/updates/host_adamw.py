@@ -19,7 +19,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from snugfit.errors import RecipeError
-from snugfit.step.offload.host_link import MetaLink
+from snugfit.step.host_link import MetaLink
 from snugfit.step.wishes.adamw_in_pieces import OwnAdamW
 
 STAGED_BYTES = 64 << 20

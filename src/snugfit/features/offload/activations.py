@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.errors import RecipeError
 from snugfit.step.checkpointing import layer_stacks
-from snugfit.step.offload.host_link import link_to_host
+from snugfit.step.host_link import link_to_host
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from snugfit.step.offload.host_link import Extent, Link
-    from snugfit.techniques.setup import OffloadWish
+    from snugfit.features.offload.wish import OffloadWish
+    from snugfit.step.host_link import Extent, Link
 
 LEAST_BYTES = 1 << 20
 """Of a storage that travels (chosen): up to here CUDA's allocator has blocks of 2 MiB for all, and the host

@@ -21,6 +21,9 @@ import test_fit_law
 from kept import kept
 from snugfit.errors import RecipeError
 from snugfit.exchange.read import read_arguments
+from snugfit.features.offload import activations as activation_offload
+from snugfit.features.offload.activations import ActivationOffload, Travelling, offload_activations
+from snugfit.features.offload.wish import OffloadWish
 from snugfit.frontends.cut_loss import Verdict
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job, Task
@@ -39,12 +42,9 @@ from snugfit.rehearsal.record.module_tracker import ModuleTracker
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import AWAIT_COPY, COPIES, COPY_BACK, COPY_OUT, Trace, Work
 from snugfit.step.build import build_model
-from snugfit.step.offload import activations as activation_offload
-from snugfit.step.offload.activations import ActivationOffload, Travelling, offload_activations
-from snugfit.step.offload.host_link import SLAB_BYTES, Slabs
+from snugfit.step.host_link import SLAB_BYTES, Slabs
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import OffloadWish
 from snugfit.techniques.technique import Fidelity, Slot
 from test_law_loops import hold
 from test_law_rehearsed_equals_real import hold_to_reports, job
@@ -70,7 +70,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         batches.append([tensor.untyped_storage().nbytes() for tensor in tensors])
         return send(link, tensors)
 
-    monkeypatch.setattr("snugfit.step.offload.host_link.Link.send", note)
+    monkeypatch.setattr("snugfit.step.host_link.Link.send", note)
     # comparisons of pieces with the batch send too, of other samples in each loop
     monkeypatch.setattr("snugfit.frontends.cut_loss._verdict", lambda *_: Verdict())
     return batches

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_activation_offload import INPUT, NBYTES, Stack, copies_of, gradients
 
 import test_accelerate
 import test_fit_law
@@ -19,6 +20,9 @@ from small_models import small_job
 from small_runs import killed_in, losses, small_run
 from snugfit.errors import RecipeError
 from snugfit.exchange.export import export
+from snugfit.features.offload import activations as activation_offload
+from snugfit.features.offload.activations import Travelling, offload_activations
+from snugfit.features.offload.wish import OffloadWish
 from snugfit.frontends.cut_loss import Verdict
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
@@ -30,12 +34,9 @@ from snugfit.prediction.seconds import step_seconds
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import COPY_BACK, COPY_OUT, Trace
-from snugfit.step.offload import activations as activation_offload
-from snugfit.step.offload.activations import Travelling, offload_activations
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import OffloadWish, Setup
+from snugfit.techniques.setup import Setup
 from snugfit.training.run.train import train
-from test_activation_offload import INPUT, NBYTES, Stack, copies_of, gradients
 from test_law_loops import hold
 from test_law_rehearsed_equals_real import hold_to_reports, job
 from tiers import slow_but

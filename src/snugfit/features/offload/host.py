@@ -7,7 +7,7 @@ much, for less arithmetic, so such a step is mostly bound by the link.
 
 With `layers` only the first few of a stack send theirs; neither TRL nor transformers has that. The others'
 copies are never made, and there is more time for each copy: until as many layers more have run as keep theirs
-on the device, and as long in the backward pass (`step/offload/activations.py`). A few layers travel for
+on the device, and as long in the backward pass (`features/offload/activations.py`). A few layers travel for
 nothing. A layer that is recomputed as well keeps nothing but its input, which is all that waits there then.
 """
 
@@ -17,9 +17,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
+from snugfit.features.offload.wish import OffloadWish
 from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setting import between
-from snugfit.techniques.setup import OffloadWish, Setup
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:

@@ -1,0 +1,65 @@
+"""Run the unit tests and a plan on a copy of the tree without one feature.
+
+    python lab/without_feature.py offload [another ...] [--quick]
+
+A feature can be deleted when both pass. `--quick` imports every test and leaves the plan out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+COPIED = ("src", "tests", "conftest.py")
+PLAN = ["plan", "bert-large-uncased", "--task", "sequence-classification", "--gpu", "h200", "--no-cache"]
+
+
+def check(feature: str, *, quick: bool) -> bool:
+    """Return whether a tree without this feature passes."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        tree.mkdir()
+        for entry in ROOT.iterdir():
+            if entry.name in COPIED:
+                subprocess.run(["cp", "-r", str(entry), str(tree)], check=True)
+            elif not entry.name.startswith("."):
+                (tree / entry.name).symlink_to(entry)
+        shutil.rmtree(tree / "src" / "snugfit" / "features" / feature)
+        environment = os.environ | {"PYTHONPATH": str(tree / "src"), "XDG_CACHE_HOME": folder}
+        unit = ["-m", "pytest", "-q", "-n", "2", "-m", "not whole and not slow", "--no-header"]
+        commands = [[*unit, *(["--collect-only", "-qq"] if quick else ["-x", "--maxfail=20"])]]
+        commands += [] if quick else [["-m", "snugfit", *PLAN]]
+        for command in commands:
+            ended = subprocess.run(
+                [sys.executable, *command],
+                cwd=tree,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            if ended.returncode:
+                print(ended.stdout[-6000:], ended.stderr[-3000:])
+                return False
+    return True
+
+
+def main() -> int:
+    """Check each feature; 1 where one cannot be deleted."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("features", nargs="+")
+    parser.add_argument("--quick", action="store_true")
+    asked = parser.parse_args()
+    passed = {feature: check(feature, quick=asked.quick) for feature in asked.features}
+    print({feature: "can be deleted" if ok else "cannot be deleted" for feature, ok in passed.items()})
+    return int(not all(passed.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

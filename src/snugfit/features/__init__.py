@@ -1,0 +1,1 @@
+"""Folders that each add something to the core, and can be deleted."""

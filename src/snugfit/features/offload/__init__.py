@@ -1,0 +1,1 @@
+"""Activations that wait in the memory of the host."""

@@ -1,0 +1,38 @@
+"""Activations wait in the memory of the host until the backward pass uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from snugfit.features.offload.wish import OFFLOAD
+from snugfit.techniques.feature import Feature
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    from snugfit.techniques.setup import Setup
+
+
+class Offload(Feature):
+    """Add the technique `host` and its handler."""
+
+    techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {Slot.ACTIVATION_OFFLOAD: ("host",)}
+
+    def handlers(self) -> Sequence[Any]:
+        """Return the handler that copies saved tensors."""
+        from snugfit.features.offload.handler import OffloadHandler
+
+        return (OffloadHandler(),)
+
+    def layer_period(self, setup: Setup, layers: int) -> int:
+        """Return the whole depth where only the first layers send theirs."""
+        wish = OFFLOAD.of(setup)
+        return 1 if wish is None or wish.first is None else layers
+
+    def treats_layers_alike(self, setup: Setup) -> bool:
+        """Return False with offloading: the last regions stay on the device."""
+        return OFFLOAD.of(setup) is None
+
+    def has_timed_bytes(self, setup: Setup) -> bool:
+        """Return True with offloading: a region stays until its copy is done."""
+        return OFFLOAD.of(setup) is not None

@@ -1,0 +1,38 @@
+"""Saved tensors of a live or built model go to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from snugfit.step.wishes.handler import Handler
+from snugfit.techniques.feature import InstallStage
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    from snugfit.features.offload.wish import OffloadWish
+    from snugfit.step.wishes.handler import LiveTraining
+
+
+class OffloadHandler(Handler):
+    """Activations that wait on the host."""
+
+    wish, slot, stage = "activation_offload", Slot.ACTIVATION_OFFLOAD, InstallStage.SAVE
+    refused: ClassVar[Mapping[str, str]] = {
+        "script": "snugfit does it with its own code, which a script without snugfit does not have"
+    }
+
+    def wrap(self, value: OffloadWish | None, model: Any) -> None:
+        """Add hooks on saved tensors."""
+        from snugfit.features.offload.activations import offload_activations
+
+        if value is not None:
+            offload_activations(model, value)
+
+    def change(self, value: OffloadWish | None, live: LiveTraining) -> Iterator[str]:
+        """Add or replace the hooks of a live model, and yield a line for it."""
+        from snugfit.features.offload.activations import offload_activations
+
+        offload_activations(live.model, value)
+        if value is not None:
+            yield f"activations wait where {live.technique(self.slot)} says"

@@ -1,0 +1,131 @@
+"""The contract between the core and its features, and the registry of features.
+
+A feature is a folder of `features/` that can be deleted. Its `feature.py` has one subclass of `Feature`, with
+what the feature adds: handlers of its fields of `Setup` (`wish.py`), techniques, commands, and overrides of
+the methods that simulation and search call on every feature. The core imports no feature and names none: it
+calls `wishes()`, `features()` and `hooks()`.
+
+Listing features imports no torch. A feature imports its own modules within the methods that need them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from snugfit.techniques.technique import Slot
+from snugfit.techniques.wish import FOLDER, FeatureError, feature_names
+
+if TYPE_CHECKING:
+    from snugfit.techniques.setup import Setup
+
+
+class InstallStage(IntEnum):
+    """The moments of preparing a training run, in their order. Handlers of one stage run core first, then by
+    the feature's name."""
+
+    BUILD = 0
+    """The model is created: its dtype and attention are arguments of its constructor."""
+    ADAPT = 1
+    """Another model takes its place, or weights freeze: before anything asks which parameters train."""
+    CAST = 2
+    """Weights that train change their dtype."""
+    REPLACE = 3
+    """Modules compute with other kernels."""
+    HEAD = 4
+    """The head and the loss are replaced."""
+    COMPILE = 5
+    """Modules are compiled; a recomputed layer is compiled inside."""
+    RECOMPUTE = 6
+    """Layers are wrapped for checkpointing, once the modules they wrap are final."""
+    SAVE = 7
+    """Tensors that layers save for the backward pass are kept elsewhere."""
+    DISTRIBUTE = 8
+    """The model is spread over processes; the optimizer is of what each then holds."""
+    OPTIMIZE = 9
+    """The optimizer is made of the parameters that train."""
+    LOOP = 10
+    """Autocast, gradient scaling and micro-batches surround the passes."""
+    STEP = 11
+    """The whole optimizer step is run in another way."""
+    LOAD = 12
+    """Batches reach the device."""
+    PROCESS = 13
+    """The process is configured."""
+
+
+class Feature:
+    """One deletable folder. Subclasses override what they need."""
+
+    name: ClassVar[str]
+    """The folder's name; the registry sets it."""
+
+    techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {}
+    """By slot, the modules of its folder that have one technique each; a module's name is its word."""
+
+    commands: ClassVar[tuple[str, ...]] = ()
+    """Functions of its `cli.py` that are commands of `snugfit`."""
+
+    # ---- running a step ----
+
+    def handlers(self) -> Sequence[Any]:
+        """Return a `Handler` (`step/wishes/handler.py`) for each wish."""
+        return ()
+
+    # ---- simulating a step ----
+
+    def layer_period(self, setup: Setup, layers: int) -> int:
+        """Return after how many of `layers` layers the treatment of layers repeats."""
+        return 1
+
+    def treats_layers_alike(self, setup: Setup) -> bool:
+        """Return whether a step of few layers shows what each further layer adds."""
+        return True
+
+    # ---- searching a plan ----
+
+    def has_timed_bytes(self, setup: Setup) -> bool:
+        """Return whether saved bytes depend on the time of copies, so that no other step bounds them."""
+        return False
+
+
+@functools.cache
+def features() -> tuple[Feature, ...]:
+    """Return every feature, by name. Raises `FeatureError` for a folder that breaks the contract."""
+    return tuple(map(_read, feature_names()))
+
+
+def _read(name: str) -> Feature:
+    module = importlib.import_module(f"{FOLDER}.{name}.feature")
+    classes = [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value) and issubclass(value, Feature) and value.__module__ == module.__name__
+    ]
+    if len(classes) != 1:
+        raise FeatureError(f"{module.__name__}: one subclass of Feature is expected, found {len(classes)}.")
+    classes[0].name = name
+    return classes[0]()
+
+
+@functools.cache
+def hooks(method: str) -> tuple[Callable[..., Any], ...]:
+    """Return this method of each feature that overrides it."""
+    plain = getattr(Feature, method)
+    return tuple(
+        getattr(feature, method) for feature in features() if getattr(type(feature), method) is not plain
+    )
+
+
+def technique_modules() -> tuple[tuple[Slot, str], ...]:
+    """Return slot and module of each technique of a feature."""
+    return tuple(
+        (slot, f"{FOLDER}.{feature.name}.{module}")
+        for feature in features()
+        for slot, modules in feature.techniques.items()
+        for module in modules
+    )

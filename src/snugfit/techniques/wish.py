@@ -1,0 +1,67 @@
+"""Fields that features add to `Setup`, and where they are found.
+
+A feature is a folder of `features/`. Its fields are the `Wish` objects of its module `wish.py`, if there is
+one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import pkgutil
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
+
+from snugfit.errors import SnugfitError
+
+T = TypeVar("T")
+
+FOLDER = "snugfit.features"
+"""The package whose folders are the features."""
+
+
+class FeatureError(SnugfitError):
+    """A feature breaks a rule of the contract; the message is for its author."""
+
+
+@dataclass(frozen=True)
+class Wish(Generic[T]):
+    """A field of `Setup` that a feature adds."""
+
+    name: str
+    """The field's name, in `Setup` and in its JSON."""
+    kind: Any
+    """Its type, of a value that can be compared and written as JSON."""
+    default: T
+    """The value of the plain loop."""
+    touches: tuple[str, ...] = ("passes", "update")
+    """Parts of a step that the field changes, by the fields of `StepKey` (`planning/step_key.py`)."""
+
+    def of(self, setup: Any) -> T:
+        """Return the value in this `Setup`."""
+        return cast(T, getattr(setup, self.name))
+
+
+@functools.cache
+def feature_names() -> tuple[str, ...]:
+    """Return the folders of all features, sorted."""
+    roots = importlib.import_module(FOLDER).__path__
+    return tuple(sorted(one.name for one in pkgutil.iter_modules(roots) if one.ispkg))
+
+
+@functools.cache
+def wishes() -> tuple[Wish[Any], ...]:
+    """Return the fields that all features add. Raises `FeatureError` where two have one name."""
+    modules = [f"{FOLDER}.{name}.wish" for name in feature_names()]
+    fields = [
+        value
+        for module in modules
+        if importlib.util.find_spec(module)
+        for value in vars(importlib.import_module(module)).values()
+        if isinstance(value, Wish)
+    ]
+    names = [wish.name for wish in fields]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise FeatureError(f"Two features add the same fields to Setup: {', '.join(twice)}.")
+    return tuple(fields)
