@@ -64,7 +64,11 @@ def sources(package: Path = PACKAGE) -> Iterator[Path]:
     """The files of the simulation, sorted."""
     for name in ROOMS:
         file = package / f"{name}.py"
-        yield from [file] if file.exists() else sorted((package / name).rglob("*.py"))
+        yield from (
+            [file]
+            if file.exists()
+            else sorted(path for path in (package / name).rglob("*.py") if path.parent.name != "tests")
+        )
     yield package / SIZES
 
 

@@ -1,7 +1,7 @@
 """The contract between the core and its features, and the registry of features.
 
 A feature is a folder of `features/` that can be deleted. Its `feature.py` has one subclass of `Feature`, with
-what the feature adds: handlers of its fields of `Setup` (`wish.py`), techniques, commands, and overrides of
+what the feature adds: handlers of its fields of `Setup` (`fields.py`), techniques, commands, and overrides of
 the methods that simulation and search call on every feature. The core imports no feature and names none: it
 calls `wishes()`, `features()` and `hooks()`.
 

@@ -1,6 +1,6 @@
 """Fields that features add to `Setup`, and where they are found.
 
-A feature is a folder of `features/`. Its fields are the `Wish` objects of its module `wish.py`, if there is
+A feature is a folder of `features/`. Its fields are the `Wish` objects of its module `fields.py`, if there is
 one.
 """
 
@@ -53,7 +53,7 @@ def feature_names() -> tuple[str, ...]:
 @functools.cache
 def wishes() -> tuple[Wish[Any], ...]:
     """Return the fields that all features add. Raises `FeatureError` where two have one name."""
-    modules = [f"{FOLDER}.{name}.wish" for name in feature_names()]
+    modules = [f"{FOLDER}.{name}.fields" for name in feature_names()]
     fields = [
         value
         for module in modules

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from snugfit.features.offload.wish import OffloadWish
+    from snugfit.features.offload.fields import OffloadWish
     from snugfit.step.host_link import Extent, Link
 
 LEAST_BYTES = 1 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from snugfit.features.offload.wish import OFFLOAD
+from snugfit.features.offload.fields import OFFLOAD
 from snugfit.techniques.feature import Feature
 from snugfit.techniques.technique import Slot
 

@@ -10,7 +10,7 @@ from snugfit.techniques.feature import InstallStage
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
-    from snugfit.features.offload.wish import OffloadWish
+    from snugfit.features.offload.fields import OffloadWish
     from snugfit.step.wishes.handler import LiveTraining
 
 

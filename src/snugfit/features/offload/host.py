@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-from snugfit.features.offload.wish import OffloadWish
+from snugfit.features.offload.fields import OffloadWish
 from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import Setup

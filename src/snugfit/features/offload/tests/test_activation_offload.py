@@ -23,7 +23,7 @@ from snugfit.errors import RecipeError
 from snugfit.exchange.read import read_arguments
 from snugfit.features.offload import activations as activation_offload
 from snugfit.features.offload.activations import ActivationOffload, Travelling, offload_activations
-from snugfit.features.offload.wish import OffloadWish
+from snugfit.features.offload.fields import OffloadWish
 from snugfit.frontends.cut_loss import Verdict
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job, Task

@@ -8,7 +8,7 @@ import pytest
 
 from small_models import small_job
 from snugfit.errors import NothingFits, RecipeError
-from snugfit.features.offload.wish import OFFLOAD, OffloadWish
+from snugfit.features.offload.fields import OFFLOAD, OffloadWish
 from snugfit.job.job import Job
 from snugfit.planning.search.auto import resolve
 from snugfit.prediction.predict import predict as predict_recipe

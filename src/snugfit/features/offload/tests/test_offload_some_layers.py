@@ -22,7 +22,7 @@ from snugfit.errors import RecipeError
 from snugfit.exchange.export import export
 from snugfit.features.offload import activations as activation_offload
 from snugfit.features.offload.activations import Travelling, offload_activations
-from snugfit.features.offload.wish import OffloadWish
+from snugfit.features.offload.fields import OffloadWish
 from snugfit.frontends.cut_loss import Verdict
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
