@@ -1,14 +1,16 @@
 """Kills runs at random moments, in chains, and holds what comes of them to a run that nobody touched.
 
     python benchmarks/kill_chains.py OUT.json [--kills 250] [--seeds 1 2] [--device cpu] [--only fit] [--bf16]
+                                     [--techniques]
 
 Each configuration is drawn: the front-end (`train`, `fit`, `accelerate`), the data (lists, samples that
 draw, streams, generators and counters of their own, workers, loaders of the user's), adapters, the optimizer,
-the schedule, evaluations, micro-batches, bf16, how often a checkpoint is kept. Dropout is on. First it runs
-whole. Then, in another folder, it is started and killed (SIGKILL four times of five, else SIGTERM), while it
-starts, steps, evaluates or writes, and started again, until a start comes to its end. Losses, norms, rates,
-evaluations and weights must then be the same, bit for bit. A configuration that is refused before its first
-step is counted as that; all else is a failure and listed.
+the schedule, evaluations, micro-batches, bf16, how often a checkpoint is kept, and with `--techniques` a
+recipe and a decoder (`kill_techniques.py`). Dropout is on. First it runs whole. Then, in another folder, it
+is started and killed (SIGKILL four times of five, else SIGTERM), while it starts, steps, evaluates or writes,
+and started again, until a start comes to its end. Losses, norms, rates, evaluations and weights must then be
+the same, bit for bit. A configuration that is refused before its first step is counted as that; all else is a
+failure and listed.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ import numpy
 import peft
 import torch
 import transformers
+from kill_techniques import add_average, draw_techniques
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -82,21 +86,38 @@ def padded(batch: list[Sample]) -> dict[str, torch.Tensor]:
             (("input_ids", rows), ("attention_mask", mask), ("labels", labels))}  # fmt: skip
 
 
+def spoken(batch: list[Sample]) -> dict[str, torch.Tensor]:
+    """The same for a language model, whose labels are its tokens."""
+    made = padded(batch)
+    return {**made, "labels": made["input_ids"].masked_fill(made["attention_mask"] == 0, -100)}
+
+
 def slowly_padded(batch: list[Sample]) -> dict[str, torch.Tensor]:
     """The same, for evaluations that last."""
     time.sleep(0.02)
     return padded(batch)
 
 
+def slowly_spoken(batch: list[Sample]) -> dict[str, torch.Tensor]:
+    """The same for a language model."""
+    time.sleep(0.02)
+    return spoken(batch)
+
+
+COLLATORS: dict[str, Callable[[list[Sample]], dict[str, torch.Tensor]]] = {"bert": padded, "llama": spoken}
+SLOW_COLLATORS = {"bert": slowly_padded, "llama": slowly_spoken}
+
+
 class Masking:
     """A collator with a generator that it makes with its first batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
+        self.model = model
         self.generator: torch.Generator | None = None
 
     def __call__(self, batch: list[Sample]) -> dict[str, torch.Tensor]:
         self.generator = self.generator or torch.Generator().manual_seed(11)
-        made = padded(batch)
+        made = COLLATORS[self.model](batch)
         hidden = torch.rand(made["input_ids"].shape, generator=self.generator) < 0.3
         return {**made, "input_ids": made["input_ids"].masked_fill(hidden, 3)}
 
@@ -192,19 +213,19 @@ TRAINER_SCHEDULES = (
     "inverse_sqrt", "warmup_stable_decay",
 )  # fmt: skip
 
-LINEAR = ["query", "value"]
-ADAPTERS: dict[str, Callable[[], Any]] = {
-    "lora": lambda: peft.LoraConfig(r=2, target_modules=LINEAR, lora_dropout=0.1, task_type="SEQ_CLS"),
-    "rslora": lambda: peft.LoraConfig(r=2, target_modules=LINEAR, use_rslora=True, task_type="SEQ_CLS"),
-    "dora": lambda: peft.LoraConfig(r=2, target_modules=LINEAR, use_dora=True, task_type="SEQ_CLS"),
-    "ia3": lambda: peft.IA3Config(target_modules=LINEAR, feedforward_modules=[], task_type="SEQ_CLS"),
-    "loha": lambda: peft.LoHaConfig(r=2, target_modules=LINEAR, task_type="SEQ_CLS"),
-    "lokr": lambda: peft.LoKrConfig(r=2, target_modules=LINEAR, task_type="SEQ_CLS"),
-    "vera": lambda: peft.VeraConfig(r=2, target_modules=LINEAR, task_type="SEQ_CLS"),
-    "oft": lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=LINEAR, task_type="SEQ_CLS"),
-    "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="SEQ_CLS"),
-    "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="SEQ_CLS"),
+ADAPTERS: dict[str, Callable[..., Any]] = {
+    "lora": lambda targets, **of: peft.LoraConfig(r=2, target_modules=targets, lora_dropout=0.1, **of),
+    "rslora": lambda targets, **of: peft.LoraConfig(r=2, target_modules=targets, use_rslora=True, **of),
+    "dora": lambda targets, **of: peft.LoraConfig(r=2, target_modules=targets, use_dora=True, **of),
+    "ia3": lambda targets, **of: peft.IA3Config(target_modules=targets, feedforward_modules=[], **of),
+    "loha": lambda targets, **of: peft.LoHaConfig(r=2, target_modules=targets, **of),
+    "lokr": lambda targets, **of: peft.LoKrConfig(r=2, target_modules=targets, **of),
+    "vera": lambda targets, **of: peft.VeraConfig(r=2, target_modules=targets, **of),
+    "oft": lambda targets, **of: peft.OFTConfig(r=0, oft_block_size=4, target_modules=targets, **of),
+    "prompt": lambda targets, **of: peft.PromptTuningConfig(num_virtual_tokens=3, **of),
+    "prefix": lambda targets, **of: peft.PrefixTuningConfig(num_virtual_tokens=3, **of),
 }
+TARGETS = {"bert": ["query", "value"], "llama": ["q_proj", "v_proj"]}
 WAYS = ("named mine", "second", "embeddings train too", "mixin")
 """Besides an adapter that is called "default"."""
 
@@ -212,8 +233,25 @@ NOT_INJECTED = ("vera", "prompt", "prefix")
 """Adapters that transformers' own `add_adapter` refuses."""
 
 
-def draw_config(draw: random.Random, only: str | None) -> Config:
-    """One configuration; what a front-end does not know is left out."""
+def draw_config(draw: random.Random, only: str | None, techniques: bool = False) -> Config:
+    """One configuration, with a recipe of drawn `techniques` where they are asked for."""
+    config = {"model": "bert", "parts": [], **draw_plainly(draw, only)}
+    if not techniques:
+        return config
+    config |= draw_techniques(draw, config["front_end"])
+    config["bf16"] &= bool(config["optim"])
+    in_recipe = any(part.startswith("lora") for part in config["parts"])
+    if in_recipe or (config["adapters"] != "none" and draw.random() < 0.4):
+        config["adapters"], config["way"] = "none", "default"
+    if config["front_end"] == "train":
+        config["optimizer"] = "adamw"
+    if "released" in config["parts"] and draw.random() < 0.9:
+        config["micro_batches"] = 1
+    return config
+
+
+def draw_plainly(draw: random.Random, only: str | None) -> Config:
+    """One of no techniques; what a front-end does not know is left out."""
     front_end = only or draw.choice(["train", "fit", "accelerate"])
     config: Config = {
         "front_end": front_end, "seed": draw.randrange(1000), "save_steps": draw.choice([1, 1, 2, 3]),
@@ -244,26 +282,34 @@ def draw_config(draw: random.Random, only: str | None) -> Config:
 # ---- one run ---------------------------------------------------------------------------------------------
 
 
-def job_of() -> Job:
-    """A BERT of two layers, with dropout."""
+TASKS = {"bert": Task.SEQUENCE_CLASSIFICATION, "llama": Task.CAUSAL_LM}
+
+
+def job_of(config: Config) -> Job:
+    """A BERT or a Llama of two layers, with dropout."""
+    name = config["model"]
     facts = {
-        "model_type": "bert", "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 96,
+        "model_type": name, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 96,
         "intermediate_size": 48, "max_position_embeddings": 32, "num_hidden_layers": 2,
+        **({"attention_dropout": 0.1, "num_key_value_heads": 2} if name == "llama" else {}),
     }  # fmt: skip
-    model = Model.from_config(facts, name="bert")
+    model = Model.from_config(facts, name=name)
     return Job(
-        model=model, task=Task.SEQUENCE_CLASSIFICATION, batch_size=4, sequence_length=16, clip=1.0,
-        learning_rate=1e-3,
+        model=model, task=TASKS[name], batch_size=4, sequence_length=16, clip=1.0, learning_rate=1e-3,
     )  # fmt: skip
 
 
 def model_of(config: Config) -> Any:
     """The model, with its adapters."""
     torch.manual_seed(config["seed"])
-    model: Any = instantiate(job_of(), dtype="float32", attention="sdpa").train()
+    model: Any = instantiate(job_of(config), dtype="float32", attention="sdpa").train()
+    if config.get("average"):
+        add_average(model)
     if config["adapters"] == "none":
         return model
-    make, way = ADAPTERS[config["adapters"]], config["way"]
+    kind = "SEQ_CLS" if config["model"] == "bert" else "CAUSAL_LM"
+    make = partial(ADAPTERS[config["adapters"]], TARGETS[config["model"]], task_type=kind)
+    way = config["way"]
     if way == "mixin":
         model.add_adapter(make())
         return model
@@ -277,6 +323,24 @@ def model_of(config: Config) -> Any:
     return wrapped
 
 
+def collator_of(config: Config, plain: dict[str, Any]) -> Any:
+    """The plain one of the model, or one that draws."""
+    model = config["model"]
+    return Masking(model) if config["data"] == "masking collator" else plain[model]
+
+
+def recipe_of(config: Config) -> str:
+    """The recipe of a `fit` or of a hand-written loop, in one line."""
+    parts = list(config["parts"]) or (["bf16"] if config["bf16"] else [])
+    parts += [f"micro_batches({config['micro_batches']})"] if config["micro_batches"] > 1 else []
+    return " + ".join(parts) or "plain"
+
+
+def optimizer_of(config: Config, model: Any) -> Any:
+    """The user's own, over what trains."""
+    return OPTIMIZERS[config["optimizer"]]([w for w in model.parameters() if w.requires_grad])
+
+
 def loader_of(config: Config) -> DataLoader[Any]:
     """The loader of a hand-written loop, or of a user's own trainer."""
     data = DATA[config["data"]]()
@@ -285,21 +349,23 @@ def loader_of(config: Config) -> DataLoader[Any]:
     return DataLoader(
         data, batch_size=4 // (config["micro_batches"] if config["front_end"] == "fit" else 1),
         shuffle=shuffle, generator=own, num_workers=2 if config["data"] == "workers" else 0,
-        collate_fn=Masking() if config["data"] == "masking collator" else padded,
+        collate_fn=collator_of(config, COLLATORS),
     )  # fmt: skip
 
 
 def run_train(config: Config, folder: Path, watch: Any, device: str) -> tuple[Any, Any]:
     """Our own loop; gives the model and what its evaluation came to."""
-    parts = [config["optimizer"] if config["optimizer"] != "adamw" else "plain"]
-    parts += ["lora(r=2, targets=query)"] if config["adapters"] == "lora" else []
+    parts = [config["optimizer"] if config["optimizer"] != "adamw" else "plain", *config["parts"]]
+    targets = "|".join(TARGETS[config["model"]])
+    parts += [f"lora(r=2, targets={targets})"] if config["adapters"] == "lora" else []
     parts += [f"micro_batches({config['micro_batches']})"] if config["micro_batches"] > 1 else []
     parts += ["bf16"] if config["bf16"] else []
     parts += ["workers"] if config["data"] == "workers" else []
     parts = [part for part in parts if part != "plain"] or ["plain"]
     evaluation = config["evaluation"]
     done = snugfit.train(
-        job_of(), " + ".join(parts), samples(), output_dir=folder, collate=padded, device=device, watch=watch,
+        job_of(config), " + ".join(parts), samples(), output_dir=folder, collate=COLLATORS[config["model"]],
+        device=device, watch=watch,
         max_steps=STEPS, seed=config["seed"], save_steps=config["save_steps"], eval_strategy=evaluation,
         eval_steps=3 if evaluation == "steps" else None,
         evaluation=samples(8) if evaluation != "no" else None,
@@ -327,25 +393,27 @@ class OwnLoader(transformers.Trainer):  # type: ignore[misc]
 
 def run_fit(config: Config, folder: Path, watch: Any, device: str) -> tuple[Any, Any]:
     """A Trainer; gives the model and its log."""
-    model, micro = model_of(config), config["micro_batches"]
-    optimizer = OPTIMIZERS[config["optimizer"]]([w for w in model.parameters() if w.requires_grad])
+    named = recipe_of(config) if config.get("optim") == "" else None  # else the Trainer's own words
+    model, micro = model_of(config), 1 if named else config["micro_batches"]
     arguments = transformers.TrainingArguments(
         str(folder), max_steps=STEPS, per_device_train_batch_size=4 // micro, report_to="none",
         gradient_accumulation_steps=micro, learning_rate=1e-3, logging_steps=2, disable_tqdm=True,
         save_strategy="steps", save_steps=config["save_steps"], save_total_limit=3, seed=config["seed"],
         eval_strategy=config["evaluation"], eval_steps=3, lr_scheduler_type=config["schedule"],
-        lr_scheduler_kwargs=stable(config), remove_unused_columns=False, bf16=config["bf16"],
+        lr_scheduler_kwargs=stable(config), remove_unused_columns=False, bf16=config["bf16"] and not named,
         use_cpu=device == "cpu", dataloader_num_workers=2 if config["data"] == "workers" else 0,
+        **({"optim": config["optim"]} if config.get("optim") else {}),
     )  # fmt: skip
     kind = OwnLoader if config["data"] == "own loader" else transformers.Trainer
-    collator = Masking() if config["data"] == "masking collator" else slowly_padded
+    makes = config.get("makes_optimizer", True)
     trainer = kind(
-        model=model, args=arguments, train_dataset=DATA[config["data"]](), data_collator=collator,
-        eval_dataset=samples(8), optimizers=(optimizer, None),
+        model=model, args=arguments, train_dataset=DATA[config["data"]](), eval_dataset=samples(8),
+        data_collator=collator_of(config, SLOW_COLLATORS),
+        optimizers=(optimizer_of(config, model) if makes else None, None),
     )  # fmt: skip
     trainer.config = config
     trainer.remove_callback(transformers.PrinterCallback)
-    snugfit.fit(trainer, watch=watch)
+    snugfit.fit(trainer, named, watch=watch)
     resumes = any(path.name.startswith("checkpoint-") for path in folder.glob("checkpoint-*[0-9]"))
     trainer.train(resume_from_checkpoint=resumes or None)
     timed = ("runtime", "per_second", "train_loss", "total_flos")
@@ -359,12 +427,9 @@ def run_fit(config: Config, folder: Path, watch: Any, device: str) -> tuple[Any,
 def run_accelerate(config: Config, folder: Path, watch: Any, device: str) -> tuple[Any, Any]:
     """A hand-written loop; gives the model."""
     model = model_of(config).to(device)
-    optimizer = OPTIMIZERS[config["optimizer"]]([w for w in model.parameters() if w.requires_grad])
-    loader = loader_of(config)
-    parts = [f"micro_batches({config['micro_batches']})"] if config["micro_batches"] > 1 else []
-    parts += ["bf16"] if config["bf16"] else []
+    optimizer, loader = optimizer_of(config, model), loader_of(config)
     run = snugfit.accelerate(
-        model, optimizer, loader, " + ".join(parts) or "plain", output_dir=folder, clip=1.0, watch=watch,
+        model, optimizer, loader, recipe_of(config), output_dir=folder, clip=1.0, watch=watch,
         scheduler=SCHEDULES[config["schedule"]], save_total_limit=3,
     )  # fmt: skip
     with run:
@@ -396,7 +461,7 @@ def child(config: Config, folder: Path, device: str, stepped: int) -> int:
 
     try:
         model, log = RUNS[config["front_end"]](config, folder, watch, device)
-    except SnugfitError as refusal:
+    except (SnugfitError, ImportError) as refusal:  # the latter: an `optim` of a package that is missing
         (folder.parent / "refused.txt").write_text(f"{type(refusal).__name__}: {refusal}", encoding="utf-8")
         return REFUSED
     digest = hashlib.sha256()
@@ -550,6 +615,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", choices=RUNS)
     parser.add_argument("--bf16", action="store_true", help="every configuration, not a fifth of them")
+    parser.add_argument("--techniques", action="store_true", help="draw a recipe too")
     parser.add_argument("--minutes", type=float, default=600.0)
     given = parser.parse_args()
     each = -(-given.kills // len(given.seeds))
@@ -574,8 +640,9 @@ def draw_chains(seed: int, wanted: int, given: argparse.Namespace, part: Path) -
     draw, deadline, kills = random.Random(seed), time.monotonic() + 60 * given.minutes, 0
     part.write_text("", encoding="utf-8")
     while kills < wanted and time.monotonic() < deadline:
-        config = draw_config(draw, given.only)
-        config["bf16"] |= given.bf16
+        config = draw_config(draw, given.only, given.techniques)
+        if given.bf16:
+            config["bf16"] = True
         done = chain(config, random.Random(draw.randrange(1 << 30)), given.device, wanted - kills)
         kills += done["kills"]
         with part.open("a", encoding="utf-8") as file:
@@ -593,6 +660,7 @@ def document_of(chains: list[dict[str, Any]], given: argparse.Namespace) -> dict
         "what": "kill chains",
         "date": datetime.date.today().isoformat(),
         "seeds": given.seeds,
+        "techniques": given.techniques,
         "device": given.device,
         "versions": versions(),
         "kills": sum(by_front_end.values()),

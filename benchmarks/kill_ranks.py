@@ -1,12 +1,14 @@
 """Kills processes of runs on several GPUs at random moments, and compares with a run that nobody touched.
 
-    python benchmarks/kill_ranks.py OUT.json [--gpus 2] [--recipes fsdp ddp] [--kills 30] [--device cuda]
+    python benchmarks/kill_ranks.py OUT.json [--gpus 2] [--recipes fsdp "tensor(2)"] [--kills 30]
+                                    [--device cuda] [--steps 400] [--minutes 600]
 
-For each recipe a small BERT with dropout is trained whole by `snugfit train --gpus N`. Then, in another
-folder, it is started again and again, and at a drawn moment (while it starts, steps or writes) one process of
-its ranks, or the launcher, gets a SIGKILL, or the launcher a SIGTERM. Once there were so many kills, it runs
-to its end. Its losses, norms, rates and weights must be those of the whole run, bit for bit; each end must
-have said its cause in one line, and no process may be left.
+For each recipe a small model with dropout (a BERT, or a Llama where ranks share layers, sequences or stages)
+is trained whole by `snugfit train --gpus N`. Then, in another folder, it is started again and again, and at
+a drawn moment (while it starts, steps or writes) one process of its ranks, or the launcher, gets a SIGKILL,
+or the launcher a SIGTERM. Once there were so many kills, or minutes, it runs to its end. Its losses, norms,
+rates and weights must be those of the whole run, bit for bit; each end must have said its cause in one line,
+and no process may be left. A recipe that is refused is listed with what was said.
 """
 
 from __future__ import annotations
@@ -28,30 +30,54 @@ from snugfit.documents import write_document
 from snugfit.training.journal import read_journal
 from snugfit.versions import versions
 
-STEPS, SAVE_STEPS = 400, 20
+SAVES = 20
+"""Checkpoints of a whole run."""
+
 LEFT_SECONDS = 40.0
 """How long ranks may outlive a kill: torch's launcher gives those that hang 30 s."""
 
-CONFIG = {
+BERT = {
     "model_type": "bert", "architectures": ["BertForSequenceClassification"], "hidden_size": 256,
-    "num_attention_heads": 4, "vocab_size": 512, "intermediate_size": 1024, "max_position_embeddings": 64,
+    "num_attention_heads": 4, "vocab_size": 512, "intermediate_size": 1024, "max_position_embeddings": 128,
     "num_hidden_layers": 4,
 }  # fmt: skip
+LLAMA = {
+    **BERT, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_key_value_heads": 4,
+    "attention_dropout": 0.1, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+SMALL = {"hidden_size": 64, "intermediate_size": 128}
+"""On a CPU, where ranks share its cores."""
+
+DECODERS = ("tensor", "context", "pipeline", "chunked_loss")
+"""Parts of a recipe that are for decoders."""
+
+LONG = 128
+"""Tokens of the sequences that ranks share."""
+
+NO_DROPOUT = ("context", "captured")
+"""Those that refuse dropout of attention's weights."""
 
 
-def write_job(folder: Path, device: str) -> Path:
+def write_job(folder: Path, device: str, recipe: str, steps: int) -> Path:
     """The job file, with its model and its data."""
-    draw = random.Random(0)
+    draw, speaks = random.Random(0), any(part in recipe for part in DECODERS)
     rows = [
         {"input_ids": [draw.randrange(5, 500) for _ in range(draw.randrange(8, 60))], "label": index % 2}
         for index in range(203)
     ]
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    config: dict[str, Any] = {**(LLAMA if speaks else BERT), **(SMALL if device == "cpu" else {})}
+    if speaks:
+        rows = [{"input_ids": row["input_ids"]} for row in rows]
+        if "context" in recipe:  # which wants sequences without padding
+            rows = [{"input_ids": [draw.randrange(5, 500) for _ in range(LONG)]} for _ in rows]
+        config["attention_dropout"] = 0.0 if any(part in recipe for part in NO_DROPOUT) else 0.1
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    lines = {
-        "model": folder / "config.json", "task": "sequence-classification", "batch_size": 16,
-        "sequence_length": 64, "clip": 1.0, "dataset": folder / "rows.jsonl", "from_scratch": "true",
-        "max_steps": STEPS, "save_steps": SAVE_STEPS, "device": device,
+    lines: dict[str, Any] = {
+        "model": folder / "config.json", "task": "causal-lm" if speaks else "sequence-classification",
+        "batch_size": 16, "sequence_length": LONG if "context" in recipe else 64, "clip": 1.0,
+        "dataset": folder / "rows.jsonl", "from_scratch": "true", "max_steps": steps,
+        "save_steps": steps // SAVES, "device": device,
     }  # fmt: skip
     job = folder / "job.yaml"
     job.write_text("\n".join(f"{key}: {value}" for key, value in lines.items()))
@@ -75,14 +101,14 @@ def figures(out: Path) -> dict[int, tuple[Any, ...]]:
     }
 
 
-def start_and_kill(words: list[str], draw: random.Random, longest: float) -> dict[str, Any]:
-    """One start, and how it ended."""
+def start_and_kill(words: list[str], draw: random.Random, longest: float, gpus: int) -> dict[str, Any]:
+    """One start, and how it ended; a single process is its own launcher."""
     running = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + draw.uniform(0.0, longest)
     ranks: list[psutil.Process] = []
     while time.monotonic() < until and running.poll() is None:
         time.sleep(0.02)
-        ranks = psutil.Process(running.pid).children() if running.poll() is None else ranks
+        ranks = psutil.Process(running.pid).children() if running.poll() is None and gpus > 1 else ranks
     kind = draw.choice(["rank", "rank", "rank", "launcher", "SIGTERM"])
     if running.poll() is None:
         if kind == "SIGTERM":
@@ -97,25 +123,39 @@ def start_and_kill(words: list[str], draw: random.Random, longest: float) -> dic
     return {"kill": kind, "exit_code": running.returncode, "last_line": last[0], "left": len(left)}
 
 
-def chain(job: Path, folder: Path, recipe: str, gpus: int, kills: int, seed: int) -> dict[str, Any]:
+def chain(job: Path, folder: Path, recipe: str, given: argparse.Namespace) -> dict[str, Any]:
     """A whole run and one that was killed so often, compared."""
-    whole, out, draw = folder / "whole", folder / "killed", random.Random(seed)
-    began = time.monotonic()
-    subprocess.run(command(job, whole, recipe, gpus), check=True, stdout=subprocess.DEVNULL)
-    longest, words = time.monotonic() - began, command(job, out, recipe, gpus)
-    ends = [start_and_kill(words, draw, longest) for _ in range(kills)]
-    subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
-    first, second = (load_file(at / f"checkpoint-{STEPS}" / "model.safetensors") for at in (whole, out))
+    whole, out, draw = folder / "whole", folder / "killed", random.Random(given.seed)
+    began, deadline = time.monotonic(), time.monotonic() + 60 * given.minutes
+    words = command(job, whole, recipe, given.gpus)
+    ran = subprocess.run(words, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    longest, words = time.monotonic() - began, command(job, out, recipe, given.gpus)
+    about = {"recipe": recipe, "gpus": given.gpus, "seconds_of_a_whole_run": longest, "ends": [], "left": 0}
+    if ran.returncode:
+        refused = ran.returncode == 2 and not figures(whole)
+        return {**about, "refused": refused, "says": ran.stderr[-1000:]}
+    ends = []
+    while len(ends) < given.kills and time.monotonic() + 2.5 * longest < deadline:
+        ends.append(start_and_kill(words, draw, longest, given.gpus))
+    last = subprocess.run(words, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    about |= {"ends": ends, "left": sum(end["left"] for end in ends)}
+    if last.returncode:
+        return {**about, "refused": False, "says": last.stderr[-1000:]}
+    name = f"checkpoint-{given.steps}"
+    first, second = (load_file(at / name / "model.safetensors") for at in (whole, out))
     return {
-        "recipe": recipe,
-        "gpus": gpus,
-        "seconds_of_a_whole_run": longest,
-        "ends": ends,
-        "left": sum(end["left"] for end in ends),
+        **about,
         "same_figures": figures(whole) == figures(out),
         "same_weights": first.keys() == second.keys()
         and all(bool((value == second[name]).all()) for name, value in first.items()),
     }
+
+
+def is_held(one: dict[str, Any]) -> bool:
+    """A chain that came to the whole run's end, or was refused by name before its first step."""
+    return bool(
+        one.get("refused") or (one.get("same_figures") and one.get("same_weights") and not one["left"])
+    )
 
 
 def main() -> int:
@@ -127,15 +167,17 @@ def main() -> int:
     asked.add_argument("--kills", type=int, default=30)
     asked.add_argument("--seed", type=int, default=1)
     asked.add_argument("--device", default="cuda")
+    asked.add_argument("--steps", type=int, default=400)
+    asked.add_argument("--minutes", type=float, default=600.0, help="of each recipe")
     given = asked.parse_args()
     chains = []
     for recipe in given.recipes:
         with tempfile.TemporaryDirectory() as folder:
-            job = write_job(Path(folder), given.device)
-            chains.append(chain(job, Path(folder), recipe, given.gpus, given.kills, given.seed))
+            job = write_job(Path(folder), given.device, recipe, given.steps)
+            chains.append(chain(job, Path(folder), recipe, given))
         print({key: value for key, value in chains[-1].items() if key != "ends"}, flush=True)
         write_document(given.out, {"device": given.device, "versions": versions(), "chains": chains})
-    return 0 if all(one["same_figures"] and one["same_weights"] and not one["left"] for one in chains) else 1
+    return 0 if all(map(is_held, chains)) else 1
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import time
@@ -209,9 +210,18 @@ def dies_writing() -> Iterator[None]:
     yield
 
 
+@contextlib.contextmanager
+def no_room() -> Iterator[None]:
+    """The system refuses each file of this process that grows beyond a few bytes."""
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600, most))
+    yield
+
+
 FAULTS = {
     "no_number": no_number, "exhausted": exhausted, "slow": slow, "short": short_of_memory, "mixing": mixing,
     "dies_writing": dies_writing, "spike": spike, "no_gradient": no_gradient,
+    "no_room": no_room,
 }  # fmt: skip
 """What may befall a process, by the names of which its `fault` has some."""
 

@@ -18,6 +18,7 @@ import numpy
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from transformers.optimization import Adafactor
 
 from fitted import classified, copy_of, dropping, model_of, padded, quiet, spoken
 from small_models import small_job
@@ -489,6 +490,20 @@ def test_the_recipe_is_done_to_what_is_there() -> None:
         assert run._batches._loader.num_workers == 2
         assert math.isfinite(run.step(next(iter(run))))
     assert [line.split(" ")[0] for line in told if line] == ["weights", "activations", "the"]
+
+
+def test_an_optimizer_whose_states_begin_with_it_may_be_replaced() -> None:
+    """Adagrad has states before its first step."""
+    run = loop_of(None, "lion", optimizer=torch.optim.Adagrad)
+    assert type(run.optimizer).__name__ == "Lion"
+    with pytest.raises(RecipeError, match=r"bf16_pure: the Adagrad has states for float32"):
+        loop_of(None, "bf16_pure", optimizer=torch.optim.Adagrad)
+
+
+def test_an_optimizer_without_a_learning_rate_is_refused() -> None:
+    """transformers' Adafactor may find its rates itself."""
+    with pytest.raises(UsageError, match=r"The Adafactor has the learning rate None.*lr=1e-3"):
+        loop_of(None, "adamw_fused", optimizer=lambda weights, lr: Adafactor(weights, lr=None))
 
 
 def test_wishes_that_cannot_be_honoured_are_refused_by_name() -> None:

@@ -198,3 +198,11 @@ def test_a_users_numbers_reach_the_optimizers_that_are_ours(recipe: str) -> None
     """They are passed on where an optimizer's arguments name them."""
     numbers = {"lr": 0.125, "betas": (0.5, 0.75), "eps": 1e-6, "weight_decay": 0.25}
     assert known_numbers(Recipe.parse(recipe).setup().optimizer, numbers) == numbers
+
+
+@pytest.mark.parametrize("own", [{"eps": (None, 1e-3)}, {"betas": (0.9, 0.99, 0.999), "eps": 1e-6}])
+def test_numbers_that_mean_something_else_are_left_out(own: dict[str, Any]) -> None:
+    """Adafactor has two numbers called eps, and AdEMAMix three betas."""
+    numbers = {"lr": 0.125, "weight_decay": 0.25}
+    wish = Recipe.parse("adamw_compact").setup().optimizer
+    assert known_numbers(wish, {**numbers, **own}) == numbers

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -302,6 +303,22 @@ def test_a_loss_that_is_no_number_stops_all_before_the_update(tmp_path: Path, fo
     assert list(losses(tmp_path / "run")) == [1, 2, 3]
 
 
+@pytest.mark.parametrize("recipe", slow_but(["fsdp", "zero1"], "fsdp".__eq__))
+def test_a_part_that_the_system_refuses_ends_in_one_line(tmp_path: Path, forks: Forks, recipe: str) -> None:
+    """Steps go on, what was kept before stands, and the last checkpoint counts."""
+    how: dict[str, Any] = {"recipe": recipe, "layers": 1, "save_steps": 3}
+    assert trained(forks, tmp_path / "run", 2, **{**how, "max_steps": 3}) == [0, 0]
+    assert trained(forks, tmp_path / "run", 2, fault={"1": "no_room"}, **how) == [1, 1]
+    refused = (
+        r"checkpoint-6 could not be saved: shards/__1_0\.distcp: File too large \(.* are needed, .*free\)"
+    )
+    said = fault_told(tmp_path / "run", 0)
+    assert re.search(rf"^LastNotKept: The last checkpoint was not saved: \S*{refused}\. [^\n]*$", said)
+    assert any(re.search(refused, warning["text"]) for warning in events(tmp_path / "run", "warning"))
+    verify(tmp_path / "run" / "checkpoint-3", 3)
+    assert trained(forks, tmp_path / "run", 2, **how) == [0, 0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fsdp", "ddp", "zero1"])
 def test_the_best_model_comes_back(tmp_path: Path, forks: Forks, recipe: str) -> None:
@@ -321,6 +338,24 @@ def test_a_straggler_is_named(tmp_path: Path, forks: Forks) -> None:
     (warning,) = events(tmp_path / "run", "warning")
     assert warning["rank"] == 1
     assert "rank 1 is slower than the others" in warning["text"]
+
+
+ENDS_WITHOUT_A_WORD = """
+from snugfit.frontends import launch
+launch.ENTRY = ("-c", "raise SystemExit(3)")
+try:
+    launch.launch(1, [])
+except launch.RankFailed as ended:
+    print(ended)
+"""
+
+
+def test_torchs_launcher_logs_nothing_beside_our_line() -> None:
+    """Its loggers are made as it is imported, so this takes a process that has not imported it."""
+    command = [sys.executable, "-c", ENDS_WITHOUT_A_WORD]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    assert ran.stderr == ""
+    assert ran.stdout.startswith("rank 0: its process ended with exit code 3, without a word.")
 
 
 @pytest.mark.parametrize(

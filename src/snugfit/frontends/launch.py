@@ -58,7 +58,6 @@ def launch(processes: int, command_line: Sequence[str]) -> int:
     os.environ.pop(STARTED_AGAIN, None)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
-    _quieten()
     with _passing_on_signals() as passed:
         while True:
             ended = _run(processes, command_line)
@@ -77,6 +76,7 @@ def _run(processes: int, command_line: Sequence[str]) -> int | Mapping[int, Any]
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    _quieten()  # the loggers stand once their modules are imported
     with tempfile.TemporaryDirectory(prefix="snugfit-") as logs:
         more: dict[str, Any] = {"signals_to_handle": "SIGQUIT"}
         known = {field.name for field in fields(LaunchConfig)}

@@ -72,6 +72,11 @@ def instantiate(
         with no_package_asked_for(attention, torch.get_default_device()):
             return build(attention)
     except Exception as error:
+        if weights is not None and type(error).__name__ == "SafetensorError":
+            raise ModelError(
+                f"{weights} has weights that cannot be read: {one_line(error, 1000)}. Write them anew with "
+                "save_pretrained, or name another folder."
+            ) from None
         if "attn_implementation" not in str(error):
             _blame_config(job.model, error)
         if attention != "sdpa":

@@ -45,6 +45,13 @@ def device_of_model(model: Any, optimizer: Any) -> torch.device:
         raise UsageError(
             f"The second argument of accelerate must be a torch optimizer, not {_kind(optimizer)}."
         )
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    if None in rates:
+        raise UsageError(
+            f"{_kind(optimizer, 'The')} has the learning rate None and computes its own. A run reads the "
+            "rate of each step from the optimizer. Create it with a number, as in lr=1e-3 (Adafactor: "
+            "relative_step=False too)."
+        )
     if any(kind.__name__ in WRAPPED for kind in type(model).__mro__):
         raise UsageError(
             f"The model is wrapped in {type(model).__name__}. accelerate trains one model on one device. "
@@ -67,8 +74,8 @@ def device_of_model(model: Any, optimizer: Any) -> torch.device:
     return torch.device(devices[0])
 
 
-def _kind(given: Any) -> str:
-    return f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+def _kind(given: Any, article: str = "a") -> str:
+    return f"the class {given.__name__}" if isinstance(given, type) else f"{article} {type(given).__name__}"
 
 
 def live_of(model: Any, recipe: Recipe, device: torch.device) -> LiveTraining:
@@ -123,8 +130,15 @@ def _trial_optimizer(given: Any, recipe: Recipe) -> Any:
 def _objections(live: LiveTraining, setup: Setup, optimizer: Any, loader: Any) -> Iterator[str]:
     """What stands beside the model and a wish would clash with."""
     another = not live.is_plain(Slot.OPTIMIZER)
-    if (another or setup.weights_dtype not in (None, dtype_of(live.model))) and optimizer.state:
+    is_cast = setup.weights_dtype not in (None, dtype_of(live.model))
+    if (another or is_cast) and _has_stepped(optimizer):
         yield "The optimizer has already taken steps. Call accelerate before the first step."
+    elif is_cast and not another and optimizer.state:  # Adagrad's begin when it is made
+        yield (
+            f"{live.technique(Slot.PRECISION)}: {_kind(optimizer, 'the')} has states for "
+            f"{dtype_of(live.model)} weights already. Convert the model before the optimizer is created, or "
+            "leave the precision out."
+        )
     if another and (lost := _lost_decay(optimizer, setup)):
         name = live.technique(Slot.OPTIMIZER)
         yield f"{name} has no weight decay, but a group of the optimizer has {lost:g}."
@@ -133,6 +147,11 @@ def _objections(live: LiveTraining, setup: Setup, optimizer: Any, loader: Any) -
             f"{live.technique(Slot.LOADING)}: the loader is {_kind(loader)}, which snugfit cannot rebuild. "
             "Set this up in the loader, and leave it out of the recipe."
         )
+
+
+def _has_stepped(optimizer: Any) -> bool:
+    """Whether a state was made by a step: one that counts none was made with the optimizer."""
+    return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())
 
 
 def _lost_decay(optimizer: Any, setup: Setup) -> float:

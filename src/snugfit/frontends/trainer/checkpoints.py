@@ -28,7 +28,7 @@ from snugfit.frontends.trainer.facts import run_facts, with_global_batch
 from snugfit.frontends.trainer.finished import finished_output, forget_finished, note_finished
 from snugfit.frontends.trainer.setup import change_recipe
 from snugfit.frontends.trainer.sharded import check_sharded, is_spread, restore_kept, snapshot_of_parts
-from snugfit.frontends.trainer.state_files import StateFiles
+from snugfit.frontends.trainer.state_files import StateFiles, check_trainer_state
 from snugfit.frontends.trainer.users_files import UsersFiles
 from snugfit.step.trainer_hooks import calls_on_save, push_checkpoint
 from snugfit.techniques.recipe import Recipe
@@ -172,6 +172,7 @@ class TrainerCheckpoints:
         if checkpoint is None:
             raise _no_checkpoint(self.root)
         self._refuse_another_run(checkpoint)
+        check_trainer_state(checkpoint.folder)
         return checkpoint
 
     def _refuse_another_run(self, checkpoint: Checkpoint) -> None:

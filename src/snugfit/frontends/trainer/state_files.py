@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 EXTRA_STATE = "fit.json"
+TRAINER_STATE = "trainer_state.json"
 
 OF_OTHERS = "others"
 """In it: what the processes after the first have of their own, by rank."""
@@ -75,7 +76,7 @@ class StateFiles:
             "ends": bool(ends and not is_stopped),
         }
         state = self._rewound or self._state_text()
-        return {"trainer_state.json": state, EXTRA_STATE: json.dumps(extra) + "\n"}
+        return {TRAINER_STATE: state, EXTRA_STATE: json.dumps(extra) + "\n"}
 
     def _state_text(self) -> str:
         _note_callbacks(self._trainer)
@@ -183,6 +184,14 @@ class StateFiles:
         """This process's, where there was such a process."""
         if self._ranks.rank < self._extra_state.get("processes", self._ranks.size):
             restore_rng(folder, self._device, self._ranks.rank)
+
+
+def check_trainer_state(folder: Path) -> None:
+    """Reads the Trainer's own state before the Trainer does. Raises `SnugfitError` where it is none."""
+    from transformers import TrainerState
+
+    with as_written(folder):
+        TrainerState.load_from_json(str(folder / TRAINER_STATE))
 
 
 def _note_callbacks(trainer: Any) -> None:

@@ -64,7 +64,9 @@ def make_optimizer(wish: OptimizerWish, model: Any, groups: Any, **numbers: Any)
 
 def known_numbers(wish: OptimizerWish, numbers: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a user's numbers that the factory takes, the recipe has not chosen, and that mean the same to
-    every optimizer which knows the word: an `eps` does beside `betas` only."""
+    every optimizer which knows the word: an `eps` does beside two `betas` only (Adafactor has two of them,
+    AdEMAMix three betas)."""
     accepted = inspect.signature(wish.factory.resolve()).parameters.keys() - wish.factory.arguments.keys()
-    alike = {"lr", "weight_decay", "maximize", *(("betas", "eps") if "betas" in accepted else ())}
+    is_of_adam = "betas" in accepted and len(numbers.get("betas", ())) == 2
+    alike = {"lr", "weight_decay", "maximize", *(("betas", "eps") if is_of_adam else ())}
     return {name: value for name, value in numbers.items() if name in alike & accepted}

@@ -34,6 +34,9 @@ MANIFEST = "manifest.json"
 CHUNK_BYTES = 1 << 20
 """Read, and asked whether to stop, in pieces of this size. A choice."""
 
+LARGEST_JSON = 1 << 30
+"""The most bytes of another JSON file: a log of a million steps has a fifth. A choice."""
+
 _DAMAGE = {
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO,
     errno.EIO, errno.EBADMSG, errno.EUCLEAN,
@@ -212,6 +215,8 @@ def check_sizes(folder: Path, step: int) -> Checkpoint:
         checkpoint = _read_manifest(folder, step)
         for name, due in checkpoint.files.items():
             size = _plain(folder, name).st_size
+            if name.endswith(".json") and size > LARGEST_JSON:
+                raise BrokenCheckpoint(f"{name} has {size:,} bytes, and at most {LARGEST_JSON:,} are read")
             if size != due.bytes:
                 raise BrokenCheckpoint(f"{name} has {size} bytes, but {due.bytes} are expected")
     except OSError as refusal:

@@ -1,7 +1,7 @@
 """Checkpoints of a model that several processes hold parts of: each writes its own, by torch's own format.
 
     shards/__0_0.distcp ...     torch.distributed.checkpoint: the parts of weights and of optimizer states, by
-           .metadata            name and place in the whole (a pickle of torch's, which it reads itself)
+           .metadata            name and place in the whole (a pickle of torch's, read without code)
     state.json, .safetensors    everything else, as of any run (`state.py`), by the first process
     model_state.json, ...       buffers, and what modules remember (`model_state.py`), by the first process
     config.json, model...       at the end of a run: the whole weights, as libraries load them
@@ -22,7 +22,6 @@ the manifest and renames, as for any checkpoint (`store.py`).
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -56,6 +55,7 @@ from snugfit.training.checkpoint.model_state import (
 from snugfit.training.checkpoint.optimizer_state import parameters_of
 from snugfit.training.checkpoint.packed_state import pack
 from snugfit.training.checkpoint.state import STATE, TENSORS, TrainState, state_of
+from snugfit.training.checkpoint.torch_checkpoint import list_of_parts, read_parts, write_parts
 from snugfit.training.checkpoint.weights import WEIGHTS, ModelWeights, read_weights
 from snugfit.training.ranks import ALONE, Ranks, from_first
 
@@ -172,13 +172,8 @@ class ShardedSnapshot:
             from_first(None if folder is None else str(folder), self.ranks.writing)
 
     def _write_parts(self, folder: Path) -> None:
-        from torch.distributed.checkpoint.filesystem import FileSystemWriter
-        from torch.distributed.checkpoint.state_dict_saver import save
-
-        how = {"process_group": self.ranks.writing} if self.ranks.are_many else {"no_dist": True}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is meant
-            save(dict(self.parts), storage_writer=FileSystemWriter(folder / SHARDS), **how)
+        group, are_many = self.ranks.writing, self.ranks.are_many
+        write_parts(dict(self.parts), folder / SHARDS, group=group, are_many=are_many)
 
 
 def shards_of(
@@ -369,9 +364,7 @@ def load_states_of_engine(state: TrainState, folder: Path) -> None:
 
 def _known_shards(model: torch.nn.Module, folder: Path) -> Mapping[str, Any]:
     """What was written by parts, by its name. Raises `SnugfitError` when it is another model's."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    known: Mapping[str, Any] = FileSystemReader(folder / SHARDS).read_metadata().state_dict_metadata
+    known = list_of_parts(folder / SHARDS)
     values = dict(_weights(model))
     lost = sorted(values.keys() - known.keys())
     if not lost and not is_stage(model):
@@ -384,13 +377,9 @@ def _known_shards(model: torch.nn.Module, folder: Path) -> Mapping[str, Any]:
 
 def _load_into(values: dict[str, torch.Tensor], folder: Path, ranks: Ranks) -> None:
     import torch
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
 
-    reader = FileSystemReader(folder / SHARDS)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is meant
-        load(values, storage_reader=reader, process_group=ranks.host, no_dist=not ranks.are_many)
+    with torch.no_grad():
+        read_parts(values, folder / SHARDS, group=ranks.host, are_many=ranks.are_many)
 
 
 def load_whole_weights(model: torch.nn.Module, folder: Path) -> None:

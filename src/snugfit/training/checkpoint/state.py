@@ -285,9 +285,14 @@ def _optimized_names(state: TrainState) -> list[str]:
 def as_written(folder: Path) -> Iterator[None]:
     """Within it this checkpoint's files are read. Raises `SnugfitError` where they are not what we write:
     they have their checksums, so another program, or hand, has made them so."""
+    from safetensors import SafetensorError
+
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError) as fault:
+    except (
+        LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, MemoryError,
+        SafetensorError,
+    ) as fault:  # fmt: skip
         raise SnugfitError(
             f"{folder} has correct checksums, but its files are not as snugfit writes them "
             f"({type(fault).__name__}: {fault}). Use an earlier checkpoint, or start a new run."

@@ -228,6 +228,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 def load_weights(model: torch.nn.Module, folder: Path) -> None:
     """Puts the weights that were kept in `folder` into a model that stands. Raises `SnugfitError` when they
     are another model's."""
+    from safetensors import SafetensorError
     from transformers import PreTrainedModel
 
     beginning_of(model)
@@ -240,7 +241,10 @@ def load_weights(model: torch.nn.Module, folder: Path) -> None:
         else:
             _load_module(model, folder)
         load_model_state(model, folder)
-    except (RuntimeError, LookupError, ValueError, TypeError, AttributeError, OSError) as fault:
+    except (
+        RuntimeError, LookupError, ValueError, TypeError, AttributeError, OSError, MemoryError,
+        SafetensorError,
+    ) as fault:  # fmt: skip
         raise SnugfitError(f"{folder} has no weights of this model: {fault}") from None
 
 

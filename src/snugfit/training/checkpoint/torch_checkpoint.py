@@ -1,0 +1,166 @@
+"""torch.distributed.checkpoint, with errors as everything else raises them, and without code in its files.
+
+Its `CheckpointException` has the errors of all processes with their tracebacks, and is no `Exception`. Its
+writer words a refusal of the system's as a `RuntimeError` about positions in a file.
+
+Its list of parts (`.metadata`) is a pickle. It is read here with the few classes that describe tensors; a
+part that is no tensor is refused too, for torch would unpickle it freely. The parts are read by torch, with
+`weights_only`.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path, PurePath
+from typing import Any
+
+from snugfit.documents import BadDocument, read_limited
+from snugfit.errors import SnugfitError
+
+LIST_OF_PARTS = ".metadata"
+"""torch's name for the file."""
+
+LARGEST_LIST = 1 << 29
+"""The most bytes of it, which has 100 KB of 60 weights in two processes. A choice."""
+
+_DESCRIBES_TENSORS = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
+            "StorageMeta", "_MEM_FORMAT_ENCODING",
+        )
+    ),
+}  # fmt: skip
+"""What torch's list names, by module. Paths and dtypes come besides."""
+
+
+def write_parts(parts: dict[str, Any], folder: Path, *, group: Any, are_many: bool) -> None:
+    """Writes this process's parts into the folder, with all processes of the group."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    class NamingWriter(FileSystemWriter):
+        """Names the file that the system refuses before the processes exchange their errors."""
+
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            """Writes this process's file. Raises `OSError` where the system refuses it."""
+            try:
+                return super().write_data(plan, planner)
+            except (OSError, RuntimeError) as fault:
+                refusal = _refusal_behind(fault)
+                if refusal is None:
+                    raise
+                own = sorted(folder.glob(f"{plan.storage_data.prefix}*"))[-1:] or [folder]
+                name = refusal.filename or str(own[0])
+                raise OSError(refusal.errno, refusal.strerror, name) from fault
+
+    how = {"process_group": group} if are_many else {"no_dist": True}
+    with _one_error():
+        save(parts, storage_writer=NamingWriter(folder), **how)
+
+
+def read_parts(parts: dict[str, Any], folder: Path, *, group: Any, are_many: bool) -> None:
+    """Reads what this process needs into the tensors, with all processes of the group."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    metadata = _read_list(folder)
+
+    class ListedReader(FileSystemReader):
+        """Has torch's list as it is read here."""
+
+        def read_metadata(self, *given: Any, **more: Any) -> Any:
+            """The list, as torch's own method gives it."""
+            metadata.storage_meta.load_id = self.load_id
+            return metadata
+
+    with _one_error():
+        load(parts, storage_reader=ListedReader(folder), process_group=group, no_dist=not are_many)
+
+
+def list_of_parts(folder: Path) -> Mapping[str, Any]:
+    """What all processes wrote into the folder, by its name. Raises `SnugfitError` for a list that names more
+    than tensors, or larger ones than the files have."""
+    listed: Mapping[str, Any] = _read_list(folder).state_dict_metadata
+    due = sum(prod(part.size) * part.properties.dtype.itemsize for part in listed.values())
+    file_bytes = sum(file.stat().st_size for file in folder.iterdir())
+    if due > file_bytes:
+        raise SnugfitError(
+            f"{folder / LIST_OF_PARTS} names tensors of {due:,} bytes, but the files beside it have "
+            f"{file_bytes:,}. Use an earlier checkpoint, or start a new run."
+        )
+    return listed
+
+
+def _read_list(folder: Path) -> Any:
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    file = folder / LIST_OF_PARTS
+    try:
+        metadata = _Unpickler(io.BytesIO(read_limited(file, LARGEST_LIST))).load()
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        if not all(hasattr(part, "chunks") for part in metadata.state_dict_metadata.values()):
+            raise TypeError("a part is no tensor")
+    except _OUT_OF_A_PICKLE as fault:
+        raise SnugfitError(
+            f"{file} is not a list of tensors as torch writes it ({fault or type(fault).__name__}), so it "
+            "was not read. Use an earlier checkpoint, or start a new run."
+        ) from None
+    return metadata
+
+
+_OUT_OF_A_PICKLE = (
+    pickle.UnpicklingError, BadDocument, LookupError, TypeError, ValueError, AttributeError, EOFError,
+    RecursionError, MemoryError, OverflowError,
+)  # fmt: skip
+"""What reading a pickle that nobody wrote raises."""
+
+
+class _Unpickler(pickle.Unpickler):
+    """Finds nothing but what describes tensors."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class of this name. Raises `UnpicklingError` for another one."""
+        import torch
+
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        named_class = super().find_class(module, name) if module.partition(".")[0] == "pathlib" else None
+        if isinstance(named_class, type) and issubclass(named_class, PurePath):
+            return named_class
+        if (module, name) not in _DESCRIBES_TENSORS:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return super().find_class(module, name)
+
+
+@contextmanager
+def _one_error() -> Iterator[None]:
+    """Raises the error of one process in the place of all: the system's refusal where there is one."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is meant
+        try:
+            yield
+        except CheckpointException as fault:
+            causes = [cause for _, (cause, _) in sorted(fault.failures.items())]
+            refused = [cause for cause in causes if isinstance(cause, OSError)]
+            raise (*refused, *causes)[0] from None
+
+
+def _refusal_behind(fault: BaseException) -> OSError | None:
+    """The system's refusal that an error is, or followed."""
+    behind: BaseException | None = fault
+    while behind is not None and not isinstance(behind, OSError):
+        behind = behind.__context__
+    return behind

@@ -1,0 +1,143 @@
+"""Checkpoints that somebody else has made, under right checksums: no code, bounded memory, one error."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import struct
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from fitted import classified, model_of, quiet, trainer_of
+from small_runs import small_run
+from snugfit import fit
+from snugfit.documents import read_document
+from snugfit.errors import SnugfitError
+from snugfit.training.checkpoint import manifest
+from snugfit.training.checkpoint.manifest import BrokenCheckpoint, check_sizes, seal
+from snugfit.training.checkpoint.torch_checkpoint import LIST_OF_PARTS, list_of_parts, read_parts, write_parts
+from snugfit.training.run.train import train
+
+
+class RunsCode:
+    """A pickle that makes a folder when it is read."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = str(marker)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.marker,)
+
+
+def named_bytes() -> Metadata:
+    """A list in which a weight is no tensor: torch would unpickle its bytes freely."""
+    return Metadata({"a": BytesStorageMetadata()}, storage_data={MetadataIndex("a"): _StorageInfo("x", 0, 1)})
+
+
+def tensor_of(*size: int) -> Metadata:
+    """A list of one tensor."""
+    kept = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(size), chunks=[])
+    return Metadata({"a": kept}, storage_data={})
+
+
+def test_torchs_list_of_parts_runs_no_code(tmp_path: Path) -> None:
+    """Neither a function that it names nor a weight that is said to be bytes is taken."""
+    write_parts({"a": torch.arange(4.0)}, tmp_path, group=None, are_many=False)
+    assert list(list_of_parts(tmp_path)) == ["a"]
+    values = {"a": torch.zeros(4)}
+    read_parts(values, tmp_path, group=None, are_many=False)
+    assert values["a"].tolist() == [0, 1, 2, 3]
+    dotted = b"\x80\x04\x8c\x2etorch.distributed.checkpoint.metadata\x8c\x09os.getcwd\x93)R."
+    hostile = [pickle.dumps(RunsCode(tmp_path / "marker")), pickle.dumps(named_bytes()), dotted, b"", b"\x80"]
+    for content in hostile:
+        (tmp_path / LIST_OF_PARTS).write_bytes(content)
+        for read in (list_of_parts, lambda at: read_parts(values, at, group=None, are_many=False)):
+            with pytest.raises(SnugfitError, match=r"\.metadata is not a list of tensors.*was not read"):
+                read(tmp_path)
+    assert not (tmp_path / "marker").exists()
+
+
+def test_torchs_list_claims_no_more_than_its_files_have(tmp_path: Path) -> None:
+    (tmp_path / LIST_OF_PARTS).write_bytes(pickle.dumps(tensor_of(1 << 40)))
+    with pytest.raises(SnugfitError, match=r"names tensors of 4,398,046,511,104 bytes, but the files"):
+        list_of_parts(tmp_path)
+
+
+def test_json_of_gigabytes_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "LARGEST_JSON", 1000)
+    (tmp_path / "state.json").write_text("[" + "1," * 1000 + "1]")
+    seal(tmp_path, 1, {}, lambda: False)
+    with pytest.raises(BrokenCheckpoint, match=r"state\.json has 2,003 bytes, and at most 1,000 are read"):
+        check_sizes(tmp_path, 1)
+
+
+def longer_header(content: bytes) -> bytes:
+    """A header that is said to have 2^62 bytes."""
+    return struct.pack("<Q", 1 << 62) + content[8:]
+
+
+def larger_tensor(content: bytes) -> bytes:
+    """A header that claims a tensor of terabytes."""
+    header = b'{"0":{"dtype":"F32","shape":[1099511627776],"data_offsets":[0,4398046511104]}}'
+    return struct.pack("<Q", len(header)) + header + content[-16:]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", ["model.safetensors", "state.safetensors", "state.json"])
+def test_absurd_files_end_in_one_error(tmp_path: Path, name: str) -> None:
+    """Sizes that no file has, and a tree that nests without end."""
+    train(small_run(tmp_path, max_steps=1))
+    folder = tmp_path / "checkpoint-1"
+    written = read_document(folder / "manifest.json")
+    before = (folder / name).read_bytes()
+    changes: list[Callable[[bytes], bytes]] = [longer_header, larger_tensor]
+    if name.endswith(".json"):
+        changes = [lambda content: b"[" * 200_000 + b"]" * 200_000]
+    for change in changes:
+        (folder / name).write_bytes(change(before))
+        (folder / "manifest.json").unlink()
+        seal(folder, 1, written["about"], lambda: False)
+        with pytest.raises(SnugfitError, match="checkpoint-1 has") as refused:
+            train(small_run(tmp_path, max_steps=2))
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.whole
+def test_a_fitted_trainer_reads_no_pickle_and_no_absurd_state(tmp_path: Path) -> None:
+    """Files that the plain Trainer would unpickle lie in the folder, under its checksums."""
+
+    def resumed() -> None:
+        shutil.rmtree(tmp_path / "run" / "checkpoint-2", ignore_errors=True)
+        (tmp_path / "run" / "finished.json").unlink(missing_ok=True)
+        often: dict[str, Any] = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+        trainer = trainer_of(tmp_path / "run", model_of("bert"), classified(8), **often)
+        fit(trainer, "plain", watch=quiet).train(resume_from_checkpoint=(folder.exists() or None))
+
+    folder = tmp_path / "run" / "checkpoint-1"
+    resumed()
+    written = read_document(folder / "manifest.json")
+    state = folder / "trainer_state.json"
+    for name in ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth", "pytorch_model.bin"):
+        torch.save({"a": RunsCode(tmp_path / "marker")}, folder / name)
+    for content in (state.read_text(), "[" * 200_000, "[]", "{"):
+        state.write_text(content)
+        (folder / "manifest.json").unlink()
+        seal(folder, 1, written["about"], lambda: False)
+        is_whole = content.startswith("{\n")
+        with nullcontext() if is_whole else pytest.raises(SnugfitError, match="checkpoint-1 has correct"):
+            resumed()
+    assert not (tmp_path / "marker").exists()
