@@ -74,7 +74,7 @@ def instantiate(
     except Exception as error:
         if weights is not None and type(error).__name__ == "SafetensorError":
             raise ModelError(
-                f"{weights} has weights that cannot be read: {one_line(error, 1000)}. Write them anew with "
+                f"{weights} has weights that cannot be read: {one_line(error, 1000)}. Save them again with "
                 "save_pretrained, or name another folder."
             ) from None
         if "attn_implementation" not in str(error):

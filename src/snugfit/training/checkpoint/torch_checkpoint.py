@@ -95,7 +95,7 @@ def list_of_parts(folder: Path) -> Mapping[str, Any]:
     file_bytes = sum(file.stat().st_size for file in folder.iterdir())
     if due > file_bytes:
         raise SnugfitError(
-            f"{folder / LIST_OF_PARTS} names tensors of {due:,} bytes, but the files beside it have "
+            f"{folder / LIST_OF_PARTS} names tensors of {due:,} bytes, but the files next to it have "
             f"{file_bytes:,}. Use an earlier checkpoint, or start a new run."
         )
     return listed
@@ -110,7 +110,7 @@ def _read_list(folder: Path) -> Any:
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         if not all(hasattr(part, "chunks") for part in metadata.state_dict_metadata.values()):
-            raise TypeError("a part is no tensor")
+            raise TypeError("a part is not a tensor")
     except _OUT_OF_A_PICKLE as fault:
         raise SnugfitError(
             f"{file} is not a list of tensors as torch writes it ({fault or type(fault).__name__}), so it "
