@@ -46,7 +46,7 @@ unit: install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python benchmarks/plan_counts.py
+	$(BIN)/python lab/plan_counts.py
 	$(BIN)/python lab/code_size.py
 
 types: install

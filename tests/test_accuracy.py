@@ -1,16 +1,9 @@
-"""Jobs that nobody chose: drawn alike everywhere, lawful, broad; kept, failures too; judged by the band."""
+"""Compared runs: each is recorded, failures too, and judged by the band."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import os
-import random
-import subprocess
-import sys
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,100 +17,18 @@ from snugfit.errors import RecipeError, RehearsalError, UsageError
 from snugfit.evaluation import accuracy as room
 from snugfit.evaluation import predict_runs
 from snugfit.evaluation.accuracy_files import read
-from snugfit.evaluation.draw import DrawnJob, proposals
-from snugfit.evaluation.families import FAMILIES
+from snugfit.evaluation.draw import draw_recipes
+from snugfit.evaluation.predict_runs import PlannedRecipe
 from snugfit.job.gpu import find_gpu
 from snugfit.report.evaluation.accuracy import render
 from snugfit.report.evaluation.accuracy_page import document
 from snugfit.report.text.terminal import as_text
 from snugfit.results.footprint import Footprint, Moment
-from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB
-from tiers import slow_but
 
 RESULTS = Path(__file__).parents[1] / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "accuracy.md"
-
-
-@cache
-def first(seed: int, number: int) -> DrawnJob:
-    """Many tests look at the same draws."""
-    return next(proposals(seed, number))
-
-
-def drawn(seed: int, count: int = 16) -> list[DrawnJob]:
-    return [first(seed, number) for number in range(count)]
-
-
-# ---- the draw ---------------------------------------------------------------------------------------------
-
-_TELL = """
-from snugfit.evaluation.draw import proposals
-for number in range(4):
-    one = next(proposals(7, number))
-    print(one.job.to_json(), one.recipe)
-"""
-
-
-def test_a_draw_depends_on_its_seed_and_number_alone() -> None:
-    """On no draw before it, and on no other random numbers."""
-    in_order = [str(first(7, number)) for number in range(4)]
-    random.seed(1)
-    assert [str(next(proposals(7, number))) for number in reversed(range(4))] == in_order[::-1]
-
-
-@pytest.mark.slow
-def test_a_seed_draws_the_same_in_every_process() -> None:
-    """In one whose sets have another order than here."""
-    other = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
-    first = subprocess.run(
-        [sys.executable, "-c", _TELL],
-        env={**os.environ, "PYTHONHASHSEED": other},
-        capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
-    here = io.StringIO()
-    with contextlib.redirect_stdout(here):
-        exec(_TELL, {})
-    assert first == here.getvalue()
-    assert len(first.splitlines()) == 4
-
-
-def test_another_seed_draws_other_jobs() -> None:
-    assert {str(one.job) for one in drawn(1)}.isdisjoint(str(one.job) for one in drawn(2))
-
-
-def test_sixteen_draws_meet_every_family() -> None:
-    for seed in range(5):
-        assert {one.family for one in drawn(seed)} == {family.name for family in FAMILIES}
-
-
-@pytest.mark.parametrize(("seeds", "rare"), slow_but([(9, 4), (24, 2)], 1))
-def test_draws_are_lawful_and_broad(seeds: int, rare: int) -> None:
-    """Every technique is drawn but two, which need a package that we cannot measure with or are slower than
-    another; in fewer draws, but a few. On lengths that are no powers of two too, and nothing unlawful is."""
-    everything = [one for seed in range(seeds) for one in drawn(seed)]
-    for one in everything:
-        one.recipe.check(one.job, (9, 0), installed=False)
-    used = {technique.name for one in everything for technique in one.recipe}
-    for_one = {technique.name for technique in roster.techniques() if not technique.needs_several_gpus}
-    assert {"flash", "flex"} <= for_one - used
-    assert len(for_one - used) <= rare
-    assert used <= for_one
-    lengths = {one.job.sequence_length for one in everything}
-    assert any(length & (length - 1) for length in lengths)
-    assert any(one.job.padding for one in everything)
-    assert any(not one.job.trains for one in everything)
-    assert {one.job.build_on for one in everything} == {"device", "host"}
-
-
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_transformers_takes_every_drawn_config(family: Any) -> None:
-    found = [one for seed in range(4) for one in drawn(seed, 26) if one.family == family.name]
-    assert len(found) >= 4
-    for one in found:
-        settings = one.job.transformers_config()
-        assert settings.model_type == one.job.model.architecture
 
 
 # ---- what a run says about itself -------------------------------------------------------------------------
@@ -204,9 +115,13 @@ def test_the_worst_figure_of_a_comparison() -> None:
     assert worst.error == pytest.approx(-0.1, abs=1e-6)
 
 
-# ---- drawing, predicting, measuring ------------------------------------------------------------------------
+# ---- predicting, measuring ------------------------------------------------------------------------
 
 H200 = find_gpu("h200")
+
+
+def ranked(_: Any) -> list[PlannedRecipe]:
+    return [PlannedRecipe(recipe=Recipe(), footprint=footprint(), step_seconds=0.1)]
 
 
 @pytest.fixture
@@ -237,7 +152,7 @@ def test_every_run_is_kept_as_soon_as_it_ended(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        room.accuracy(4, 5, H200, room.DrawWriter(file, tell=tell))
+        room.accuracy_of_best([job()] * 5, 1, ranked, H200, room.RunWriter(file, tell=tell), seed=None)
     kept = read(file)
     assert [run.number for run in kept.runs] == [0, 1]
     assert kept.device == "NVIDIA H200"
@@ -255,10 +170,9 @@ def test_a_recipe_that_the_model_refuses_is_passed_over_and_told(monkeypatch: py
         return replace(prediction(), job=job, recipe=recipe)
 
     monkeypatch.setattr(predict_runs, "predict", predict)
-    run = predict_runs.predict_draw(1, H200, 2)
-    following = proposals(1, 2)
-    next(following)
-    assert run.recipe == next(following).recipe
+    (run,) = predict_runs.predict_recipes(1, H200, 1, (0, job()))
+    assert offered == [recipe for recipe, _ in zip(draw_recipes(job(), 1), range(2), strict=False)]
+    assert run.recipe == offered[1]
     assert len(run.passed_over) == 1
     assert "peft knows no targets" in run.passed_over[0]
 
@@ -271,7 +185,8 @@ def test_what_cannot_be_predicted_keeps_its_place(
         raise failure
 
     monkeypatch.setattr(predict_runs, "predict", predict)
-    result = room.accuracy(1, 2, H200, room.DrawWriter(tmp_path / "a.json", measured=False))
+    writer = room.RunWriter(tmp_path / "a.json", measured=False)
+    result = room.accuracy_within_jobs(1, [job()], 2, H200, writer)
     assert [run.number for run in result.outside] == [0, 1]
     assert "\n" not in result.runs[0].refused
     assert str(failure.args[0]).split()[-1] in result.runs[0].refused
@@ -321,9 +236,10 @@ def test_without_a_gpu_it_says_what_to_try(
 ) -> None:
     monkeypatch.setattr("snugfit.cli.accuracy.gpu_here", lambda: None)
     folder = tmp_path / "new"
-    assert command(["accuracy", "--output", str(folder)]) == 2
+    asked = ["accuracy", "--top", "2", "--job", "small.yaml", "--output", str(folder)]
+    assert command(asked) == 2
     assert "--predict-only --gpu NAME" in capsys.readouterr().err
-    assert command(["accuracy", "--predict-only", "--output", str(folder)]) == 2
+    assert command([*asked, "--predict-only"]) == 2
     assert "Add --gpu NAME" in capsys.readouterr().err
     assert not folder.exists()
 
@@ -332,7 +248,11 @@ def test_the_command_measures_writes_and_judges(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, answered: list[Any]
 ) -> None:
     monkeypatch.setattr("snugfit.cli.accuracy.gpu_here", lambda: "NVIDIA H200")
-    arguments = ["accuracy", "--draw", "2", "--seed", "9", "--workers", "1", "--output", str(tmp_path)]
+    arguments = ["accuracy", "--within-job", "2", "--seed", "9", "--workers", "1", "--output", str(tmp_path)]
+    for batch in (1, 2):
+        file = tmp_path / f"batch-{batch}.yaml"
+        file.write_text(f"model: bert-base-uncased\ntask: sequence-classification\nbatch_size: {batch}\n")
+        arguments += ["--job", str(file)]
     assert command(arguments) == 0
     assert "All 2 runs are inside the band." in capsys.readouterr().out
     monkeypatch.setattr(
@@ -342,21 +262,11 @@ def test_the_command_measures_writes_and_judges(
     assert command([*arguments, "--format", "markdown"]) == 5
     printed = capsys.readouterr()
     assert "2 of 2 runs are outside the band" in printed.err
-    assert "- Run 1: allocated" in printed.out
+    assert "- Run 2: allocated" in printed.out
     assert command(["accuracy", "--show", str(tmp_path), "--format", "markdown"]) == 0
     assert capsys.readouterr().out == printed.out
     assert command(["accuracy", "--show", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["seed"] == 9
-
-
-def test_a_predicted_draw_runs_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One draw through the real rehearsal, in this process."""
-    arguments = ["--draw", "1", "--seed", "3", "--workers", "1", "--output", str(tmp_path)]
-    assert command(["accuracy", *arguments, "--predict-only", "--gpu", "h200", "--json"]) == 0
-    run = Accuracy.from_json(json.loads(capsys.readouterr().out)).runs[0]
-    assert run.predicted is not None
-    assert run.predicted.requested_bytes
-    assert run.outcome is None
 
 
 def test_every_run_is_on_the_page_with_foreign_words_as_data() -> None:

@@ -1,4 +1,4 @@
-"""Draws that tell an order: several recipes of each job, each plan's best; and draws taken up again later."""
+"""The order of several recipes of each job, drawn ones and each plan's best; and results continued later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from snugfit.errors import SnugfitError, UsageError
 from snugfit.evaluation import accuracy as room
 from snugfit.evaluation import predict_runs
 from snugfit.evaluation.accuracy_files import read, read_rates, write
-from snugfit.evaluation.draw import draw_recipes, draw_training_job
+from snugfit.evaluation.draw import draw_recipes
 from snugfit.evaluation.predict_runs import PlannedRecipe
 from snugfit.job.gpu import find_gpu
 from snugfit.prediction.rates import packaged_rates
@@ -30,6 +30,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB, MIB
 
 H200 = find_gpu("h200")
+JOBS = [job(), replace(job(), batch_size=8)]
 
 
 def seconds(length: float) -> StepSeconds:
@@ -67,7 +68,7 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
 
 
 def test_recipes_of_a_job_are_different_lawful_and_the_same_every_time() -> None:
-    one = draw_training_job(3, 1).job
+    one = job()
     found = [recipe for recipe, _ in zip(draw_recipes(one, 3), range(12), strict=False)]
     assert found == [recipe for recipe, _ in zip(draw_recipes(one, 3), range(12), strict=False)]
     assert len(set(found)) == 12
@@ -81,21 +82,15 @@ def test_each_job_has_so_many_recipes_that_take_different_bytes(
     answered: list[Recipe], tmp_path: Path
 ) -> None:
     file = tmp_path / "a.json"
-    result = room.accuracy_within_jobs(3, 2, 4, H200, room.DrawWriter(file))
+    result = room.accuracy_within_jobs(3, JOBS, 4, H200, room.RunWriter(file))
     assert [run.number for run in result.runs] == list(range(8))
     assert [len(group) for group in group_by_job(result.runs)] == [4, 4]
-    for group in group_by_job(result.runs):
-        assert group[0].job.trains
+    for one, group in zip(JOBS, group_by_job(result.runs), strict=True):
+        assert group[0].job == one
         assert len({run.predicted.requested_bytes for run in group if run.predicted}) == 4
     assert pooled_agreement(result.runs).tau == 1.0
     assert read(file) == result
     assert "Kendall's tau 1.00 over 12 pairs" in as_text(render(result), width=200)
-
-
-def test_named_jobs_take_the_place_of_drawn_ones(answered: list[Recipe], tmp_path: Path) -> None:
-    jobs = [job(), replace(job(), batch_size=8)]
-    result = room.accuracy_within_jobs(3, jobs, 3, H200, room.DrawWriter(tmp_path / "a.json", measured=False))
-    assert [run.job for run in result.runs] == [jobs[0]] * 3 + [jobs[1]] * 3
 
 
 # ---- the best of each plan ---------------------------------------------------------------------------------
@@ -112,7 +107,7 @@ def test_what_the_first_choice_loses_is_told(answered: list[Recipe], tmp_path: P
         ]
 
     jobs = [job(), replace(job(), batch_size=8)]
-    result = room.accuracy_of_best(jobs, 2, ranked, H200, room.DrawWriter(tmp_path / "a.json"), seed=None)
+    result = room.accuracy_of_best(jobs, 2, ranked, H200, room.RunWriter(tmp_path / "a.json"), seed=None)
     assert [str(run.recipe) for run in result.runs] == ["micro_batches(2)", "bf16", "plain"]
     assert result.runs[2].refused == "No recipe could be rehearsed: no shapes"
     assert gap(group_by_job(result.runs)[0]) == pytest.approx(16 / 4 - 1)
@@ -126,7 +121,7 @@ def test_what_the_first_choice_loses_is_told(answered: list[Recipe], tmp_path: P
 
 def test_what_was_only_predicted_can_be_measured_later(answered: list[Recipe], tmp_path: Path) -> None:
     file = tmp_path / "accuracy-seed3-within-job.json"
-    room.accuracy_within_jobs(3, 1, 3, H200, room.DrawWriter(file, measured=False))
+    room.accuracy_within_jobs(3, JOBS[:1], 3, H200, room.RunWriter(file, measured=False))
     told: list[str] = []
 
     def tell(line: str) -> None:
@@ -144,7 +139,7 @@ def test_what_was_only_predicted_can_be_measured_later(answered: list[Recipe], t
 
 
 def test_rescoring_predicts_again_and_says_so(answered: list[Recipe], tmp_path: Path) -> None:
-    first = room.accuracy_within_jobs(3, 1, 3, H200, room.DrawWriter(tmp_path / "a.json"))
+    first = room.accuracy_within_jobs(3, JOBS[:1], 3, H200, room.RunWriter(tmp_path / "a.json"))
     again = room.rescore(first, H200, file=tmp_path / "b.json", rates=packaged_rates(H200))
     for before, after in zip(first.runs, again.runs, strict=True):
         assert (after.measured, after.step_seconds, after.when) == (
@@ -171,7 +166,7 @@ def test_rescoring_predicts_again_and_says_so(answered: list[Recipe], tmp_path: 
 def test_a_run_that_can_no_longer_be_predicted_says_so(
     answered: list[Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = room.accuracy_within_jobs(3, 1, 2, H200, room.DrawWriter(tmp_path / "a.json"))
+    first = room.accuracy_within_jobs(3, JOBS[:1], 2, H200, room.RunWriter(tmp_path / "a.json"))
 
     def predict(*_: Any, **__: Any) -> Any:
         raise KeyError("lost")
@@ -201,7 +196,11 @@ MISTAKES = {
     "two questions": (["--top", "3", "--within-job", "3"], "--within-job and --top cannot be used together"),
     "show and rescore": (["--show", "x", "--rescore", "y"], "cannot be used together"),
     "rates alone": (["--rates", "x.json"], "--rates works only with --rescore"),
-    "a job alone": (["--job", "x.yaml"], "--job replaces the drawn jobs"),
+    "a job alone": (["--job", "x.yaml"], "--job works only with --within-job or --top"),
+    "no job": (["--top", "3"], "Add --job FILE"),
+    "nothing": ([], "Nothing to compare. Add --job FILE with --top K"),
+    "drawn jobs": (["--draw", "3"], "No such option: --draw. Jobs are drawn by `python lab/draw_runs.py`"),
+    "drawn jobs on several": (["--gpus", "2"], "For a job of yours: --job FILE --top K."),
     "no plot": (["--show", ".", "--plot", "x.pdf"], ".svg"),
     "one recipe": (["--within-job", "1"], "within-job"),
     "no such file": (["--rescore", "none.json"], "no such file"),
@@ -257,8 +256,13 @@ def test_the_best_of_plans_through_the_command(
 
     monkeypatch.setattr("snugfit.cli.accuracy.gpu_here", lambda: "NVIDIA H200")
     monkeypatch.setattr("snugfit.planning.search.search.plan", lambda job, **how: planned(how["ranked"]))
-    command(["accuracy", "--top", "3", "--draw", "2", "--seed", "5", "--output", str(tmp_path)])
-    result = read(tmp_path / "accuracy-seed5-top3.json")
+    files = [tmp_path / "small.yaml", tmp_path / "large.yaml"]
+    for batch, file in enumerate(files, 1):
+        text = f"model: bert-base-uncased\ntask: sequence-classification\nbatch_size: {batch}\n"
+        file.write_text(text)
+    named = [part for file in files for part in ("--job", str(file))]
+    command(["accuracy", "--top", "3", *named, "--output", str(tmp_path)])
+    result = read(tmp_path / "accuracy-small-large-top3.json")
     assert [str(run.recipe) for run in result.runs] == ["bf16", "bf16 + every_layer", "plain"] * 2
     assert len(group_by_job(result.runs)) == 2
     assert "Kendall's tau" in " ".join(capsys.readouterr().out.split())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_choices import case_of, choice, operands_of, switched
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -24,10 +24,6 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Trace
 from snugfit.techniques.recipe import Recipe
 from test_law_rehearsed_equals_real import hold_to_reports
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-
-from attention_choices import case_of, choice, operands_of, switched
 
 NUMBERS = {"math": 0, "flash_for_cpu": 1, "flash": 1, "efficient": 2, "cudnn": 3}
 

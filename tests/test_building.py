@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, WhisperConfig, modeling_utils
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from small_models import small_job
-from snugfit.rehearsal.device.building import DEVICE_OF_CONTEXT, built_as_on_a_device
+from snugfit.rehearsal.device.overrides import DEVICE_OF_CONTEXT, built_as_on_a_device
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Block

@@ -1,7 +1,6 @@
-"""Backends and modes of `compiled`, rehearsed: those that compile nothing by law 1 on the CPU, event by
-event, as compiled layers are (`test_compiled.py`); CUDA graphs by seven runs on an H100
-(`data/compile-modes-h100.json`, torch 2.11 and transformers 5.17, a bare loop over a model that is
-compiled whole).
+"""Modes and backends of `compiled`: `reduce-overhead` by two runs on an H100, and the others, which run and
+whose predictions say that they are uncertain (`data/compile-modes-h100.json`, torch 2.11 and transformers
+5.17, a bare loop over a model that is compiled whole).
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from torch._dynamo.utils import counters
 
-from aligned import Event, compare, peak
-from compiled_on_cpu import no_vectors  # noqa: F401
-from cpu_scratch import compared
+from aligned import peak
+from compiled_on_cpu import idle_kernels, no_vectors  # noqa: F401
 from reported import foreseen, reports
 from small_models import small_job
 from snugfit.data.lengths import Lengths
@@ -26,20 +25,18 @@ from snugfit.planning.keep import kept_of
 from snugfit.planning.lengths.lengths import plan_lengths
 from snugfit.prediction.allocator import Allocator, replay
 from snugfit.prediction.predict import predict, rehearse_again
-from snugfit.rehearsal.compiled import layers
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy, Policy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.splice import rehearse_passes
 from snugfit.rehearsal.trace.trace import GRAPH_STREAM, Memory, Trace
+from snugfit.results.prediction import Prediction
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import MIB
-from test_compiled import LOSS_OUTSIDE, of_llama, of_llama_on_a_gpu
+from test_compiled import LOSS_OUTSIDE, of_llama
 from test_compiled_model import measured_job
 from tiers import slow_but
 
 pytestmark = pytest.mark.whole
-
-GRAPHS = ("mode=reduce-overhead", "backend=cudagraphs")
 
 
 def rehearsed(family: str, recipe: str, policy: Policy | None = None, layers: int = 2, **facts: Any) -> Trace:
@@ -50,52 +47,37 @@ def rehearsed(family: str, recipe: str, policy: Policy | None = None, layers: in
 @functools.cache
 def of_gpt2_recorded() -> Trace:
     """Two compiled layers in bfloat16 whose graphs a GPU records and plays; nobody changes it."""
-    return rehearsed("gpt2", f"bf16 + compiled({GRAPHS[0]})", CudaPolicy(), hidden_size=256)
+    return rehearsed("gpt2", "bf16 + compiled(mode=reduce-overhead)", CudaPolicy(), hidden_size=256)
 
 
-@functools.cache
-def real_step(family: str, recipe: str) -> list[Event]:
-    """What a real step of two layers allocates; nobody changes it."""
+NEAREST = {
+    "backend=eager": "uncompiled",
+    "backend=aot_eager": "uncompiled",
+    "backend=cudagraphs": "uncompiled",
+    "mode=max-autotune-no-cudagraphs": "compiled",
+    "mode=max-autotune": "compiled(mode=reduce-overhead)",
+}
+"""The simulated recipe that another mode or backend is predicted as."""
+
+
+@pytest.mark.parametrize("setting", slow_but(list(NEAREST), 2))
+def test_another_mode_or_backend_is_predicted_as_the_nearest_and_says_so(setting: str) -> None:
+    trace, nearest = (rehearsed("llama", recipe) for recipe in (f"compiled({setting})", NEAREST[setting]))
+    told = f"Bytes and seconds are uncertain: {setting} of 'compiled' is not simulated"
+    assert [sentence for sentence in trace.doubts if sentence.startswith(told)]
+    assert not [sentence for sentence in nearest.doubts if "not simulated" in sentence]
+    last = [max([*one.live()][trace_end(one) :]) for one in (trace, nearest)]
+    assert last[0] == pytest.approx(last[1], rel=1e-3)
+
+
+@pytest.mark.usefixtures("idle_kernels")
+@pytest.mark.parametrize("setting", slow_but(list(NEAREST), 1))
+def test_another_mode_or_backend_runs(setting: str) -> None:
     torch._dynamo.reset()
-    return reports(small_job(family, 2), Recipe.parse(recipe).setup())
-
-
-LAW = [
-    (family, f"{dtype}compiled({what}backend={backend})")
-    for family in ("llama", "bert", "gpt2", "t5", "vit")
-    for dtype in ("", "bf16 + ")
-    for what in ("", "what=model, ")
-    for backend in ("eager", "aot_eager", "cudagraphs")
-] + [
-    ("llama", "compiled(backend=aot_eager) + every_layer"),
-    ("bert", "compiled(backend=eager) + every_layer"),
-    ("llama", "compiled(what=model, backend=aot_eager) + every_layer"),
-    ("llama", "compiled(what=model, backend=eager) + every_layer"),
-]
-
-OFTEN = [("llama", "compiled(what=model, backend=aot_eager)")]
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize(("family", "recipe"), slow_but(LAW, lambda case: case in OFTEN))
-def test_a_step_of_a_backend_allocates_what_its_trace_says(family: str, recipe: str) -> None:
-    """On a CPU the backend `cudagraphs` records nothing, and keeps what AOTAutograd's own cut keeps."""
-    trace = foreseen(rehearsed(family, recipe))
-    real = real_step(family, recipe)
-    assert 0 <= peak(compared(real)) - peak(compared(trace)) <= LOSS_OUTSIDE
-    third = [compared([event for event in events if event.step == 2]) for events in (real, trace)]
-    assert compare(*third).similarity == 1.0, compare(*third)
-
-
-@pytest.mark.whole
-def test_a_graph_that_is_not_cut_in_two_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted fault: the backend `aot_eager` runs what Dynamo traced, under autograd."""
-    recipe = "compiled(what=model, backend=aot_eager)"
-    monkeypatch.setattr(layers, "_GRAPHS", {})
-    monkeypatch.setattr(layers, "cut_in_two", lambda graph, inputs, wrap: layers._as_traced(graph))
-    trace, real = foreseen(rehearsed("llama", recipe)), real_step("llama", recipe)
-    third = [compared([event for event in events if event.step == 2]) for events in (real, trace)]
-    assert compare(*third).similarity < 1.0
+    before = sum(counters["stats"].values())
+    events = reports(small_job("llama", 2), Recipe.parse(f"compiled({setting})").setup())
+    assert max(event.step for event in events) == 2
+    assert sum(counters["stats"].values()) > before, "Dynamo traced its layers"
 
 
 @pytest.mark.whole
@@ -105,14 +87,11 @@ def test_on_a_cpu_a_mode_with_graphs_records_none() -> None:
     assert peak(foreseen(graphs)) - peak(foreseen(plain)) <= LOSS_OUTSIDE
 
 
-@pytest.mark.parametrize(
-    ("what", "setting"),
-    slow_but([("layers", GRAPHS[0]), ("model", GRAPHS[1]), ("layers", GRAPHS[1]), ("model", GRAPHS[0])], 0),
-)
-def test_the_third_step_plays_graphs_back_and_allocates_nothing_for_them(what: str, setting: str) -> None:
+@pytest.mark.parametrize("what", slow_but(["layers", "model"], 1))
+def test_the_third_step_plays_graphs_back_and_allocates_nothing_for_them(what: str) -> None:
     """The pool's memory stays reserved; kernels are launched as one, but for the copies of inputs."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
-    trace = rehearsed("llama", f"compiled(what={what}, {setting})", CudaPolicy(), hidden_size=256)
+    trace = rehearsed("llama", f"compiled(what={what}, mode=reduce-overhead)", CudaPolicy(), hidden_size=256)
     steps = {trace.blocks[index].step for index in trace.of_graphs}
     assert steps == {0, 1}
     assert not {index for index in trace.of_graphs if index + 1 in set(trace.events[trace_end(trace) :])}
@@ -133,7 +112,7 @@ def trace_end(trace: Trace) -> int:
 def test_a_classifier_is_compiled_once_more_and_plays_a_step_later() -> None:
     """It writes its `problem_type` in the first step, so torch compiles it again in the second."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
-    trace = rehearsed("bert", "compiled(what=model, backend=cudagraphs)", CudaPolicy(), 1, hidden_size=256)
+    trace = rehearsed("bert", "compiled(what=model, mode=reduce-overhead)", CudaPolicy(), 1, hidden_size=256)
     assert max(mark.step for mark in trace.marks) == 4
     assert {trace.blocks[index].step for index in trace.of_graphs} == {0, 1, 2}
     assert any(kernel.played for kernel in trace.kernels)
@@ -203,17 +182,6 @@ def test_what_a_graph_reads_and_gives_back_is_its_own_copy() -> None:
     assert trace.events.index(-(original + 1)) < trace.events.index(layer[0] + 1)
 
 
-def test_a_gpu_tries_kernels_for_each_different_product_before_it_first_runs() -> None:
-    pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
-    policy = CudaPolicy(cache_bytes=60 * MIB)
-    tries = rehearsed("llama", "compiled(mode=max-autotune-no-cudagraphs)", policy, hidden_size=256)
-    plain = of_llama_on_a_gpu(60 * MIB)
-    counts = [sum(block.nbytes == 60 * MIB for block in trace.blocks) for trace in (tries, plain)]
-    assert counts[0] > counts[1] > 0
-    assert {block.step for block in tries.blocks if block.nbytes == 60 * MIB} == {0}
-    assert tries.kernels == plain.kernels
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -262,26 +230,41 @@ TRUTH = json.loads((Path(__file__).parent / "data" / "compile-modes-h100.json").
 RUNS = {value: run for run in TRUTH["runs"] if run["name"] == "llama4" for value in run["compile"].values()}
 
 
-@pytest.mark.parametrize("how", slow_but(list(RUNS), 0))
-def test_the_bytes_of_measured_steps_are_met(how: str) -> None:
-    """As measured, but for the zeros that stand for the gradient of logits: torch 2.11 keeps them until the
-    backward pass is over, and 2.13 drops them when they are copied. Each time `test_compiled_truth.py` holds
-    compiled layers to measured bytes."""
+MOST = ("requested", "allocated", "reserved")
+
+
+def measured_and_predicted(how: str) -> tuple[dict[str, Any], Prediction]:
+    """The measured run of a Llama of four layers, and its prediction."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     seen = RUNS[how]
     recipe = Recipe.parse(f"bf16 + adamw_fused + compiled(what=model, {next(iter(seen['compile']))}={how})")
-    found = predict(measured_job("llama4_whole"), recipe, gpu="h100-sxm")
-    most = {key: max(step[key] for step in seen["steps"]) for key in ("requested", "allocated", "reserved")}
-    kept = 0 if boxed_gradients_are_kept() or how == "aot_eager" else ZEROS
-    assert found.footprint.requested_bytes + kept == pytest.approx(most["requested"], rel=1e-4)
-    assert found.footprint.allocated_bytes + kept == pytest.approx(most["allocated"], rel=2e-4)
+    return seen, predict(measured_job("llama4_whole"), recipe, gpu="h100-sxm")
+
+
+@pytest.mark.slow
+def test_the_bytes_of_measured_steps_with_graphs_are_met() -> None:
+    """As measured, but for the zeros that stand for the gradient of logits: torch 2.11 keeps them until the
+    backward pass is over, and 2.13 drops them when they are copied. Each time `test_compiled_truth.py` holds
+    compiled layers to measured bytes."""
+    seen, found = measured_and_predicted("reduce-overhead")
+    most = {key: max(step[key] for step in seen["steps"]) for key in MOST}
+    zeros = 0 if boxed_gradients_are_kept() else ZEROS
+    assert found.footprint.requested_bytes + zeros == pytest.approx(most["requested"], rel=1e-4)
+    assert found.footprint.allocated_bytes + zeros == pytest.approx(most["allocated"], rel=2e-4)
     assert found.footprint.reserved_bytes == pytest.approx(most["reserved"], rel=0.01)
-    if how == "cudagraphs":
-        assert found.footprint.reserved_bytes == most["reserved"]
-    if how != "aot_eager":
-        trace = rehearse_again(found)
-        steady = max(list(trace.live())[trace_end(trace) :])
-        assert steady == pytest.approx(seen["steps"][2]["requested"], rel=1e-4)
+    trace = rehearse_again(found)
+    steady = max(list(trace.live())[trace_end(trace) :])
+    assert steady == pytest.approx(seen["steps"][2]["requested"], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["aot_eager", "cudagraphs"])
+def test_measured_steps_of_another_backend_are_predicted_as_uncertain(how: str) -> None:
+    """Within 7 % of the allocated bytes, as it happens."""
+    seen, found = measured_and_predicted(how)
+    assert any(f"backend={how} of 'compiled' is not simulated" in sentence for sentence in found.doubts)
+    allocated = max(step["allocated"] for step in seen["steps"])
+    assert found.footprint.allocated_bytes == pytest.approx(allocated, rel=0.07)
 
 
 ZEROS = 2 * 2048 * 32000 * 2

@@ -16,7 +16,6 @@ import snugfit
 from made_up import guide_result, measurement, prediction
 from small_models import small_job
 from snugfit.cli.main import run
-from snugfit.evaluation.learn import nothing_learned
 from snugfit.job.gpu import find_gpu
 from snugfit.prediction.rates import rates_for
 from snugfit.rehearsal.device.policy import CudaPolicy
@@ -89,7 +88,6 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("snugfit.frontends.own.train", lambda *_, **__: trained)
     monkeypatch.setattr("snugfit.cli.train.launch", lambda *_: 0)
     (tmp_path / "lengths.json").write_text('{"128": 60, "500": 4}')
-    monkeypatch.setattr("snugfit.cli.calibration.learn", lambda *_, **__: nothing_learned("made up"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for command in ("measure", "guide", "accuracy", "calibrate", "verify"):
         monkeypatch.setattr(f"snugfit.cli.{command}.gpu_here", lambda *_: "NVIDIA H200")

@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from draw_runs import FAMILIES, Family
 from transformers.integrations import moe, sdpa_attention
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 from snugfit.errors import RecipeError
-from snugfit.evaluation.families import FAMILIES, Family
 from snugfit.job.config import check_facts
 from snugfit.job.find import read_preset
 from snugfit.job.job import Job, Phase, Task

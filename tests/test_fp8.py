@@ -220,15 +220,14 @@ def test_compiled_most_of_these_kernels_are_gone() -> None:
         assert len(trace.kernels) < len(trace_of(recipe).kernels) / 2
 
 
-TRACED = "fp8 + compiled(backend=aot_eager)"
-
-
 @pytest.mark.slow
 @installed
 def test_compiled_under_autocast_its_results_have_16_bits() -> None:
-    """torchao asks in Python whether CUDA's autocast is on, while Dynamo traces it for any backend."""
+    """torchao asks in Python whether CUDA's autocast is on, while Dynamo traces it."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
-    first = next(kernel for kernel in trace_of(TRACED).kernels if kernel.operator == "aten::_scaled_mm")
+    first = next(
+        kernel for kernel in trace_of("fp8 + compiled").kernels if kernel.operator == "aten::_scaled_mm"
+    )
     (rows, inner), (_, columns) = first.shapes[:2]
     scales = 2 * 4
     assert first.nbytes == rows * inner + inner * columns + scales + 2 * rows * columns

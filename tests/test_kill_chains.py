@@ -1,4 +1,4 @@
-"""A few chains of kills from the benchmark: each front-end over data that is hard to resume."""
+"""A few chains of kills from the lab: each front-end over data that is hard to resume."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")]
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "kill_chains.py"
+SCRIPT = Path(__file__).parents[1] / "lab" / "kill_chains.py"
 
 
 @pytest.mark.parametrize("front_end", ["train", "fit", "accelerate"])

@@ -46,7 +46,7 @@ from snugfit.prediction.several_gpus.stages import (
 )
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.sharded import stages
+from snugfit.rehearsal.sharded import ranks as rank_patches
 from snugfit.rehearsal.trace.trace import ALL_REDUCE, RECEIVE, SEND, WEIGHTS_APART, Trace
 from snugfit.results.footprint import Kind
 from snugfit.step.wishes.mesh.stages import layers_of
@@ -130,8 +130,8 @@ def test_stages_train_as_one_process_does(ranks: int, job: Job, recipe: str) -> 
 
 @pytest.mark.whole
 def test_what_is_sent_and_not_held_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    has_nothing = stages._Handle()
-    monkeypatch.setattr(stages, "_Handle", lambda *tensors: has_nothing)
+    has_nothing = rank_patches._Handle()
+    monkeypatch.setattr(rank_patches, "_Handle", lambda *tensors: has_nothing)
     staged.rehearsed.cache_clear()
     with pytest.raises(AssertionError):
         hold(2, TWO[1], 0)

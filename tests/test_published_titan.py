@@ -40,5 +40,5 @@ def test_the_committed_table_is_of_these_rows() -> None:
     written = json.loads(RESULT.read_text())
     beside = {"recipe", "own_model_and_loop", "nearest_recipe"}
     rows = [{key: value for key, value in row.items() if key not in beside} for row in written["rows"]]
-    again = "run: python benchmarks/published_titan.py " + str(RESULT.relative_to(RESULT.parents[1]))
+    again = "run: python lab/published_titan.py " + str(RESULT.relative_to(RESULT.parents[1]))
     assert (rows, written["left_out"]) == (PUBLISHED["rows"], PUBLISHED["left_out"]), again

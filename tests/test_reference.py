@@ -34,13 +34,12 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+def written() -> Any:
     return importlib.import_module("write_docs")
 
 
 def test_the_pages_are_those_of_the_code(written: Any) -> None:
-    how = "run: python benchmarks/write_docs.py"
+    how = "run: python lab/write_docs.py"
     assert (ROOT / "docs/techniques.md").read_text() == written.techniques_page(), how
     assert (ROOT / "docs/json.md").read_text() == written.json_page(), how
 
@@ -169,7 +168,7 @@ def test_a_shown_answer_is_the_command_s_own(
     asked, _, head = command.replace("\\\n", " ").partition(" | head -")
     assert run(shlex.split(asked)[1:]) == 0
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert lines[: int(head)] == text.splitlines(), "run: python benchmarks/write_docs.py answers"
+    assert lines[: int(head)] == text.splitlines(), "run: python lab/write_docs.py answers"
 
 
 @pytest.mark.slow
@@ -177,4 +176,4 @@ def test_the_shown_answers_are_the_commands_own(written: Any) -> None:
     refuse_other_versions()
     assert written.shown_answers()
     for command, text in written.shown_answers().items():
-        assert written.answer(command) == text, "run: python benchmarks/write_docs.py answers"
+        assert written.answer(command) == text, "run: python lab/write_docs.py answers"

@@ -25,7 +25,7 @@ from snugfit.errors import RehearsalError
 from snugfit.job.config import check_facts
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
-from snugfit.rehearsal.device import bindings, overrides
+from snugfit.rehearsal.device import overrides
 from snugfit.rehearsal.device.overrides import in_force
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy, Policy
 from snugfit.rehearsal.record import accumulation
@@ -401,7 +401,7 @@ def no_foreach_list(patch: pytest.MonkeyPatch) -> None:
 
 
 def deaf_bindings(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(bindings, "_rebind", lambda replacements: None)
+    patch.setattr(overrides, "_rebind", lambda replacements: None)
 
 
 def no_maybe_autocast(patch: pytest.MonkeyPatch) -> None:

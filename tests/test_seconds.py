@@ -198,7 +198,9 @@ def test_a_step_s_seconds_add_up() -> None:
     assert found.samples_per_second == pytest.approx(job.batch_size / found.step_seconds)
     assert found.bound == "host"
     assert all(line.roofline_seconds <= line.device_seconds for line in found.phases)
-    slower = step_seconds(trace, find_gpu("h200"), batch_size=job.batch_size, host=3.0)
+    known = packaged_rates(find_gpu("h200"))
+    rates = replace(known, host=known.host.slower(3.0))
+    slower = step_seconds(trace, find_gpu("h200"), batch_size=job.batch_size, rates=rates)
     assert slower.step_seconds == pytest.approx(3 * found.step_seconds, rel=0.05)
 
 

@@ -246,7 +246,7 @@ def is_one_of_two_killed(forks: Forks, folder: Path, how: dict[str, Any], draw: 
 
 
 KILLS = 2
-"""Of each storm; `benchmarks/kill_ranks.py` has more."""
+"""Of each storm; `lab/kill_ranks.py` has more."""
 
 
 STORMS = [("fsdp", 0), ("ddp", 1), ("fsdp", 2), ("ddp", 3), ("zero1", 4), ("zero1", 5)]

@@ -15,8 +15,6 @@ from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.comparison.compared_runs import ComparedRun
 from snugfit.comparison.ranking import RankAgreement, agreement_of_pairs, gap, group_by_job, pooled_agreement
-from snugfit.errors import RehearsalError
-from snugfit.evaluation.learn import LearnedFactors
 from snugfit.evaluation.predict_runs import PlannedRecipe
 from snugfit.evaluation.verify import verify
 from snugfit.job.gpu import find_gpu
@@ -162,7 +160,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
 
 
 def test_the_best_are_measured_and_shown_beside(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([*ASK, "--verify", "3", "--no-learn"]) == 0
+    assert run([*ASK, "--verify", "3"]) == 0
     peers = [f"{PEER}, Trainer", f"{PEER}, compiled Trainer"]
     assert asked == [3, "bf16", "bf16 + every_layer", "plain", *peers]
     text = " ".join(capsys.readouterr().out.split())
@@ -170,7 +168,7 @@ def test_the_best_are_measured_and_shown_beside(asked: list[Any], capsys: pytest
     assert "Kendall's tau 0.33 over 3 pairs of recipes" in text
     assert "of the 3 that were measured more than 5 % apart, 2 are in the predicted order" in text
     assert "The first choice is the fastest measured one." in text
-    assert "earned" not in text
+    assert not calibration_file(find_gpu("h200")).exists(), "measured runs change no rates"
     assert f"1.20 times as fast as the best of the plain Trainer (Trainer, {PEER}, torch_compile)" in text
     assert "and takes 2.00 GiB less" in text
 
@@ -178,13 +176,13 @@ def test_the_best_are_measured_and_shown_beside(asked: list[Any], capsys: pytest
 def test_peers_are_left_out_where_nobody_wants_them(
     asked: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run([*ASK, "--verify", "1", "--no-learn", "--no-peers"]) == 0
+    assert run([*ASK, "--verify", "1", "--no-peers"]) == 0
     assert asked == [1, "bf16"]
     assert "plain Trainer" not in capsys.readouterr().out
 
 
 def test_json_is_one_document(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([*ASK, "--gpu", "h200", "--verify", "2", "--no-learn", "--json"]) == 0
+    assert run([*ASK, "--gpu", "h200", "--verify", "2", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["what"], document["tau"], document["gap"]) == ("verification", 1.0, 0.0)
     assert [each["recipe"] for each in document["runs"]] == ["bf16", "bf16 + every_layer"]
@@ -194,33 +192,6 @@ def test_json_is_one_document(asked: list[Any], capsys: pytest.CaptureFixture[st
     assert [peer["arguments"] for peer in peers] == [{}, {"torch_compile": True}]
     assert [peer["run"]["predicted"] is None for peer in peers] == [False, True]
     assert Plan.from_json(document["plan"]) == planned(2)
-
-
-def test_the_calibration_learns_unless_told_otherwise(
-    asked: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taught = LearnedFactors(host=1.25, device=1.0, before=(-0.2, -0.2, -0.2), after=(0.0, 0.0, 0.01))
-    monkeypatch.setattr("snugfit.cli.calibration.learn", lambda *_, **__: taught)
-    assert run([*ASK, "--verify", "3", "--no-learn"]) == 0
-    assert not calibration_file(find_gpu("h200")).exists()
-    assert run([*ASK, "--verify", "3"]) == 0
-    assert calibration_file(find_gpu("h200")).exists()
-    text = " ".join(capsys.readouterr().out.split())
-    assert "Learned from 3 runs: the host takes 1.25 times and the device 1.00 times" in text
-    assert "20.0 % before, 0.3 % after" in text
-
-
-def test_what_was_measured_is_shown_even_where_learning_fails(
-    asked: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def learn(*_: Any, **__: Any) -> Any:
-        raise RehearsalError("An operator has no shapes.")
-
-    monkeypatch.setattr("snugfit.cli.calibration.learn", learn)
-    assert run([*ASK, "--verify", "3"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "Kendall's tau" in text
-    assert "Nothing was learned: An operator has no shapes." in text
 
 
 def test_a_run_that_dies_is_told_with_exit_5(
@@ -239,7 +210,7 @@ def test_a_run_that_dies_is_told_with_exit_5(
         )
 
     monkeypatch.setattr("snugfit.measurement.measure.measure", measure)
-    assert run([*ASK, "--verify", "2", "--no-learn"]) == 5
+    assert run([*ASK, "--verify", "2"]) == 5
     out, err = capsys.readouterr()
     assert "bf16: the run ended with oom:torch" in out
     assert "CUDA out of memory" in out

@@ -1,8 +1,8 @@
-"""`snugfit accuracy`: drawn jobs, predicted and measured, and what is done with such results later.
+"""`snugfit accuracy`: recipes of your jobs, predicted and measured, and what is done with such results later.
 
-It draws (each run a job of its own, or several recipes of each job, or each job's best recipes by its plan),
-goes on with a draw that was only predicted or was interrupted, predicts one again with today's code, or shows
-what there is. Options that exclude each other are refused before anything begins.
+It takes several recipes of each job (drawn ones, or the best of the job's plan), goes on with a result that
+was only predicted or was interrupted, predicts one again with today's code, or shows what there is. Options
+that exclude each other are refused before anything begins.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
 
-ORDER, LATER = "The order of recipes", "Results of an earlier draw"
+ORDER, LATER = "The order of recipes", "Earlier results"
 
-Draw = Annotated[int, typer.Option("--draw", help="Number of jobs to draw.", min=1, max=1000)]
-Seed = Annotated[int, typer.Option(help="Seed of the random draw.", min=0)]
+Seed = Annotated[int, typer.Option(help="With --within-job: seed of the recipes.", min=0)]
 WithinJob = Annotated[
     int | None, given.option(ORDER, "Draw R recipes for each job.", metavar="R", min=2, max=64)
 ]
@@ -36,10 +35,10 @@ Top = Annotated[
 ]
 Jobs = Annotated[
     list[Path] | None,
-    given.option(ORDER, "Use this job file instead of a drawn job. Can be repeated.", "--job"),
+    given.option(ORDER, "The job in this file. Can be repeated.", "--job"),
 ]
 Output = Annotated[Path, typer.Option(help="Write the result into this folder.", file_okay=False)]
-PredictOnly = Annotated[bool, typer.Option("--predict-only", help="Draw and predict, but do not measure.")]
+PredictOnly = Annotated[bool, typer.Option("--predict-only", help="Predict, but do not measure.")]
 Workers = Annotated[
     int | None, typer.Option(help="Number of processes that predict in parallel. [4, or one per core]", min=1)
 ]
@@ -59,22 +58,20 @@ RatesFile = Annotated[
 ]
 Show = Annotated[
     Path | None,
-    given.option(LATER, "Show the results in this file or folder, without a new draw.", metavar="PATH"),
+    given.option(LATER, "Show the results in this file or folder.", metavar="PATH"),
 ]
 Plot = Annotated[
     Path | None,
     typer.Option(help="Plot the errors of the seconds into this .png or .svg file.", dir_okay=False),
 ]
 
-DRAWS, OUTPUT = 16, Path("snugfit-accuracy")
+OUTPUT = Path("snugfit-accuracy")
 
 
 def accuracy(
     *,
-    draw: Draw = DRAWS,
     seed: Seed = 0,
     gpu: given.GpuName = None,
-    gpus: given.Gpus = None,
     within_job: WithinJob = None,
     top: Top = None,
     job: Jobs = None,
@@ -89,20 +86,15 @@ def accuracy(
     form: given.Format = "terminal",
     as_json: given.AsJson = False,
 ) -> None:
-    """Draw jobs and recipes, predict and measure each, and show the errors."""
+    """Predict and measure several recipes of your jobs, and show the errors."""
     form = "json" if as_json else form
     modes = {"within-job": within_job, "top": top, "measure": measure, "rescore": rescore, "show": show}
     chosen = [mode for mode, value in modes.items() if value is not None]
     _refuse(chosen, rates, job, plot)
     _refuse_idle(chosen, {
-        "draw": draw != DRAWS, "seed": seed != 0, "gpu": gpu is not None, "gpus": gpus is not None,
-        "predict-only": predict_only,
-        "output": output != OUTPUT, "workers": workers is not None,
+        "seed": seed != 0, "gpu": gpu is not None, "predict-only": predict_only, "output": output != OUTPUT,
+        "workers": workers is not None,
     })  # fmt: skip
-    if gpus is not None and (within_job or top):
-        raise UsageError("--gpus draws single runs. Leave --within-job and --top out.")
-    if job and draw != DRAWS:
-        raise UsageError(f"--draw {draw}: the jobs come from --job. Leave --draw out.")
     if show is not None:
         _print(_read(show), form, plot)
         return
@@ -112,13 +104,10 @@ def accuracy(
     elif rescore is not None:
         result, file = _rescore(rescore, rates, output, workers)
     else:
-        recipes, named = within_job or top, job or []
-        kind = "within-job" if within_job else "top" if top else "drawn"
-        known_gpu = _gpu(gpu, predict_only)
-        result, file = _draw(
-            kind, recipes or 0, known_gpu, output, workers, draw, seed, named, measured=not predict_only,
-            gpus=gpus or 1,
-        )  # fmt: skip
+        jobs, known_gpu, measured = job or [], _gpu(gpu, predict_only), not predict_only
+        drawn = seed if within_job else None
+        recipes = within_job or top or 0
+        result, file = _compare(jobs, recipes, drawn, known_gpu, output, workers, measured=measured)
     _print([result], form, plot)
     typer.echo(f"Written: {file}", err=form != "terminal")
     if result.outside:
@@ -134,21 +123,29 @@ def _refuse(modes: list[str], rates: Path | None, jobs: list[Path] | None, plot:
         raise UsageError(f"{shown} cannot be used together. Give one of them.")
     if rates is not None and modes != ["rescore"]:
         raise UsageError(
-            "--rates works only with --rescore. A draw uses this GPU's own rates (snugfit calibrate)."
+            "--rates works only with --rescore. New predictions use this GPU's own rates (snugfit calibrate)."
         )
-    if jobs and modes not in (["within-job"], ["top"]):
-        raise UsageError("--job replaces the drawn jobs. It works only with --within-job or --top.")
+    takes_jobs = modes in (["within-job"], ["top"])
+    if jobs and not takes_jobs:
+        raise UsageError("--job works only with --within-job or --top.")
+    if takes_jobs and not jobs:
+        raise UsageError(f"--{modes[0]} takes recipes of your jobs. Add --job FILE.")
+    if not modes:
+        raise UsageError(
+            "Nothing to compare. Add --job FILE with --top K or --within-job R, or read results with --show, "
+            "--measure or --rescore."
+        )
     check_output("--plot", plot, (".png", ".svg"), given.PLOT_FILE)
 
 
 def _refuse_idle(modes: Collection[str], given_options: Mapping[str, bool]) -> None:
-    """Raises `UsageError` for options that say how to draw, where nothing is drawn."""
+    """Raises `UsageError` for options of new runs, where there are none."""
     for mode in {"show", "measure", "rescore"}.intersection(modes):
         used = ("output", "workers") if mode == "rescore" else ()
         for option, is_given in given_options.items():
             if is_given and option not in used:
                 raise UsageError(
-                    f"--{option} changes how jobs are drawn, and --{mode} draws none. Leave it out."
+                    f"--{option} is for new runs, and --{mode} reads earlier ones. Leave it out."
                 )
 
 
@@ -164,46 +161,37 @@ def _gpu(name: str | None, predict_only: bool) -> Gpu:
     return find_gpu(name or of_this_machine or "")
 
 
-def _draw(
-    kind: str,
+def _compare(
+    files: list[Path],
     recipes: int,
+    seed: int | None,
     gpu: Gpu,
     output: Path,
     workers: int,
-    count: int,
-    seed: int,
-    files: list[Path],
     *,
     measured: bool,
-    gpus: int = 1,
 ) -> tuple[Accuracy, Path]:
-    """A new draw of the `kind` that was asked for, with its file."""
+    """So many recipes of each job, with their file: the seed's, or without a seed the best of its plan."""
     from snugfit.cli.progress import show_progress
-    from snugfit.evaluation import accuracy as draws
+    from snugfit.evaluation.accuracy import RunWriter, accuracy_of_best, accuracy_within_jobs
     from snugfit.report.evaluation.accuracy import file_name
     from snugfit.report.text.files import writable_folder
 
-    named = [_job(file) for file in files]
-    stem = "-".join(file.stem for file in files)[:80] or f"seed{seed}"
-    stem = f"{stem}-gpus{gpus}" if gpus > 1 else stem
-    file = writable_folder(output) / file_name(stem, kind, recipes)
+    jobs = [_job(file) for file in files]
+    kind = "top" if seed is None else "within-job"
+    file = writable_folder(output) / file_name("-".join(file.stem for file in files)[:80], kind, recipes)
     with show_progress("measuring" if measured else "predicting") as tell:
-        writer = draws.DrawWriter(file, measured, tell)
-        if kind == "within-job":
-            result = draws.accuracy_within_jobs(seed, named or count, recipes, gpu, writer, workers=workers)
-        elif kind == "top":
-            jobs, rank = named or draws.draw_jobs(seed, count), _ranking(gpu, recipes, workers, tell)
-            drawn_from = None if named else seed
-            result = draws.accuracy_of_best(jobs, recipes, rank, gpu, writer, seed=drawn_from)
-        else:
-            result = draws.accuracy(seed, count, gpu, writer, gpus=gpus, workers=workers)
-    return result, file
+        writer = RunWriter(file, measured, tell)
+        if seed is None:
+            rank = rank_by_plan(gpu, recipes, workers, tell)
+            return accuracy_of_best(jobs, recipes, rank, gpu, writer, seed=None), file
+        return accuracy_within_jobs(seed, jobs, recipes, gpu, writer, workers=workers), file
 
 
-def _ranking(
+def rank_by_plan(
     gpu: Gpu, count: int, workers: int, tell: Callable[[str], None]
 ) -> Callable[[Job], list[PlannedRecipe]]:
-    """A function that gives a job's best recipes by its plan."""
+    """Return a function that gives a job's best recipes by its plan."""
     from snugfit.planning.search.search import plan
 
     def rank(job: Job) -> list[PlannedRecipe]:
@@ -221,7 +209,8 @@ def _job(file: Path) -> Job:
     request = Request.read({"job_file": file})
     if request.recipe != Recipe():
         raise UsageError(
-            f"{file}: this job file names a recipe, but here recipes are drawn or planned. Remove the recipe."
+            f"{file}: this job file names a recipe, but --within-job draws recipes and --top plans them. "
+            "Remove the recipe."
         )
     return request.job
 

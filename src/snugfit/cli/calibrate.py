@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from snugfit.cli import arguments as given
-from snugfit.errors import GpuError
+from snugfit.errors import GpuError, SnugfitError
 from snugfit.measurement.target import gpu_here
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ def calibrate(gpus: Gpus = 1, as_json: given.AsJson = False) -> None:
     name = gpu_here()
     if name is None:
         raise GpuError("This machine has no GPU to calibrate.")
-    from snugfit.cli.calibration import write_calibration
     from snugfit.cli.progress import show_progress
     from snugfit.comparison.calibrate import calibrate as run
     from snugfit.frontends.own import refuse_more_than_here
@@ -53,7 +53,7 @@ def calibrate(gpus: Gpus = 1, as_json: given.AsJson = False) -> None:
         "versions": versions(),
     }
     file = calibration_file(gpu, gpus)
-    write_calibration(file, document)
+    _write(file, document)
     if as_json:
         show_json(document)
     else:
@@ -61,6 +61,17 @@ def calibrate(gpus: Gpus = 1, as_json: given.AsJson = False) -> None:
         if sentence := sentence_about_others(readings):
             typer.echo(sentence)
         typer.echo(f"Written: {file}")
+
+
+def _write(file: Path, document: dict[str, Any]) -> None:
+    """Write a GPU's file, whole or not at all. Raises `SnugfitError` when it cannot be written."""
+    from snugfit.documents import write_document
+
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_document(file, document)
+    except OSError as error:
+        raise SnugfitError(f"{file}: cannot be written ({error.strerror}).") from None
 
 
 def sentence_about_others(readings: Sequence[ProbeReading]) -> str:

@@ -1,5 +1,4 @@
-"""`snugfit check`: what in a configuration conflicts, does nothing, or was renamed, with a diff that cures
-it.
+"""`snugfit check`: what in a configuration conflicts, does nothing, or was renamed, each with its cure.
 
 Exit code 3 when something was found, so that a script can ask.
 """
@@ -23,34 +22,24 @@ File = Annotated[
         "DeepSpeed or axolotl."
     ),
 ]
-Output = Annotated[
-    Path | None, typer.Option(help="Write the changes as a unified diff into this .diff or .patch file.")
-]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")]
+Output = Annotated[Path | None, typer.Option(hidden=True)]
+Force = Annotated[bool, typer.Option("--force", hidden=True)]
 
 
 def check(file: File, *, output: Output = None, force: Force = False, as_json: given.AsJson = False) -> int:
     """Say what in a configuration file conflicts, does nothing, or was renamed."""
     from snugfit.exchange.check import check as check_file
-    from snugfit.exchange.correct import difference
     from snugfit.report.configuration import render_check
     from snugfit.report.text.terminal import show, show_json
 
-    if output is None and force:
-        raise UsageError("--force overwrites the file of --output, but --output is missing.")
-    if output is not None and output.suffix.lower() not in (".diff", ".patch"):
+    if output is not None or force:
         raise UsageError(
-            f"--output {output}: the file will be a unified diff, so its name must end in .diff or .patch."
+            "snugfit check writes no diff any more: its options --output and --force were removed. The table "
+            "lists each cure; --json gives it as `fix`."
         )
     checked = check_file(file)
-    changes = difference(checked)
-    if output is not None:
-        from snugfit.report.text.files import write_new
-
-        write_new({output: changes}, force=force)
-        typer.echo(f"Written: {output}", err=True)
     if as_json:
         show_json(checked.to_json())
     else:
-        show(render_check(checked, changes))
+        show(render_check(checked))
     return FOUND if checked.findings else 0

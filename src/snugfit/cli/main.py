@@ -151,6 +151,16 @@ NO_COMMANDS = {
 }
 """What people write that is no command, with what they want."""
 
+_DRAWN = (
+    "Jobs are drawn by `python lab/draw_runs.py` of the repository. For a job of yours: --job FILE --top K."
+)
+REMOVED_OPTIONS = {
+    ("accuracy", "--draw"): _DRAWN,
+    ("accuracy", "--gpus"): _DRAWN,
+    ("plan", "--no-learn"): "--verify no longer changes the calibration. Leave the option out.",
+}
+"""Options of earlier versions, with what to use instead."""
+
 
 def _tell_mistake(mistake: Any, arguments: Sequence[str]) -> int:
     """A mistake in the command line, with the help that would have prevented it."""
@@ -161,10 +171,13 @@ def _tell_mistake(mistake: Any, arguments: Sequence[str]) -> int:
     if not message:  # no arguments at all: typer has printed the help already
         return 2
     if hasattr(mistake, "possibilities"):
+        removed = REMOVED_OPTIONS.get((command, mistake.option_name), "")
         similar = _similar_options(mistake.option_name, context)
         name = mistake.option_name.lstrip("-")
         message = f"No such option: {mistake.option_name}." + (
-            f" Write the {name} without a flag: {path} {name.upper()}."
+            f" {removed}"
+            if removed
+            else f" Write the {name} without a flag: {path} {name.upper()}."
             if any(one.name == name for one in context.command.params if one.param_type_name == "argument")
             else f" Did you mean {' or '.join(similar)}?"
             if similar

@@ -65,7 +65,7 @@ Verify = Annotated[
     int | None,
     typer.Option(
         metavar="K",
-        help="Measure the best K recipes on this machine's GPU, and correct its rates by that.",
+        help="Measure the best K recipes on this machine's GPU.",
         min=1,
         max=64,
     ),
@@ -94,7 +94,6 @@ Price = Annotated[
 NoPeers = Annotated[
     bool, typer.Option("--no-peers", help="With --verify: do not measure what the plain Trainer takes.")
 ]
-NoLearn = Annotated[bool, typer.Option("--no-learn", help="With --verify: do not change the calibration.")]
 
 
 @given.about_a_job
@@ -120,7 +119,6 @@ def plan(
     export: Into = None,
     fresh: given.Fresh = False,
     verify: Verify = None,
-    no_learn: NoLearn = False,
     no_peers: NoPeers = False,
     form: given.Format = "terminal",
     as_json: given.AsJson = False,
@@ -154,7 +152,7 @@ def plan(
     if more_follows and lengths:
         of_lengths.show_planned(request, chosen, form, fresh=fresh)
     elif more_follows:
-        verify_plan(chosen, form, learn=not no_learn, peers=not no_peers, workers=workers)
+        verify_plan(chosen, form, peers=not no_peers)
     write_export(export, chosen.job, chosen.best.recipe if chosen.best else None)
     return 0 if chosen.fits else NothingFits.exit_code
 

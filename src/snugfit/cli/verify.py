@@ -1,4 +1,4 @@
-"""`snugfit plan --verify K`: the plan's best recipes measured on the GPU here, and what is learned from that.
+"""`snugfit plan --verify K`: the plan's best recipes measured on the GPU here.
 
 What cannot be verified is refused before anything is searched: a search takes a minute.
 """
@@ -42,14 +42,11 @@ def with_gpu_here(request: Request) -> Request:
     return replace(request, gpu=gpu)
 
 
-def verify_plan(
-    plan: Plan, form: str, *, learn: bool, peers: bool = True, workers: int | None = None
-) -> None:
+def verify_plan(plan: Plan, form: str, *, peers: bool = True) -> None:
     """Measures the plan's listed recipes here, and with `peers` what a user of the plain Trainer would run,
     and prints them below the plan; as JSON both are one document.
-    The calibration learns from them where `learn` says so. Raises `OutsideBand` when a run's bytes differ
-    from the prediction by more than `snugfit accuracy` allows."""
-    from snugfit.cli.calibration import learn_from
+    Raises `OutsideBand` when a run's bytes differ from the prediction by more than `snugfit accuracy`
+    allows."""
     from snugfit.cli.progress import show_progress
     from snugfit.evaluation.verify import verify
     from snugfit.report.plan.verify import document, render
@@ -61,9 +58,6 @@ def verify_plan(
         verified = verify(plan.job, plan.gpu.name, recipes, versions=plan.versions, tell=tell)
         if peers and plan.ranked:
             verified = replace(verified, peers=_measure_peers(plan, tell))
-        if learn:
-            learned = learn_from(verified.runs, plan.gpu, workers=workers or usual_workers(), tell=tell)
-            verified = replace(verified, learned=learned)
     if form == "markdown":
         typer.echo()
     print_as(form, document(plan, verified), render(verified))

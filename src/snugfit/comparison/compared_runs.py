@@ -30,7 +30,7 @@ class ComparedRun:
     number: int
     """Of the draw, from 0."""
     family: str
-    """The model's family, as `families.py` names it."""
+    """The model's family: of a drawn job as the draw names it, else the architecture."""
     job: Job
     recipe: Recipe
     gpus: int = 1

@@ -1,13 +1,13 @@
-"""Scores predictions on jobs that nobody chose: drawn at random, predicted, measured, and compared.
+"""Score predictions: several recipes of each job, predicted, measured, and compared.
 
 Predictions are made in worker processes and measurements one after the other in processes of their own, so
-a run is measured while later ones are still being predicted. Nothing drawn is left out of the result: a draw
-that could not be predicted, or whose run died, stays in it and says why. The whole document is written again
+a run is measured while later ones are still being predicted. No run is left out of the result: one that
+could not be predicted, or that died, stays in it with the reason. The whole document is written again
 after every run, so that an interrupted session leaves what it has; `measure_rest` continues one, or measures
 on one machine what was predicted on another.
 
-Three kinds of draws: a job and a recipe each (how large are errors?), several recipes of each job (is their
-order right?), and the best recipes of each job's plan (is its first choice the best?).
+Two kinds: drawn recipes of each job (is their order right?), and the best recipes of each job's plan (is its
+first choice the best?). Developers draw jobs as well (`lab/draw_runs.py`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from snugfit.comparison.compared_runs import Accuracy, ComparedRun
 from snugfit.errors import GpuError, SnugfitError
 from snugfit.evaluation.accuracy_files import write
-from snugfit.evaluation.draw import DrawnJob, draw_training_job
-from snugfit.evaluation.predict_runs import (
-    PlannedRecipe,
-    predict_again,
-    predict_draw,
-    predict_recipes,
-)
+from snugfit.evaluation.predict_runs import PlannedRecipe, predict_again, predict_recipes
 from snugfit.measurement.stopwatch import WARMUP, steady_steps
 from snugfit.prediction.profile import installed_versions
 from snugfit.prediction.rates import rates_for
@@ -49,8 +43,8 @@ Ranked = Callable[["Job"], Sequence[PlannedRecipe]]
 above both passes it in."""
 
 
-class DrawWriter(NamedTuple):
-    """Where the runs of a draw are written as they come, and whether each is measured."""
+class RunWriter(NamedTuple):
+    """Where runs are written as they come, and whether each is measured."""
 
     file: Path
     """It always holds the runs that are done."""
@@ -74,41 +68,22 @@ class DrawWriter(NamedTuple):
         return result
 
 
-def accuracy(
-    seed: int, count: int, gpu: Gpu, writer: DrawWriter, *, gpus: int = 1, workers: int = 1
-) -> Accuracy:
-    """Draws `count` runs from `seed`, predicts each for so many of `gpu`, and has them recorded."""
-    writer.tell("predicting the first draw")
-    runs = map_in_processes(partial(predict_draw, seed, gpu, gpus=gpus), range(count), workers=workers)
-    return writer.record(_empty(gpu, seed, "drawn", gpus), runs, count)
-
-
 def accuracy_within_jobs(
-    seed: int, jobs: int | Sequence[Job], recipes: int, gpu: Gpu, writer: DrawWriter, *, workers: int = 1
+    seed: int, jobs: Sequence[Job], recipes: int, gpu: Gpu, writer: RunWriter, *, workers: int = 1
 ) -> Accuracy:
-    """`accuracy` with several drawn recipes of each job; `jobs` are so many drawn ones, or these."""
+    """Each job under so many recipes that `seed` draws, predicted and recorded."""
     writer.tell("predicting the first job")
-    if isinstance(jobs, int):
-        drawn = [draw_training_job(seed, number) for number in range(jobs)]
-    else:
-        drawn = [
-            DrawnJob(number=number, family=job.model.architecture, job=job, recipe=Recipe())
-            for number, job in enumerate(jobs)
-        ]
-    groups = map_in_processes(partial(predict_recipes, seed, gpu, recipes), drawn, workers=workers)
+    groups = map_in_processes(
+        partial(predict_recipes, seed, gpu, recipes), list(enumerate(jobs)), workers=workers
+    )
     runs = chain.from_iterable(groups)
-    return writer.record(_empty(gpu, seed, "within-job"), runs, recipes * len(drawn))
-
-
-def draw_jobs(seed: int, count: int) -> list[Job]:
-    """So many drawn jobs that train."""
-    return [draw_training_job(seed, number).job for number in range(count)]
+    return writer.record(empty_result(gpu, seed, "within-job"), runs, recipes * len(jobs))
 
 
 def accuracy_of_best(
-    jobs: Sequence[Job], count: int, ranked: Ranked, gpu: Gpu, writer: DrawWriter, *, seed: int | None
+    jobs: Sequence[Job], count: int, ranked: Ranked, gpu: Gpu, writer: RunWriter, *, seed: int | None
 ) -> Accuracy:
-    """`accuracy` with the best `count` recipes of each job's plan. A plan that fails is one refused run."""
+    """The best `count` recipes of each job's plan, recorded. A plan that fails is one refused run."""
 
     def plan_all() -> Iterator[ComparedRun]:
         for number, job in enumerate(jobs):
@@ -127,7 +102,7 @@ def accuracy_of_best(
                 continue
             yield from (recipe.run(job, first + rank) for rank, recipe in enumerate(planned))
 
-    return writer.record(_empty(gpu, seed, "top"), plan_all(), count * len(jobs))
+    return writer.record(empty_result(gpu, seed, "top"), plan_all(), count * len(jobs))
 
 
 def measure_rest(result: Accuracy, *, file: Path, tell: Tell = lambda line: None) -> Accuracy:
@@ -176,7 +151,7 @@ def rescore(
     return again
 
 
-def _empty(gpu: Gpu, seed: int | None, kind: str, gpus: int = 1) -> Accuracy:
+def empty_result(gpu: Gpu, seed: int | None, kind: str, gpus: int = 1) -> Accuracy:
     """A result without runs, each of which is on so many GPUs."""
     return Accuracy(
         seed=seed,

@@ -1,6 +1,6 @@
-"""Predicts drawn jobs and recipes, and turns them and planned ones into runs that can be measured.
+"""Predict drawn recipes, and turn them and planned ones into runs that can be measured.
 
-A draw that cannot be predicted is a run too, and says why. A recipe that the model turns out not to take is
+A run that cannot be predicted is a run too, and says why. A recipe that the model turns out not to take is
 skipped, and the next run names it.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from snugfit.comparison.compared_runs import ComparedRun
 from snugfit.errors import RecipeError, SnugfitError
-from snugfit.evaluation.draw import DrawnJob, draw_recipes, proposals
+from snugfit.evaluation.draw import draw_recipes
 from snugfit.prediction.predict import predict
 from snugfit.results.footprint import Footprint
 from snugfit.techniques.recipe import Recipe
@@ -51,24 +51,15 @@ class PlannedRecipe:
         )
 
 
-def predict_draw(seed: int, gpu: Gpu, number: int, *, gpus: int = 1) -> ComparedRun:
-    """The draw of this number, predicted for so many GPUs. A recipe that the model turns out not to take is
-    skipped."""
-    run = next(_predict_each(proposals(seed, number, gpus), gpu, gpus), None)
-    if run is None:
-        raise SnugfitError(f"Draw {number} of seed {seed} gave no valid job and recipe.")
-    return run
-
-
-def predict_recipes(seed: int, gpu: Gpu, recipes: int, drawn: DrawnJob) -> list[ComparedRun]:
-    """A job under so many drawn recipes, which all take different bytes; fewer where it has no more. The
-    recipe that it was drawn with does not count."""
-    first, runs, sizes = drawn.number * recipes, list[ComparedRun](), set[int | None]()
+def predict_recipes(seed: int, gpu: Gpu, recipes: int, numbered: tuple[int, Job]) -> list[ComparedRun]:
+    """A job under so many drawn recipes, which all take different bytes; fewer where it has no more."""
+    number, job = numbered
+    first, runs, sizes = number * recipes, list[ComparedRun](), set[int | None]()
     candidates = (
-        replace(drawn, number=first, recipe=recipe)
-        for recipe, _ in zip(draw_recipes(drawn.job, seed), range(MAX_PREDICTED * recipes), strict=False)
+        ComparedRun(number=first, family=job.model.architecture, job=job, recipe=recipe)
+        for recipe, _ in zip(draw_recipes(job, seed), range(MAX_PREDICTED * recipes), strict=False)
     )
-    for run in _predict_each(candidates, gpu):
+    for run in predict_each(candidates, gpu):
         size = run.predicted.requested_bytes if run.predicted else None
         if size is None or size not in sizes:
             sizes.add(size)
@@ -97,24 +88,18 @@ def predict_again(gpu: Gpu, rates: Rates | None, run: ComparedRun) -> ComparedRu
         return replace(blank, refused=_one_line(failure))
 
 
-def _predict_each(candidates: Iterable[DrawnJob], gpu: Gpu, gpus: int = 1) -> Iterator[ComparedRun]:
-    """The candidates as runs. Recipes that the model does not take are skipped; the next run names them."""
+def predict_each(candidates: Iterable[ComparedRun], gpu: Gpu) -> Iterator[ComparedRun]:
+    """The candidates with predictions. Recipes that the model does not take are skipped; the next run names
+    them."""
     passed_over: list[str] = []
-    for drawn in candidates:
-        run = ComparedRun(
-            number=drawn.number,
-            family=drawn.family,
-            job=drawn.job,
-            recipe=drawn.recipe,
-            gpus=gpus,
-            passed_over=tuple(passed_over),
-        )
+    for candidate in candidates:
+        run = replace(candidate, passed_over=tuple(passed_over))
         try:
             yield _predict(run, gpu)
         except RecipeError as refusal:
-            passed_over.append(f"{drawn.job.model.name}, {drawn.recipe}: {refusal}")
+            passed_over.append(f"{run.job.model.name}, {run.recipe}: {refusal}")
             continue
-        except Exception as failure:  # a draw that fails is a result, whatever failed
+        except Exception as failure:  # a run that fails is a result, whatever failed
             yield replace(run, refused=_one_line(failure))
         passed_over.clear()
 

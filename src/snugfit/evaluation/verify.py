@@ -15,7 +15,6 @@ from snugfit.comparison.compared_runs import ComparedRun
 from snugfit.comparison.ranking import RankAgreement, gap, rank_agreement
 from snugfit.documents import encode_fields
 from snugfit.evaluation.accuracy import measure_run
-from snugfit.evaluation.learn import LearnedFactors
 from snugfit.evaluation.peers import NO_PEERS, Peers
 from snugfit.evaluation.predict_runs import PlannedRecipe
 from snugfit.job.job import Job
@@ -39,8 +38,6 @@ class Verification:
     """Of the packages that planned."""
     peers: Peers = NO_PEERS
     """What a user of the plain Trainer would run, measured on the same job."""
-    learned: LearnedFactors | None = None
-    """What the calibration learned; None when it was left out."""
 
     @property
     def order(self) -> RankAgreement:

@@ -54,6 +54,11 @@ class Dialect:
     export: str = ""
     """The target of an export that whoever has such a file runs; empty where that is `hf`."""
 
+    four_bits: Mapping[str, Any] = field(default_factory=dict)
+    """Parts of module names by `model_type` (`*` for any other one), where weights are in 4 bits. `recast`:
+    embeddings and heads that return to the dtype of the computation. `whole`: layers that stay unquantized.
+    """
+
     together: list[dict[str, Any]] = field(default_factory=list)
     """What several keys mean together: where all of `when` hold, `becomes` is added."""
 

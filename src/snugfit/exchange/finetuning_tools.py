@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError, UsageError, some_of
-from snugfit.exchange.axolotl_dtypes import left_in_float32
+from snugfit.exchange.dialect import dialect
 from snugfit.exchange.script import folder_or_id, script_values, write_script, writer
 from snugfit.exchange.trainer_arguments import training_arguments
 from snugfit.job.job import Task
@@ -151,6 +151,37 @@ def _four_bits(job: Job, recipe: Recipe) -> dict[str, Any]:
             "It trains models in 4 bits whose linear layers have no biases, such as Llama, Mistral and Qwen3",
         )  # fmt: skip
     return {"bnb_config_kwargs": {"bnb_4bit_use_double_quant": quantize.double}}
+
+
+def left_in_float32(job: Job) -> list[str]:
+    """Return the parameters that axolotl has in float32 when it trains this job's model in 4 bits.
+
+    peft's `prepare_model_for_kbit_training` raises all unquantized weights to float32. axolotl then takes
+    normalisations, embeddings and the head back, which it finds by name.
+    """
+    import torch
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+    from transformers.quantizers.base import get_keys_to_not_convert
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    from snugfit.job.build import instantiate
+
+    with torch.device("meta"):
+        model = instantiate(job, dtype="float32", attention="sdpa")
+    table, kind = dialect("axolotl").four_bits, job.model.config.get("model_type")
+    whole = [*get_keys_to_not_convert(model), *table["whole"].get(kind, ())]
+    embeddings = table["recast"].get(kind, table["recast"]["*"])
+    left = []
+    for name, module in model.named_modules():
+        is_linear = type(module) in (nn.Linear, Conv1D)
+        is_quantized = is_linear and should_convert_module(name, whole)
+        if "norm" in name or (any(part in name for part in embeddings) and hasattr(module, "weight")):
+            continue
+        for own, _ in module.named_parameters(recurse=False):
+            if not (is_quantized and own == "weight"):
+                left.append(f"{name}.{own}".lstrip("."))
+    return left
 
 
 def _llamafactory_attention(recipe: Recipe) -> str:

@@ -33,11 +33,7 @@ def clone_to_device(module: nn.Module) -> nn.Module:
     tensors = [*module.parameters(), *module.buffers()]
     with torch.no_grad():
         memo: dict[int, object] = {id(tensor): _meta_tensor(tensor) for tensor in tensors}
-    clone = _with_own_functions(module, copy.deepcopy(module, memo))
-    for part in clone.modules():  # as `to` does, whose weights then lie in one buffer
-        if isinstance(part, torch.nn.RNNBase):
-            part.flatten_parameters()
-    return clone
+    return _with_own_functions(module, copy.deepcopy(module, memo))
 
 
 def _with_own_functions(module: nn.Module, clone: nn.Module) -> nn.Module:

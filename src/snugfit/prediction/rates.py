@@ -221,7 +221,7 @@ class Rates:
     attention: Mapping[str, tuple[float, float]]
     """By kernel (`cudnn flash efficient`, each also `... backward`): FLOPs per second, seconds to start.
     `efficient half` is efficient attention in 16 bits, which no H200 chooses: timed alone on one
-    (`benchmarks/time_kernels.py`). `... with dropout` where that was measured."""
+    (`lab/time_kernels.py`). `... with dropout` where that was measured."""
 
     bandwidth: float
     """Bytes per second of a large element-wise kernel."""

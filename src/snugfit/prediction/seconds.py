@@ -100,18 +100,16 @@ def step_seconds(
     *,
     batch_size: int,
     rates: Rates | None = None,
-    host: float = 1.0,
     workers: int = 0,
     streams: StreamsRun | None = None,
 ) -> StepSeconds:
     """The seconds of the trace's steady step on this GPU.
 
-    `host` is how many times slower the host is than the one of the rates, `workers` the number of processes
-    that make the batches, `streams` what was simulated of it before, with just these. Raises `GpuError` when
-    the GPU's rates are not known.
+    `workers` is the number of processes that make the batches, `streams` what was simulated of it before.
+    Raises `GpuError` when the GPU's rates are not known.
     """
     rates = rates or rates_for(gpu)
-    clock, costs = KernelClock(rates, interconnect_of(gpu, rates)), rates.host.slower(host)
+    clock, costs = KernelClock(rates, interconnect_of(gpu, rates)), rates.host
     kernels = with_worker_batches(workers, trace.kernels)
     device = each_once(clock.seconds, kernels)
     launches = each_once(lambda kernel: launch_seconds(kernel, costs), kernels)

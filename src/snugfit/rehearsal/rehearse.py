@@ -112,8 +112,8 @@ def _record_until_played(open_it: Callable[[], Step], policy: Policy, steps: int
         if recording.settled:
             return recording.trace
     raise RehearsalError(
-        f"After {steps + STEPS_TO_SETTLE} steps a CUDA graph is still recorded again. Leave the mode or "
-        "backend out of 'compiled'."
+        f"After {steps + STEPS_TO_SETTLE} steps a CUDA graph is still recorded again. Leave the mode out "
+        "of 'compiled'."
     )
 
 

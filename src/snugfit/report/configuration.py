@@ -40,8 +40,8 @@ def _short(value: str) -> str:
     return value if len(value) <= LONGEST_VALUE else value[: LONGEST_VALUE - 3] + "..."
 
 
-def render_check(checked: Checked, changes: str = "") -> RenderableType:
-    """The findings, the gravest first, each with what to do, and the `changes` as a unified diff."""
+def render_check(checked: Checked) -> RenderableType:
+    """The findings, the gravest first, each with its cure."""
     title = dialect(checked.document.dialect).title
     head = f"{checked.document.path} ({title})"
     unread = [
@@ -52,8 +52,7 @@ def render_check(checked: Checked, changes: str = "") -> RenderableType:
         return Group(words(f"{head}: nothing found."), *notes)
     rows = [(one.kind, ", ".join(one.keys), one.says, _cure(one)) for one in checked.findings]
     count = f"{len(rows)} finding{'s' if len(rows) > 1 else ''}"
-    diff = [words(changes)] if changes else []
-    return Group(words(f"{head}: {count}."), table(("Kind", "What", "Why", "Cure"), rows), *diff, *notes)
+    return Group(words(f"{head}: {count}."), table(("Kind", "What", "Why", "Cure"), rows), *notes)
 
 
 def _cure(finding: Finding) -> str:

@@ -163,9 +163,6 @@ class LogitsWish:
 WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes of Inductor that record CUDA graphs (`torch._inductor.list_mode_options`)."""
 
-WITH_TRIALS = ("max-autotune", "max-autotune-no-cudagraphs")
-"""Modes that try kernels for products of matrices."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class CompileWish:

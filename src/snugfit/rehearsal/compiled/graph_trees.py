@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 
 IRREGULAR = (
     "A program of this step would be recorded as a CUDA graph again and again: what it is given lies "
-    "elsewhere each time, or is new while others are played back. Leave the mode or backend out of "
-    "'compiled'."
+    "elsewhere each time, or is new while others are played back. Leave the mode out of 'compiled'."
 )
 
 GENERATOR_BYTES = 8

@@ -5,6 +5,9 @@ in force and out of the recorder's sight. Inductor lowers what they give for the
 (`lowering.py`), and its program runs on shapes (`program.py`) in the recorder's sight. Layers that are alike
 share one program, and so do rehearsals of one process.
 
+Two modes of Inductor are simulated: `default` and `reduce-overhead`. Another mode is rehearsed as the nearer
+of these, and another backend as the code is written: both with a doubt.
+
 Three things would go wrong silently:
 
 - under a dispatch mode Dynamo runs the code uncompiled, unless the mode says that it ignores what compilers
@@ -29,28 +32,17 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from snugfit.errors import RehearsalError
-from snugfit.rehearsal.compiled.any_sizes import FirstSizes
-from snugfit.rehearsal.compiled.backends import (
-    Run,
-    TracedPass,
-    as_boxed,
-    attention_in,
-    cut_in_two,
-    made_to_be_recorded,
-)
 from snugfit.rehearsal.compiled.decisions import Decisions, noted_decisions
 from snugfit.rehearsal.compiled.graph_trees import GraphFunction, GraphTrees
 from snugfit.rehearsal.compiled.joint_passes import joint_passes_for
 from snugfit.rehearsal.compiled.lowering import computed_again, lower
-from snugfit.rehearsal.compiled.program import load, random_state_on_the_host
+from snugfit.rehearsal.compiled.program import Run, as_boxed, attention_in, load
 from snugfit.rehearsal.compiled.timed_padding import PaddedProduct, time_padding
-from snugfit.rehearsal.compiled.traced_kernels import composed_as_elsewhere, forget_traced_kernels
 from snugfit.rehearsal.device.autocast import SWITCH
 from snugfit.rehearsal.device.policy import CudaPolicy
-from snugfit.rehearsal.record.first_launches import Product, products_of, time_products, time_settings
+from snugfit.rehearsal.record.first_launches import time_settings
 from snugfit.step import compiling
 from snugfit.step.wishes.compile_budget import plain_refusals, within_budget
-from snugfit.techniques.setup import WITH_GRAPHS, WITH_TRIALS
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +52,7 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.record.recorder import Recorder
     from snugfit.rehearsal.trace.trace import Kernel
     from snugfit.techniques.setup import CompileWish
+
 
 NOT_COMPILED = (
     "torch did not compile {name}, so a prediction would be that of the uncompiled step. Leave "
@@ -72,6 +65,10 @@ PARTLY_COMPILED = (
     "measure it with snugfit measure."
 )
 
+NOT_SIMULATED = (
+    "Bytes and seconds are uncertain: {setting} of 'compiled' is not simulated, so they are those of "
+    "{nearest}. `snugfit measure` shows the real ones."
+)
 
 _ASKED_IN_PYTHON = ("tensor", "is_autocast_enabled", "get_autocast_gpu_dtype")
 """Functions of torch that are other ones during a rehearsal."""
@@ -90,8 +87,6 @@ class _Program:
     decisions: Decisions
     attention: tuple[str, ...]
     """The attention kernels that it runs."""
-    products: tuple[Product, ...]
-    """Its products of matrices."""
 
 
 _PROGRAMS: dict[Any, _Program] = {}
@@ -118,20 +113,23 @@ class Compiler:
         self._timed: list[PaddedProduct] = []  # of it, too
         self._chosen: set[str] = set()  # sources of kernels whose settings were timed
         self._sizes = FirstSizes()
-        self._tried: set[int] = set()  # programs for whose products kernels were tried, by their ids
         self._padded: set[str] = set()  # products that were timed as they are and padded
         self._own = {name: getattr(torch.Tensor, name) for name in ("item", "tolist", "numpy", "__format__")}
         self._functions = {name: getattr(torch, name) for name in _ASKED_IN_PYTHON}
 
     def compiled_function(self, forward: Callable[..., Any], wish: CompileWish) -> Callable[..., Any]:
-        """This layer's forward pass, compiled."""
+        """This layer's forward pass, compiled; as it is written for a backend that is not simulated."""
         import torch._dynamo
         from torch._dynamo.utils import counters
 
-        compiled = torch._dynamo.optimize(_backend_of(wish.backend, wish.mode, wish.budget, wish.autocast))(
-            forward
-        )
-
+        if wish.backend != "inductor":
+            self._doubt(f"backend={wish.backend}", "'uncompiled'")
+            return forward
+        mode = "reduce-overhead" if wish.records_graphs else "default"
+        if mode != wish.mode:
+            self._doubt(f"mode={wish.mode}", f"mode={mode}")
+        backend = _backend_of(wish.records_graphs, wish.budget, wish.autocast)
+        compiled = torch._dynamo.optimize(backend)(forward)
         name = getattr(forward, "__qualname__", "a layer")
 
         def run(*arguments: Any, **keywords: Any) -> Any:
@@ -147,6 +145,9 @@ class Compiler:
             return out
 
         return run
+
+    def _doubt(self, setting: str, nearest: str) -> None:
+        self._recorder.doubt(NOT_SIMULATED.format(setting=setting, nearest=nearest))
 
     def _first_beside(self, start: int) -> Kernel | None:
         """The first kernel from this one on that no program ran."""
@@ -219,71 +220,48 @@ class Compiler:
             torch.set_autocast_enabled("cuda", on)
             torch.set_autocast_dtype("cuda", dtype)
 
-    def compiled_graph(
-        self, graph: Any, inputs: Sequence[Any], backend: str, mode: str, budget: float
-    ) -> Any:
-        """What runs a graph that Dynamo traced, from memory where this process has made it before."""
-        if backend == "eager":
-            return _as_traced(graph)
+    def compiled_graph(self, graph: Any, inputs: Sequence[Any], records: bool, budget: float) -> Any:
+        """What runs a graph that Dynamo traced, from memory where this process has made it before. A program
+        that `records` CUDA graphs is made anew each time."""
         with self._sizes.ask(inputs) as any_sizes:
-            shapes = any_sizes, _shape_of(inputs)
-            return self._compiled_graph(graph, inputs, backend, mode, budget, shapes)
+            key = self._policy, budget, graph.code, _surroundings(), any_sizes, _shape_of(inputs)
+            shared = not records and not list(graph.children())
+            if shared and key in _GRAPHS:
+                return _GRAPHS[key]
+            compiled = self._lower(graph, inputs, records, budget)
+            if shared:
+                _GRAPHS[key] = compiled
+            return compiled
 
-    def _compiled_graph(
-        self, graph: Any, inputs: Sequence[Any], backend: str, mode: str, budget: float, shapes: Any
-    ) -> Any:
-        asked = self._policy, backend, mode, budget, graph.code, _surroundings(), shapes
-        records = backend == "cudagraphs" or mode in WITH_GRAPHS  # each compilation anew
-        key = None if records or list(graph.children()) else asked
-        if key is not None and key in _GRAPHS:
-            return _GRAPHS[key]
-        if backend == "inductor":
-            compiled = self._lower(graph, inputs, mode, budget)
-        else:
-            make = cut_in_two if backend == "aot_eager" else made_to_be_recorded
-            compiled = make(graph, inputs, _runs_traced if backend == "aot_eager" else self._to_record)
-        if key is not None:
-            _GRAPHS[key] = compiled
-        return compiled
-
-    def _lower(self, graph: Any, inputs: Sequence[Any], mode: str, budget: float) -> Any:
-        """What runs the programs that Inductor makes of a graph, in this mode."""
+    def _lower(self, graph: Any, inputs: Sequence[Any], records: bool, budget: float) -> Any:
+        """What runs the programs that Inductor makes of a graph."""
         from torch._inductor import compile_fx as fx
 
         self._assumed, self._timed = [], []
-        make = functools.partial(self._make, mode=mode)
+        make = functools.partial(self._make, records=records)
         with (
             joint_passes_for(self._policy, self._assumed.append, self._timed.append),
             within_budget(budget),
         ):
             return fx.compile_fx(graph, inputs, inner_compile=make)
 
-    def _to_record(self, one: TracedPass) -> Run:
-        """What runs a traced pass that is recorded as a CUDA graph, where the device has such."""
-        if not (one.recordable and isinstance(self._policy, CudaPolicy)):
-            return _runs_traced(one)
-        function = GraphFunction(_runs_traced(one), one.static, one.is_backward)
-        return lambda arguments: _NOW[-1].play(function, arguments)
-
-    def _make(self, graph: Any, inputs: Sequence[Any], *, mode: str = "default", **options: Any) -> Any:
+    def _make(self, graph: Any, inputs: Sequence[Any], *, records: bool, **options: Any) -> Any:
         key = (self._policy, str(_shape_of(inputs)), *_key_of(graph, options))
         program = _PROGRAMS.get(key)
         if program is None:
             strides: list[tuple[int, ...] | None] = []
             again = computed_again(graph) if options.get("is_backward") else None
-            products = products_of(graph)
             with noted_decisions() as decisions:
                 text = lower(
                     graph, inputs, self._policy, lambda outs: strides.extend(_strides(outs)), **options
                 )
-            program = _Program(
-                load(text, _launch, _choose), strides, again, decisions, attention_in(text), products
-            )
+            call = load(text, _launch, _choose)
+            program = _Program(call, strides, again, decisions, attention_in(text))
             _PROGRAMS[key] = program
         _tell_strides(program.strides)
         assumed = tuple(dict.fromkeys(self._assumed))
-        run = _runs_program(program, assumed, tuple(self._timed), tries=mode in WITH_TRIALS)
-        if mode in WITH_GRAPHS and isinstance(self._policy, CudaPolicy):
+        run = _runs_program(program, assumed, tuple(self._timed))
+        if records and isinstance(self._policy, CudaPolicy):
             static = frozenset(options.get("static_input_idxs") or ())
             function = GraphFunction(run, static, bool(options.get("is_backward")), _inputs_given_back(graph))
             run = as_boxed(lambda arguments: _NOW[-1].play(function, arguments))
@@ -299,11 +277,8 @@ def _inputs_given_back(graph: Any) -> frozenset[int]:
     return frozenset(number for number, node in enumerate(inputs) if set(node.users) == {output})
 
 
-def _runs_program(
-    program: _Program, assumed: Sequence[str], timed: Sequence[PaddedProduct], *, tries: bool
-) -> Run:
-    """What runs a program of Inductor. Before its first run these products were timed, and it `tries` kernels
-    for all."""
+def _runs_program(program: _Program, assumed: Sequence[str], timed: Sequence[PaddedProduct]) -> Run:
+    """What runs a program of Inductor. Before its first run these products were timed."""
     call, again, attention = program.call, program.again, program.attention
 
     def run(arguments: list[Any]) -> Any:
@@ -311,36 +286,12 @@ def _runs_program(
         for sentence in assumed:
             now._recorder.doubt(sentence)
         now.time_products_padded(timed)
-        if tries and id(program) not in now._tried:
-            now._tried.add(id(program))
-            time_products(now._policy, program.products)
         for ran in _RAN:
             ran.append(program.decisions)
         with now._program(attention, again=again):
             return call(arguments)
 
     return as_boxed(run)
-
-
-def _runs_traced(one: TracedPass) -> Run:
-    """What runs a traced pass, operator by operator."""
-
-    def run(arguments: list[Any]) -> Any:
-        with _NOW[-1]._program(one.attention, lowered=False), random_state_on_the_host():
-            return one.run(arguments)
-
-    return run
-
-
-def _as_traced(graph: Any) -> Callable[..., Any]:
-    """What runs a graph of Dynamo as it is written."""
-    forward = graph.forward
-
-    def run(*arguments: Any) -> Any:
-        with _NOW[-1]._program(lowered=False):
-            return forward(*arguments)
-
-    return run
 
 
 def _about_breaks(name: str, kernel: Kernel, breaks: Counter[str]) -> str:
@@ -367,13 +318,13 @@ _NOW: list[Compiler] = []
 
 
 @functools.cache
-def _backend_of(backend: str, mode: str, budget: float, autocast: str) -> Callable[[Any, Sequence[Any]], Any]:
+def _backend_of(records: bool, budget: float, autocast: str) -> Callable[[Any, Sequence[Any]], Any]:
     """One function for all rehearsals with these settings: Dynamo finds what it traced before by the backend,
     too."""
 
     def compile_graph(graph: Any, inputs: Sequence[Any]) -> Any:
         with compiling.autocast_begins(autocast):
-            return _NOW[-1].compiled_graph(graph, inputs, backend, mode, budget)
+            return _NOW[-1].compiled_graph(graph, inputs, records, budget)
 
     return compile_graph
 
@@ -492,3 +443,67 @@ def _tell_strides(strides: Sequence[tuple[int, ...] | None]) -> None:
     context = torch._guards.TracingContext.try_get()
     if context is not None and context.output_strides is not None:
         context.output_strides[:] = strides
+
+
+class FirstSizes:
+    """Sizes of the first compilation of each function, in one rehearsal.
+
+    torch compiles a function for any sizes the second time, such as T5's decoder, whose layers share their
+    code with the encoder's. Here each is compiled for its own sizes, so that buffers are numbers. One
+    allocation differs: for any sizes AOTAutograd wants contiguous gradients, else gradients laid out as the
+    outputs, and it copies all others (`MemoryFormatMeta.from_tensor`,
+    `torch/_functorch/_aot_autograd/schemas.py`). torch 2.11 wants the same of both, unless its setting is
+    changed.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, Any] = {}  # of the first input that is no weight, by Dynamo's number
+
+    @contextlib.contextmanager
+    def ask(self, inputs: Sequence[Any]) -> Iterator[bool]:
+        """Yield True if torch would compile Dynamo's current graph, with these inputs, for any sizes.
+
+        Within it AOTAutograd lays gradients out as it then does.
+        """
+        import torch
+        from torch._functorch import config as functorch
+        from torch._guards import CompileContext
+
+        number = getattr(CompileContext.current_compile_id(), "frame_id", None)
+        sizes = next((one.shape for one in inputs if isinstance(one, torch.Tensor) and not one.is_leaf), None)
+        any_sizes = number is not None and self._sizes.setdefault(number, sizes) != sizes
+        as_outputs = functorch.guess_tangent_strides_as_outputs and not any_sizes
+        with functorch.patch(guess_tangent_strides_as_outputs=as_outputs):
+            yield any_sizes
+
+
+def forget_traced_kernels() -> None:
+    """Wipes what torch remembers of kernels that traced graphs go to."""
+    import torch
+
+    for packet in vars(torch.ops.aten).values():
+        for overload in vars(packet).values() if hasattr(packet, "_qualified_op_name") else ():
+            if isinstance(overload, torch._ops.OpOverload):
+                overload._dispatch_cache.clear()
+
+
+def composed_as_elsewhere(resolve_key: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a choice of a traced operator's kernel that composes operators as a device does.
+
+    torch gives some composite operators (a loss) a kernel for shapes in Python, and takes it for one below
+    autograd. On `meta` alone they would have no gradient.
+    """
+    import torch
+
+    key = torch._C.DispatchKey
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+
+    def resolve(operator: Any, asked: Any) -> Any:
+        composed = asked == key.AutogradMeta and isinstance(operator, torch._ops.OpOverload)
+        if composed and not operator.has_kernel_for_dispatch_key(asked):
+            name = operator.name()
+            if has_kernel(name, key.CompositeImplicitAutograd) and not has_kernel(name, key.CPU):
+                return key.CompositeImplicitAutograd
+        return resolve_key(operator, asked)
+
+    return resolve

@@ -7,9 +7,8 @@ else (allocations, views, products and attention of torch) runs on `meta` under 
 from __future__ import annotations
 
 import ast
-import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -17,6 +16,9 @@ from snugfit.rehearsal.trace.trace import POINTWISE, REDUCTION, WITH_FUNCTIONS, 
 
 if TYPE_CHECKING:
     import torch
+
+Run = Callable[[list[Any]], Any]
+"""A program, which empties the list of its inputs."""
 
 Launch = Callable[[str, Sequence[Any], Sequence[Any], str], None]
 """Hears of a kernel: its name, the tensors that it reads, those that it writes, and its layout."""
@@ -37,7 +39,23 @@ _LAYOUTS = (
 """What a kernel's source holds, and its layout then; the first that it holds decides."""
 
 
-def load(text: str, launch: Launch, choose: Choose) -> Callable[[list[Any]], Any]:
+_ATTENTION = re.compile(r"_scaled_dot_product_(flash_attention_for_cpu|cudnn|flash|efficient)")
+_CHOICES = {"flash_attention_for_cpu": "flash_for_cpu"}
+
+
+def attention_in(text: str) -> tuple[str, ...]:
+    """The attention kernels that a program names, as the trace calls them."""
+    names = dict.fromkeys(_ATTENTION.findall(text))
+    return tuple(_CHOICES.get(name, name) for name in names)
+
+
+def as_boxed(run: Run) -> Run:
+    """The program, known to AOTAutograd as one that empties its list."""
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def load(text: str, launch: Launch, choose: Choose) -> Run:
     """What runs this program on a list of inputs, which it empties."""
     tree = ast.parse(text)
     names = _namespace()
@@ -49,9 +67,7 @@ def load(text: str, launch: Launch, choose: Choose) -> Callable[[list[Any]], Any
         elif isinstance(statement, (ast.ClassDef, ast.FunctionDef)) and statement.name not in _BESIDES:
             program.append(statement)  # the program, as a function or in a class
     exec(compile(ast.Module(body=program, type_ignores=[]), "<compiled layer>", "exec"), names)
-    run: Callable[[list[Any]], Any] = (
-        names["Runner"](partitions=[]).call if "Runner" in names else names["call"]
-    )
+    run: Run = names["Runner"](partitions=[]).call if "Runner" in names else names["call"]
     return run
 
 
@@ -207,16 +223,6 @@ class _WithRandomState:
     def run_with_rng_state(state: Any, operator: Any, *arguments: Any, **keywords: Any) -> Any:
         """What the operator gives again."""
         return operator(*arguments, **keywords)
-
-
-@contextlib.contextmanager
-def random_state_on_the_host() -> Iterator[None]:
-    """Within it, graphs that keep the state of random numbers for a recomputation run under the recorder."""
-    import torch
-
-    names = ("run_and_save_rng_state", "run_with_rng_state")
-    with patch.multiple(torch.ops.higher_order, **{name: getattr(_WithRandomState, name) for name in names}):
-        yield
 
 
 class _Cuda:

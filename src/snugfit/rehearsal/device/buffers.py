@@ -20,7 +20,7 @@ each one of `ONE_OUTPUT`; they come first in a scratch that names no place for a
 OUTPUTS = Buffer("outputs", 0)
 """The place of all outputs."""
 
-ONE_OUTPUT = {Buffer(f"output {number}", 0): number for number in range(5)}
+ONE_OUTPUT = {Buffer(f"output {number}", 0): number for number in range(3)}
 """The places of the outputs one by one, and which of them each is."""
 
 

@@ -21,13 +21,17 @@ from typing import TYPE_CHECKING, Any
 from snugfit.rehearsal.device import attention
 from snugfit.rehearsal.device.autocast import KEY
 from snugfit.rehearsal.device.policy import CudaPolicy
-from snugfit.rehearsal.device.recurrent import recurrent_kernels
 
 if TYPE_CHECKING:
     import torch
 
     from snugfit.rehearsal.device.notes import PolicyNotes
     from snugfit.rehearsal.device.policy import Policy
+
+RECURRENT_DOUBT = (
+    "nn.LSTM, nn.GRU and nn.RNN are simulated step by step, but a GPU runs them in cuDNN. cuDNN's workspace "
+    "and reserve are not simulated, so bytes and seconds are a guess: measure them with snugfit measure."
+)
 
 
 def composites(policy: Policy, notes: PolicyNotes) -> dict[str, Callable[..., Any]]:
@@ -67,7 +71,7 @@ def composites(policy: Policy, notes: PolicyNotes) -> dict[str, Callable[..., An
     if policy.fuses_rms_norm:
         table["rms_norm"] = _rms_norm
     if isinstance(policy, CudaPolicy):
-        table |= recurrent_kernels(policy, notes)
+        table |= _recurrent_kernels(notes)
     return table
 
 
@@ -80,6 +84,25 @@ def _in_place_kernels() -> dict[str, Callable[..., Any]]:
     return {
         name: kernel(torch.library.get_kernel(f"aten::{name}", KEY), keys) for name, kernel in kernels.items()
     }
+
+
+def _recurrent_kernels(notes: PolicyNotes) -> dict[str, Callable[..., Any]]:
+    """Kernels of recurrent layers, which run torch's composition and note the doubt."""
+    import torch
+
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradMeta)
+
+    def with_doubt(plain: Any) -> Callable[..., Any]:
+        def recurrent(*arguments: Any) -> Any:
+            if torch.backends.cudnn.enabled:
+                notes.doubt(RECURRENT_DOUBT)
+            return plain.call_boxed(keys, *arguments)
+
+        return recurrent
+
+    layers = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    names = [f"{layer}.{form}" for layer in layers for form in ("input", "data")]
+    return {name: with_doubt(torch.library.get_kernel(f"aten::{name}", KEY)) for name in names}
 
 
 def _linear(plain: Any, keys: Any) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ class PolicyNotes:
     """Where overrides write down what they decided."""
 
     claim: Callable[[torch.Tensor, str], None] = _nothing
-    """Called with each tensor that torch keeps for itself (autocast's copies, dropout's state), and its
+    """Called with each tensor that torch keeps for itself (autocast's copies), and its
     kind."""
 
     doubt: Callable[[str], None] = _nothing

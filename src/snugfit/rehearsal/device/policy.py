@@ -54,7 +54,7 @@ class Policy(ABC):
     keeps_exchanged: ClassVar[bool]
     """Whether tensors that ranks exchange in a stream of their own are kept until the next such exchange
     begins (NCCL's stash in place of `record_stream`, `ProcessGroupNCCL.cpp`), and exchanges that begin
-    together have one handle (`sharded/stages.py`)."""
+    together have one handle (`sharded/ranks.py`)."""
 
     remembers_scratch: ClassVar[bool] = True
     """Whether the scratch of a call need not be asked twice."""

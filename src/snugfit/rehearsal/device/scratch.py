@@ -20,7 +20,7 @@ On every device, because dispatch sees one operator where torch composes several
 - the backward pass of CTC has a table of its own beside forward's (`native/LossCTC.cpp`).
 
 On CUDA besides:
-- Sums, norms and largest elements over many rows hold partial results: `reductions.py`. Those of largest
+- Sums, norms and largest elements over many rows hold partial results: `partial_results`. Those of largest
   elements have their operand's dtype (`native/cuda/ReduceMaxValuesKernel.cu`).
 - Softmax backward holds `grad * output`: `softmax_backward_cuda_out`, `native/cuda/SoftMax.cu`.
 - cuDNN and flash attention backward hold fp32 accumulators of the query's gradient and one fp32 row each;
@@ -33,16 +33,16 @@ On CUDA besides:
   `native/BatchLinearAlgebra.cpp`; `svd_cusolver`, `native/cuda/linalg/BatchLinearAlgebraLib.cpp`), and in a
   workspace of cuSOLVER's, of a size that it does not say beforehand and that is left out.
 - Indexing and embedding backward: `indexing.py`. Sorts and scans: `sorting.py`. Convolutions:
-  `convolution.py`. Recurrent layers: `recurrent_scratch.py`. What FSDP2 gathers and scatters:
-  `sharded/chunks.py`.
+  `convolution.py`. What FSDP2 gathers and scatters: `sharded/chunks.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-from snugfit.rehearsal.device import convolution, indexing, recurrent_scratch, reductions, sorting
+from snugfit.rehearsal.device import convolution, indexing, sorting
 from snugfit.rehearsal.device.buffers import OUTPUTS, Buffer, GpuSize, Scratch, nest
 from snugfit.rehearsal.sharded import chunks
 
@@ -169,7 +169,7 @@ def _scan(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
 
 def _sum(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     operand = arguments[0]
-    partial = reductions.partial(operand, reductions.dimensions(arguments[1:]), out, gpu)
+    partial = partial_results(operand, reduced_dimensions(arguments[1:]), out, gpu)
     if operand.element_size() == 2 and out.element_size() == 4:
         return partial
     converted = _operand_copy(arguments, out)
@@ -180,17 +180,17 @@ def _max(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     if out.__class__ is tuple:  # with the places of the largest along a dimension
         return ()
     copied, operand = _max_of_all(arguments, out), arguments[0]
-    partial = reductions.partial(operand, (), out, gpu, accumulated=operand.element_size())
+    partial = partial_results(operand, (), out, gpu, accumulated=operand.element_size())
     return (*copied[:2], *partial, *copied[2:])
 
 
 def _amax(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    operand, over = arguments[0], reductions.dimensions(arguments[1:])
-    return reductions.partial(operand, over, out, gpu, accumulated=operand.element_size())
+    operand, over = arguments[0], reduced_dimensions(arguments[1:])
+    return partial_results(operand, over, out, gpu, accumulated=operand.element_size())
 
 
 def _norm(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    return reductions.partial(arguments[0], reductions.dimensions(arguments[2:]), out, gpu)
+    return partial_results(arguments[0], reduced_dimensions(arguments[2:]), out, gpu)
 
 
 def _svd(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
@@ -282,16 +282,127 @@ def _convolution(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
 def _convolution_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     gradient, bias = arguments[0], out[2]
     over = [0, *range(2, gradient.dim())]
-    summed = () if bias is None else reductions.partial(gradient, over, bias, gpu)
+    summed = () if bias is None else partial_results(gradient, over, bias, gpu)
     return convolution.backward(arguments, out, summed)
 
 
-def _recurrent(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    return recurrent_scratch.forward_scratch(arguments, gpu.multiprocessors)
+MOST_BYTES = 2**31 - 1
+"""Bytes of an operand that one kernel reduces."""
+
+MOST_THREADS = 512
+"""Threads of a block."""
+
+FEW, MANY = 16, 256
+"""Values that a thread should have at least, when its output is split over thread blocks, and at most."""
+
+ACCUMULATED = 4
+"""Bytes of a partial result: sums are kept in fp32."""
 
 
-def _recurrent_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    return recurrent_scratch.backward_scratch(arguments, gpu.multiprocessors)
+# Sums and norms over rows (gradients of biases, states of a factored optimizer) are split over thread blocks
+# when each thread would have many values: `setReduceConfig` and `gpu_reduce_kernel`,
+# `native/cuda/Reduce.cuh`. The buffer can be twice the matrix.
+
+
+def reduced_dimensions(arguments: Sequence[Any]) -> Sequence[int]:
+    """The dimensions that the first of these arguments names; none means all."""
+    over = arguments[0] if arguments else None
+    return [over] if isinstance(over, int) else over or ()
+
+
+def partial_results(
+    operand: Any, over: Sequence[int], out: Any, gpu: GpuSize, *, accumulated: int = ACCUMULATED
+) -> Scratch:
+    """The buffers of reducing `operand` to `out`; `over` are the reduced dimensions, all where
+    none is named, and `accumulated` the bytes of a partial result."""
+    results, inputs = out.numel(), operand.numel()
+    if results in (0, inputs):
+        return ()
+    dims = {dim % operand.dim() for dim in over or range(operand.dim())}
+    strides = [
+        (operand.stride(dim), dim)
+        for dim in range(operand.dim())
+        if operand.size(dim) > 1 and operand.stride(dim) > 0
+    ]
+    if not strides:
+        return ()
+    inner = min(strides)[1] in dims
+    buffers: Scratch = ()
+    pieces = list(_pieces(operand.shape, operand.stride(), operand.element_size()))
+    for shape in pieces:
+        outputs = math.prod(size for dim, size in enumerate(shape) if dim not in dims)
+        needs = reduction(math.prod(shape) // outputs, outputs, inner, gpu)
+        if needs is not None:
+            partials = needs.partials // ACCUMULATED * accumulated
+            buffers += nest(Buffer("partial sums", partials), Buffer("semaphores", needs.semaphores))
+    if len(pieces) > 1 and out.element_size() == operand.element_size() == 2:
+        return nest(Buffer("accumulated", results * ACCUMULATED), during=buffers)
+    return buffers
+
+
+# The halves (`TensorIterator::with_32bit_indexing`) are reduced one after the other, each with its own
+# buffer. Adafactor over an embedding (256,000 x 2,176 in fp32) reserved 133 MiB on an H200 for the norms of
+# columns.
+def _pieces(shape: Sequence[int], strides: Sequence[int], item: int) -> Iterator[tuple[int, ...]]:
+    """The shape, or its halves along the dimension that reaches farthest, until each is small enough."""
+    reach = [(size - 1) * stride * item for size, stride in zip(shape, strides, strict=True)]
+    if sum(reach) < MOST_BYTES:
+        yield tuple(shape)
+        return
+    farthest = max(range(len(reach)), key=lambda dim: reach[dim])
+    half = shape[farthest] // 2
+    for size in (half, shape[farthest] - half):
+        yield from _pieces((*shape[:farthest], size, *shape[farthest + 1 :]), strides, item)
+
+
+class ReductionBytes(NamedTuple):
+    """Bytes of the buffers that one reduction takes."""
+
+    partials: int
+    """Partial results of its thread blocks."""
+    semaphores: int
+
+
+def reduction(inputs: int, outputs: int, inner: bool, gpu: GpuSize) -> ReductionBytes | None:
+    """The buffers for reducing `inputs` values to each of `outputs`; None when one block an output is enough.
+
+    `inner` says that the reduced dimension is the fastest moving one. Source: `setReduceConfig`,
+    `ReduceConfig::global_memory_size`, Reduce.cuh.
+    """
+    vector = 4
+    if inner:
+        vector, dim0, dim1 = 1, inputs, outputs
+    else:
+        while vector > 1 and outputs % vector:
+            vector //= 2
+        dim0, dim1 = outputs // vector, inputs
+    most = MOST_THREADS // vector
+    power0, power1 = min(_power(dim0), most), min(_power(dim1), most)
+    width = min(power0, 32)
+    height = min(power1, most // width)
+    width = min(power0, most // height)
+    step_in, step_out = (width, 1) if inner else (1, width)
+    per_thread = -(-inputs // step_in)
+    tall = per_thread >= height * FEW or per_thread >= MANY
+    if tall:
+        step_in *= height
+    else:
+        step_out *= height
+    per_thread = -(-inputs // step_in)
+    grid = -(-(outputs // vector) // step_out)
+    target = gpu.multiprocessors * (gpu.threads // (width * height))
+    if not (tall and per_thread >= MANY and grid <= target):
+        return None
+    blocks = max(min(-(-target // grid), -(-per_thread // FEW)), -(-per_thread // MANY))
+    if blocks <= 1:
+        return None
+    size = ACCUMULATED * outputs * blocks * (1 if inner else width * vector)
+    return ReductionBytes(size, 4 * grid)
+
+
+def _power(number: int) -> int:
+    """The largest power of two that is not above `number`."""
+    return 1 << (max(number, 1).bit_length() - 1)
 
 
 _CUDA: dict[str, Callable[[Sequence[Any], Any, GpuSize], Scratch]] = {
@@ -308,8 +419,6 @@ _CUDA: dict[str, Callable[[Sequence[Any], Any, GpuSize], Scratch]] = {
     "aten::_scaled_dot_product_flash_attention_backward": _fused_attention_backward,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "aten::_flash_attention_backward": _flash_varlen_backward,
-    "aten::_cudnn_rnn": _recurrent,
-    "aten::_cudnn_rnn_backward": _recurrent_backward,
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
     "aten::pow": _pow,

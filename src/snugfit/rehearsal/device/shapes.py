@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-from snugfit.rehearsal.device.recurrent_scratch import cudnn_rnn, cudnn_rnn_backward
-
 
 def grouped_mm(
     first: torch.Tensor,
@@ -158,7 +156,5 @@ SHAPE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.addmm.dtype: addmm_in,
     torch.ops.aten.addmm.dtype_out: addmm_in_place,
     torch.ops.aten._scaled_mm.out: scaled_mm_in_place,
-    torch.ops.aten._cudnn_rnn.default: cudnn_rnn,
-    torch.ops.aten._cudnn_rnn_backward.default: cudnn_rnn_backward,
 }
 """Operators whose shapes are worked out here."""

@@ -1,4 +1,4 @@
-"""Which line of code asked for a value, found in the frames of the host.
+"""The line of code that asks for a value, found in the frames of the host, and the lists in its index.
 
 A question passes torch and the rehearsal itself; the first frame beyond them asked. Where that is the loop
 (our own, accelerate's, the HF Trainer's) the value is read for a log or a check that ordinary data passes,
@@ -7,13 +7,18 @@ and nothing that is allocated depends on it. So it is in functions that only war
 
 from __future__ import annotations
 
+import ast
+import linecache
 import sys
 import traceback
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import PurePath
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 if TYPE_CHECKING:
     from types import FrameType
+
 
 _LONGEST_LINE = 100
 
@@ -61,3 +66,64 @@ def module_of(frame: FrameType) -> str:
 def _is_of(module: str, packages: tuple[str, ...]) -> bool:
     """Whether a module is one of these, or in one; `transformers.trainer_utils` is of `trainer`."""
     return any(module == one or module.startswith((f"{one}.", f"{one}_")) for one in packages)
+
+
+_NUMBERS = (
+    ast.List,
+    ast.Tuple,
+    ast.Constant,
+    ast.Name,
+    ast.Load,
+    ast.UnaryOp,
+    ast.USub,
+    ast.BinOp,
+    ast.operator,
+)
+
+
+def lists_in_index() -> list[Any]:
+    """Return the lists among the indices that the model's code gives now, such as `x[:, [-1, 0]]`.
+
+    torch makes a tensor on `meta` of such a list, without its numbers and unseen by any mode. A replaced
+    `Tensor.__getitem__` would make tensors sequences for torch ever after. So the source is evaluated a
+    second time, where that changes nothing: for a name, an attribute, or a list of whole numbers.
+    """
+    line = CodeLine.asking()
+    expression = _expression(line.frame) if line is not None else None
+    if line is None or not isinstance(expression, ast.Subscript):
+        return []
+    index = expression.slice
+    elements = index.elts if isinstance(index, ast.Tuple) else [index]
+    return [numbers for element in elements for numbers in _numbers(element, line.frame)]
+
+
+def _expression(frame: FrameType) -> ast.expr | None:
+    """The expression that a frame evaluates."""
+    position = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
+    first, last, start, end = position or (None, None, None, None)
+    if first is None or last is None:
+        return None
+    lines = [line.encode() for line in linecache.getlines(frame.f_code.co_filename)[first - 1 : last]]
+    if not lines:
+        return None
+    lines[-1] = lines[-1][:end]
+    lines[0] = lines[0][start:]
+    try:
+        return ast.parse(b"(" + b"".join(lines) + b")", mode="eval").body
+    except SyntaxError:
+        return None
+
+
+def _numbers(element: ast.expr, frame: FrameType) -> Iterator[Any]:
+    """The list that an index stands for, if it is one."""
+    if isinstance(element, ast.List):
+        names = [part.id for part in ast.walk(element) if isinstance(part, ast.Name)]
+        known = all(type(frame.f_locals.get(name, frame.f_globals.get(name))) is int for name in names)
+        if not known or not all(isinstance(part, _NUMBERS) for part in ast.walk(element)):
+            return
+    elif not isinstance(element, (ast.Name, ast.Attribute)):
+        return
+    code = compile(ast.Expression(element), "<index>", "eval")
+    value = eval(code, frame.f_globals, frame.f_locals)
+    if type(value) in (list, tuple, range) and all(type(number) in (int, bool) for number in value):
+        yield list(value)

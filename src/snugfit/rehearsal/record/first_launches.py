@@ -2,9 +2,7 @@
 
 It flushes the GPU's cache before each launch with a buffer of its size (`InductorBenchmarker.benchmark_gpu`),
 and changes copies of what the kernel changes (`CachingAutotuner.bench`; where they would not fit beside, they
-go to the host). A process whose cache on the disk knows the settings does not. In the modes `max-autotune`
-it times kernels for each product of matrices when it compiles, on operands and a result that it makes for
-that (`AlgorithmSelectorCache.get_inputs`), where the GPU has as many multiprocessors as its templates want.
+go to the host). A process whose cache on the disk knows the settings does not.
 
 Triton's own autotuner, which times kernels that libraries wrote, does so in every process, and its buffer is
 of one size on any GPU (`get_empty_cache_for_benchmark`, `triton/backends/nvidia/driver.py`).
@@ -17,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from snugfit.units import MIB
 
@@ -26,59 +24,15 @@ if TYPE_CHECKING:
 
     from snugfit.rehearsal.device.policy import Policy
 
-TEMPLATES_FROM = 68
-"""Multiprocessors of a GPU on which Inductor tries kernels of its own for products
-(`torch._inductor.utils.is_big_gpu`)."""
-
 TRITON_FLUSHES = 256 * MIB
 """Bytes of the buffer with which Triton's autotuner flushes a GPU's cache."""
 
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
-"""Operators whose kernel the modes `max-autotune` choose by trying."""
-
 _TIMED: list[bool] = [True]
-
-
-class Product(NamedTuple):
-    """A product of matrices, by what its operands and its result take."""
-
-    nbytes: tuple[int, ...]
-    """Of each operand, and of the result; a bias is as large as that while it is tried."""
-
-
-def products_of(graph: Any) -> tuple[Product, ...]:
-    """The different products of a graph, in order."""
-    import torch
-
-    products: dict[Any, Product] = {}
-    for node in graph.graph.nodes:
-        if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.name not in PRODUCTS:
-            continue
-        operands = [one.meta["val"] for one in node.args if isinstance(one, torch.fx.Node)]
-        out = node.meta["val"]
-        sizes = [one.numel() * one.itemsize for one in operands]
-        if len(operands) > 2:
-            sizes[0] = out.numel() * out.itemsize
-        key = tuple((str(one.shape), one.stride(), one.dtype) for one in operands)
-        products.setdefault(key, Product((*sizes, out.numel() * out.itemsize)))
-    return tuple(products.values())
 
 
 def times_anything() -> bool:
     """Whether this process has yet to time what it runs."""
     return _TIMED[-1]
-
-
-def time_products(policy: Policy, products: Sequence[Product]) -> None:
-    """Allocates and drops what trying kernels for these takes on this GPU."""
-    import torch
-
-    if not times_anything() or getattr(policy, "multiprocessors", 0) < TEMPLATES_FROM:
-        return
-    for product in products:
-        sizes = (*product.nbytes, getattr(policy, "cache_bytes", 0))
-        beside = [torch.empty(nbytes, dtype=torch.uint8, device="meta") for nbytes in sizes]
-        del beside
 
 
 def time_settings(policy: Policy, changes: Sequence[torch.Tensor]) -> None:

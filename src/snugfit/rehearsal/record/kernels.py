@@ -9,13 +9,13 @@ input read once and each output written once, an operand that is written into to
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from snugfit.rehearsal.record.shadow import tensors_in
+from snugfit.rehearsal.record.shadow import NotFollowed, View, tensors_in
 from snugfit.rehearsal.trace.trace import (
     CASTS,
     GENERATED,
@@ -30,6 +30,7 @@ from snugfit.units import MIB
 if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy
 
+
 CONTRACTIONS = "tensor contractions"
 NORMALISATIONS = "statistical normalisations"
 ELEMENTWISE = "element-wise"
@@ -43,8 +44,6 @@ _CONTRACTING = (
     "baddbmm",
     "grouped_mm",
     "scaled_mm",
-    "cudnn_rnn",
-    "cudnn_rnn_backward",
     "addmv",
     "mv",
     "dot",
@@ -276,10 +275,6 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
     and count what a causal mask spares, half of it."""
     if func._schema.name == "aten::_grouped_mm":
         return _grouped_flops(args[0], args[1])
-    if func._schema.name in _RECURRENT:
-        rows = args[0].numel() // args[0].size(-1)
-        of_one_row = sum(weight.numel() for weight in args[1] if weight.dim() > 1)
-        return int(2 * _RECURRENT[func._schema.name] * rows * of_one_row)
     out_of_place = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::").rstrip("_"), None)
     formula = flop_registry.get(func._overloadpacket) or flop_registry.get(out_of_place)
     if formula is None:
@@ -302,9 +297,6 @@ def _grouped_flops(first: torch.Tensor, second: torch.Tensor) -> int:
     whole = first.size(0) if first.dim() == second.dim() == 3 else 1
     return 2 * whole * first.size(-2) * first.size(-1) * second.size(-1)
 
-
-_RECURRENT = {"aten::_cudnn_rnn": 1, "aten::_cudnn_rnn_backward": 2}
-"""Products with each matrix of a recurrent network, by operator."""
 
 PRODUCTS = MATRIX_PRODUCTS | {"aten::convolution", "aten::convolution_backward"}
 """Operators of fp32 tensors that torch hands to cuBLAS and cuDNN, which may compute them in TF32."""
@@ -329,3 +321,45 @@ _NO_KERNEL = frozenset(
         "prim::device", "aten::resize_",
     }
 )  # fmt: skip
+
+
+TILE = 128
+"""Queries and keys of a square: those of the kernels that an H200 runs for RoBERTa-large, as their names say
+(results/h200-2026-11-27/profile-roberta.json)."""
+
+_ENDS = {"aten::_flash_attention_forward": 3, "aten::_flash_attention_backward": 6}
+"""By operator, which argument has the ends of queries' sequences; the next one has those of keys, and then
+come the longest lengths of both."""
+
+
+def cost_by_lengths(
+    cost: KernelCost | None,
+    operator: str,
+    args: tuple[Any, ...],
+    view_of: Callable[[torch.Tensor], View | None],
+) -> KernelCost | None:
+    """Correct the FLOPs of attention over sequences of several lengths, where their ends are known.
+
+    FlashAttention's kernels for them compute squares of `TILE` queries and keys. On shapes, torch's formula
+    takes each sequence as long as the longest. A padded row of an encoder is three sequences, two of them
+    short or empty (`step/wishes/kernels/padded.py`), so the formula gives three times too much and more.
+    """
+    at = _ENDS.get(operator)
+    if cost is None or at is None or args[at] is None:
+        return cost
+    ends = [_numbers(one, view_of) for one in args[at : at + 2]]
+    if ends[0] is None or ends[1] is None:
+        return cost
+    lengths = [one.diff() for one in ends if one is not None]
+    queries, keys = (-(-one // TILE) * TILE for one in lengths)
+    whole = len(lengths[0]) * int(args[at + 2]) * int(args[at + 3])
+    share = min(1.0, int((queries * keys).sum()) / whole) if whole else 1.0
+    return cost._replace(flops=int(cost.flops * share))
+
+
+def _numbers(ends: torch.Tensor, view_of: Callable[[torch.Tensor], View | None]) -> torch.Tensor | None:
+    view = view_of(ends) if ends.is_meta else None
+    try:
+        return None if view is None else view.tensor().long()
+    except NotFollowed:
+        return None

@@ -12,11 +12,14 @@ ends (`while p < 1`): it ends with an error.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch.utils._device import _device_constructors
 
 from snugfit.errors import RehearsalError
 from snugfit.rehearsal.record.asker import CodeLine
@@ -267,3 +270,61 @@ class Questions:
         batches: Iterator[list[Hashable]] = (answers for answers in self.answers if answers)
         first = next(batches, None)
         return any(answers != first for answers in batches)
+
+
+@contextlib.contextmanager
+def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
+    """Watch numbers that pass between torch and plain Python, where no operator runs.
+
+    They leave by `.item()`, `.tolist()`, `.numpy()` and into text. `torch.tensor` of numbers makes a tensor
+    on `meta`, which gets its numbers as a shadow. For lists in an index, see `lists_in_index` in `asker.py`.
+    """
+    item, tolist, numpy = torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy
+    show, make = torch.Tensor.__format__, torch.tensor
+
+    def read_and(read: Callable[..., Any]) -> Callable[..., Any]:
+        def read_numbers(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+            questions.read(tensor)
+            return read(tensor, *arguments, **keywords)
+
+        return read_numbers
+
+    def read_one(tensor: torch.Tensor) -> Any:
+        plain = not tensor.is_meta and not shadows.is_unsure(tensor)  # an optimizer's step counters
+        return item(tensor) if plain else questions.item_of(tensor, item)
+
+    def make_with_shadow(data: Any, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        data = _numbers_of(data) if isinstance(data, (list, tuple)) else data
+        tensor: torch.Tensor = make(data, *arguments, **keywords)
+        if any(isinstance(one, AssumedFloat) for one in (data if isinstance(data, list) else [data])):
+            if not tensor.is_meta:
+                shadows.set_unsure(tensor)
+        elif tensor.is_meta and not isinstance(data, torch.Tensor):
+            shadows.set(tensor, make(data, dtype=tensor.dtype, device="cpu"))
+        return tensor
+
+    def show_number(tensor: torch.Tensor, how: str) -> str:
+        if tensor.is_meta and tensor.dim() == 0:  # as on a device, and not as on `meta`
+            return format(tensor.detach().item(), how)
+        text: str = show(tensor, how)  # type: ignore[no-untyped-call]
+        return text
+
+    _device_constructors()  # which remembers the functions that make tensors, by identity
+    methods: Any = {"item": read_one, "tolist": read_and(tolist), "numpy": read_and(numpy)}
+    with (
+        patch.multiple(torch.Tensor, **methods, __format__=show_number),
+        patch.object(torch, "tensor", make_with_shadow),
+    ):
+        yield
+
+
+def _numbers_of(data: list[Any] | tuple[Any, ...]) -> list[Any]:
+    """Numbers of these, where tensors on `meta` are among them: torch would ask those out of our sight."""
+    return [
+        _numbers_of(one)
+        if isinstance(one, (list, tuple))
+        else one.item()
+        if isinstance(one, torch.Tensor) and one.is_meta and not one.dim()
+        else one
+        for one in data
+    ]

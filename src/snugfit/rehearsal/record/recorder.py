@@ -26,15 +26,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from snugfit.rehearsal.device.other_programs import kernels_asked_for
 from snugfit.rehearsal.record.accumulation import sole_owner
 from snugfit.rehearsal.record.allocations import Allocations
+from snugfit.rehearsal.record.asker import lists_in_index
 from snugfit.rehearsal.record.copies import copies_heard
 from snugfit.rehearsal.record.four_bit import scales_of
-from snugfit.rehearsal.record.index_lists import lists_in_index
 from snugfit.rehearsal.record.kernels import (
     CONTRACTIONS,
     MATRICES,
     KernelCost,
     apart,
     copies_in,
+    cost_by_lengths,
     cost_of_generated,
     group_of,
     name_of_call,
@@ -42,9 +43,7 @@ from snugfit.rehearsal.record.kernels import (
     releases_context,
 )
 from snugfit.rehearsal.record.module_tracker import ModuleTracker
-from snugfit.rehearsal.record.python_numbers import numbers_watched
-from snugfit.rehearsal.record.questions import Questions
-from snugfit.rehearsal.record.sequence_lengths import cost_by_lengths
+from snugfit.rehearsal.record.questions import Questions, numbers_watched
 from snugfit.rehearsal.record.shadows import Shadows
 from snugfit.rehearsal.record.shape_cache import SHAPE_CACHE, ScratchCache
 from snugfit.rehearsal.trace.trace import (

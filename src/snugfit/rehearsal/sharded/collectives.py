@@ -86,6 +86,16 @@ def peers_of(group: Any, kernel: str = "") -> tuple[int, int]:
     return 2 if kernel == SEND else len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 0
 
 
+def peers_of_exchange(func: Any, args: tuple[Any, ...], group: Any) -> tuple[int, int] | None:
+    """Of what one rank sends to another: that two take part, and how far on the other's rank is, below 0 for
+    one before. None for an exchange of a whole group."""
+    if kernel_of(func) not in (SEND, RECEIVE):
+        return None
+    ranks = torch.distributed.get_process_group_ranks(group)
+    other = next(argument for argument in args[2:] if isinstance(argument, int))
+    return 2, ranks[other] - torch.distributed.get_rank()
+
+
 def carried_bytes(func: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Bytes of the whole tensor that is exchanged, summed, gathered or scattered."""
     if func in ALL_TO_ALL_SINGLE:

@@ -2,7 +2,7 @@
 
 A process group of torch's that sends nothing, an accelerator of shapes, the host's memory that is not handed
 out, and an update of the CPU that is only told of; for one of several ranks, streams besides
-(`engine_ranks.py`). Afterwards the process is as it was: no group is left, and DeepSpeed has its own
+(`engine_of_rank`). Afterwards the process is as it was: no group is left, and DeepSpeed has its own
 accelerator again.
 """
 
@@ -23,6 +23,8 @@ from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.rehearsal.sharded.device_module import ShapesModule
 from snugfit.rehearsal.sharded.host_tensors import HostTensors
 from snugfit.rehearsal.sharded.ranks import RankRecorder, process_group
+from snugfit.rehearsal.sharded.streams import Moment
+from snugfit.results.footprint import Kind
 from snugfit.step.host_link import MetaLink
 
 TO_COPY = torch.ops.aten._to_copy.default
@@ -48,6 +50,65 @@ class CpuAdam:
         if MetaLink.observer is not None:
             MetaLink.observer.update_on_host(arguments[8].nbytes, arguments[8].dtype)
             MetaLink.observer.hold_on_host(self._host.most, self._host.pinned)
+
+
+class FileHandle:
+    """DeepSpeed's reader and writer of files (`csrc/aio`), without files: an observer gets the bytes.
+
+    Its swappers run as they are, with page-locked buffers on the host.
+    """
+
+    def __init__(self, host: HostTensors) -> None:
+        self._host = host
+        self._pending = 0
+
+    def async_pread(self, buffer: torch.Tensor, path: str, offset: int = 0) -> int:
+        """Asks for a file's bytes; 0 says that it went well."""
+        self._pending += 1
+        if MetaLink.observer is not None:
+            MetaLink.observer.swap(buffer.nbytes)
+        return 0
+
+    async_pwrite = async_pread
+
+    def wait(self) -> int:
+        """How many of them are done."""
+        done, self._pending = self._pending, 0
+        return done
+
+    def new_cpu_locked_tensor(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """A tensor of page-locked memory of the host."""
+        tensor = torch.empty(int(numel), dtype=like.dtype, device="cpu")
+        self._host.lock(tensor)
+        LOCKED.add(tensor.untyped_storage()._cdata)
+        return tensor
+
+    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> None:
+        """Gives such a tensor's memory back."""
+        LOCKED.discard(tensor.untyped_storage()._cdata)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's memory is such."""
+        return tensor.untyped_storage()._cdata in LOCKED
+
+
+LOCKED: set[int] = set()
+"""Storages of page-locked memory, which all handles of a process know."""
+
+
+class FileOperator:
+    """In the place of DeepSpeed's builder, and of the module that it compiles."""
+
+    def __init__(self, host: HostTensors) -> None:
+        self._host = host
+
+    def load(self, verbose: bool = False) -> FileOperator:
+        """Itself, in the place of a compiled module."""
+        return self
+
+    def aio_handle(self, **settings: Any) -> FileHandle:
+        """A handle of these settings, which change no byte."""
+        return FileHandle(self._host)
 
 
 class TorchForShapes:
@@ -128,8 +189,6 @@ def engine_on_shapes(recorder: Recorder, rank: int = 0, ranks: int = 1) -> Itera
     from deepspeed.runtime.zero import linear, stage3
 
     from snugfit.rehearsal.sharded.accelerator import RankAccelerator, ShapesAccelerator
-    from snugfit.rehearsal.sharded.disk import FileOperator
-    from snugfit.rehearsal.sharded.engine_ranks import engine_of_rank
 
     host = HostTensors(
         lambda tensor, dtype: recorder.__torch_dispatch__(TO_COPY, (), (tensor,), {"dtype": dtype})
@@ -159,3 +218,89 @@ def engine_on_shapes(recorder: Recorder, rank: int = 0, ranks: int = 1) -> Itera
         if isinstance(recorder, RankRecorder):
             stack.enter_context(engine_of_rank(recorder))
         yield host
+
+
+class _Gathering:
+    """Weights on their way: who waits for them has its stream wait."""
+
+    def __init__(self, recorder: RankRecorder, moment: Moment) -> None:
+        self._recorder, self._moment = recorder, moment
+
+    def wait(self) -> None:
+        """The current stream runs nothing further before they have come."""
+        order = self._recorder.order
+        order.wait(order.current, self._moment)
+
+
+@contextlib.contextmanager
+def engine_of_rank(recorder: RankRecorder) -> Iterator[None]:
+    """Record the engine's streams and exchanges, which it has on several ranks only.
+
+    It gathers weights in one stream and averages gradients in another (`overlap_comm`). A tensor of one
+    stream that another one uses (`record_stream`) stays until that use ends. The third stage begins to
+    gather, and waits later.
+    """
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero import partition_parameters as partitions
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    begin, destroy = partitions._dist_allgather_fn, DeepSpeedEngine.destroy
+
+    def gather(*arguments: Any, **keywords: Any) -> _Gathering:
+        begin(*arguments, **keywords)
+        return _Gathering(recorder, recorder.take_unawaited())
+
+    def record_stream(tensor: torch.Tensor, stream: Any) -> None:
+        recorder.memory.lend(tensor, stream.stream_id)
+
+    def end_and_destroy(engine: Any) -> None:
+        """What this run's engine frees as it is destroyed would make the last step another than those before;
+        an earlier run's is destroyed when the collector finds it."""
+        recorder.end_of(getattr(getattr(engine, "optimizer", None), "optimizer", None))
+        destroy(engine)
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (torch.Tensor, "record_stream", record_stream),
+        (partitions, "_dist_allgather_fn", gather),
+        (DeepSpeedEngine, "destroy", end_and_destroy),
+    ]
+    for handle in (partitions.AllGatherHandle, partitions.AllGatherCoalescedHandle):
+        replaced.append((handle, "wait", _and_claim(handle, recorder)))
+    for stage, makes in (
+        (DeepSpeedZeroOptimizer, "setup_buckets"),
+        (DeepSpeedZeroOptimizer_Stage3, "__init__"),
+    ):
+        if hasattr(stage, makes):  # DeepSpeed 0.18 makes the second stage's elsewhere
+            replaced.append((stage, makes, _and_claim_buckets(getattr(stage, makes), recorder)))
+    with contextlib.ExitStack() as stack:
+        for owner, name, instead in replaced:
+            stack.enter_context(patch.object(owner, name, instead))
+        yield
+
+
+def _and_claim(kind: Any, recorder: RankRecorder) -> Callable[..., None]:
+    """A handle's `wait`, after which its weights' bytes are known to be gathered."""
+    wait = kind.wait
+
+    def wait_and_claim(handle: Any, *arguments: Any, **keywords: Any) -> None:
+        wait(handle, *arguments, **keywords)
+        private = f"_{kind.__name__}__param"
+        for weight in handle.params if hasattr(handle, "params") else [getattr(handle, private)]:
+            recorder.memory.claim(weight.data, Kind.GATHERED, instead_of=Kind.COMMUNICATION)
+
+    return wait_and_claim
+
+
+def _and_claim_buckets(method: Callable[..., None], recorder: RankRecorder) -> Callable[..., None]:
+    """A method of a stage's, after which the buckets in which gradients are averaged are there."""
+
+    def run_and_claim(stage: Any, *arguments: Any, **keywords: Any) -> None:
+        method(stage, *arguments, **keywords)
+        for bucket in stage.ipg_buckets.values():
+            for buffer in bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]:
+                recorder.claim(buffer, Kind.COMMUNICATION)
+        if (gradients := getattr(stage, "grad_partitions_flat_buffer", None)) is not None:
+            recorder.claim(gradients, Kind.GRADIENTS)
+
+    return run_and_claim

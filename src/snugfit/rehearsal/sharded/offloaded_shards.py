@@ -3,7 +3,7 @@
 Gathered weights and gradients are tensors of the device, so on `meta`; shards, their gradients and the
 optimizer's states are the host's (`host_tensors.py`), where they would be. Left to itself, FSDP2 takes what
 is on `meta` for a model that is still to be loaded and moves nothing of it. So it is told what to move: a
-layer's weights to the device while it is sharded (`spreading.py`), and here its shards back.
+layer's weights to the device while it is sharded (`while_spreading` in `ranks.py`), and here its shards back.
 """
 
 from __future__ import annotations

@@ -33,10 +33,7 @@ from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.rehearsal.sharded import collectives
 from snugfit.rehearsal.sharded.device_module import ShapesModule
 from snugfit.rehearsal.sharded.host_tensors import asks_for_shapes
-from snugfit.rehearsal.sharded.largest_part import takes_the_largest_part
 from snugfit.rehearsal.sharded.offloaded_shards import TO_COPY, HostShards
-from snugfit.rehearsal.sharded.spreading import while_spreading
-from snugfit.rehearsal.sharded.stages import counted_weights, instead_of_others, peers_of_exchange
 from snugfit.rehearsal.sharded.streams import Moment, StreamOrder
 from snugfit.rehearsal.trace.trace import (
     ALL_REDUCE,
@@ -60,6 +57,7 @@ REDISTRIBUTION = 5
 which it runs some 400 functions of Python (torch 2.13, on a CPU)."""
 
 _resize = torch.UntypedStorage.resize_
+_data_ptr = torch.Tensor.data_ptr
 
 
 class RankRecorder(Recorder):
@@ -217,7 +215,9 @@ class RankRecorder(Recorder):
             self.claim(tensor, Kind.COMMUNICATION)
         group = collectives.group_of(func, args)
         nbytes = collectives.carried_bytes(func, out, args, kwargs)
-        if (peers := peers_of_exchange(func, args, group)) is not None:  # what goes from stage to stage
+        if (
+            peers := collectives.peers_of_exchange(func, args, group)
+        ) is not None:  # what goes from stage to stage
             self._add_to_last_step(
                 collectives.kernel_of(func), KernelCost(0, nbytes, (), "", 1, "", ()), peers
             )
@@ -375,7 +375,7 @@ def process_group(rank: int = 0, ranks: int = 1) -> Iterator[None]:
 
 def _dynamos_table_kept() -> contextlib.AbstractContextManager[Any]:
     """Within it, a new process group does not empty Dynamo's table of functions, which would be filled again
-    with those that stand in for others during a rehearsal (`rehearsal/device/bindings.py`)."""
+    with those that stand in for others during a rehearsal (`rehearsal/device/overrides.py`)."""
     rules = sys.modules.get("torch._dynamo.trace_rules")
     return contextlib.nullcontext() if rules is None else patch.object(rules, "clear_lru_cache", lambda: None)
 
@@ -389,3 +389,140 @@ def _forget_meshes() -> None:
     DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_cached.cache_clear()
     for name in ("_gen_transform_infos", "_gen_transform_infos_non_cached"):
         getattr(getattr(_redistribute, name, None), "cache_clear", lambda: None)()
+
+
+def takes_the_largest_part() -> tuple[Any, str, Any]:
+    """Return a patch by which this process has the largest part of an optimizer's states (`zero1`).
+
+    torch's `ZeroRedundancyOptimizer` gives each weight, the largest first, to the process with the fewest
+    elements. With few sizes of matrices, some processes get a per cent more than others, and more. Processes
+    are alike in all else, so this one needs the most.
+    """
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    plain = vars(ZeroRedundancyOptimizer)["_partition_parameters"]
+
+    def partition(self: Any, *given: Any) -> list[list[dict[str, Any]]]:
+        is_known = bool(self._partition_parameters_cache)
+        parts: list[list[dict[str, Any]]] = plain(self, *given)
+        if not is_known:
+            largest = max(range(len(parts)), key=lambda number: _elements(parts[number]))
+            parts[self.rank], parts[largest] = parts[largest], parts[self.rank]
+        return parts
+
+    return ZeroRedundancyOptimizer, "_partition_parameters", partition
+
+
+def _elements(groups: list[dict[str, Any]]) -> int:
+    return sum(weight.numel() for group in groups for weight in group["params"])
+
+
+def while_spreading(recorder: Recorder) -> list[tuple[Any, str, Any]]:
+    """Return the patches under which FSDP2 and accelerate spread a model over ranks.
+
+    A model on the host and on the device is on `meta` both times, where FSDP2 moves nothing. A tensor that
+    the recorder has not seen is the host's, and is made on the device when it would be moved. accelerate
+    remembers parameters by the addresses of their data; addresses of storages replace them. FSDP2 without a
+    mesh spreads over all ranks of the kind of device that torch was built for.
+    """
+    import torch.distributed.fsdp._fully_shard._fsdp_init as first
+    import torch.distributed.fsdp._fully_shard._fully_shard as second
+
+    moving = functools.partial(_move, recorder)
+    instead = {
+        "_move_states_to_device": moving,
+        "_init_default_mesh": _mesh_of_all,
+        "_init_default_fully_shard_mesh": _mesh_of_all,
+    }
+    replaced = [
+        (module, name, function)
+        for module in (first, second)  # which of them has it depends on torch's version
+        for name, function in instead.items()
+        if hasattr(module, name)
+    ]
+    return [*replaced, (torch.Tensor, "data_ptr", _address)]
+
+
+def _move(recorder: Recorder, parameters: list[Any], buffers: list[torch.Tensor], device: Any) -> None:
+    """Each tensor that the recorder has not seen is made on the device, as moving it there would."""
+    for tensor in (*parameters, *buffers):
+        held = getattr(tensor, "_local_tensor", tensor)  # of a matrix that is cut, this rank's part
+        if not recorder.memory.has_seen(held):
+            tensor.data = torch.empty_like(tensor, device=device)
+
+
+def _mesh_of_all(mesh_dim_names: tuple[str, ...] | None = None) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("meta", (dist.get_world_size(),), mesh_dim_names=mesh_dim_names)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    if not tensor.is_meta:
+        return _data_ptr(tensor)
+    return int(tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size())
+
+
+VOTES = ("_warmup_forward_vote", "_warmup_backward_result")
+
+
+class _Handle:
+    """What one waits by for an exchange, and the tensors that it has."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._tensors = tensors
+
+    def wait(self, *timeout: Any) -> bool:
+        """It is done at once."""
+        return True
+
+
+def instead_of_others(*, handles_for_all: bool) -> list[tuple[Any, str, Any]]:
+    """Return patches of what a pipeline's stage gets from other stages.
+
+    Stages agree by two methods that shapes are known (`PipelineStage._warmup_forward_vote`, since torch
+    2.13); here they always do. A sent tensor stays as long as its handle: gloo's have it, and NCCL's of a
+    single exchange (`WorkNCCL::outputs_` of `pointToPoint`). With `handles_for_all`, exchanges that begin
+    together have one handle without tensors (`batch_isend_irecv`, `endCoalescing`), as in torch before 2.13.
+
+    Neither end has a stream here, for a stage's wait is no part of its own trace
+    (`prediction/several_gpus/stages.py`). A block that is freed while it is sent is back at once, though NCCL
+    has it until it is through (`record_stream`).
+    """
+    import torch.distributed.distributed_c10d as exchanges
+    from torch.distributed.pipelining import PipelineStage
+
+    def agree(*asked: Any, **more: Any) -> torch.Tensor:
+        return torch.ones(1, dtype=torch.int32, device="cpu")
+
+    plain, together = exchanges.isend, exchanges.batch_isend_irecv
+
+    def isend(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> _Handle:
+        plain(tensor, *arguments, **keywords)
+        return _Handle(tensor)
+
+    def batch_isend_irecv(operations: list[Any]) -> list[_Handle]:
+        together(operations)
+        return [_Handle()]
+
+    instead: list[tuple[str, Any]] = [("isend", isend)]
+    if handles_for_all:
+        instead.append(("batch_isend_irecv", batch_isend_irecv))
+    known = [(PipelineStage, name, agree) for name in VOTES if hasattr(PipelineStage, name)]
+    return [*known, *((owner, *pair) for owner in (exchanges, torch.distributed) for pair in instead)]
+
+
+def counted_weights(count: Callable[[int], None]) -> tuple[Any, str, Any]:
+    """Return a patch that counts the weights whose gradients are computed apart (`zero_bubble`).
+
+    torch walks the graph in Python for each of them and calls autograd (`_backward.py`).
+    """
+    from torch.distributed.pipelining import stage
+
+    plain = vars(stage)["stage_backward_weight"]
+
+    def stage_backward_weight(weights: Any, groups: list[dict[str, Any]], *further: Any, **more: Any) -> Any:
+        count(sum(len(group["params"]) for group in groups))
+        return plain(weights, groups, *further, **more)
+
+    return stage, "stage_backward_weight", stage_backward_weight

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from snugfit.comparison.compared_runs import BAND, Accuracy, ComparedRun, error_quantiles
 from snugfit.comparison.ranking import group_by_job
-from snugfit.evaluation.families import FAMILIES
 from snugfit.measurement.stopwatch import MAX_STABLE_SPREAD
 from snugfit.report.evaluation.accuracy import (
     FIGURES,
@@ -45,7 +44,8 @@ measured is described in [measuring.md](measuring.md), how seconds are predicted
 def document(results: Sequence[Accuracy]) -> str:
     """The whole page as Markdown."""
     band = ", ".join(f"{FIGURES[figure]} {100 * share:g} %" for figure, share in BAND.items())
-    parts = [_HEAD.format(band=band, families=len(FAMILIES))]
+    families = {run.family for result in results if result.kind == "drawn" for run in result.runs}
+    parts = [_HEAD.format(band=band, families=len(families))]
     runs = [run for result in results for run in result.runs if run.seconds]
     if runs:
         parts += [_together(results), histogram(runs), worst_grid(runs).markdown()]

@@ -1,13 +1,11 @@
-"""A verified plan in a terminal and in Markdown: its best recipes, predicted beside measured, whether their
-order held, and what the calibration learned."""
+"""A verified plan in a terminal and in Markdown: its best recipes, predicted beside measured, and whether
+their order held."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from statistics import fmean
 from typing import Any
 
-from snugfit.evaluation.learn import LearnedFactors
 from snugfit.evaluation.verify import Verification
 from snugfit.planning.plan import Plan
 from snugfit.report.evaluation.order import gap_line, order_line, recipes_grid
@@ -42,8 +40,6 @@ def grid(verified: Verification) -> Grid:
 def conclusions(verified: Verification) -> Iterator[str]:
     """What follows from the rows, a sentence each."""
     yield from filter(None, (order_line(verified.runs), gap_line(verified.runs), peer_line(verified)))
-    if verified.learned:
-        yield learned_line(verified.learned)
     for run in verified.runs:
         spoilt = run.contaminated or run.crowded
         if spoilt and run.outcome == "ok":
@@ -91,18 +87,6 @@ def peer_line(verified: Verification) -> str:
 
 def _mib(footprint: Footprint | None) -> str:
     return show_mib(footprint.nvml_bytes) if footprint and footprint.nvml_bytes is not None else ""
-
-
-def learned_line(learned: LearnedFactors) -> str:
-    """What the calibration took in, or why nothing."""
-    if not learned.changes_rates:
-        return f"Nothing was learned: {learned.why_not}."
-    before, after = (100 * fmean(map(abs, errors)) for errors in (learned.before, learned.after))
-    return (
-        f"Learned from {len(learned.before)} runs: the host takes {learned.host:.2f} times and the device "
-        f"{learned.device:.2f} times as long as the rates say. Mean error of the seconds: {before:.1f} % "
-        f"before, {after:.1f} % after. Predictions for this GPU now use this ({learned.file})."
-    )
 
 
 def _complaints(verified: Verification) -> Iterator[str]:

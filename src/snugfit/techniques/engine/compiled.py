@@ -19,6 +19,9 @@ faults: `eager` runs what Dynamo traced as it is written, `aot_eager` cuts it in
 graph as Inductor does, and `cudagraphs` records these. A program that is played back gives its results in the
 same memory each time, gradients too, so gradients of several micro-batches do not add up with it.
 
+The modes `default` and `reduce-overhead` are simulated. A recipe with another mode is predicted as the nearer
+of them, with another backend as the uncompiled step, and its prediction says that it is uncertain.
+
 With 16-bit autocast it matters where autocast begins. snugfit's loops enter it `around` the compiled model,
 and torch then traces the backward pass under it too (`torch._functorch.config.backward_pass_autocast`). The
 Trainer's `torch_compile=True` and accelerate's dynamo enter it `within`: their backward pass computes in 32
@@ -39,7 +42,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from snugfit.errors import RecipeError
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import WITH_GRAPHS, WITH_TRIALS, CompileWish, Setup
+from snugfit.techniques.setup import WITH_GRAPHS, CompileWish, Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
@@ -57,8 +60,7 @@ OTHERS = tuple(
 GRAPHS_MEASURED = (
     "of steps that play CUDA graphs back three models were measured on an H100 with torch 2.11: of gpt2, "
     "whose layers were compiled one by one, reserved bytes are predicted to the byte, of a Llama and a BERT "
-    "of 4 layers, compiled whole, within 0.7 %. Batches of other lengths record graphs of their own, whose "
-    "memory adds up."
+    "of 4 layers, compiled whole, within 0.7 %."
 )
 
 
@@ -199,13 +201,10 @@ class Compiled(Technique):
                 f"the backend {self.backend} is for finding faults: it traces, and compiles nothing. Leave "
                 "it out where none is looked for."
             )
-        if self.mode in WITH_TRIALS:
-            yield (
-                "which kernel is the fastest for a product of matrices, Inductor tries on the GPU: predicted "
-                "are the library's, as without the mode, for bytes and seconds alike."
-            )
-        if self._graphs:
+        if self.mode == "reduce-overhead":
             yield GRAPHS_MEASURED
+        if self._graphs:
+            yield "batches of other lengths record CUDA graphs of their own, whose memory adds up."
 
     def is_searched(self) -> bool:
         """Steps that record CUDA graphs are not alike from the second on, as a search takes steps to be."""

@@ -1,0 +1,391 @@
+"""Draw jobs and recipes at random from a seed, and predict them.
+
+    python lab/draw_runs.py FOLDER [--draw 16] [--seed 0] [--gpu h200] [--gpus 2] [--workers 2]
+    python lab/draw_runs.py FOLDER --within-job 6 [...]   several drawn recipes of each drawn job
+    python lab/draw_runs.py FOLDER --top 12 [...]         the best recipes of each drawn job's plan
+
+Each command writes one result into FOLDER; `snugfit accuracy --measure FILE` measures its runs on the GPU.
+
+Draws cycle through the families in an order that the seed shuffles, so that a dozen draws cover a dozen
+families. Each number has a random stream of its own, seeded by the seed and the number: one draw influences
+no other. A stream yields proposals; those that are too small to tell an error from the granularity of the
+allocator (segments of 20 MiB), too large, or whose recipe is not valid for the job, are skipped. All of that
+is decided by arithmetic here and by the techniques' own objections, never by a prediction or by the machine.
+
+A family is a bundled preset with ranges for its sizes. Everything else (activation, norms, biases, dropout,
+soft caps, sliding windows, tied weights) stays as the preset has it, so a drawn model is one that its authors
+might have trained in another size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from snugfit.cli.accuracy import rank_by_plan
+from snugfit.comparison.compared_runs import Accuracy, ComparedRun
+from snugfit.errors import SnugfitError
+from snugfit.evaluation import accuracy
+from snugfit.evaluation.draw import MAX_PROPOSALS, draw_recipe
+from snugfit.evaluation.predict_runs import predict_each
+from snugfit.job.config import check_facts
+from snugfit.job.find import read_preset
+from snugfit.job.gpu import Gpu, find_gpu
+from snugfit.job.job import Job, Phase, Task
+from snugfit.job.model import Model
+from snugfit.prediction.worker_pool import map_in_processes
+from snugfit.report.evaluation.accuracy import file_name
+from snugfit.techniques.recipe import Recipe
+from snugfit.units import GIB
+
+MIN_BYTES, MAX_BYTES = 2 * GIB, 48 * GIB
+"""Bounds on the rough size of a drawn job under the plain recipe."""
+
+MAX_FLOPS = 3e13
+"""Of one optimizer step: half a second to a second in fp32 on an H200."""
+
+EVALUATION_SHARE = 0.08
+"""Share of jobs that only evaluate."""
+
+TEXT_HEADS = (Task.SEQUENCE_CLASSIFICATION, Task.TOKEN_CLASSIFICATION)
+ENCODER = (*TEXT_HEADS, Task.MASKED_LM)
+DECODER = (*TEXT_HEADS, Task.CAUSAL_LM)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One architecture, with the config keys of its sizes and the range of each."""
+
+    name: str
+    """As the draw calls it."""
+
+    preset: str
+    """The bundled preset that is resized."""
+
+    tasks: tuple[Task, ...]
+    """Heads that may be drawn."""
+
+    depth: tuple[int, int]
+    """Fewest and most layers."""
+
+    width: tuple[int, int]
+    """Narrowest and widest hidden state."""
+
+    head_widths: tuple[int, ...] = (64,)
+    """Widths of one attention head; the hidden width is a multiple of one."""
+
+    longest: int = 2048
+    """Longest sequence that is drawn; at most what the positions allow."""
+
+    keys: tuple[tuple[str, tuple[str, ...]], ...] = (
+        ("depth", ("num_hidden_layers",)),
+        ("width", ("hidden_size",)),
+        ("heads", ("num_attention_heads",)),
+        ("inner", ("intermediate_size",)),
+    )
+    """For each drawn size, the keys of the config that it is written to."""
+
+    choices: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Further keys, each with the values it may take."""
+
+    grouped: bool = False
+    """Whether queries may share keys and values, several heads to one."""
+
+    free_heads: str = ""
+    """The key of one head's width, where heads together may be wider or narrower than the hidden state."""
+
+    vocabulary: str = "vocab_size"
+    """The key of the vocabulary's size; empty without one."""
+
+
+_SPEECH = (
+    ("depth", ("encoder_layers", "decoder_layers", "num_hidden_layers")),
+    ("width", ("d_model",)),
+    ("heads", ("encoder_attention_heads", "decoder_attention_heads")),
+    ("inner", ("encoder_ffn_dim", "decoder_ffn_dim")),
+)
+_T5 = (("depth", ("num_layers",)), ("width", ("d_model",)), ("heads", ("num_heads",)), ("inner", ("d_ff",)))
+_GPT2 = (("depth", ("n_layer",)), ("width", ("n_embd",)), ("heads", ("n_head",)), ("inner", ("n_inner",)))
+
+FAMILIES = (
+    Family(
+        name="bert", preset="google-bert/bert-large-uncased", tasks=ENCODER, depth=(4, 28), width=(256, 1536),
+        longest=512,
+    ),
+    Family(
+        name="roberta", preset="FacebookAI/roberta-large", tasks=ENCODER, depth=(4, 28), width=(256, 1536),
+        longest=512,
+    ),
+    Family(
+        name="modernbert", preset="answerdotai/ModernBERT-base", tasks=ENCODER, depth=(4, 28),
+        width=(384, 1280), choices=(("local_attention", (64, 128, 256)),),
+    ),
+    Family(
+        name="gpt2", preset="openai-community/gpt2-medium", tasks=DECODER, depth=(4, 36), width=(256, 1600),
+        longest=1024, keys=_GPT2,
+    ),
+    Family(
+        name="t5", preset="google-t5/t5-large", tasks=(Task.SEQ2SEQ_LM,), depth=(3, 16), width=(256, 1280),
+        longest=1024, keys=_T5, free_heads="d_kv",
+    ),
+    Family(
+        name="llama", preset="meta-llama/Llama-3.2-1B", tasks=DECODER, depth=(2, 20), width=(512, 2560),
+        head_widths=(64, 80, 128), grouped=True,
+    ),
+    Family(
+        name="qwen2", preset="Qwen/Qwen2.5-0.5B", tasks=DECODER, depth=(4, 24), width=(512, 2048),
+        head_widths=(64, 128), grouped=True,
+    ),
+    Family(
+        name="mistral", preset="mistralai/Mistral-7B-v0.3", tasks=DECODER, depth=(2, 16), width=(512, 2560),
+        head_widths=(64, 128), grouped=True, choices=(("sliding_window", (256, 4096)),),
+    ),
+    Family(
+        name="mixtral", preset="mistralai/Mixtral-8x7B-v0.1", tasks=DECODER, depth=(2, 6), width=(512, 1280),
+        head_widths=(64, 128), grouped=True,
+        choices=(("num_local_experts", (4, 8)), ("num_experts_per_tok", (1, 2))),
+    ),
+    Family(
+        name="gemma2", preset="google/gemma-2-2b", tasks=DECODER, depth=(2, 14), width=(512, 2304),
+        head_widths=(64, 128, 256), grouped=True, free_heads="head_dim",
+        choices=(("sliding_window", (256, 4096)),),
+    ),
+    Family(
+        name="phi3", preset="microsoft/Phi-3-mini-4k-instruct", tasks=DECODER, depth=(2, 20),
+        width=(768, 2304), head_widths=(64, 96), grouped=True, choices=(("sliding_window", (256, 2047)),),
+    ),
+    Family(
+        name="vit", preset="google/vit-large-patch16-224", tasks=(Task.IMAGE_CLASSIFICATION,), depth=(4, 28),
+        width=(256, 1536), choices=(("image_size", (160, 224, 384)), ("patch_size", (14, 16, 32))),
+        vocabulary="",
+    ),
+    Family(
+        name="whisper", preset="openai/whisper-medium", tasks=(Task.SPEECH_TO_TEXT,), depth=(2, 16),
+        width=(256, 1280), longest=448, keys=_SPEECH, choices=(("num_mel_bins", (80, 128)),),
+    ),
+)  # fmt: skip
+"""Draws cycle through them, in an order that the seed shuffles."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """The drawn sizes of one model."""
+
+    depth: int
+    """Number of layers, of the encoder and of the decoder each."""
+    width: int
+    """Of the hidden state."""
+    heads: int
+    """Number of query heads."""
+    inner: int
+    """Width of the feed-forward layer."""
+    vocabulary: int
+    """Rows of the embedding table; 0 without one."""
+    experts: int
+    """Number of feed-forward layers side by side."""
+    image_positions: int
+    """Patches of a picture, or frames of sound; 0 for text."""
+
+
+def draw_config(
+    family: Family, facts: dict[str, Any], rng: random.Random
+) -> tuple[dict[str, Any], ModelSizes]:
+    """The preset's config `facts` in a drawn size, and that size."""
+    low, high = family.width
+    head = rng.choice(family.head_widths)
+    heads = rng.randint(-(-low // head), high // head)
+    width = heads * head
+    if family.free_heads:
+        width = rng.randrange(low, high + 1, 64)
+        heads = rng.choice([n for n in range(1, 65) if width % n == 0 and 0.6 <= n * head / width <= 1.5])
+    inner = round(width * rng.uniform(2, 4)) // 64 * 64
+    drawn = {"depth": rng.randint(*family.depth), "width": width, "heads": heads, "inner": inner}
+    config = dict(facts)
+    for size, keys in family.keys:
+        config |= dict.fromkeys(keys, drawn[size])
+    config |= {key: head for key in (family.free_heads, "head_dim") if key in facts}
+    if family.grouped:
+        config["num_key_value_heads"] = rng.choice([n for n in range(1, heads + 1) if heads % n == 0])
+    config |= {key: rng.choice(values) for key, values in family.choices}
+    if family.vocabulary and rng.random() < 0.4:
+        _cut_vocabulary(config, family.vocabulary, rng.randint(4_000, 100_000))
+    sizes = ModelSizes(
+        **drawn,
+        vocabulary=config.get(family.vocabulary, 0),
+        experts=config.get("num_local_experts", 1),
+        image_positions=_positions(config),
+    )
+    return config, sizes
+
+
+def _cut_vocabulary(config: dict[str, Any], key: str, size: int) -> None:
+    """Sets the size of the vocabulary, and maps the special tokens into it."""
+    config[key] = size
+    for name, value in config.items():
+        if name.endswith("_token_id") and isinstance(value, int):
+            config[name] = value % size
+
+
+def _positions(config: dict[str, Any]) -> int:
+    if "image_size" in config:
+        return int((config["image_size"] // config["patch_size"]) ** 2 + 1)
+    return int(config.get("max_source_positions", 0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawnJob:
+    """A drawn job with a drawn recipe."""
+
+    number: int
+    """Of the draw, from 0."""
+    family: str
+    """Of the model, as `FAMILIES` names it."""
+    job: Job
+    recipe: Recipe
+
+
+def proposals(seed: int, number: int, gpus: int = 1) -> Iterator[DrawnJob]:
+    """Valid draws for this number on so many GPUs, in order; the first is the draw unless its model cannot be
+    built. On several, sizes are those of one GPU's share."""
+    family = _family(seed, number)
+    rng = random.Random(f"snugfit {seed} {number}")
+    for _ in range(MAX_PROPOSALS):
+        job = _draw_job(family, rng)
+        recipe = draw_recipe(job, rng, gpus) if job else None
+        if job and recipe:
+            job = replace(job, batch_size=job.batch_size * gpus)
+            yield DrawnJob(number=number, family=family.name, job=job, recipe=recipe)
+
+
+def _family(seed: int, number: int) -> Family:
+    order = list(FAMILIES)
+    random.Random(f"snugfit {seed}").shuffle(order)
+    return order[number % len(order)]
+
+
+def _draw_job(family: Family, rng: random.Random) -> Job | None:
+    """A job of this family; None when it is too small or too large."""
+    config, sizes = draw_config(family, read_preset(family.preset), rng)
+    task = rng.choice(family.tasks)
+    batch = round(2 ** rng.uniform(0, 6))
+    sequence, target = _draw_length(family.longest, rng), _draw_length(min(family.longest, 448), rng)
+    padded = rng.random() < 0.25 and task is not Task.IMAGE_CLASSIFICATION
+    if not _is_size_allowed(sizes, task, batch, sequence, target):
+        return None
+    name = f"{family.name}-{sizes.depth}x{sizes.width}"
+    return Job(
+        dtype="float32",
+        model=Model.from_config(check_facts(config, where=name), name=name, origin="drawn"),
+        task=task,
+        phase=Phase.EVALUATE if rng.random() < EVALUATION_SHARE else Phase.TRAIN,
+        batch_size=batch,
+        sequence_length=sequence,
+        target_length=target,
+        padding=round(rng.uniform(0.05, 0.6), 2) if padded else 0.0,
+        labels=rng.choice((2, 3, 10, 1000)),
+        clip=rng.choice((None, None, None, 1.0)),
+        decay_groups=rng.random() < 0.25,
+        build_on="host" if rng.random() < 0.1 else "device",
+    )
+
+
+def _draw_length(longest: int, rng: random.Random) -> int:
+    """A number of tokens: a power of two half of the time, else any."""
+    if rng.random() < 0.5:
+        return int(2 ** rng.randint(6, int(math.log2(longest))))
+    return rng.randint(32, longest)
+
+
+def _is_size_allowed(sizes: ModelSizes, task: Task, batch: int, sequence: int, target: int) -> bool:
+    """Whether bytes and FLOPs of the plain recipe, roughly estimated, are within the bounds.
+
+    Weights, gradients and two moments: 16 bytes a parameter, and a temporary copy. Activations after
+    Korthikanti et al. (arXiv 2205.05198, equation 1: 34 s b h + 5 a s^2 b bytes in 16 bits), twice that in
+    32 bits, with the feed-forward part's own width; logits count three times.
+    """
+    length = sizes.image_positions or sequence
+    tokens = batch * length
+    width, matrices = sizes.width, sizes.inner * 3 * sizes.experts
+    stacks = 2 if task in (Task.SEQ2SEQ_LM, Task.SPEECH_TO_TEXT) else 1
+    parameters = stacks * sizes.depth * width * (4 * width + matrices) + 2 * sizes.vocabulary * width
+    activations = (
+        4 * stacks * sizes.depth * tokens * (14 * width + 4 * sizes.inner + 4 * sizes.heads * length)
+    )
+    with_logits = task in (Task.CAUSAL_LM, Task.MASKED_LM, Task.SEQ2SEQ_LM, Task.SPEECH_TO_TEXT)
+    predicted = batch * (target if stacks == 2 else sequence)
+    logits = 3 * 4 * predicted * sizes.vocabulary if with_logits else 0
+    flops = 6 * tokens * stacks * sizes.depth * width * (4 * width + 3 * sizes.inner * min(2, sizes.experts))
+    return MIN_BYTES <= 20 * parameters + activations + logits <= MAX_BYTES and flops <= MAX_FLOPS
+
+
+def draw_training_jobs(seed: int, count: int) -> list[Job]:
+    """The first job that trains of each of these numbers."""
+    streams = (proposals(seed, number) for number in range(count))
+    return [next(drawn.job for drawn in stream if drawn.job.trains) for stream in streams]
+
+
+def predict_draw(seed: int, gpu: Gpu, number: int, *, gpus: int = 1) -> ComparedRun:
+    """The draw of this number, predicted for so many GPUs. Recipes that the model does not take are
+    skipped."""
+    drawn = (
+        ComparedRun(number=number, family=one.family, job=one.job, recipe=one.recipe, gpus=gpus)
+        for one in proposals(seed, number, gpus)
+    )
+    run = next(predict_each(drawn, gpu), None)
+    if run is None:
+        raise SnugfitError(f"Draw {number} of seed {seed} gave no valid job and recipe.")
+    return run
+
+
+def draw_runs(
+    seed: int, count: int, gpu: Gpu, writer: accuracy.RunWriter, *, gpus: int = 1, workers: int = 1
+) -> Accuracy:
+    """Draw `count` runs from `seed`, predict each for so many of `gpu`, and write them."""
+    runs = map_in_processes(partial(predict_draw, seed, gpu, gpus=gpus), range(count), workers=workers)
+    return writer.record(accuracy.empty_result(gpu, seed, "drawn", gpus), runs, count)
+
+
+def main() -> None:
+    """Draw, predict and write one result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--draw", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gpu", default="h200")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=2)
+    several = parser.add_mutually_exclusive_group()
+    several.add_argument("--within-job", type=int, default=0)
+    several.add_argument("--top", type=int, default=0)
+    given = parser.parse_args()
+    if given.gpus > 1 and (given.within_job or given.top):
+        parser.error("--gpus draws single runs")
+    seed, gpu, recipes, workers = (
+        given.seed,
+        find_gpu(given.gpu),
+        given.within_job or given.top,
+        given.workers,
+    )
+    kind = "within-job" if given.within_job else "top" if given.top else "drawn"
+    stem = f"seed{seed}" + (f"-gpus{given.gpus}" if given.gpus > 1 else "")
+    writer = accuracy.RunWriter(given.folder / file_name(stem, kind, recipes), measured=False, tell=print)
+    if kind == "drawn":
+        draw_runs(seed, given.draw, gpu, writer, gpus=given.gpus, workers=workers)
+        return
+    jobs = draw_training_jobs(seed, given.draw)
+    if kind == "within-job":
+        accuracy.accuracy_within_jobs(seed, jobs, recipes, gpu, writer, workers=workers)
+    else:
+        accuracy.accuracy_of_best(
+            jobs, recipes, rank_by_plan(gpu, recipes, workers, print), gpu, writer, seed=seed
+        )
+
+
+if __name__ == "__main__":
+    main()

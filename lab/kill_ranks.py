@@ -1,0 +1,184 @@
+"""Kills processes of runs on several GPUs at random moments, and compares with a run that nobody touched.
+
+    python lab/kill_ranks.py OUT.json [--gpus 2] [--recipes fsdp "tensor(2)"] [--kills 30]
+                                    [--device cuda] [--steps 400] [--minutes 600]
+
+For each recipe a small model with dropout (a BERT, or a Llama where ranks share layers, sequences or stages)
+is trained whole by `snugfit train --gpus N`. Then, in another folder, it is started again and again, and at
+a drawn moment (while it starts, steps or writes) one process of its ranks, or the launcher, gets a SIGKILL,
+or the launcher a SIGTERM. Once there were so many kills, or minutes, it runs to its end. Its losses, norms,
+rates and weights must be those of the whole run, bit for bit; each end must have said its cause in one line,
+and no process may be left. A recipe that is refused is listed with what was said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from safetensors.torch import load_file
+
+from snugfit.documents import write_document
+from snugfit.training.journal import read_journal
+from snugfit.versions import versions
+
+SAVES = 20
+"""Checkpoints of a whole run."""
+
+LEFT_SECONDS = 40.0
+"""How long ranks may outlive a kill: torch's launcher gives those that hang 30 s."""
+
+BERT = {
+    "model_type": "bert", "architectures": ["BertForSequenceClassification"], "hidden_size": 256,
+    "num_attention_heads": 4, "vocab_size": 512, "intermediate_size": 1024, "max_position_embeddings": 128,
+    "num_hidden_layers": 4,
+}  # fmt: skip
+LLAMA = {
+    **BERT, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_key_value_heads": 4,
+    "attention_dropout": 0.1, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+SMALL = {"hidden_size": 64, "intermediate_size": 128}
+"""On a CPU, where ranks share its cores."""
+
+DECODERS = ("tensor", "context", "pipeline", "chunked_loss")
+"""Parts of a recipe that are for decoders."""
+
+LONG = 128
+"""Tokens of the sequences that ranks share."""
+
+NO_DROPOUT = ("context", "captured")
+"""Those that refuse dropout of attention's weights."""
+
+
+def write_job(folder: Path, device: str, recipe: str, steps: int) -> Path:
+    """The job file, with its model and its data."""
+    draw, speaks = random.Random(0), any(part in recipe for part in DECODERS)
+    rows = [
+        {"input_ids": [draw.randrange(5, 500) for _ in range(draw.randrange(8, 60))], "label": index % 2}
+        for index in range(203)
+    ]
+    config: dict[str, Any] = {**(LLAMA if speaks else BERT), **(SMALL if device == "cpu" else {})}
+    if speaks:
+        rows = [{"input_ids": row["input_ids"]} for row in rows]
+        if "context" in recipe:  # which wants sequences without padding
+            rows = [{"input_ids": [draw.randrange(5, 500) for _ in range(LONG)]} for _ in rows]
+        config["attention_dropout"] = 0.0 if any(part in recipe for part in NO_DROPOUT) else 0.1
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    lines: dict[str, Any] = {
+        "model": folder / "config.json", "task": "causal-lm" if speaks else "sequence-classification",
+        "batch_size": 16, "sequence_length": LONG if "context" in recipe else 64, "clip": 1.0,
+        "dataset": folder / "rows.jsonl", "from_scratch": "true", "max_steps": steps,
+        "save_steps": steps // SAVES, "device": device,
+    }  # fmt: skip
+    job = folder / "job.yaml"
+    job.write_text("\n".join(f"{key}: {value}" for key, value in lines.items()))
+    return job
+
+
+def command(job: Path, out: Path, recipe: str, gpus: int) -> list[str]:
+    """The words that start, or resume, a run."""
+    words = [sys.executable, "-m", "snugfit", "train", str(job), "--offline", "--no-predict"]
+    return [*words, "--gpus", str(gpus), "--recipe", recipe, "--output-dir", str(out)]
+
+
+def figures(out: Path) -> dict[int, tuple[Any, ...]]:
+    """Loss, norm and rate of each step; of one that was taken again, the last."""
+    if not (out / "journal.jsonl").exists():
+        return {}
+    return {
+        event["step"]: (event["loss"], event["norm"], event["learning_rate"])
+        for event in read_journal(out)
+        if event["event"] == "step"
+    }
+
+
+def start_and_kill(words: list[str], draw: random.Random, longest: float, gpus: int) -> dict[str, Any]:
+    """One start, and how it ended; a single process is its own launcher."""
+    running = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + draw.uniform(0.0, longest)
+    ranks: list[psutil.Process] = []
+    while time.monotonic() < until and running.poll() is None:
+        time.sleep(0.02)
+        ranks = psutil.Process(running.pid).children() if running.poll() is None and gpus > 1 else ranks
+    kind = draw.choice(["rank", "rank", "rank", "launcher", "SIGTERM"])
+    if running.poll() is None:
+        if kind == "SIGTERM":
+            running.terminate()
+        elif kind == "launcher" or not ranks:
+            running.kill()
+        else:
+            draw.choice(ranks).kill()
+    _, said = running.communicate()
+    left = psutil.wait_procs(ranks, timeout=LEFT_SECONDS)[1]
+    last = said.strip().splitlines()[-1:] or [""]
+    return {"kill": kind, "exit_code": running.returncode, "last_line": last[0], "left": len(left)}
+
+
+def chain(job: Path, folder: Path, recipe: str, given: argparse.Namespace) -> dict[str, Any]:
+    """A whole run and one that was killed so often, compared."""
+    whole, out, draw = folder / "whole", folder / "killed", random.Random(given.seed)
+    began, deadline = time.monotonic(), time.monotonic() + 60 * given.minutes
+    words = command(job, whole, recipe, given.gpus)
+    ran = subprocess.run(words, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    longest, words = time.monotonic() - began, command(job, out, recipe, given.gpus)
+    about = {"recipe": recipe, "gpus": given.gpus, "seconds_of_a_whole_run": longest, "ends": [], "left": 0}
+    if ran.returncode:
+        refused = ran.returncode == 2 and not figures(whole)
+        return {**about, "refused": refused, "says": ran.stderr[-1000:]}
+    ends = []
+    while len(ends) < given.kills and time.monotonic() + 2.5 * longest < deadline:
+        ends.append(start_and_kill(words, draw, longest, given.gpus))
+    last = subprocess.run(words, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    about |= {"ends": ends, "left": sum(end["left"] for end in ends)}
+    if last.returncode:
+        return {**about, "refused": False, "says": last.stderr[-1000:]}
+    name = f"checkpoint-{given.steps}"
+    first, second = (load_file(at / name / "model.safetensors") for at in (whole, out))
+    return {
+        **about,
+        "same_figures": figures(whole) == figures(out),
+        "same_weights": first.keys() == second.keys()
+        and all(bool((value == second[name]).all()) for name, value in first.items()),
+    }
+
+
+def is_held(one: dict[str, Any]) -> bool:
+    """A chain that came to the whole run's end, or was refused by name before its first step."""
+    return bool(
+        one.get("refused") or (one.get("same_figures") and one.get("same_weights") and not one["left"])
+    )
+
+
+def main() -> int:
+    """Runs the chains, and writes what came of them."""
+    asked = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    asked.add_argument("out", type=Path)
+    asked.add_argument("--gpus", type=int, default=2)
+    asked.add_argument("--recipes", nargs="+", default=["fsdp", "ddp"])
+    asked.add_argument("--kills", type=int, default=30)
+    asked.add_argument("--seed", type=int, default=1)
+    asked.add_argument("--device", default="cuda")
+    asked.add_argument("--steps", type=int, default=400)
+    asked.add_argument("--minutes", type=float, default=600.0, help="of each recipe")
+    given = asked.parse_args()
+    chains = []
+    for recipe in given.recipes:
+        with tempfile.TemporaryDirectory() as folder:
+            job = write_job(Path(folder), given.device, recipe, given.steps)
+            chains.append(chain(job, Path(folder), recipe, given))
+        print({key: value for key, value in chains[-1].items() if key != "ends"}, flush=True)
+        write_document(given.out, {"device": given.device, "versions": versions(), "chains": chains})
+    return 0 if all(map(is_held, chains)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

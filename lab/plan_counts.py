@@ -1,0 +1,145 @@
+"""Count the rehearsals and full simulations of some plans, and fail where they rise without a reason.
+
+    python lab/plan_counts.py
+    python lab/plan_counts.py --update --reason "TEXT"
+
+`make lint` runs it. A plan's seconds depend on the machine; these counts do not: each plan runs in this one
+process, with one worker. `lab/plan_counts.json` holds the counts and the reasons for each rise. Counts
+that fall are printed too: `--update` needs no reason for them. Seconds are measured by `plan_time.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import json
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+TABLE = Path(__file__).with_suffix(".json")
+
+GPT2 = {
+    "model_type": "gpt2",
+    "n_layer": 4,
+    "n_embd": 64,
+    "n_head": 4,
+    "vocab_size": 500,
+    "n_positions": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+class Question(NamedTuple):
+    """A plan to count."""
+
+    model: str | dict[str, Any]
+    """A name of the table, or a config."""
+    job: dict[str, Any]
+    plan: dict[str, Any]
+
+
+PLANS = {
+    "small GPT-2 on an RTX 4090": Question(
+        GPT2, {"task": "causal-lm", "batch_size": 4, "sequence_length": 64}, {"gpu": "rtx 4090"}
+    ),
+    "bert-base-uncased on an H200, captured": Question(
+        "bert-base-uncased", {"task": "sequence-classification"}, {"gpu": "h200", "keep": "captured"}
+    ),
+}
+
+COUNTED = {
+    "rehearsals": ("snugfit.rehearsal.record.recorder", "Recorder.recording"),
+    "screens": ("snugfit.planning.cost.parts", "Parts.screen"),
+    "full simulations": ("snugfit.planning.cost.parts", "Parts.judge"),
+    "programs lowered": ("snugfit.rehearsal.compiled.layers", "lower"),
+}
+"""By a count's name, the function whose calls are counted, in its module."""
+
+
+@contextmanager
+def counting() -> Iterator[Counter[str]]:
+    """Counts the calls of the functions in `COUNTED`."""
+    calls: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
+    patches = [
+        patch(f"{module}.{path}", _counted(name, module, path, calls))
+        for name, (module, path) in COUNTED.items()
+    ]
+    for one in patches:
+        one.start()
+    try:
+        yield calls
+    finally:
+        for one in patches:
+            one.stop()
+
+
+def _counted(name: str, module: str, path: str, calls: Counter[str]) -> Callable[..., Any]:
+    function: Callable[..., Any] = functools.reduce(
+        getattr, path.split("."), __import__(module, fromlist=["_"])
+    )
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        calls[name] += 1
+        return function(*arguments, **named)
+
+    return call
+
+
+def count(question: Question) -> dict[str, int]:
+    """The counts of one plan."""
+    from snugfit import Job, Model
+    from snugfit.planning.search.search import plan  # the plan itself, and none that is stored
+
+    named = isinstance(question.model, str)
+    model = Model.find(question.model) if named else Model.from_config(question.model, name="gpt2")
+    with counting() as calls:
+        plan(Job(model=model, **question.job), workers=1, **question.plan)
+    return dict(calls)
+
+
+def main() -> int:
+    """Prints what changed; 1 where a count rose."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--update", action="store_true", help="write the counts of now into the table")
+    parser.add_argument("--reason", default="", help="why counts rise")
+    asked = parser.parse_args()
+    logging.disable(logging.WARNING)
+    table = json.loads(TABLE.read_text()) if TABLE.exists() else {"plans": {}, "reasons": []}
+    now = {name: count(question) for name, question in PLANS.items()}
+    changes = [
+        (f"{plan}: {name} {before} -> {counts[name]}", counts[name] > before)
+        for plan, counts in now.items()
+        for name in counts
+        for before in (table["plans"].get(plan, {}).get(name, 0),)
+        if counts[name] != before
+    ]
+    print("\n".join(change for change, _ in changes) or "The counts of all plans are as in the table.")
+    rose = any(rises for _, rises in changes)
+    if not asked.update:
+        if rose:
+            print(
+                'A count rose. Find out why, or run: plan_counts.py --update --reason "..."', file=sys.stderr
+            )
+        return int(rose)
+    if rose and not asked.reason:
+        parser.error("a count rises, so --reason is needed")
+    if rose:
+        today = datetime.datetime.now(datetime.UTC).date().isoformat()
+        table["reasons"].append(
+            {"date": today, "reason": asked.reason, "changes": [one for one, up in changes if up]}
+        )
+    TABLE.write_text(json.dumps({"plans": now, "reasons": table["reasons"]}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
