@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-COPIED = ("src", "tests", "conftest.py")
+COPIED = ("src", "tests", "docs", "conftest.py", "lab")
 PLAN = ["plan", "bert-large-uncased", "--task", "sequence-classification", "--gpu", "h200", "--no-cache"]
 
 
@@ -34,7 +34,7 @@ def check(feature: str, *, quick: bool) -> bool:
         environment = os.environ | {"PYTHONPATH": str(tree / "src"), "XDG_CACHE_HOME": folder}
         unit = ["-m", "pytest", "-q", "-n", "2", "-m", "not whole and not slow", "--no-header"]
         commands = [[*unit, *(["--collect-only", "-qq"] if quick else ["-x", "--maxfail=20"])]]
-        commands += [] if quick else [["-m", "snugfit", *PLAN]]
+        commands = [["lab/write_docs.py"], *commands] + ([] if quick else [["-m", "snugfit", *PLAN]])
         for command in commands:
             ended = subprocess.run(
                 [sys.executable, *command],

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from in_roster import needs_techniques
 from made_up import footprint, job, measurement, prediction
 from snugfit.cli.main import run as command
 from snugfit.comparison.compare import compare
@@ -287,4 +289,7 @@ def test_the_page_tells_the_committed_results() -> None:
     if not files:
         assert not PAGE.exists(), "docs/accuracy.md shows figures that no committed result holds"
         pytest.skip("no draw is committed under results/ yet")
+    for file in files:
+        for recipe in re.findall(r'"recipe": "([^"]+)"', file.read_text()):
+            needs_techniques(recipe)
     assert PAGE.read_text() == document([read(file) for file in files])

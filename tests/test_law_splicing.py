@@ -33,7 +33,7 @@ FURTHER = ("lora(targets=all-linear)", "micro_batches(4)")
 GIVEN = {"selective": "products", "host": "all", "budget": 0.5}
 """By the technique, the setting that must be given, where it is no number."""
 
-GOES_WITH = {"budget(0.5)": ("compiled",), "adamw_stochastic": ("bf16_pure",)}
+GOES_WITH = {"budget(0.5)": ("compiled",), "adamw_stochastic": ("bf16_pure",), "flash": ("bf16",)}
 """Techniques that need another."""
 
 FAMILIES = ("bert", "gpt2", "llama", "t5")

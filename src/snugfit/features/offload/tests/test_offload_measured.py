@@ -17,7 +17,7 @@ from snugfit.results.step_seconds import LINK
 from snugfit.units import MIB
 from tiers import slow_but
 
-RUNS = Path(__file__).parents[1] / "results" / "h200-2026-11-23" / "activation-offload"
+RUNS = Path(__file__).parents[5] / "results" / "h200-2026-11-23" / "activation-offload"
 LINK_BOUND = ("bert-all", "bert-all-batch-32", "gpt2-all-micro-batches", "qwen-lora-all")
 OTHERS = (
     "bert-none", "llama-checkpoints", "llama-none", "qwen-checkpoints-accelerate",
