@@ -1,9 +1,9 @@
 """The contract between the core and its features, and the registry of features.
 
 A feature is a folder of `features/` that can be deleted. Its `feature.py` has one subclass of `Feature`, with
-what the feature adds: handlers of its fields of `Setup` (`fields.py`), techniques, commands, and overrides of
-the methods that simulation and search call on every feature. The core imports no feature and names none: it
-calls `wishes()`, `features()` and `hooks()`.
+what the feature adds: handlers of its fields of `Setup` (`fields.py`), techniques, and overrides of the
+methods that simulation and search call on every feature. The core imports no feature and names none: it calls
+`wishes()`, `features()` and `hooks()`.
 
 Listing features imports no torch. A feature imports its own modules within the methods that need them.
 """
@@ -66,9 +66,6 @@ class Feature:
 
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {}
     """By slot, the modules of its folder that have one technique each; a module's name is its word."""
-
-    commands: ClassVar[tuple[str, ...]] = ()
-    """Functions of its `cli.py` that are commands of `snugfit`."""
 
     # ---- running a step ----
 

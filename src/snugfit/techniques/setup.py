@@ -446,8 +446,6 @@ if TYPE_CHECKING:
     class Setup(CoreSetup):
         """What a recipe asks of a training loop: the fields of the core and of the features."""
 
-        def __getattr__(self, name: str) -> Any: ...
-
 else:
     Setup = make_dataclass(
         "Setup",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from snugfit.features.offload.fields import OFFLOAD
 from snugfit.step.wishes.handler import Handler
 from snugfit.techniques.feature import InstallStage
 from snugfit.techniques.technique import Slot
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 class OffloadHandler(Handler):
     """Activations that wait on the host."""
 
-    wish, slot, stage = "activation_offload", Slot.ACTIVATION_OFFLOAD, InstallStage.SAVE
+    wish, slot, stage = OFFLOAD.name, Slot.ACTIVATION_OFFLOAD, InstallStage.SAVE
     refused: ClassVar[Mapping[str, str]] = {
         "script": "snugfit does it with its own code, which a script without snugfit does not have"
     }

@@ -34,7 +34,6 @@ from snugfit.planning.search.space import Candidate, Space
 from snugfit.planning.step_key import step_key
 from snugfit.prediction.worker_pool import Question, WorkerPool
 from snugfit.techniques import roster
-from snugfit.techniques.recipe import AUTO_SLOTS
 from snugfit.techniques.setup import EVERY_LAYER, Setup
 from snugfit.techniques.technique import Slot
 
@@ -93,7 +92,7 @@ def find_grades(
     if state.memory_bytes is None or state.nothing_fits or not job.trains:
         return state.space
     fixed = state.space.fixed.slots
-    mixture = None if fixed.keys() & AUTO_SLOTS[1:] else mixture_of(job, link)
+    mixture = None if Slot.ACTIVATION_OFFLOAD in fixed else mixture_of(job, link)
     for technique in roster.techniques():
         grades = technique.grades(job)
         if not grades or technique.slot is not Slot.CHECKPOINTING or technique.slot in fixed:
