@@ -10,10 +10,7 @@ that fall are printed too: `--update` needs no reason for them. Seconds are meas
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import functools
-import json
 import logging
 import sys
 from collections import Counter
@@ -23,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-TABLE = Path(__file__).with_suffix(".json")
+from committed_counts import compare, read_arguments
 
 GPT2 = {
     "model_type": "gpt2",
@@ -107,38 +104,12 @@ def count(question: Question) -> dict[str, int]:
 
 
 def main() -> int:
-    """Prints what changed; 1 where a count rose."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--update", action="store_true", help="write the counts of now into the table")
-    parser.add_argument("--reason", default="", help="why counts rise")
-    asked = parser.parse_args()
+    """Compare the counts with the table; 1 where one rose."""
+    asked = read_arguments(__doc__.splitlines()[0])
     logging.disable(logging.WARNING)
-    table = json.loads(TABLE.read_text()) if TABLE.exists() else {"plans": {}, "reasons": []}
-    now = {name: count(question) for name, question in PLANS.items()}
-    changes = [
-        (f"{plan}: {name} {before} -> {counts[name]}", counts[name] > before)
-        for plan, counts in now.items()
-        for name in counts
-        for before in (table["plans"].get(plan, {}).get(name, 0),)
-        if counts[name] != before
-    ]
-    print("\n".join(change for change, _ in changes) or "The counts of all plans are as in the table.")
-    rose = any(rises for _, rises in changes)
-    if not asked.update:
-        if rose:
-            print(
-                'A count rose. Find out why, or run: plan_counts.py --update --reason "..."', file=sys.stderr
-            )
-        return int(rose)
-    if rose and not asked.reason:
-        parser.error("a count rises, so --reason is needed")
-    if rose:
-        today = datetime.datetime.now(datetime.UTC).date().isoformat()
-        table["reasons"].append(
-            {"date": today, "reason": asked.reason, "changes": [one for one, up in changes if up]}
-        )
-    TABLE.write_text(json.dumps({"plans": now, "reasons": table["reasons"]}, indent=1) + "\n")
-    return 0
+    counts = {name: count(question) for name, question in PLANS.items()}
+    table = Path(__file__).with_suffix(".json")
+    return compare(table, counts, what="Counts of plans", update=asked.update, reason=asked.reason)
 
 
 if __name__ == "__main__":
