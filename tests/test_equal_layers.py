@@ -69,7 +69,9 @@ def test_what_is_no_passes_and_update_is_rehearsed_in_full(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(few_layers, "DEEP", 4)
+    monkeypatch.setattr(few_layers, "FEWEST_PERIODS", 2)
     job = small_job("bert", 9, batch_size=8)
+    assert rehearse_from_few_layers(job, Recipe.parse("bf16").setup(), CUDA) is not None
     setup = room.on_gpus(Recipe.parse(recipe).setup(), 2 if recipe == "ddp" else 1)
     assert rehearse_from_few_layers(job, setup, CUDA) is None
 
