@@ -154,9 +154,12 @@ NO_COMMANDS = {
 _DRAWN = (
     "Jobs are drawn by `python lab/draw_runs.py` of the repository. For a job of yours: --job FILE --top K."
 )
+_NO_DIFF = "snugfit check writes no diff any more. Its table lists each cure, and --json gives it as `fix`."
 REMOVED_OPTIONS = {
     ("accuracy", "--draw"): _DRAWN,
     ("accuracy", "--gpus"): _DRAWN,
+    ("check", "--output"): _NO_DIFF,
+    ("check", "--force"): _NO_DIFF,
     ("plan", "--no-learn"): "--verify no longer changes the calibration. Leave the option out.",
 }
 """Options of earlier versions, with what to use instead."""

@@ -54,6 +54,7 @@ def instantiate(
     architecture does not have.
     """
     import torch
+    from safetensors import SafetensorError
 
     module = job.model.module
     if module is not None:
@@ -71,12 +72,12 @@ def instantiate(
     try:
         with no_package_asked_for(attention, torch.get_default_device()):
             return build(attention)
+    except SafetensorError as damage:
+        raise ModelError(
+            f"{weights} has weights that cannot be read: {one_line(damage, 1000)}. Save them again with "
+            "save_pretrained, or name another folder."
+        ) from None
     except Exception as error:
-        if weights is not None and type(error).__name__ == "SafetensorError":
-            raise ModelError(
-                f"{weights} has weights that cannot be read: {one_line(error, 1000)}. Save them again with "
-                "save_pretrained, or name another folder."
-            ) from None
         if "attn_implementation" not in str(error):
             _blame_config(job.model, error)
         if attention != "sdpa":

@@ -46,7 +46,7 @@ from snugfit.results.step_seconds import PhaseSpan, StepSeconds
 from snugfit.step.wishes.engine.config import group_bytes
 from snugfit.step.wishes.mesh.by_accelerate import is_spread
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import Setup
+from snugfit.techniques.setup import CompileWish, Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus, ranks_of
 from snugfit.units import MIB
 
@@ -294,7 +294,7 @@ def _seconds(
     except GpuError as unknown:
         return None, (), (str(unknown),)
     doubts = () if rates.measured else (f"Of this GPU no rates were measured: seconds are {rates.source}.",)
-    if setup.compile is not None:
+    if setup.compile is not None and setup.compile.backend == CompileWish.backend:
         doubts = (*doubts, WHOLE_SECONDS if setup.compile.what == "model" else COMPILED_SECONDS)
     workers = setup.loader.workers
     if pipelined is not None:
