@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -271,3 +272,24 @@ def test_weights_that_stay_in_fp32_are_predicted_so() -> None:
     half, brain = (predict(replace(job, dtype=name), "sgd", gpu="h200") for name in ("float16", "bfloat16"))
     outputs = 2 * 128 * 64  # one of the encoder, one of the decoder
     assert half.footprint.kinds["weights"] - brain.footprint.kinds["weights"] == 2 * outputs
+
+
+@pytest.mark.parametrize("copied", ["embed_tokens", "lm_head"])
+def test_whole_modules_that_train_beside_adapters_are_cast_with_the_model(copied: str) -> None:
+    """Nothing casts the inputs and outputs of such a copy; peft's own layers cast theirs."""
+    config: Any = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=[copied])
+    base: Any = instantiate(small_job("llama", 1), dtype="float32", attention="sdpa")
+    model = peft.get_peft_model(base, config)
+    recipe = Recipe.parse("bf16_pure")
+    change_live(
+        LiveTraining(front_end="fit", recipe=recipe, model=model, device=torch.device("cpu")), recipe.setup()
+    )
+    ids = torch.arange(8).view(1, 8)
+    model(input_ids=ids, labels=ids).loss.backward()
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    assert all(weight.grad is not None for weight in trained.values())
+    assert {name.split(".")[-3]: weight.dtype for name, weight in trained.items()} == {
+        "lora_A": torch.float32,
+        "lora_B": torch.float32,
+        "modules_to_save": torch.bfloat16,
+    }

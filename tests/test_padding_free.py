@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 
@@ -468,6 +469,17 @@ CLASSIFIED = replace(small_job("modernbert", 2), task=Task.SEQUENCE_CLASSIFICATI
 def test_what_does_not_fit_is_refused(job: Job, recipe: str, says: str) -> None:
     with pytest.raises((RecipeError, RehearsalError), match=says):
         predict(job, recipe, gpu="h200")
+
+
+@pytest.mark.parametrize("kind", ["PromptTuning", "PromptEncoder", "PrefixTuning"])
+def test_a_prompt_before_each_sequence_is_refused(kind: str) -> None:
+    """peft would put one prompt before the row of all sequences."""
+    config: Any = getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    model: Any = peft.get_peft_model(build_model(a_job("llama"), wide("sdpa"), CPU).float(), config)
+    job = Job(model=Model.from_module(model, uneven()), task=Task.CUSTOM, batch_size=4)
+    Recipe.parse("bf16").check(job)
+    with pytest.raises(RecipeError, match=rf"{config.peft_type.value} adapters.*Try 'sdpa'"):
+        Recipe.parse(RECIPE).check(job)
 
 
 def test_ways_of_padding_are_not_compared_where_all_of_it_is_dropped() -> None:

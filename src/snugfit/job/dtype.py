@@ -77,13 +77,17 @@ def main_dtype(module: nn.Module) -> str | None:
 
 
 def cast_weights(module: nn.Module, dtype: str) -> nn.Module:
-    """The module itself, its floating-point weights in `dtype`. Of a model that peft has adapted, what trains
-    stays as it is: peft makes adapters fp32 beside weights of 16 bits too (`autocast_adapter_dtype`). So do
-    the frequencies of transformers' rotary embeddings, which are fp32 in a model that is built in 16 bits:
-    8 bits of them would turn queries and keys by other angles."""
+    """Cast the floating-point weights of a module in place, and return it.
+
+    Adapters of a model that peft has adapted stay as they are: peft makes them fp32 beside weights of 16 bits
+    too (`autocast_adapter_dtype`), and its layers cast their inputs. Copies of whole modules that train
+    (`modules_to_save`) are cast like those that they replace, since nothing casts inputs for them. The
+    frequencies of transformers' rotary embeddings stay fp32 as in a model that is built in 16 bits: 8 bits
+    of them would turn queries and keys by other angles.
+    """
     import torch
 
-    adapted = hasattr(module, "peft_config")
+    adapters = _adapter_weights(module)
     frequencies = {
         id(buffer)
         for part in module.modules()
@@ -93,8 +97,22 @@ def cast_weights(module: nn.Module, dtype: str) -> nn.Module:
     }
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
-        trains = adapted and tensor.requires_grad
-        stays = trains or not tensor.is_floating_point() or id(tensor) in frequencies
+        is_adapter = tensor.requires_grad and id(tensor) in adapters
+        stays = is_adapter or not tensor.is_floating_point() or id(tensor) in frequencies
         return tensor if stays else tensor.to(getattr(torch, dtype))
 
     return module._apply(cast)  # type: ignore[no-any-return]  # as `module.to` does, tensor by tensor
+
+
+def _adapter_weights(module: nn.Module) -> set[int]:
+    """Return the ids of the weights that peft adds to a model: those of its layers, and of prompts."""
+    from torch import nn
+
+    parts = [
+        getattr(layer, name, None)
+        for layer in module.modules()
+        for name in (*getattr(layer, "adapter_layer_names", ()), "prompt_encoder")
+        if name != "modules_to_save"
+    ]
+    dicts = [part for part in parts if isinstance(part, nn.ModuleDict | nn.ParameterDict)]
+    return {id(weight) for part in dicts for weight in part.parameters()}

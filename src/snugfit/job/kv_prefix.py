@@ -1,6 +1,6 @@
-"""Adapters that put a prefix of keys and values before every layer's own, which checkpointing would drop.
+"""Adapters that train a prompt before a sequence, which some techniques would drop or misplace.
 
-peft hands the model such a prefix as its cache (`past_key_values`). A layer that is computed again would
+A prefix stands before the keys and values of every layer. peft hands the model such a prefix as its cache (`past_key_values`). A layer that is computed again would
 write to that cache twice, so transformers gives checkpointed layers none (`GradientCheckpointingLayer`), and
 ours get none either (`step/checkpointing.py`): the step runs, and trains another model, or a prefix that has
 no gradient.
@@ -9,7 +9,7 @@ no gradient.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -31,8 +31,21 @@ def dropped_prefix(job: Job) -> Iterator[str]:
         )
 
 
+def prompt_kind(module: torch.nn.Module) -> str:
+    """Return peft's name for adapters that put a prompt before each sequence; empty for none."""
+    kinds = (str(config.peft_type.value) for config in _configs(module) if config.is_prompt_learning)
+    return next(kinds, "")
+
+
 def _prefix_kind(module: torch.nn.Module) -> str:
     """peft's name for the module's adapters of this kind, or for those of a module inside; empty for none."""
-    adapters = (getattr(part, "peft_config", None) for part in module.modules())
-    configs = [config for by_name in adapters if isinstance(by_name, dict) for config in by_name.values()]
+    configs = list(_configs(module))
     return next((kind for kind in KINDS if any(config.peft_type == kind for config in configs)), "")
+
+
+def _configs(module: torch.nn.Module) -> Iterator[Any]:
+    """Yield the configurations of all adapters of the module and of the modules inside."""
+    for part in module.modules():
+        by_name = getattr(part, "peft_config", None)
+        if isinstance(by_name, dict):
+            yield from by_name.values()

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from snugfit.job.job import Job, Task
+from snugfit.job.kv_prefix import prompt_kind
 from snugfit.techniques.setup import PADDING_FREE, Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
@@ -100,4 +101,6 @@ def _why_not(job: Job) -> str:
         return f"the outputs of {model.__name__} may belong to whole sequences; {more}"
     if not getattr(model, "_supports_flash_attn", False) or config.is_encoder_decoder:
         return f"{model.__name__} does not support FlashAttention, whose kernels it needs."
+    if module is not None and (kind := prompt_kind(module)):
+        return f"the model's {kind} adapters put a prompt before each sequence, and one row has one beginning."
     return ""
