@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,37 @@ def test_what_cannot_be_honoured_is_refused_before_anything_changes(tmp_path: Pa
     trainer.args.auto_find_batch_size = True
     with pytest.raises(UsageError, match="auto_find_batch_size"):
         fit(trainer, "plain")
+
+
+@pytest.mark.parametrize("optim", ["grokadamw", "schedule_free_adamw", "adamw_anyprecision", "lion_8bit"])
+def test_an_optim_whose_package_is_missing_is_refused_before_data_is_read(
+    optim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+
+    class Data(torch.utils.data.Dataset[Any]):
+        """Data that note each sample that is read."""
+
+        def __len__(self) -> int:
+            return 24
+
+        def __getitem__(self, index: int) -> Any:
+            read.append(index)
+            return classified()[index]
+
+    from transformers import trainer_optimizer
+
+    for name in ("bitsandbytes", "schedulefree"):
+        monkeypatch.setattr(trainer_optimizer, f"is_{name}_available", lambda *_: False)
+    for package in ("grokadamw", "torchdistx.optimizers"):
+        monkeypatch.setitem(sys.modules, package, None)
+    trainer = trainer_of(tmp_path, model_of("bert"), Data(), optim=optim)
+    with pytest.raises(UsageError, match=rf"optim is '{optim}'.*nstall .*choose another optim") as refused:
+        fit(trainer, watch=quiet)
+    assert "\n" not in str(refused.value)
+    assert not read
+    fit(trainer, "sgd", watch=quiet)
+    assert read, "a recipe's optimizer takes its place"
 
 
 def test_fitting_draws_no_random_number(tmp_path: Path) -> None:

@@ -25,7 +25,11 @@ from snugfit.errors import escape_controls
 from snugfit.frontends.trainer.fit_plan import FitPlan
 from snugfit.frontends.trainer.job import job_of, several_samples
 from snugfit.frontends.trainer.plan import choose, compared_job
-from snugfit.frontends.trainer.setup import apply, refuse_what_cannot_be_fitted
+from snugfit.frontends.trainer.setup import (
+    apply,
+    refuse_optim_without_package,
+    refuse_what_cannot_be_fitted,
+)
 from snugfit.frontends.trainer.trainer_class import FittedTrainer, fitted_class
 from snugfit.job.batch_layout import BatchDims
 from snugfit.techniques.recipe import Recipe
@@ -64,6 +68,8 @@ def fit(
     is changed then.
     """
     refuse_what_cannot_be_fitted(trainer)
+    if recipe is None:
+        refuse_optim_without_package(trainer)
     job = job_of(trainer, batch_dims)
     chosen = choose(trainer, job, recipe, gpu, fidelity)
     journal = Journal(None, watch) if trainer.args.process_index == 0 else Journal(None)

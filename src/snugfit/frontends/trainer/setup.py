@@ -171,6 +171,25 @@ def _refuse_users_optimizer(trainer: Any, brings: bool) -> None:
             )
 
 
+def refuse_optim_without_package(trainer: Any) -> None:
+    """Raise `UsageError` where transformers cannot create the optimizer that `TrainingArguments` name.
+
+    The Trainer would look for the package in `train()`, when the data has been read.
+    """
+    name = _value_of(trainer.args, "optim")
+    is_refused = any(word in name for words in _REFUSED_OPTIMIZERS for word in words)  # in better words
+    if brings_optimizer(trainer) or trainer.optimizer is not None or is_refused:
+        return
+    try:
+        trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    except (ImportError, ValueError) as error:
+        why = " ".join(str(error).split()).rstrip(".")
+        raise UsageError(
+            f"optim is {name!r}, and transformers cannot create it here: {why}. Install its package, choose "
+            "another optim, or give fit a recipe with an optimizer."
+        ) from None
+
+
 def _value_of(args: Any, name: str) -> Any:
     value = getattr(args, name)
     return getattr(value, "value", value)
