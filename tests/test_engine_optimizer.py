@@ -3,6 +3,7 @@ out of them, in one process. `test_train_zero.py` trains with several."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 import torch
 
 from small_models import small_job
+from snugfit.errors import UsageError
 from snugfit.step.build import build_model, build_optimizer
 from snugfit.step.wishes.engine.config import is_of_engine
-from snugfit.step.wishes.engine.loop import in_process_group
+from snugfit.step.wishes.engine.loop import ACCELERATOR, in_process_group
 from snugfit.step.wishes.engine.owners import owners, part_bytes
 from snugfit.techniques.recipe import Recipe
 from test_sharding import with_deepspeed
@@ -105,3 +107,31 @@ def test_processes_have_weights_of_about_as_many_bytes() -> None:
     written = [sum(part_bytes(model, rank, 3)) for rank in range(3)]
     assert sum(written) == 12 * sum(weight.numel() for weight in model.parameters())
     assert max(written) < 2 * min(written)
+
+
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """DeepSpeed has not chosen a device yet, and would find a GPU; gives its module that chooses."""
+    from deepspeed.accelerator import real_accelerator
+
+    monkeypatch.setattr(real_accelerator, "ds_accelerator", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv(ACCELERATOR, "of another run")
+    monkeypatch.delenv(ACCELERATOR)
+    return real_accelerator
+
+
+def test_the_engine_computes_on_our_device_where_a_gpu_is_too(a_gpu: Any) -> None:
+    with in_process_group(CPU):
+        assert a_gpu.get_accelerator().device_name() == "cpu"
+        assert os.environ[ACCELERATOR] == "cpu", "for processes that this one starts"
+
+
+def test_an_engine_that_computes_elsewhere_already_is_refused(a_gpu: Any) -> None:
+    assert a_gpu.get_accelerator().device_name() == "cuda", "imported before, and chosen"
+    with (
+        pytest.raises(UsageError, match="computes on cuda in this process, but this run is on cpu.*Start"),
+        in_process_group(CPU),
+    ):
+        pytest.fail("it was not refused")

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from snugfit.step.step import Observer
     from snugfit.techniques.setup import Setup
 
+ACCELERATOR = "DS_ACCELERATOR"
+"""The variable by which DeepSpeed is given the type of its device."""
+
 
 class EngineStep(PlainStep):
     """The plain loop over one job and Setup, whose steps are DeepSpeed's."""
@@ -164,16 +167,36 @@ def in_numbers(visible: str) -> str:
         ) from None
 
 
+def import_for(device: torch.device) -> None:
+    """Import DeepSpeed, which computes on this device afterwards.
+
+    It reads `DS_ACCELERATOR` when it is first imported, and without it takes a GPU where there is one. Raises
+    `UsageError` where it was imported before and computes elsewhere.
+    """
+    if device.type in ("cpu", "cuda"):  # not in a rehearsal, which has an accelerator of its own
+        os.environ[ACCELERATOR] = device.type
+    from deepspeed.accelerator import get_accelerator
+
+    if device.type in ("cpu", "cuda") and (chosen := get_accelerator().device_name()) != device.type:
+        raise UsageError(
+            f"DeepSpeed was imported before and computes on {chosen} in this process, but this run is on "
+            f"{device.type}. Start a new process, or set {ACCELERATOR}={device.type} before DeepSpeed is "
+            "imported."
+        )
+
+
 @contextlib.contextmanager
 def in_process_group(device: torch.device, tell: Callable[[str], None] = print_line) -> Iterator[None]:
     """Within it, DeepSpeed is told of torch's default process group as by a launcher. Where there is none,
     this process is one alone. What DeepSpeed remembers of groups, and the function that its third stage puts
     in the place of torch's linear one, are gone afterwards. `tell` hears of a build that it waits for."""
     import torch.distributed as dist
-    from deepspeed.comm import comm
-    from deepspeed.utils import groups
     from torch._C._distributed_c10d import HashStore
     from torch.nn import functional
+
+    import_for(device)
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
 
     several = dist.is_initialized()
     environment = {
