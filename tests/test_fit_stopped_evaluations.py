@@ -206,6 +206,18 @@ class NoFolders(set[Path]):
 
 
 @pytest.mark.usefixtures("another_process")
+def test_a_run_that_has_finished_gives_its_callbacks_their_states_again(tmp_path: Path) -> None:
+    def run(callback: transformers.EarlyStoppingCallback) -> Any:
+        return run_of(tmp_path, **PATIENCE | {"max_steps": 4}, callbacks=[callback])
+
+    run(transformers.EarlyStoppingCallback(5, 0.25)).train()
+    again = run(transformers.EarlyStoppingCallback())
+    again.train(resume_from_checkpoint=True)
+    restored = again.callback_handler.callbacks[-1]
+    assert (restored.early_stopping_patience, restored.early_stopping_threshold) == (5, 0.25)
+
+
+@pytest.mark.usefixtures("another_process")
 @pytest.mark.parametrize("best", slow_but([False, True], lambda best: best))
 def test_a_run_that_has_finished_gives_its_result_again(best: bool, tmp_path: Path) -> None:
     more: dict[str, Any] = {**PATIENCE, "save_steps": 2}

@@ -40,6 +40,7 @@ METHODS: dict[str, tuple[tuple[str, ...], str]] = {
     "_load_from_checkpoint": (("resume_from_checkpoint", "model"), "train"),
     "_load_optimizer_and_scheduler": (("checkpoint",), "_prepare_for_training"),
     "_load_scaler": (("checkpoint",), "_prepare_for_training"),
+    "_load_callback_state": ((), "_init_training_state"),
     "_load_rng_state": (("checkpoint",), "_run_epoch"),
     "_finalize_training": (("trial", "num_train_samples", "start_time"), "_inner_training_loop"),
     "get_batch_samples": (("epoch_iterator", "num_batches", "device"), "_run_epoch"),

@@ -149,6 +149,11 @@ def restore_logged_losses(trainer: Any, losses: Mapping[str, Any]) -> None:
     trainer._globalstep_last_logged = losses["last_logged"]
 
 
+def restore_callbacks(trainer: Any) -> None:
+    """Give the trainer's callbacks the states that its own state holds of them."""
+    trainer._load_callback_state()
+
+
 def average_losses_over_all_steps(trainer: Any) -> None:
     """Before the mean of a run's losses is taken. The trainer has the sum over all steps, those before a
     resume among them; from 5.19 on transformers divides by the steps of this call, before by all."""

@@ -18,6 +18,7 @@ from snugfit.documents import BadDocument, read_document, write_document
 from snugfit.errors import SnugfitError
 from snugfit.frontends.trainer.facts import with_global_batch
 from snugfit.frontends.trainer.sharded import is_spread, load_kept_weights
+from snugfit.step.transformers_internals import restore_callbacks
 from snugfit.training.checkpoint.facts import compare_facts
 from snugfit.training.checkpoint.manager import differences
 from snugfit.training.checkpoint.manifest import verify
@@ -71,6 +72,7 @@ def finished_output(
         trainer.spread_model()
     load_kept_weights(trainer.model, weights, ranks)
     trainer.state = TrainerState(**result["state"])
+    restore_callbacks(trainer)
     return TrainOutput(trainer.state.global_step, result["loss"], result["metrics"])
 
 
