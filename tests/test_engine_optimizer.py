@@ -131,7 +131,7 @@ def test_the_engine_computes_on_our_device_where_a_gpu_is_too(a_gpu: Any) -> Non
 def test_an_engine_that_computes_elsewhere_already_is_refused(a_gpu: Any) -> None:
     assert a_gpu.get_accelerator().device_name() == "cuda", "imported before, and chosen"
     with (
-        pytest.raises(UsageError, match="computes on cuda in this process, but this run is on cpu.*Start"),
+        pytest.raises(UsageError, match=r"computes on cuda in this process, but this run is on cpu.*Start"),
         in_process_group(CPU),
     ):
         pytest.fail("it was not refused")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import shutil
 import struct
+import zipfile
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +78,59 @@ def test_torchs_list_claims_no_more_than_its_files_have(tmp_path: Path) -> None:
     (tmp_path / LIST_OF_PARTS).write_bytes(pickle.dumps(tensor_of(1 << 40)))
     with pytest.raises(SnugfitError, match=r"names tensors of 4,398,046,511,104 bytes, but the files"):
         list_of_parts(tmp_path)
+
+
+def deflated(part: bytes) -> bytes:
+    """The same file of torch's whose numbers are 16 MiB of zeros, compressed."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(part)) as before, zipfile.ZipFile(packed, "w") as after:
+        for member in before.infolist():
+            is_data = member.filename.endswith("data/0")
+            how = zipfile.ZIP_DEFLATED if is_data else zipfile.ZIP_STORED
+            after.writestr(member.filename, bytes(1 << 24) if is_data else before.read(member), how)
+    return packed.getvalue()
+
+
+def pointing_twice(part: bytes) -> bytes:
+    """The same file of torch's with a directory that has the largest member a hundred times."""
+    packed = io.BytesIO(part)
+    with zipfile.ZipFile(packed, "a") as file:
+        largest = max(file.infolist(), key=lambda member: member.file_size)
+        file.filelist += [largest] * 100
+        file._didModify = True  # type: ignore[attr-defined]  # the directory is written anew
+    return packed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("change", "more", "says"),
+    [
+        (deflated, {}, "it is compressed"),
+        (pointing_twice, {}, "it has more than its [0-9,]+ bytes"),
+        (lambda part: pickle.dumps(torch.zeros(4)), {}, "it is no file of torch's"),
+        (lambda part: part, {"transform_descriptors": ["stream.zstd"]}, r"it is compressed \(stream\.zstd\)"),
+        (lambda part: part, {"relative_path": "../elsewhere"}, "its file is in another folder"),
+    ],
+)
+def test_a_part_that_would_grow_in_memory_is_not_given_to_torch(
+    change: Callable[[bytes], bytes],
+    more: dict[str, Any],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_parts({"a": torch.arange(4.0)}, tmp_path, group=None, are_many=False)
+    values = {"a": torch.zeros(4)}
+    read_parts(values, tmp_path, group=None, are_many=False)
+    assert values["a"].tolist() == [0, 1, 2, 3]
+    (file,) = tmp_path.glob("*.distcp")
+    file.write_bytes(change(file.read_bytes()))
+    listed = pickle.loads((tmp_path / LIST_OF_PARTS).read_bytes())
+    more = {"length": file.stat().st_size, **more}
+    listed.storage_data = {index: replace(place, **more) for index, place in listed.storage_data.items()}
+    (tmp_path / LIST_OF_PARTS).write_bytes(pickle.dumps(listed))
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("torch reads it"))
+    with pytest.raises(SnugfitError, match=rf"The part a in .* was not read: {says}.*earlier checkpoint"):
+        read_parts(values, tmp_path, group=None, are_many=False)
 
 
 def test_json_of_gigabytes_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,5 +102,7 @@ def _why_not(job: Job) -> str:
     if not getattr(model, "_supports_flash_attn", False) or config.is_encoder_decoder:
         return f"{model.__name__} does not support FlashAttention, whose kernels it needs."
     if module is not None and (kind := prompt_kind(module)):
-        return f"the model's {kind} adapters put a prompt before each sequence, and one row has one beginning."
+        return (
+            f"the model's {kind} adapters put a prompt before each sequence, and one row has one beginning."
+        )
     return ""

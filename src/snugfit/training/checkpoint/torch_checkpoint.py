@@ -5,7 +5,8 @@ writer words a refusal of the system's as a `RuntimeError` about positions in a 
 
 Its list of parts (`.metadata`) is a pickle. It is read here with the few classes that describe tensors; a
 part that is no tensor is refused too, for torch would unpickle it freely. The parts are read by torch, with
-`weights_only`.
+`weights_only`. torch writes them uncompressed, but would inflate a compressed one to any size, so such a part
+is refused.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
@@ -83,6 +85,12 @@ def read_parts(parts: dict[str, Any], folder: Path, *, group: Any, are_many: boo
             metadata.storage_meta.load_id = self.load_id
             return metadata
 
+        def read_data(self, plan: Any, planner: Any) -> Any:
+            """Read this process's parts. Raises `SnugfitError` for one that torch has not written."""
+            for index in dict.fromkeys(item.storage_index for item in plan.items):
+                _refuse_packed(folder, index.fqn, metadata.storage_data[index])
+            return super().read_data(plan, planner)
+
     with _one_error():
         load(parts, storage_reader=ListedReader(folder), process_group=group, no_dist=not are_many)
 
@@ -117,6 +125,59 @@ def _read_list(folder: Path) -> Any:
             "was not read. Use an earlier checkpoint, or start a new run."
         ) from None
     return metadata
+
+
+def _refuse_packed(folder: Path, name: str, place: Any) -> None:
+    """Raise `SnugfitError` for a part that would take more memory than its bytes in the file."""
+    file = folder / place.relative_path
+    why = ""
+    if place.relative_path != PurePath(place.relative_path).name:
+        why = "its file is in another folder"
+    elif place.transform_descriptors:
+        why = f"it is compressed ({', '.join(map(str, place.transform_descriptors))})"
+    else:
+        try:
+            with file.open("rb") as whole, zipfile.ZipFile(_Slice(whole, place.offset, place.length)) as part:
+                members = part.infolist()
+        except (zipfile.BadZipFile, NotImplementedError, ValueError, TypeError) as fault:
+            why = f"it is no file of torch's ({fault})"
+        else:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+                why = "it is compressed"
+            elif sum(member.file_size for member in members) > place.length:
+                why = f"it has more than its {place.length:,} bytes"
+    if why:
+        raise SnugfitError(
+            f"The part {name} in {file} was not read: {why}. Use an earlier checkpoint, or start a new run."
+        )
+
+
+class _Slice(io.RawIOBase):
+    """Bytes of a file from an offset on, as a file."""
+
+    def __init__(self, file: Any, offset: int, length: int) -> None:
+        super().__init__()
+        self._file, self._offset, self._length, self._at = file, offset, length, 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seek(self, at: int, whence: int = io.SEEK_SET) -> int:
+        """Move as a file does."""
+        self._at = max(0, at + (0, self._at, self._length)[whence])
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Read as a file does, up to the end of the slice."""
+        self._file.seek(self._offset + self._at)
+        count = int(self._file.readinto(memoryview(buffer)[: max(0, self._length - self._at)]))
+        self._at += count
+        return count
 
 
 _OUT_OF_A_PICKLE = (
