@@ -127,25 +127,25 @@ def _read_list(folder: Path) -> Any:
     return metadata
 
 
-def _refuse_packed(folder: Path, name: str, place: Any) -> None:
+def _refuse_packed(folder: Path, name: str, stored: Any) -> None:
     """Raise `SnugfitError` for a part that would take more memory than its bytes in the file."""
-    file = folder / place.relative_path
+    file = folder / stored.relative_path
     why = ""
-    if place.relative_path != PurePath(place.relative_path).name:
+    if stored.relative_path != PurePath(stored.relative_path).name:
         why = "its file is in another folder"
-    elif place.transform_descriptors:
-        why = f"it is compressed ({', '.join(map(str, place.transform_descriptors))})"
+    elif stored.transform_descriptors:
+        why = f"it is compressed ({', '.join(map(str, stored.transform_descriptors))})"
     else:
         try:
-            with file.open("rb") as whole, zipfile.ZipFile(_Slice(whole, place.offset, place.length)) as part:
+            with file.open("rb") as whole, zipfile.ZipFile(_Slice(whole, stored.offset, stored.length)) as part:
                 members = part.infolist()
         except (zipfile.BadZipFile, NotImplementedError, ValueError, TypeError) as fault:
             why = f"it is no file of torch's ({fault})"
         else:
             if any(member.compress_type != zipfile.ZIP_STORED for member in members):
                 why = "it is compressed"
-            elif sum(member.file_size for member in members) > place.length:
-                why = f"it has more than its {place.length:,} bytes"
+            elif sum(member.file_size for member in members) > stored.length:
+                why = f"it has more than its {stored.length:,} bytes"
     if why:
         raise SnugfitError(
             f"The part {name} in {file} was not read: {why}. Use an earlier checkpoint, or start a new run."
@@ -160,11 +160,11 @@ class _Slice(io.RawIOBase):
         self._file, self._offset, self._length, self._at = file, offset, length, 0
 
     def readable(self) -> bool:
-        """Return True."""
+        """Return whether it can be read, which it always can."""
         return True
 
     def seekable(self) -> bool:
-        """Return True."""
+        """Return whether `seek` is there, which it always is."""
         return True
 
     def seek(self, at: int, whence: int = io.SEEK_SET) -> int:
