@@ -137,8 +137,9 @@ def _refuse_packed(folder: Path, name: str, stored: Any) -> None:
         why = f"it is compressed ({', '.join(map(str, stored.transform_descriptors))})"
     else:
         try:
-            with file.open("rb") as whole, zipfile.ZipFile(_Slice(whole, stored.offset, stored.length)) as part:
-                members = part.infolist()
+            with file.open("rb") as whole:
+                part = _Slice(whole, stored.offset, stored.length)
+                members = zipfile.ZipFile(part).infolist()
         except (zipfile.BadZipFile, NotImplementedError, ValueError, TypeError) as fault:
             why = f"it is no file of torch's ({fault})"
         else:
