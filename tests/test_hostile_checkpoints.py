@@ -106,7 +106,7 @@ def pointing_twice(part: bytes) -> bytes:
     [
         (deflated, {}, "it is compressed"),
         (pointing_twice, {}, "it has more than its [0-9,]+ bytes"),
-        (lambda part: pickle.dumps(torch.zeros(4)), {}, "it is no file of torch's"),
+        (lambda part: pickle.dumps(torch.zeros(4)), {}, "it is not a file of torch's"),
         (lambda part: part, {"transform_descriptors": ["stream.zstd"]}, r"it is compressed \(stream\.zstd\)"),
         (lambda part: part, {"relative_path": "../elsewhere"}, "its file is in another folder"),
     ],

@@ -141,7 +141,7 @@ def _refuse_packed(folder: Path, name: str, stored: Any) -> None:
                 part = _Slice(whole, stored.offset, stored.length)
                 members = zipfile.ZipFile(part).infolist()
         except (zipfile.BadZipFile, NotImplementedError, ValueError, TypeError) as fault:
-            why = f"it is no file of torch's ({fault})"
+            why = f"it is not a file of torch's ({fault})"
         else:
             if any(member.compress_type != zipfile.ZIP_STORED for member in members):
                 why = "it is compressed"
