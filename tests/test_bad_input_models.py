@@ -343,14 +343,3 @@ def test_a_task_is_taken_as_others_write_it(written: str, ours: str) -> None:
 def test_more_labels_than_transformers_can_name_are_refused() -> None:
     with pytest.raises(JobError, match="labels is 16000000; allowed are whole numbers from 1 to 262,144"):
         job_of(BERT, "sequence-classification", labels=16_000_000)
-
-
-@pytest.mark.parametrize(
-    ("word", "told"),
-    [("load_in_4bit", "'qlora'"), ("mxfp8", "'fp8'")],
-)
-def test_a_technique_that_is_not_here_is_told_why(word: str, told: str) -> None:
-    with pytest.raises(RecipeError) as error:
-        Recipe.parse(word)
-    assert told in str(error.value)
-    assert "Did you mean" not in str(error.value)

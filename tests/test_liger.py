@@ -86,7 +86,7 @@ def test_what_liger_cannot_do_is_said_before_it_is_tried(family: str, recipe: st
     ("recipe", "fails"),
     [
         ("lora(targets=all-linear) + liger", True),
-        ("qlora(targets=down_proj) + liger", True),
+        ("lora(targets=down_proj) + liger", True),
         ("lora + liger", False),
         ("lora(targets=all-linear) + liger(swiglu=false)", False),
     ],

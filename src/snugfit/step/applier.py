@@ -23,7 +23,6 @@ from snugfit.errors import RecipeError, UsageError
 from snugfit.step.capture.handler import CaptureHandler
 from snugfit.step.wishes.batching import ExpandableSegmentsHandler, LoaderHandler, MicroBatchesHandler
 from snugfit.step.wishes.engine.sharding import ShardingHandler
-from snugfit.step.wishes.float8 import Float8Handler
 from snugfit.step.wishes.handler import Handler
 from snugfit.step.wishes.masters.handler import MastersHandler
 from snugfit.step.wishes.model import (
@@ -38,7 +37,6 @@ from snugfit.step.wishes.model import (
 from snugfit.step.wishes.optimizer import OptimizerHandler
 from snugfit.step.wishes.parallel import ParallelHandler
 from snugfit.step.wishes.precision import AutocastHandler, MatmulHandler, ScaleGradientsHandler
-from snugfit.step.wishes.quantize import QuantizeHandler
 from snugfit.step.wishes.updates.handler import ReleaseHandler
 from snugfit.techniques.feature import features
 from snugfit.techniques.setup import Setup
@@ -56,11 +54,9 @@ CORE_HANDLERS: tuple[Handler, ...] = (
     AttentionHandler(),  # before the weights: of a live model it may still be refused
     WeightsDtypeHandler(),
     MatmulHandler(),
-    QuantizeHandler(),
     AdaptHandler(),
     MastersHandler(),
     KernelsHandler(),
-    Float8Handler(),
     LogitsHandler(),
     CompileHandler(),
     CheckpointHandler(),

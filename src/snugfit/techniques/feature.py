@@ -14,6 +14,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -79,6 +80,15 @@ class Feature:
         """Return after how many of `layers` layers the treatment of layers repeats."""
         return 1
 
+    def simulation_overrides(self, policy: Any) -> AbstractContextManager[None]:
+        """Return a context in which operators of the feature run on shapes as on the policy's device."""
+        return nullcontext()
+
+    def tensors_beside(self, weight: Any) -> Sequence[tuple[Any, str]]:
+        """Return owner and attribute of each tensor that belongs to a weight, in the order in which they
+        move."""
+        return ()
+
     def treats_layers_alike(self, setup: Setup) -> bool:
         """Return whether a step of few layers shows what each further layer adds."""
         return True
@@ -116,6 +126,11 @@ def hooks(method: str) -> tuple[Callable[..., Any], ...]:
     return tuple(
         getattr(feature, method) for feature in features() if getattr(type(feature), method) is not plain
     )
+
+
+def tensors_beside(weight: Any) -> list[tuple[Any, str]]:
+    """Return owner and attribute of each tensor that features hold beside a weight."""
+    return [entry for beside in hooks("tensors_beside") for entry in beside(weight)]
 
 
 def technique_modules() -> tuple[tuple[Slot, str], ...]:

@@ -53,14 +53,6 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizeWish:
-    """Weights of linear layers in 4 bits, which do not train."""
-
-    double: bool = True
-    """Whether the scales are quantized too."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class OptimizerWish:
     """Which optimizer, and what the HF Trainer calls the same one."""
 
@@ -133,18 +125,6 @@ EVERY_LAYER = CheckpointWish()
 LOGITS_BYTES = 256 << 20
 """Of a chunk's logits in 32 bits (chosen): products of fewer tokens take longer on a GPU of today, and with
 what is needed beside them such logits take about a GiB."""
-
-
-FLOAT8_MULTIPLE = 16
-"""Of which both sizes of a matrix in 8-bit floats must be one (`native/cuda/ScaledBlas.cpp`)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Float8Wish:
-    """Products of linear layers in 8-bit floats."""
-
-    recipe: str = "tensorwise"
-    """What shares one scale, by torchao's name of the recipe: all of a matrix, or each of its rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,9 +317,6 @@ class CoreSetup:
     matmul: str = "ieee"
     """build: torch's `fp32_precision` of matrix products and convolutions: `ieee` or `tf32`."""
 
-    quantize: QuantizeWish | None = None
-    """build: linear layers whose weights are 4-bit numbers; None leaves them as `weights_dtype` says."""
-
     adapt: Call | None = None
     """adapt: `adapt(model, **arguments)` gives the model to train instead."""
 
@@ -350,10 +327,6 @@ class CoreSetup:
     kernels: Call | None = None
     """checkpoint: `kernels(model, **arguments)` has modules of the model compute with other kernels; None
     leaves them as they are."""
-
-    float8: Float8Wish | None = None
-    """checkpoint: linear layers whose products are computed in 8-bit floats; None computes them in what they
-    are given."""
 
     logits: LogitsWish | None = None
     """checkpoint: of how many tokens a language model's logits exist at a time; None computes them whole."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar, Protocol, Self
@@ -102,6 +102,9 @@ class Technique(ABC):
     elsewhere: ClassVar[tuple[str, ...]] = ()
     """What other libraries call it; such a word in a recipe means this technique."""
 
+    advice: ClassVar[Mapping[str, str]] = {}
+    """Words of other libraries for what is not the same, each with the sentence that advises this."""
+
     counterparts: ClassVar[tuple[Counterpart, ...]] = ()
     """transformers' arguments that mean this; the first without a note is what an export writes."""
 
@@ -124,6 +127,9 @@ class Technique(ABC):
 
     needs_several_gpus: ClassVar[bool] = False
     """Whether it is a way for several GPUs to train together, which one GPU has no use for."""
+
+    single_process: ClassVar[bool] = False
+    """Whether it is simulated neither in several processes nor by DeepSpeed's engine."""
 
     on_cpu: ClassVar[str] = ""
     """How a run on the CPU goes without what the technique is for, a clause after its name; empty where it

@@ -54,7 +54,7 @@ class Bf16Master(Technique):
                 f"{recipe[Slot.OPTIMIZER]} does not update masters in two halves. Try 'adamw', "
                 "'adamw_fused' or 'adamw_compact', or 'bf16' with this optimizer."
             )
-        if adapters.adapt is not None or adapters.quantize is not None:
+        if adapters.adapt is not None:
             yield (
                 f"{recipe[Slot.ADAPTERS]} trains small adapters, which are fp32 next to weights that do not "
                 "train. Try 'bf16' or 'bf16_pure'."

@@ -19,25 +19,25 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from snugfit.errors import RecipeError
+from snugfit.features.quantized.fields import FLOAT8, FLOAT8_MULTIPLE
 from snugfit.hub_kernels import import_torchao
 from snugfit.step.checkpointing import layer_stacks
 from snugfit.step.compiling import layer_names
 from snugfit.step.wishes.handler import Handler, LiveTraining, ScriptContext
 from snugfit.techniques.feature import InstallStage
-from snugfit.techniques.setup import FLOAT8_MULTIPLE
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
     import torch
 
+    from snugfit.features.quantized.fields import Float8Wish
     from snugfit.job.job import Job
-    from snugfit.techniques.setup import Float8Wish
 
 
 class Float8Handler(Handler):
     """Linear layers whose products are computed in 8-bit floats."""
 
-    wish, slot, stage = "float8", Slot.PRECISION, InstallStage.REPLACE
+    wish, slot, stage = FLOAT8.name, Slot.PRECISION, InstallStage.REPLACE
 
     def import_code(self, value: Float8Wish | None) -> None:
         """torchao is imported before anything is timed or overridden."""

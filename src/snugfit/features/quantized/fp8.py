@@ -24,9 +24,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from snugfit.features.quantized.fields import FLOAT8_MULTIPLE, Float8Wish
 from snugfit.job.build import instantiate
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import FLOAT8_MULTIPLE, Float8Wish, Setup
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
@@ -42,9 +43,14 @@ class Fp8(Technique):
     fidelity: ClassVar = Fidelity.LEARNS
     needs: ClassVar = ("torchao>=0.18",)
     extra: ClassVar = "fp8"
+    single_process: ClassVar = True
     least_capability: ClassVar = (8, 9)
     source: ClassVar = "Micikevicius et al., arXiv 2209.05433; torchao.float8.convert_to_float8_training"
     elsewhere: ClassVar = ("float8", "fp8_mixed")
+    advice: ClassVar = {
+        "mxfp8": "blocks with a scale of their own are not supported so far. 'fp8' scales whole matrices, or "
+        "with rowwise their rows."
+    }
     counterparts: ClassVar = tuple(
         Counterpart(arguments={"bf16": True, "fp16": False, "layers.float8": name}, settings={"recipe": name})
         for name in ("tensorwise", "rowwise")
@@ -64,9 +70,7 @@ class Fp8(Technique):
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Weights must train, and operators be what they are."""
-        setup = Setup()
-        for slot in (Slot.ADAPTERS, Slot.CHECKPOINTING, Slot.SHARDING):
-            setup = recipe[slot].install(setup)
+        setup = recipe[Slot.CHECKPOINTING].install(recipe[Slot.ADAPTERS].alone)
         if not job.trains:
             yield "its products are simulated in training only. Try 'bf16'."
         elif why := _lacks_layers(job):
@@ -81,8 +85,6 @@ class Fp8(Technique):
                 f"{recipe[Slot.CHECKPOINTING]} knows products by their operators, and these have others. "
                 "Try 'every_layer'."
             )
-        if setup.sharding is not None:
-            yield f"it is not simulated together with {recipe[Slot.SHARDING]}. Leave one of them out."
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Its products' rates are those of data sheets."""
