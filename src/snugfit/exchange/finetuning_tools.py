@@ -153,12 +153,9 @@ def _four_bits(job: Job, recipe: Recipe) -> dict[str, Any]:
     return {"bnb_config_kwargs": {"bnb_4bit_use_double_quant": double}}
 
 
-def _double_quantization(recipe: Recipe) -> bool | None:
+def _double_quantization(recipe: Recipe) -> Any:
     """Return whether scales of 4-bit weights are quantized too; None without such weights."""
-    double: bool | None = write_arguments(recipe)[0].get(
-        "model.quantization_config.bnb_4bit_use_double_quant"
-    )
-    return double
+    return write_arguments(recipe)[0].get("model.quantization_config.bnb_4bit_use_double_quant")
 
 
 def left_in_float32(job: Job) -> list[str]:

@@ -24,15 +24,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from snugfit.features.quantized.fields import FLOAT8_MULTIPLE, Float8Wish
+from snugfit.features.quantized.fields import Float8Wish
 from snugfit.job.build import instantiate
 from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
-    import torch
-
     from snugfit.job.job import Job
 
 
@@ -73,7 +71,7 @@ class Fp8(Technique):
         setup = recipe[Slot.CHECKPOINTING].install(recipe[Slot.ADAPTERS].alone)
         if not job.trains:
             yield "its products are simulated in training only. Try 'bf16'."
-        elif why := _lacks_layers(job):
+        elif why := _why_unconverted(job):
             yield f"{why}. Try 'bf16'."
         if setup.adapt is not None:
             yield (
@@ -95,40 +93,21 @@ class Fp8(Technique):
         )
 
 
-def _lacks_layers(job: Job) -> str:
-    """Why there is no linear layer to convert; empty where there may be one."""
+def _why_unconverted(job: Job) -> str:
+    """Return the reason why none of this job's layers is converted; empty where some are."""
+    from snugfit.features.quantized.float8 import why_unconverted
+
     module = job.model.module
     if module is not None:
-        return _lacks_linear_layers(module)
+        return why_unconverted(module)
     key = f"{job.task} {json.dumps(job.model.config, sort_keys=True, default=str)}"
     if key not in _ANSWERS:
         import torch
 
         with torch.device("meta"):
-            _ANSWERS[key] = _lacks_linear_layers(instantiate(job, dtype="float32", attention="eager"))
+            _ANSWERS[key] = why_unconverted(instantiate(job, dtype="float32", attention="eager"))
     return _ANSWERS[key]
 
 
 _ANSWERS: dict[str, str] = {}
 """By task and config: building a model without data takes up to a second."""
-
-
-def _lacks_linear_layers(model: torch.nn.Module) -> str:
-    """Layers that repeat are in a list, so their modules have a number in their names."""
-    import torch
-
-    repeated = [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and any(part.isdigit() for part in name.split("."))
-    ]
-    if not repeated:
-        return f"the layers of {type(model).__name__} have no torch.nn.Linear"
-    if not any(module.weight.requires_grad for module in repeated):
-        return f"no torch.nn.Linear in the layers of {type(model).__name__} trains"
-    if all(any(size % FLOAT8_MULTIPLE for size in module.weight.shape) for module in repeated):
-        return (
-            f"the linear layers of {type(model).__name__} have sizes that are no multiples of "
-            f"{FLOAT8_MULTIPLE}, which products in 8-bit floats want"
-        )
-    return ""
