@@ -20,9 +20,8 @@ from snugfit.exchange.trainer_arguments import training_arguments
 from snugfit.job.job import Task
 from snugfit.step.checkpointing import NAMES
 from snugfit.techniques import roster
-from snugfit.techniques.low_rank import ALL_LINEAR, default_targets
 from snugfit.techniques.setup import CheckpointWish, Setup
-from snugfit.techniques.technique import Slot
+from snugfit.techniques.technique import ALL_LINEAR, Slot
 from snugfit.techniques.translate import write_arguments
 
 if TYPE_CHECKING:
@@ -287,9 +286,8 @@ def _lora(job: Job, recipe: Recipe) -> dict[str, Any] | None:
     dotted = write_arguments(recipe)[0]
     if dotted.get("lora.r") is None:
         return None
-    targets = dotted["lora.target_modules"] or default_targets(job.model)
-    if not isinstance(targets, str):
-        targets = ALL_LINEAR if list(targets) == [ALL_LINEAR] else list(targets)
+    adapted = recipe[Slot.ADAPTERS].adapted_modules(job)
+    targets = adapted if isinstance(adapted, str) else list(adapted)
     variants = {name: True for name in _VARIANTS if dotted[f"lora.{name}"]}
     return {
         "r": dotted["lora.r"], "lora_dropout": dotted["lora.lora_dropout"], "target_modules": targets,

@@ -47,7 +47,6 @@ TOUCHES: Mapping[str, tuple[str, ...]] = {
     "weights_dtype": ("passes", "update"),
     "attention": ("passes",),
     "matmul": ("matmul",),
-    "adapt": ("passes", "update"),
     "masters": ("passes", "update"),
     "kernels": ("passes",),
     "logits": ("passes",),
@@ -115,7 +114,7 @@ def timing_key(setup: Setup) -> Hashable:
 
 def adapters_key(setup: Setup) -> Hashable:
     """All of a Setup that decides which parameters train."""
-    return setup.adapt and _hashable(setup.adapt)
+    return tuple([_hashable(wish.of(setup)) for wish in wishes() if wish.freezes])
 
 
 def as_rehearsed(setup: Setup) -> Setup:

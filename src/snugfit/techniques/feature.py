@@ -68,6 +68,9 @@ class Feature:
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {}
     """By slot, the modules of its folder that have one technique each; a module's name is its word."""
 
+    needs: ClassVar[Mapping[str, str]] = {}
+    """By module of a technique, another feature that it imports; without that, the technique is left out."""
+
     # ---- running a step ----
 
     def handlers(self) -> Sequence[Any]:
@@ -140,4 +143,5 @@ def technique_modules() -> tuple[tuple[Slot, str], ...]:
         for feature in features()
         for slot, modules in feature.techniques.items()
         for module in modules
+        if feature.needs.get(module, feature.name) in feature_names()
     )

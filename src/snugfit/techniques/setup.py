@@ -8,16 +8,16 @@ field has a handler, and handlers run in the order of `feature.InstallStage`.
 
 from __future__ import annotations
 
-import importlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, make_dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
 
 from snugfit.documents import decode_fields
 from snugfit.job.dtype import LOST_BELOW, dtype_name
-from snugfit.techniques.wish import wishes
+from snugfit.techniques.wish import Call as Call  # noqa: PLC0414 - exported: optimizers and kernels are Calls
+from snugfit.techniques.wish import used_wishes, wishes
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -29,27 +29,6 @@ PADDING_FREE = "padding_free"
 RING = "ring"
 """torch's `scaled_dot_product_attention` without masks, whose sequences are cut over ranks
 (`step/wishes/mesh/ring_attention.py`)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """A callable by its import path, with keyword arguments: code as data."""
-
-    path: str
-    """The import path, `package.module:name`."""
-
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments, JSON values only."""
-
-    def resolve(self) -> Callable[..., Any]:
-        """The callable that `path` names, imported now."""
-        module, _, name = self.path.partition(":")
-        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-        return function
-
-    def run(self, *given: Any, **more: Any) -> Any:
-        """What it gives; its own arguments win over `more`."""
-        return self.resolve()(*given, **{**more, **self.arguments})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,9 +296,6 @@ class CoreSetup:
     matmul: str = "ieee"
     """build: torch's `fp32_precision` of matrix products and convolutions: `ieee` or `tf32`."""
 
-    adapt: Call | None = None
-    """adapt: `adapt(model, **arguments)` gives the model to train instead."""
-
     masters: bool = False
     """adapt: weights that train, in whichever dtype they are loaded, become bfloat16, and the optimizer keeps
     what that leaves of them in 16 bits, so that it updates them in 32."""
@@ -386,9 +362,9 @@ class CoreSetup:
 
     def trained_dtype(self, job: Job) -> str:
         """The dtype of the weights that train, by torch's name: a module's narrowest, where it has several.
-        peft makes adapters fp32, whatever the weights beside them are (`autocast_adapter_dtype`)."""
+        Those that a feature adds beside frozen ones are fp32 (peft's `autocast_adapter_dtype`)."""
         module = job.model.module
-        if self.adapt is not None:
+        if any(wish.freezes for wish in used_wishes(self)):
             return "float32"
         if module is None or self.weights_dtype:
             return self.weights_dtype or job.dtype

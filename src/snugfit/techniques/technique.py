@@ -50,6 +50,10 @@ class Slot(StrEnum):
     LOADING = "loading"
 
 
+ALL_LINEAR = "all-linear"
+"""peft's word for every linear layer but the head."""
+
+
 class Fidelity(StrEnum):
     """How close a technique stays to the plain recipe's mathematics."""
 
@@ -131,6 +135,9 @@ class Technique(ABC):
     single_process: ClassVar[bool] = False
     """Whether it is simulated neither in several processes nor by DeepSpeed's engine."""
 
+    preloaded: ClassVar[str] = ""
+    """The module that a plan's worker processes import ahead where every recipe has it."""
+
     on_cpu: ClassVar[str] = ""
     """How a run on the CPU goes without what the technique is for, a clause after its name; empty where it
     has the same there."""
@@ -163,6 +170,10 @@ class Technique(ABC):
         """Which of this recipe's other techniques no plan of this job puts beside it, unless they are kept,
         and why; empty where any may stand there."""
         return ""
+
+    def adapted_modules(self, job: Job) -> str | Sequence[str]:
+        """Return ends of the names of modules that get adapters; as a text `ALL_LINEAR` or a pattern."""
+        return ()
 
     def is_searched(self) -> bool:
         """Whether a plan can look for recipes around it with these settings."""

@@ -18,6 +18,8 @@ class Quantized(Feature):
         Slot.ADAPTERS: ("qlora",),
     }
 
+    needs: ClassVar[Mapping[str, str]] = {"qlora": "adapters"}
+
     def handlers(self) -> Sequence[Any]:
         """Return the handlers of both fields."""
         from snugfit.features.quantized.float8 import Float8Handler

@@ -68,17 +68,17 @@ class Fp8(Technique):
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Weights must train, and operators be what they are."""
-        setup = recipe[Slot.CHECKPOINTING].install(recipe[Slot.ADAPTERS].alone)
+        checkpoint = recipe[Slot.CHECKPOINTING].alone.checkpoint
         if not job.trains:
             yield "its products are simulated in training only. Try 'bf16'."
         elif why := _why_unconverted(job):
             yield f"{why}. Try 'bf16'."
-        if setup.adapt is not None:
+        if not recipe[Slot.ADAPTERS].plain:
             yield (
                 f"{recipe[Slot.ADAPTERS]} freezes the linear layers, and torchao would compute gradients of "
                 "their weights all the same; the adapters are too thin to gain. Try 'bf16'."
             )
-        if setup.checkpoint is not None and setup.checkpoint.keep:
+        if checkpoint is not None and checkpoint.keep:
             yield (
                 f"{recipe[Slot.CHECKPOINTING]} knows products by their operators, and these have others. "
                 "Try 'every_layer'."

@@ -19,11 +19,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from snugfit.features.adapters.low_rank import ARGUMENTS, LowRank
 from snugfit.features.quantized.fields import QuantizeWish
 from snugfit.techniques.counterpart import Counterpart, Setting
-from snugfit.techniques.low_rank import ALL_LINEAR, ARGUMENTS, LowRank
 from snugfit.techniques.setup import Setup
-from snugfit.techniques.technique import Fidelity, Slot, TechniqueBySlot
+from snugfit.techniques.technique import ALL_LINEAR, Fidelity, Slot, TechniqueBySlot
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -70,6 +70,7 @@ class Qlora(LowRank):
                 "loaded already. Load it with quantization_config=BitsAndBytesConfig(load_in_4bit=True), add "
                 "the adapters (peft.get_peft_model), and leave adapters out of the recipe; or use lora."
             )
+        yield from super().objections(job, recipe)
         kernels, engine, checkpointing = (
             recipe[slot] for slot in (Slot.KERNELS, Slot.ENGINE, Slot.CHECKPOINTING)
         )
