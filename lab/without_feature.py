@@ -2,7 +2,8 @@
 
     python lab/without_feature.py offload [another ...] [--quick]
 
-A feature can be deleted when both pass. `--quick` imports every test and leaves the plan out.
+A feature can be deleted when both pass. A test that itself names a technique of it is skipped there
+(`tests/in_roster.py`). `--quick` imports every test and leaves the plan out.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def check(feature: str, *, quick: bool) -> bool:
             elif not entry.name.startswith("."):
                 (tree / entry.name).symlink_to(entry)
         shutil.rmtree(tree / "src" / "snugfit" / "features" / feature)
-        environment = os.environ | {"PYTHONPATH": str(tree / "src"), "XDG_CACHE_HOME": folder}
+        set_here = {"PYTHONPATH": str(tree / "src"), "XDG_CACHE_HOME": folder, "SNUGFIT_WITHOUT": feature}
+        environment = os.environ | set_here
         unit = ["-m", "pytest", "-q", "-n", "2", "-m", "not whole and not slow", "--no-header"]
         commands = [[*unit, *(["--collect-only", "-qq"] if quick else ["--maxfail=20"])]]
         commands = [["lab/write_docs.py"], *commands] + ([] if quick else [["-m", "snugfit", *PLAN]])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+
 import pytest
 
 from snugfit.techniques import roster
@@ -23,3 +26,14 @@ def needs_techniques(recipe: str) -> None:
     """Skip the running test where a technique of this recipe is in a feature that is not there."""
     if missing := missing_techniques(recipe):
         pytest.skip(f"the feature with {', '.join(missing)} is not there")
+
+
+def lacks_feature(item: pytest.Item, error: BaseException) -> str:
+    """Return the reason to skip a test that failed since it names a technique of a deleted feature.
+
+    Empty for a technique that the test's file does not name: then the core names it.
+    """
+    unknown = re.search(r"Unknown technique '(\w+)'", str(error)) if "SNUGFIT_WITHOUT" in os.environ else None
+    if unknown is None or not re.search(rf"\b{unknown[1]}\b", item.path.read_text(encoding="utf-8")):
+        return ""
+    return f"the feature {os.environ['SNUGFIT_WITHOUT']}, with {unknown[1]}, is not there"

@@ -28,7 +28,6 @@ from snugfit.rehearsal.record import recorder
 from snugfit.rehearsal.record.shape_cache import ShapeCache
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Trace
-from snugfit.techniques import low_rank
 from snugfit.techniques.recipe import Recipe
 
 BERT = {
@@ -203,29 +202,6 @@ def test_the_task_of_a_module_may_be_written_as_text() -> None:
         of_python("loss", "causal-lm")
     with pytest.raises(JobError, match=r"no head for custom.*Tasks it has: sequence-classification"):
         job_of(BERT, "custom")
-
-
-# LoRA's targets ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("facts", [BERT | {"model_type": "modernbert"}, {"model_type": "vit"}])
-def test_lora_without_known_targets_adapts_all_linear_layers_and_says_so(facts: dict[str, Any]) -> None:
-    task = "image-classification" if facts["model_type"] == "vit" else "masked-lm"
-    (said,) = Recipe.parse("lora").check(job_of(facts, task))
-    assert re.search(rf"no default targets for {facts['model_type']}.*lora\(targets=all-linear\)", said)
-    assert not Recipe.parse("lora(targets=all-linear)").check(job_of(facts, task))
-    assert not Recipe.parse("lora").check(job_of(BERT, "masked-lm"))
-
-
-def test_peft_s_table_read_from_its_source_is_the_imported_one() -> None:
-    peft = pytest.importorskip("peft.utils.constants", reason="the extra peft is not installed")
-    assert low_rank.pefts_table() == peft.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-
-
-def test_a_target_that_is_not_there_is_one_clear_error() -> None:
-    pytest.importorskip("peft", reason="the extra peft is not installed")
-    with pytest.raises(RecipeError, match=r"nothing to adapt.*all-linear"):
-        trace_of(job_of(BERT, "masked-lm"), "lora(targets=q_proj)")
 
 
 # Where a model is looked for ---------------------------------------------------------------------
