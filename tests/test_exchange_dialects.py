@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from in_roster import needs_techniques
 from snugfit.cli.main import run
 from snugfit.cli.request import Request
 from snugfit.errors import UsageError
@@ -167,6 +168,7 @@ def test_llama_factory_checkpoints_by_re_entry_unless_told(tmp_path: Path) -> No
 
 def test_no_switch_of_llama_factory_is_overlooked(tmp_path: Path) -> None:
     """Each `use_...` of its source, and what makes the embeddings larger, is known, and mostly refused."""
+    needs_techniques("lora")
     tools = json.loads((Path(__file__).parent / "data" / "finetuning_tools.json").read_text())
     switches = [key for key in tools["llamafactory"]["keys"] if key.startswith("use_")]
     table = dialect("llamafactory")
