@@ -31,6 +31,7 @@ from typing import Any
 import pytest
 
 import clean_forks
+from in_roster import lacks_feature
 from snugfit.cli.main import FEW_COLLECTIONS
 from stored_rehearsals import STORE
 
@@ -71,6 +72,16 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if call.excinfo is not None and (why := lacks_feature(item, call.excinfo.value)):
+        report.outcome, report.longrepr = "skipped", (str(item.path), item.location[1] or 0, why)
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,7 +2,8 @@
 
     python lab/without_feature.py offload [another ...] [--quick]
 
-A feature can be deleted when both pass. `--quick` imports every test and leaves the plan out.
+A feature can be deleted when both pass. A test that itself names a technique of it is skipped there
+(`tests/in_roster.py`). `--quick` imports every test and leaves the plan out.
 """
 
 from __future__ import annotations
@@ -15,13 +16,28 @@ import sys
 import tempfile
 from pathlib import Path
 
+from snugfit.techniques.feature import features
+
 ROOT = Path(__file__).parent.parent
 COPIED = ("src", "tests", "docs", "conftest.py", "lab")
 PLAN = ["plan", "bert-large-uncased", "--task", "sequence-classification", "--gpu", "h200", "--no-cache"]
 
 
+def technique_words(feature: str) -> str:
+    """Return the techniques that are gone without this feature."""
+    gone = [
+        module
+        for one in features()
+        for modules in one.techniques.values()
+        for module in modules
+        if feature in (one.name, one.needs.get(module))
+    ]
+    return " ".join(gone)
+
+
 def check(feature: str, *, quick: bool) -> bool:
     """Return whether a tree without this feature passes."""
+    words = technique_words(feature)
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         tree.mkdir()
@@ -31,7 +47,8 @@ def check(feature: str, *, quick: bool) -> bool:
             elif not entry.name.startswith("."):
                 (tree / entry.name).symlink_to(entry)
         shutil.rmtree(tree / "src" / "snugfit" / "features" / feature)
-        environment = os.environ | {"PYTHONPATH": str(tree / "src"), "XDG_CACHE_HOME": folder}
+        set_here = {"PYTHONPATH": str(tree / "src"), "XDG_CACHE_HOME": folder, "SNUGFIT_WITHOUT": words}
+        environment = os.environ | set_here
         unit = ["-m", "pytest", "-q", "-n", "2", "-m", "not whole and not slow", "--no-header"]
         commands = [[*unit, *(["--collect-only", "-qq"] if quick else ["--maxfail=20"])]]
         commands = [["lab/write_docs.py"], *commands] + ([] if quick else [["-m", "snugfit", *PLAN]])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from in_roster import needs_techniques
 from small_models import small_job
 from snugfit.frontends.own import options_of
 from snugfit.job.job import Job
@@ -62,7 +63,8 @@ def small_run(
 
 
 def skip_without_packages(recipe: str) -> None:
-    """Skips the test where a technique of the recipe lacks a package, and says which."""
+    """Skips the test where a technique of the recipe or its package is missing, and says which."""
+    needs_techniques(recipe)
     missing = [why for technique in Recipe.parse(recipe) if (why := technique.missing_package())]
     if missing:
         pytest.skip(missing[0])

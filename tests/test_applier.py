@@ -19,8 +19,8 @@ from snugfit.techniques.setup import Setup
 
 WISHES = [field.name for field in fields(Setup)]
 BUILT = {
-    "import_code", "model_arguments", "adapt", "wrap", "make_scaler", "loader_arguments", "around_forward",
-    "around_run", "around_rehearsal", "set_process",
+    "import_code", "model_arguments", "replace_model", "wrap", "make_scaler", "loader_arguments",
+    "around_forward", "around_run", "around_rehearsal", "set_process",
 }  # fmt: skip
 LIVE = {"change", "make_scaler", "loader_arguments", "around_forward", "around_run", "set_process"}
 ENDS = {

@@ -28,7 +28,6 @@ from snugfit.rehearsal.record import recorder
 from snugfit.rehearsal.record.shape_cache import ShapeCache
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Trace
-from snugfit.techniques import low_rank
 from snugfit.techniques.recipe import Recipe
 
 BERT = {
@@ -205,29 +204,6 @@ def test_the_task_of_a_module_may_be_written_as_text() -> None:
         job_of(BERT, "custom")
 
 
-# LoRA's targets ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("facts", [BERT | {"model_type": "modernbert"}, {"model_type": "vit"}])
-def test_lora_without_known_targets_adapts_all_linear_layers_and_says_so(facts: dict[str, Any]) -> None:
-    task = "image-classification" if facts["model_type"] == "vit" else "masked-lm"
-    (said,) = Recipe.parse("lora").check(job_of(facts, task))
-    assert re.search(rf"no default targets for {facts['model_type']}.*lora\(targets=all-linear\)", said)
-    assert not Recipe.parse("lora(targets=all-linear)").check(job_of(facts, task))
-    assert not Recipe.parse("lora").check(job_of(BERT, "masked-lm"))
-
-
-def test_peft_s_table_read_from_its_source_is_the_imported_one() -> None:
-    peft = pytest.importorskip("peft.utils.constants", reason="the extra peft is not installed")
-    assert low_rank.pefts_table() == peft.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-
-
-def test_a_target_that_is_not_there_is_one_clear_error() -> None:
-    pytest.importorskip("peft", reason="the extra peft is not installed")
-    with pytest.raises(RecipeError, match=r"nothing to adapt.*all-linear"):
-        trace_of(job_of(BERT, "masked-lm"), "lora(targets=q_proj)")
-
-
 # Where a model is looked for ---------------------------------------------------------------------
 
 
@@ -343,14 +319,3 @@ def test_a_task_is_taken_as_others_write_it(written: str, ours: str) -> None:
 def test_more_labels_than_transformers_can_name_are_refused() -> None:
     with pytest.raises(JobError, match="labels is 16000000; allowed are whole numbers from 1 to 262,144"):
         job_of(BERT, "sequence-classification", labels=16_000_000)
-
-
-@pytest.mark.parametrize(
-    ("word", "told"),
-    [("load_in_4bit", "'qlora'"), ("mxfp8", "'fp8'")],
-)
-def test_a_technique_that_is_not_here_is_told_why(word: str, told: str) -> None:
-    with pytest.raises(RecipeError) as error:
-        Recipe.parse(word)
-    assert told in str(error.value)
-    assert "Did you mean" not in str(error.value)

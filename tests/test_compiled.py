@@ -301,7 +301,7 @@ def test_plans_for_one_gpu_look_at_it_and_plans_for_many_when_they_are_asked(
 
 @pytest.mark.parametrize(
     ("words", "told"),
-    [("qlora", "4 bits"), ("selective(products)", "every_layer"), ("segments", "every_nth_layer")],
+    [("selective(products)", "every_layer"), ("segments", "every_nth_layer")],
 )
 def test_what_does_not_go_with_it_is_said(words: str, told: str) -> None:
     with pytest.raises(RecipeError, match=told):

@@ -21,7 +21,6 @@ from snugfit.prediction.profile import Software
 from snugfit.rehearsal.few_layers import passes_from_few_layers
 from snugfit.rehearsal.splice import rehearse_passes
 from snugfit.techniques.loading import workers
-from snugfit.techniques.precision import fp8
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity
@@ -137,7 +136,7 @@ def test_a_space_of_tokens_builds_no_model_and_no_batch(monkeypatch: pytest.Monk
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("this imports torch and transformers in the process that only waits")
 
-    monkeypatch.setattr(fp8, "instantiate", refuse)
+    monkeypatch.setattr("snugfit.job.build._from_facts", refuse)
     monkeypatch.setattr("snugfit.job.batch.SyntheticDataset.__getitem__", refuse)
     assert [one.n for one in workers.Workers.settings(small_job("bert", 2, batch_size=2))] == [workers.FEW]
     job = small_job("bert", 2, batch_size=2)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 
+from in_roster import are_in_roster, needs_techniques
 from small_models import FAMILIES
 from small_tokenizers import NUMBERS, tokenizer
 from snugfit.cli.main import run
@@ -29,26 +30,35 @@ from snugfit.techniques.setup import Setup
 
 KEYS = json.loads((Path(__file__).parent / "data" / "finetuning_tools.json").read_text())
 LORA = "lora(r=4, targets=all-linear, dropout=0.1)"
+EXPANDABLE = "bf16 + every_layer + micro_batches(2) + adamw_8bit + expandable"
 SUPPORTED = [
-    ("trl", "bfloat16", f"{LORA} + bf16 + every_layer + micro_batches(2) + adamw_8bit + expandable"),
-    ("trl", "bfloat16", "bf16_pure + sgd(momentum=0.5) + eager + workers(n=2)"),
-    ("trl", "float32", "every_nth_layer(2) + bf16 + adafactor"),
-    ("trl", "bfloat16", "fp32 + adamw_fused"),
-    ("trl", "float32", "qlora(r=4, targets=all-linear, double=false) + bf16 + every_layer"),
-    ("trl", "bfloat16", "qlora(r=4, targets=q_proj|v_proj) + bf16 + micro_batches(2)"),
-    ("axolotl", "bfloat16", f"{LORA} + bf16 + every_layer + micro_batches(2) + adamw_8bit + expandable"),
-    ("axolotl", "bfloat16", "lora(targets=q_proj|v_proj) + bf16 + eager"),
-    ("axolotl", "float32", "every_layer + micro_batches(4) + workers(n=2) + tf32 + adafactor"),
-    ("axolotl", "bfloat16", "fp32 + sgd"),
-    ("axolotl", "bfloat16", "qlora(r=4, targets=all-linear, double=false) + bf16 + every_layer"),
-    ("axolotl", "bfloat16", "qlora(r=4, targets=q_proj|v_proj) + bf16 + micro_batches(2)"),
-    ("llamafactory", "bfloat16", f"{LORA} + bf16 + every_layer + micro_batches(2) + adamw_8bit + expandable"),
-    ("llamafactory", "bfloat16", "lora(targets=q_proj|v_proj) + bf16_pure + eager"),
-    ("llamafactory", "bfloat16", "qlora(r=4, targets=all-linear, double=false) + bf16 + every_layer"),
-    ("llamafactory", "bfloat16", "bf16_pure + every_layer + sgd(momentum=0.5)"),
-    ("llamafactory", "bfloat16", "fp32 + adamw_fused + workers(n=2)"),
-    ("llamafactory", "float32", "bf16 + tf32 + adafactor"),
-    ("llamafactory", "float32", "flash + bf16"),
+    case
+    for case in [
+        ("trl", "bfloat16", f"{LORA} + {EXPANDABLE}"),
+        ("trl", "bfloat16", "bf16_pure + sgd(momentum=0.5) + eager + workers(n=2)"),
+        ("trl", "float32", "every_nth_layer(2) + bf16 + adafactor"),
+        ("trl", "bfloat16", "fp32 + adamw_fused"),
+        ("trl", "float32", "qlora(r=4, targets=all-linear, double=false) + bf16 + every_layer"),
+        ("trl", "bfloat16", "qlora(r=4, targets=q_proj|v_proj) + bf16 + micro_batches(2)"),
+        ("axolotl", "bfloat16", f"{LORA} + {EXPANDABLE}"),
+        ("axolotl", "bfloat16", "lora(targets=q_proj|v_proj) + bf16 + eager"),
+        ("axolotl", "float32", "every_layer + micro_batches(4) + workers(n=2) + tf32 + adafactor"),
+        ("axolotl", "bfloat16", "fp32 + sgd"),
+        ("axolotl", "bfloat16", "qlora(r=4, targets=all-linear, double=false) + bf16 + every_layer"),
+        ("axolotl", "bfloat16", "qlora(r=4, targets=q_proj|v_proj) + bf16 + micro_batches(2)"),
+        (
+            "llamafactory",
+            "bfloat16",
+            f"{LORA} + {EXPANDABLE}",
+        ),
+        ("llamafactory", "bfloat16", "lora(targets=q_proj|v_proj) + bf16_pure + eager"),
+        ("llamafactory", "bfloat16", "qlora(r=4, targets=all-linear, double=false) + bf16 + every_layer"),
+        ("llamafactory", "bfloat16", "bf16_pure + every_layer + sgd(momentum=0.5)"),
+        ("llamafactory", "bfloat16", "fp32 + adamw_fused + workers(n=2)"),
+        ("llamafactory", "float32", "bf16 + tf32 + adafactor"),
+        ("llamafactory", "float32", "flash + bf16"),
+    ]
+    if are_in_roster(case[2])
 ]
 
 
@@ -161,10 +171,10 @@ def test_trl_itself_takes_it(
     frozen = next(weight for name, weight in trainer.model.named_parameters() if "embed_tokens" in name)
     assert frozen.dtype == getattr(torch, str(setup.weights_dtype))
     assert frozen.requires_grad == (setup.adapt is None)
-    if setup.quantize:
+    if "qlora" in recipe:
         assert {w.dtype for w in trainer.model.parameters() if w.requires_grad} == {torch.float32}
         double = trainer.model.config.quantization_config.bnb_4bit_use_double_quant
-        assert double is setup.quantize.double
+        assert double is ("double=false" not in recipe)
     assert trainer.args.bf16 == (setup.autocast == "bfloat16")
     assert trainer.args.activation_checkpointing == ("layer" in recipe)
     assert (trainer.args.max_length, trainer.args.packing, trainer.args.max_grad_norm) == (16, False, 0.5)
@@ -194,8 +204,6 @@ def test_trl_trains_what_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("axolotl", "bfloat16", "bf16", ["embeddings", "32 bits"]),
         ("llamafactory", "float32", "bf16_pure", ["bf16_pure", "pure_bf16"]),
         ("llamafactory", "bfloat16", "lora + fp32", ["fp32", "checkpoint"]),
-        ("axolotl", "bfloat16", "qlora + bf16_pure", ["bf16_pure", "float32"]),
-        ("axolotl", "float32", "qlora + bf16", ["bf16", "bfloat16", "--dtype"]),
         ("llamafactory", "float32", "bf16 + flex", ["flex", "flash_attn"]),
         ("trl", "float32", "bf16 + padding_free", ["padding_free"]),
     ],
@@ -220,6 +228,7 @@ def test_axolotl_gets_4_bits_where_nothing_is_left_in_32(
     family: str, left: list[str], tmp_path: Path
 ) -> None:
     """Biases, and embeddings and normalisations that axolotl does not find by their names."""
+    needs_techniques("qlora")
     job = job_in(tmp_path / "model", "bfloat16", family)
     assert left_in_float32(job)[: max(1, len(left))] == left
     if not left:

@@ -51,7 +51,6 @@ def launches(trace: Trace) -> Counter[tuple[str, str]]:
         ("t5", "fused", r"no kernels for t5\. It covers bert, .*vit.*'torch_kernels'"),
         ("bert", "fused + compiled", r"compiled.* compiles what it would replace"),
         ("bert", "fused + eager", r"wants torch's attention, and eager is another"),
-        ("bert", "fused + qlora", r"qlora.* quantizes weights"),
         ("bert", "fused + fsdp", "several processes do not share"),
     ],
 )

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from in_roster import needs_techniques
 from made_up import footprint, guide_result, prediction
 from snugfit.cli.main import run
 from snugfit.evaluation import guide_modern
@@ -93,6 +94,7 @@ def test_what_does_not_fit_may_use_the_whole_gpu() -> None:
 
 def test_large_models_are_valid_and_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each on its own GPU; one that cannot be predicted says why."""
+    needs_techniques("qlora")
     for model in large_models():
         gpu = find_gpu(model.gpu)
         Recipe.parse(model.recipe).check(job_of(model.job), gpu.compute_capability, installed=False)

@@ -14,6 +14,7 @@ from pathlib import Path
 import networkx
 import pytest
 
+from snugfit.techniques.feature import features
 from snugfit.techniques.wish import wishes
 
 SOURCE = Path(__file__).parents[1] / "src" / "snugfit"
@@ -282,6 +283,20 @@ def test_the_core_names_no_feature() -> None:
                 yield f"{node.arg}="
 
     assert not offending(lambda path: named(path) if room_of(path) != "features" else ())
+
+
+def test_a_feature_imports_another_where_it_says_so() -> None:
+    """Deleting a feature may take techniques along that need it, and nothing else."""
+    needs = {feature.name: feature.needs for feature in features()}
+
+    def undeclared(path: Path) -> Iterator[str]:
+        folder, *inner = path.relative_to(SOURCE / "features").parts
+        known = {folder, needs[folder].get(path.stem)} if inner else set()
+        for module in imported(tree_of(path)):
+            if module.startswith("snugfit.features.") and module.split(".")[2] not in known:
+                yield module
+
+    assert not offending(lambda path: undeclared(path) if room_of(path) == "features" else ())
 
 
 def imported_at_import(path: Path) -> set[str]:

@@ -18,6 +18,7 @@ import transformers
 
 from aligned import Event, compare, peak
 from cpu_scratch import compared
+from in_roster import needs_techniques
 from reported import foreseen, reports
 from snugfit.job.job import Job
 from snugfit.prediction.predict import predict
@@ -67,6 +68,7 @@ def hold(this: Job, recipe: str, loop: str, own: type[Any] | None = None) -> lis
 @pytest.mark.whole
 @pytest.mark.parametrize(("family", "recipe", "loop"), crossed(CASES, ["accelerate", "trainer"]))
 def test_a_real_step_allocates_what_its_trace_says(loop: str, family: str, recipe: str) -> None:
+    needs_techniques(recipe)
     hold(job(family), recipe, loop)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from in_roster import needs_techniques
 from small_models import small_job
 from snugfit.job.job import Job
 from snugfit.prediction.predict import predict
@@ -92,6 +93,7 @@ def stated(name: str) -> tuple[int, int, int]:
     ],
 )
 def test_a_warning_s_numbers_are_the_files(name: str) -> None:
+    needs_techniques(name)
     if lacking := next(one for one in roster.techniques() if one.name == name).missing_package():
         pytest.skip(lacking)
     more = [100 * (ratio - 1) for ratio in ratios(name)]

@@ -19,7 +19,6 @@ from snugfit.planning.cost.parts import Parts
 from snugfit.planning.cost.parts_pool import parts_pool
 from snugfit.planning.cost.periodic import MANY, AllocatorPeaks, Requests, replay_periodic
 from snugfit.planning.cost.same_trace import trace_under
-from snugfit.planning.cost.short_passes import second_step_is_redundant
 from snugfit.planning.cost.timer import GpuTimers, seconds_of
 from snugfit.planning.search.recomputing import CACHE_SHARE
 from snugfit.planning.search.state import TIME_BOUND_MARGIN
@@ -174,13 +173,6 @@ def test_few_micro_batches_tell_what_many_take(family: str, recipe: str) -> None
         assert found[0][:3] == (after.requested_peak, after.allocated_peak, after.reserved_peak)
         seconds = GpuTimers(GPUS)(trace_under(setup, trace))
         assert [each.seconds for each in found] == pytest.approx(seconds, rel=1e-12)
-
-
-@pytest.mark.parametrize("recipe", slow_but(["bf16 + every_layer + micro_batches(2)", "bf16"], 1))
-def test_what_the_first_step_replaces_of_the_model_is_not_replaced_again(recipe: str) -> None:
-    """bitsandbytes casts a bias for good when its layer is first called."""
-    job, setup = small_job("qwen2", 2, batch_size=2), Recipe.parse(f"qlora + {recipe}").setup()
-    assert second_step_is_redundant(job, setup, CudaPolicy())
 
 
 @pytest.mark.parametrize("pieces", slow_but([3, 17, 16, 23], 2))

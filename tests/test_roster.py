@@ -16,7 +16,7 @@ from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique
 
 PROMISED = """
-    full lora sdpa eager fp32 bf16 fp16 bf16_pure ieee tf32 keep_all every_layer every_nth_layer segments
+    full sdpa eager fp32 bf16 fp16 bf16_pure ieee tf32 keep_all every_layer every_nth_layer segments
     whole_batch micro_batches adamw adamw_fused adamw_loop sgd adafactor adafactor_torch adamw_8bit
     default expandable inline workers
 """

@@ -214,5 +214,3 @@ def test_attention_that_cannot_be_kept_is_not_planned() -> None:
     assert any("attention_probs_dropout_prob=0.1" in one for one in recipe.check(job("bert")))
     with pytest.raises(RecipeError, match="nothing would be kept"):
         Recipe.parse("eager + selective(attention)").check(job("llama"))
-    with pytest.raises(RecipeError, match="weights in 4 bits"):
-        Recipe.parse("qlora(targets=all-linear) + selective(products)").check(job("llama"), installed=False)

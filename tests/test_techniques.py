@@ -40,7 +40,8 @@ QMAP_BYTES = 256 * 4
 
 def callables(setup: Setup) -> list[Call]:
     wish = setup.optimizer
-    return [call for call in (setup.adapt, wish.factory, wish.prepare, wish.shapes) if call]
+    fields = (*vars(setup).values(), wish.factory, wish.prepare, wish.shapes)
+    return [call for call in fields if isinstance(call, Call)]
 
 
 def resolve(call: Call) -> Callable[..., Any]:

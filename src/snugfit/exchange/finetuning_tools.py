@@ -20,9 +20,8 @@ from snugfit.exchange.trainer_arguments import training_arguments
 from snugfit.job.job import Task
 from snugfit.step.checkpointing import NAMES
 from snugfit.techniques import roster
-from snugfit.techniques.low_rank import ALL_LINEAR, default_targets
 from snugfit.techniques.setup import CheckpointWish, Setup
-from snugfit.techniques.technique import Slot
+from snugfit.techniques.technique import ALL_LINEAR, Slot
 from snugfit.techniques.translate import write_arguments
 
 if TYPE_CHECKING:
@@ -140,8 +139,8 @@ def axolotl_config(job: Job, recipe: Recipe) -> str:
 def _four_bits(job: Job, recipe: Recipe) -> dict[str, Any]:
     """axolotl's key for weights in 4 bits; none where they are not. Raises `RecipeError` where it would have
     something beside them in another dtype than was predicted."""
-    quantize = recipe.setup().quantize
-    if quantize is None:
+    double = _double_quantization(recipe)
+    if double is None:
         return {}
     left = left_in_float32(job)
     if left and _dtypes(job, recipe)[0] != "float32":
@@ -150,7 +149,12 @@ def _four_bits(job: Job, recipe: Recipe) -> dict[str, Any]:
             f"with weights in 4 bits axolotl has {some_of(left, 2)} in 32 bits, which was not predicted. "
             "It trains models in 4 bits whose linear layers have no biases, such as Llama, Mistral and Qwen3",
         )  # fmt: skip
-    return {"bnb_config_kwargs": {"bnb_4bit_use_double_quant": quantize.double}}
+    return {"bnb_config_kwargs": {"bnb_4bit_use_double_quant": double}}
+
+
+def _double_quantization(recipe: Recipe) -> Any:
+    """Return whether scales of 4-bit weights are quantized too; None without such weights."""
+    return write_arguments(recipe)[0].get("model.quantization_config.bnb_4bit_use_double_quant")
 
 
 def left_in_float32(job: Job) -> list[str]:
@@ -225,10 +229,10 @@ def llamafactory_config(job: Job, recipe: Recipe) -> str:
             "lora_target": "all" if targets == ALL_LINEAR else ",".join(targets),
             **{name: True for name in _VARIANTS if lora.get(name)},
         }  # fmt: skip
-    quantize = recipe.setup().quantize
+    double = _double_quantization(recipe)
     bits = (
-        {"quantization_bit": 4, "quantization_type": "nf4", "double_quantization": quantize.double}
-        if quantize
+        {"quantization_bit": 4, "quantization_type": "nf4", "double_quantization": double}
+        if double is not None
         else {}
     )
     pure = weights == "bfloat16" and (lora is None or autocast is None)
@@ -271,7 +275,7 @@ def _trainer_arguments(job: Job, recipe: Recipe, to: str) -> dict[str, Any]:
     if recipe.setup().compile is not None and to != "trl":
         why = f"{to} compiles the whole model or nothing (torch_compile), which was not compared"
         raise _refusal(to, recipe[Slot.ENGINE], why)
-    if recipe.setup().float8 is not None and to != "trl":
+    if "layers.float8" in write_arguments(recipe)[0] and to != "trl":
         raise _refusal(to, recipe[Slot.PRECISION], f"{to} chooses other layers for products in 8 bits (fp8)")
     return {key.replace(new, old) if key.startswith(new) else key: value for key, value in arguments.items()}
 
@@ -282,9 +286,8 @@ def _lora(job: Job, recipe: Recipe) -> dict[str, Any] | None:
     dotted = write_arguments(recipe)[0]
     if dotted.get("lora.r") is None:
         return None
-    targets = dotted["lora.target_modules"] or default_targets(job.model)
-    if not isinstance(targets, str):
-        targets = ALL_LINEAR if list(targets) == [ALL_LINEAR] else list(targets)
+    adapted = recipe[Slot.ADAPTERS].adapted_modules(job)
+    targets = adapted if isinstance(adapted, str) else list(adapted)
     variants = {name: True for name in _VARIANTS if dotted[f"lora.{name}"]}
     return {
         "r": dotted["lora.r"], "lora_dropout": dotted["lora.lora_dropout"], "target_modules": targets,

@@ -12,6 +12,7 @@ import json
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,7 +24,6 @@ from snugfit.job.config import ignored_keys
 from snugfit.job.dtype import cast_weights
 from snugfit.job.job import Job, refuse_lengths
 from snugfit.job.model import Model
-from snugfit.job.quantized import Quantization
 from snugfit.job.weights import LoadedWeights, check_loaded, freeze_as
 
 if TYPE_CHECKING:
@@ -35,19 +35,46 @@ OnLoaded = Callable[[LoadedWeights], None]
 """Hears how a folder of weights differs from the model."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Construction:
+    """The way to make transformers' model, which a feature may replace."""
+
+    dtype: str
+    """The dtype of weights, by torch's name."""
+
+    autocast: str | None
+    """The dtype of autocast regions in which the model is to run."""
+
+    @property
+    def loaded_dtype(self) -> str:
+        """The dtype in which transformers loads weights."""
+        return self.dtype
+
+    def build(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """Return the model that `make` gives, with random weights, on the ambient device."""
+        return make()
+
+    def loading_arguments(self, model: Any) -> dict[str, Any]:
+        """Return further arguments of `from_pretrained` to load a model like this one."""
+        return {}
+
+    def finish(self, model: nn.Module) -> nn.Module:
+        """Return the model that was loaded, as it is to train."""
+        return model
+
+
 def instantiate(
     job: Job,
     *,
     dtype: str | None,
     attention: str,
     autocast: str | None = None,
-    double_quant: bool | None = None,
+    construct: Callable[..., Construction] | None = None,
     weights: Path | None = None,
     on_loaded: OnLoaded = lambda loaded: None,
 ) -> nn.Module:
     """The real model of a job on the ambient `torch.device`, in train or eval mode, its weights in `dtype`,
-    or as the job has them loaded. With `double_quant`, true or false, linear layers are quantized to 4 bits,
-    and compute in `autocast` or in the dtype of the other weights.
+    or as the job has them loaded. `construct(dtype=, autocast=)` gives the way to make it.
 
     Weights are random, or those of the folder `weights` (`find_weights`). Raises `ModelError` for a config
     that transformers cannot use or weights that the folder lacks, `RecipeError` for an attention that the
@@ -62,12 +89,10 @@ def instantiate(
         return clone if dtype is None else cast_weights(clone, dtype)
     dtype = dtype or job.dtype
     refuse_lengths(job, job.config_to_read().to_dict())
-    quantization = None
-    if double_quant is not None:
-        quantization = Quantization(dtype=dtype, compute_dtype=autocast or dtype, double=double_quant)
+    construction = (construct or Construction)(dtype=dtype, autocast=autocast)
 
     def build(attention: str) -> nn.Module:
-        return _from_facts(job, dtype, attention, weights, on_loaded, quantization).train(job.trains)
+        return _from_facts(job, attention, weights, on_loaded, construction).train(job.trains)
 
     try:
         with no_package_asked_for(attention, torch.get_default_device()):
@@ -111,34 +136,25 @@ def no_package_asked_for(attention: str, device: torch.device) -> Iterator[None]
 
 
 def _from_facts(
-    job: Job,
-    dtype: str,
-    attention: str,
-    weights: Path | None,
-    on_loaded: OnLoaded,
-    quantization: Quantization | None,
+    job: Job, attention: str, weights: Path | None, on_loaded: OnLoaded, construction: Construction
 ) -> nn.Module:
     import torch
     import transformers
 
     auto_class = getattr(transformers, HEADS[job.task][0])
     config = job.transformers_config()
-    asked: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": attention}
-    if quantization is not None:
-        asked["dtype"] = getattr(torch, quantization.compute_dtype)
+    dtype = getattr(torch, construction.loaded_dtype)
+    asked: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
     model: nn.Module
     if weights is not None and "quantization_config" in ignored_keys(job.model.config):
         raise ModelError(
             f'{weights}: its weights are quantized ("quantization_config" in config.json), which snugfit '
             "does not train. Give a folder with the unquantized weights."
         )
-    if weights is None and quantization is not None:
-        return quantization.build(lambda: _from_config(job, auto_class, config, asked))
     if weights is None:
-        return _from_config(job, auto_class, config, asked)
+        return construction.build(lambda: _from_config(job, auto_class, config, asked))
     with torch.device("meta"):
         built = _from_config(job, auto_class, config, asked)
-    more = quantization.loading_arguments(built) if quantization is not None else {}
     try:
         model, loaded = auto_class.from_pretrained(
             weights,
@@ -148,7 +164,7 @@ def _from_facts(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # and says which; `check_loaded` refuses them by name
             **asked,
-            **more,
+            **construction.loading_arguments(built),
         )
     except RuntimeError as error:
         if "automatic conversion" not in str(error):
@@ -159,7 +175,7 @@ def _from_facts(
         ) from None
     on_loaded(check_loaded(model, weights, loaded))
     freeze_as(built, model)
-    return model if quantization is None else quantization.widen(model)
+    return construction.finish(model)
 
 
 def _from_config(job: Job, auto_class: Any, config: Any, asked: Mapping[str, Any]) -> nn.Module:

@@ -58,9 +58,9 @@ class Kept:
         return f"{algorithm}{ASKED if slot in self.asked else OWN} (--free {slot} allows others)"
 
     @property
-    def has_adapters(self) -> bool:
-        """Whether adapters are kept, in whatever recipe."""
-        return not all(technique.plain for technique in self.slots.get(Slot.ADAPTERS, ()))
+    def preloaded(self) -> set[str]:
+        """Return the modules that every recipe's kept techniques have imported ahead."""
+        return {one.preloaded for techniques in self.slots.values() for one in techniques if one.preloaded}
 
     def listing(self) -> tuple[KeptSlot, ...]:
         """The kept slots, as a plan states them."""

@@ -47,11 +47,8 @@ TOUCHES: Mapping[str, tuple[str, ...]] = {
     "weights_dtype": ("passes", "update"),
     "attention": ("passes",),
     "matmul": ("matmul",),
-    "quantize": ("passes", "update"),
-    "adapt": ("passes", "update"),
     "masters": ("passes", "update"),
     "kernels": ("passes",),
-    "float8": ("passes",),
     "logits": ("passes",),
     "checkpoint": ("passes",),
     "compile": ("passes",),
@@ -117,7 +114,7 @@ def timing_key(setup: Setup) -> Hashable:
 
 def adapters_key(setup: Setup) -> Hashable:
     """All of a Setup that decides which parameters train."""
-    return setup.adapt and _hashable(setup.adapt)
+    return tuple([_hashable(wish.of(setup)) for wish in wishes() if wish.freezes])
 
 
 def as_rehearsed(setup: Setup) -> Setup:

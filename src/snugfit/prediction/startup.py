@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from snugfit.job.build import instantiate
 from snugfit.rehearsal.trace.trace import GENERATED, MATRIX_PRODUCTS, TRITON
 from snugfit.results.footprint import Startup
+from snugfit.techniques.wish import used_wishes
 
 if TYPE_CHECKING:
     import torch
@@ -172,11 +173,12 @@ def _count_of_triton(kernels: KernelSet) -> int:
 
 
 def count_packages(setup: Setup) -> int:
-    """How many packages beyond `OWN_PACKAGES` this Setup imports: its optimizer's, its adapters', and Triton
+    """How many packages beyond `OWN_PACKAGES` this Setup imports: its optimizer's, its features', and Triton
     with the library whose kernels it compiles."""
     wish = setup.optimizer
     roots = {call.path.partition(".")[0] for call in (wish.factory, wish.prepare) if call}
-    return len(roots - OWN_PACKAGES) + (setup.adapt is not None) + 2 * (setup.kernels is not None)
+    roots.update(*(used.packages for used in used_wishes(setup)))
+    return len(roots - OWN_PACKAGES) + 2 * (setup.kernels is not None)
 
 
 class ModelSize(NamedTuple):

@@ -30,6 +30,7 @@ from snugfit.rehearsal.trace.repeat import repeat, short_run
 from snugfit.step.applier import import_code, rehearsal_context
 from snugfit.step.loss import AssumedLoss
 from snugfit.step.open_step import open_step
+from snugfit.techniques.feature import hooks
 from snugfit.techniques.several_gpus import ranks_of
 
 if TYPE_CHECKING:
@@ -129,7 +130,6 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
     from snugfit.rehearsal.device.overrides import in_force
     from snugfit.rehearsal.device.policy import CudaPolicy
     from snugfit.rehearsal.record.cuda_names import CudaNames, cuda_names, makes_on_the_host
-    from snugfit.rehearsal.record.four_bit import four_bit_products
     from snugfit.rehearsal.record.triton_launches import triton_launches
 
     import_code(step.setup)  # before it is overridden
@@ -149,7 +149,8 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
         )  # which may import what compiles itself
         stack.enter_context(_programs(step.setup, policy, recorder, notes))
         stack.enter_context(in_force(policy, notes))
-        stack.enter_context(four_bit_products(policy))
+        for overrides in hooks("simulation_overrides"):
+            stack.enter_context(overrides(policy))
         stack.enter_context(triton_launches(policy, recorder))
         if step.job.model.module is not None and is_compiled(step.job.model.module):
             recorder.doubt(COMPILED)

@@ -23,11 +23,9 @@ from snugfit.errors import RecipeError, UsageError
 from snugfit.step.capture.handler import CaptureHandler
 from snugfit.step.wishes.batching import ExpandableSegmentsHandler, LoaderHandler, MicroBatchesHandler
 from snugfit.step.wishes.engine.sharding import ShardingHandler
-from snugfit.step.wishes.float8 import Float8Handler
 from snugfit.step.wishes.handler import Handler
 from snugfit.step.wishes.masters.handler import MastersHandler
 from snugfit.step.wishes.model import (
-    AdaptHandler,
     AttentionHandler,
     CheckpointHandler,
     CompileHandler,
@@ -38,7 +36,6 @@ from snugfit.step.wishes.model import (
 from snugfit.step.wishes.optimizer import OptimizerHandler
 from snugfit.step.wishes.parallel import ParallelHandler
 from snugfit.step.wishes.precision import AutocastHandler, MatmulHandler, ScaleGradientsHandler
-from snugfit.step.wishes.quantize import QuantizeHandler
 from snugfit.step.wishes.updates.handler import ReleaseHandler
 from snugfit.techniques.feature import features
 from snugfit.techniques.setup import Setup
@@ -56,11 +53,8 @@ CORE_HANDLERS: tuple[Handler, ...] = (
     AttentionHandler(),  # before the weights: of a live model it may still be refused
     WeightsDtypeHandler(),
     MatmulHandler(),
-    QuantizeHandler(),
-    AdaptHandler(),
     MastersHandler(),
     KernelsHandler(),
-    Float8Handler(),
     LogitsHandler(),
     CompileHandler(),
     CheckpointHandler(),
@@ -139,14 +133,14 @@ def model_arguments(setup: Setup) -> dict[str, Any]:
 def adapt_model(setup: Setup, model: torch.nn.Module) -> torch.nn.Module:
     """The model to train in place of this one, which was just built."""
     for handler, value in _wishes(setup):
-        model = handler.adapt(value, model)
+        model = handler.replace_model(value, model)
     return model
 
 
 def is_adapted(setup: Setup) -> bool:
     """Whether a wish puts another model in the place of the one that is built."""
     return any(
-        value != getattr(_PLAIN, handler.wish) and type(handler).adapt is not Handler.adapt
+        value != getattr(_PLAIN, handler.wish) and type(handler).replace_model is not Handler.replace_model
         for handler, value in _wishes(setup)
     )
 

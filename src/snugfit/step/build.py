@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import JobError, UsageError
 from snugfit.job.build import OnLoaded, instantiate
-from snugfit.job.quantized import scales_in_order
 from snugfit.step.applier import adapt_model, model_arguments, wrap_model
 from snugfit.step.wishes.mesh.sharded_optimizer import sharded_optimizer
 from snugfit.step.wishes.mesh.spread_tensors import optimizer_groups
 from snugfit.step.wishes.mesh.stages import keep_stage
 from snugfit.step.wishes.optimizer import make_optimizer
 from snugfit.techniques import roster
+from snugfit.techniques.feature import tensors_beside
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
@@ -44,12 +44,12 @@ def build_model(
     a folder; `on_loaded` hears what that has not.
 
     A model that is built on the host and then moved makes its device tensors in the order of its modules. A
-    rehearsal has no host to build on: it builds out of its recorder's sight, and then moves. Quantized
-    weights are made on the device, as transformers loads them. A model whose weights the host keeps stays
-    there until it is given to its processes, and so does one that `stays`, because who spreads it moves it.
-    One that is cut into stages is cut on the host.
+    rehearsal has no host to build on: it builds out of its recorder's sight, and then moves. A feature makes
+    its own kind of weights on the device. A model whose weights the host keeps stays there until it is given
+    to its processes, and so does one that `stays`, because who spreads it moves it. One that is cut into
+    stages is cut on the host.
     """
-    on_host = on_host and setup.quantize is None
+    on_host = on_host and "construct" not in model_arguments(setup)
     stays = stays or spreads_from_the_host(job, setup)
     if on_host or stays or job.build_on == "host" or is_in_stages(setup):
         with _host(device):
@@ -121,8 +121,8 @@ def _host(device: torch.device) -> Iterator[None]:
 
 def _move(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """`model.to(device)`. On `meta`, where that would be nothing, each tensor is made anew in the order in
-    which `Module._apply` goes; a tied weight, which it meets twice, is not made a second time. What is kept
-    beside a quantized weight goes before it."""
+    which `Module._apply` goes; a tied weight, which it meets twice, is not made a second time. Tensors that a
+    feature holds beside a weight go before it."""
     import torch
 
     if device.type != "meta":
@@ -132,7 +132,7 @@ def _move(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     def remake(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.untyped_storage()._cdata in storages:
             return tensor
-        for owner, name in scales_in_order(tensor):
+        for owner, name in tensors_beside(tensor):
             setattr(owner, name, torch.empty_like(getattr(owner, name), device=device))
         new = torch.empty_like(tensor, device=device)
         storages.add(new.untyped_storage()._cdata)

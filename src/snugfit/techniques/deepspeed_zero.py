@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from snugfit.errors import UsageError
 from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setup import Setup, ShardingWish
-from snugfit.techniques.several_gpus import NOT_SIMULATED
+from snugfit.techniques.several_gpus import untried_techniques
 from snugfit.techniques.technique import Slot, TechniqueBySlot
 from snugfit.versions import version_of
 
@@ -142,9 +142,8 @@ def objections(job: Job, recipe: TechniqueBySlot, *, on_host: bool) -> Iterator[
             f"it updates weights in fp32 and computes in bf16 or fp32, so it does not go with "
             f"{recipe[Slot.PRECISION]} over weights in {job.dtype}. Try 'bf16' over weights in float32."
         )
-    for slot in NOT_SIMULATED:
-        if not recipe[slot].plain:
-            yield f"it is not simulated together with {recipe[slot]}. Leave one of them out."
+    for technique in untried_techniques(recipe):
+        yield f"it is not simulated together with {technique}. Leave one of them out."
     if recipe[Slot.OPTIMIZER].install(Setup()).optimizer.factory.path != ADAMW:
         update = (
             "its update on the host is DeepSpeed's AdamW" if on_host else "only AdamW's update is simulated"

@@ -14,6 +14,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -67,6 +68,9 @@ class Feature:
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {}
     """By slot, the modules of its folder that have one technique each; a module's name is its word."""
 
+    needs: ClassVar[Mapping[str, str]] = {}
+    """By module of a technique, another feature that it imports; without that, the technique is left out."""
+
     # ---- running a step ----
 
     def handlers(self) -> Sequence[Any]:
@@ -78,6 +82,15 @@ class Feature:
     def layer_period(self, setup: Setup, layers: int) -> int:
         """Return after how many of `layers` layers the treatment of layers repeats."""
         return 1
+
+    def simulation_overrides(self, policy: Any) -> AbstractContextManager[None]:
+        """Return a context in which operators of the feature run on shapes as on the policy's device."""
+        return nullcontext()
+
+    def tensors_beside(self, weight: Any) -> Sequence[tuple[Any, str]]:
+        """Return owner and attribute of each tensor that belongs to a weight, in the order in which they
+        move."""
+        return ()
 
     def treats_layers_alike(self, setup: Setup) -> bool:
         """Return whether a step of few layers shows what each further layer adds."""
@@ -118,6 +131,11 @@ def hooks(method: str) -> tuple[Callable[..., Any], ...]:
     )
 
 
+def tensors_beside(weight: Any) -> list[tuple[Any, str]]:
+    """Return owner and attribute of each tensor that features hold beside a weight."""
+    return [entry for beside in hooks("tensors_beside") for entry in beside(weight)]
+
+
 def technique_modules() -> tuple[tuple[Slot, str], ...]:
     """Return slot and module of each technique of a feature."""
     return tuple(
@@ -125,4 +143,5 @@ def technique_modules() -> tuple[tuple[Slot, str], ...]:
         for feature in features()
         for slot, modules in feature.techniques.items()
         for module in modules
+        if feature.needs.get(module, feature.name) in feature_names()
     )

@@ -249,8 +249,9 @@ def foreign_names() -> ForeignNames:
 def advice(word: str) -> str | None:
     """What to write instead of `word` in a recipe; None when no library is known to call anything so."""
     names = foreign_names()
-    if word.lower() in names.techniques:
-        return names.techniques[word.lower()]
+    for advised in (names.techniques, *(technique.advice for technique in techniques())):
+        if word.lower() in advised:
+            return advised[word.lower()]
     if word == "batch_size":
         return "it is part of the job, not of the recipe; 'micro_batches(n)' cuts the batch into n pieces."
     if names.same.get(word, word) in {field.name for field in fields(Job)}:

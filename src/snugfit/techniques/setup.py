@@ -8,16 +8,16 @@ field has a handler, and handlers run in the order of `feature.InstallStage`.
 
 from __future__ import annotations
 
-import importlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, make_dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
 
 from snugfit.documents import decode_fields
 from snugfit.job.dtype import LOST_BELOW, dtype_name
-from snugfit.techniques.wish import wishes
+from snugfit.techniques.wish import Call as Call  # noqa: PLC0414 - exported: optimizers and kernels are Calls
+from snugfit.techniques.wish import used_wishes, wishes
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -29,35 +29,6 @@ PADDING_FREE = "padding_free"
 RING = "ring"
 """torch's `scaled_dot_product_attention` without masks, whose sequences are cut over ranks
 (`step/wishes/mesh/ring_attention.py`)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """A callable by its import path, with keyword arguments: code as data."""
-
-    path: str
-    """The import path, `package.module:name`."""
-
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments, JSON values only."""
-
-    def resolve(self) -> Callable[..., Any]:
-        """The callable that `path` names, imported now."""
-        module, _, name = self.path.partition(":")
-        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-        return function
-
-    def run(self, *given: Any, **more: Any) -> Any:
-        """What it gives; its own arguments win over `more`."""
-        return self.resolve()(*given, **{**more, **self.arguments})
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuantizeWish:
-    """Weights of linear layers in 4 bits, which do not train."""
-
-    double: bool = True
-    """Whether the scales are quantized too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,18 +104,6 @@ EVERY_LAYER = CheckpointWish()
 LOGITS_BYTES = 256 << 20
 """Of a chunk's logits in 32 bits (chosen): products of fewer tokens take longer on a GPU of today, and with
 what is needed beside them such logits take about a GiB."""
-
-
-FLOAT8_MULTIPLE = 16
-"""Of which both sizes of a matrix in 8-bit floats must be one (`native/cuda/ScaledBlas.cpp`)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Float8Wish:
-    """Products of linear layers in 8-bit floats."""
-
-    recipe: str = "tensorwise"
-    """What shares one scale, by torchao's name of the recipe: all of a matrix, or each of its rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,12 +296,6 @@ class CoreSetup:
     matmul: str = "ieee"
     """build: torch's `fp32_precision` of matrix products and convolutions: `ieee` or `tf32`."""
 
-    quantize: QuantizeWish | None = None
-    """build: linear layers whose weights are 4-bit numbers; None leaves them as `weights_dtype` says."""
-
-    adapt: Call | None = None
-    """adapt: `adapt(model, **arguments)` gives the model to train instead."""
-
     masters: bool = False
     """adapt: weights that train, in whichever dtype they are loaded, become bfloat16, and the optimizer keeps
     what that leaves of them in 16 bits, so that it updates them in 32."""
@@ -350,10 +303,6 @@ class CoreSetup:
     kernels: Call | None = None
     """checkpoint: `kernels(model, **arguments)` has modules of the model compute with other kernels; None
     leaves them as they are."""
-
-    float8: Float8Wish | None = None
-    """checkpoint: linear layers whose products are computed in 8-bit floats; None computes them in what they
-    are given."""
 
     logits: LogitsWish | None = None
     """checkpoint: of how many tokens a language model's logits exist at a time; None computes them whole."""
@@ -413,9 +362,9 @@ class CoreSetup:
 
     def trained_dtype(self, job: Job) -> str:
         """The dtype of the weights that train, by torch's name: a module's narrowest, where it has several.
-        peft makes adapters fp32, whatever the weights beside them are (`autocast_adapter_dtype`)."""
+        Those that a feature adds beside frozen ones are fp32 (peft's `autocast_adapter_dtype`)."""
         module = job.model.module
-        if self.adapt is not None:
+        if any(wish.freezes for wish in used_wishes(self)):
             return "float32"
         if module is None or self.weights_dtype:
             return self.weights_dtype or job.dtype

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from snugfit.errors import UsageError
 from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setup import PADDING_FREE, ParallelWish, Setup
-from snugfit.techniques.technique import Slot, TechniqueBySlot
+from snugfit.techniques.technique import Slot, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -31,6 +31,9 @@ SHARDS_ON_HOST = (
 
 NOT_SIMULATED = (Slot.ADAPTERS, Slot.HEAD, Slot.KERNELS, Slot.ENGINE, Slot.ACTIVATION_OFFLOAD)
 """Slots that hold their plain technique where several processes train together."""
+
+BEFORE_SHARDING = tuple(Slot)[: list(Slot).index(Slot.SHARDING)]
+"""Slots that a search has filled when it chooses a technique for several processes."""
 
 KNOW_SHARDS = ("torch.optim:AdamW", "torch.optim:SGD")
 """Optimizers of torch that update shards as they update whole weights (chosen: others look at a weight's
@@ -75,6 +78,12 @@ def sharded_elsewhere(group: Setting | None = None) -> tuple[Counterpart, ...]:
     return (*written, Counterpart(arguments=read, used="to read"))
 
 
+def untried_techniques(recipe: TechniqueBySlot) -> list[Technique]:
+    """Return the techniques that are for one process alone, by slot."""
+    techniques = [recipe[slot] for slot in BEFORE_SHARDING]
+    return [one for one in techniques if one.single_process or (one.slot in NOT_SIMULATED and not one.plain)]
+
+
 def with_parallel(setup: Setup, wish: ParallelWish) -> Setup:
     """The Setup of one of several processes. Where weights are sharded, they are cast to what autocast would
     compute in as they are gathered, in place of autocast."""
@@ -90,11 +99,8 @@ def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterato
         yield "it is about training only. Leave it out."
     if job.model.module is not None:
         yield "models of your own are not simulated with it. Leave it out."
-    for slot in NOT_SIMULATED:
-        if not recipe[slot].plain:
-            yield f"it is not simulated together with {recipe[slot]}. Leave one of them out."
-    if setup.float8 is not None:
-        yield f"it is not simulated together with {recipe[Slot.PRECISION]}. Leave one of them out."
+    for technique in untried_techniques(recipe):
+        yield f"it is not simulated together with {technique}. Leave one of them out."
     if wish.weights == "sharded" and setup.scale_gradients:
         yield f"weights are gathered in bf16 or as they are, so it does not go with {recipe[Slot.PRECISION]}."
     shared = "shards of weights" if wish.weights == "sharded" else "states that GPUs share"

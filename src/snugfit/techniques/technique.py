@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar, Protocol, Self
@@ -48,6 +48,10 @@ class Slot(StrEnum):
     PIPELINE_PARALLEL = "pipeline_parallel"
     ALLOCATOR = "allocator"
     LOADING = "loading"
+
+
+ALL_LINEAR = "all-linear"
+"""peft's word for every linear layer but the head."""
 
 
 class Fidelity(StrEnum):
@@ -102,6 +106,9 @@ class Technique(ABC):
     elsewhere: ClassVar[tuple[str, ...]] = ()
     """What other libraries call it; such a word in a recipe means this technique."""
 
+    advice: ClassVar[Mapping[str, str]] = {}
+    """Words of other libraries for what is not the same, each with the sentence that advises this."""
+
     counterparts: ClassVar[tuple[Counterpart, ...]] = ()
     """transformers' arguments that mean this; the first without a note is what an export writes."""
 
@@ -124,6 +131,12 @@ class Technique(ABC):
 
     needs_several_gpus: ClassVar[bool] = False
     """Whether it is a way for several GPUs to train together, which one GPU has no use for."""
+
+    single_process: ClassVar[bool] = False
+    """Whether it is simulated neither in several processes nor by DeepSpeed's engine."""
+
+    preloaded: ClassVar[str] = ""
+    """The module that a plan's worker processes import ahead where every recipe has it."""
 
     on_cpu: ClassVar[str] = ""
     """How a run on the CPU goes without what the technique is for, a clause after its name; empty where it
@@ -157,6 +170,10 @@ class Technique(ABC):
         """Which of this recipe's other techniques no plan of this job puts beside it, unless they are kept,
         and why; empty where any may stand there."""
         return ""
+
+    def adapted_modules(self, job: Job) -> str | Sequence[str]:
+        """Return ends of the names of modules that get adapters; as a text `ALL_LINEAR` or a pattern."""
+        return ()
 
     def is_searched(self) -> bool:
         """Whether a plan can look for recipes around it with these settings."""

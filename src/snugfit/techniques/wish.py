@@ -10,7 +10,8 @@ import functools
 import importlib
 import importlib.util
 import pkgutil
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
 from snugfit.errors import SnugfitError
@@ -25,6 +26,27 @@ class FeatureError(SnugfitError):
     """A feature breaks a rule of the contract; the message is for its author."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A callable by its import path, with keyword arguments: code as data."""
+
+    path: str
+    """The import path, `package.module:name`."""
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments, JSON values only."""
+
+    def resolve(self) -> Callable[..., Any]:
+        """The callable that `path` names, imported now."""
+        module, _, name = self.path.partition(":")
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        return function
+
+    def run(self, *given: Any, **more: Any) -> Any:
+        """What it gives; its own arguments win over `more`."""
+        return self.resolve()(*given, **{**more, **self.arguments})
+
+
 @dataclass(frozen=True)
 class Wish(Generic[T]):
     """A field of `Setup` that a feature adds."""
@@ -37,6 +59,11 @@ class Wish(Generic[T]):
     """The value of the plain loop."""
     touches: tuple[str, ...] = ("passes", "update")
     """Parts of a step that the field changes, by the fields of `StepKey` (`planning/step_key.py`)."""
+
+    freezes: bool = False
+    """Whether it freezes the model's weights and adds others, in fp32, that train."""
+    packages: tuple[str, ...] = ()
+    """Packages that a step with it imports."""
 
     def of(self, setup: Any) -> T:
         """Return the value in this `Setup`."""
@@ -65,3 +92,8 @@ def wishes() -> tuple[Wish[Any], ...]:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise FeatureError(f"Two features add the same fields to Setup: {', '.join(twice)}.")
     return tuple(fields)
+
+
+def used_wishes(setup: Any) -> list[Wish[Any]]:
+    """Return the fields of features that differ from the plain loop's in this `Setup`."""
+    return [wish for wish in wishes() if wish.of(setup) != wish.default]

@@ -31,7 +31,8 @@ from snugfit.frontends.trainer.sharded import is_spread
 from snugfit.frontends.trainer.users_files import SAVES_MODEL
 from snugfit.step.trainer_hooks import overrides
 from snugfit.techniques import roster
-from snugfit.techniques.setup import ParallelWish, Setup
+from snugfit.techniques.setup import ParallelWish
+from snugfit.techniques.several_gpus import untried_techniques
 from snugfit.techniques.technique import Slot
 from snugfit.training.checkpoint.shards import holds_parts
 from snugfit.training.ranks import ALONE, Ranks, process_group, world
@@ -40,11 +41,6 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.techniques.recipe import Recipe
-
-NOT_TRIED = (
-    Slot.ADAPTERS, Slot.KERNELS, Slot.HEAD, Slot.ENGINE, Slot.ACTIVATION_OFFLOAD,
-)  # fmt: skip
-"""Slots in which a recipe for several processes has nothing, as in `snugfit train`."""
 
 HOW = "In several processes fit trains by the Trainer's own DDP or FSDP2"
 
@@ -108,15 +104,11 @@ def recipe_in_each(recipe: Recipe, processes: int, parallel: ParallelWish | None
     if setup.sharding is not None or (wish is not None and replace(wish, dtype=None) != parallel):
         raise RecipeError(_disagreement(sharding, parallel, wish))
     alone = recipe.with_(roster.plain(Slot.SHARDING))
-    plain = Setup()
-    for slot in NOT_TRIED:
-        if recipe[slot].install(plain) != plain:
-            raise RecipeError(
-                f"{recipe[slot]} cannot be given to a trainer that is one of {processes} processes: it is "
-                "not tested there. Leave it out, or train in one process."
-            )
-    if setup.float8 is not None:
-        raise RecipeError(f"{recipe[Slot.PRECISION]} is not tested in several processes. Try 'bf16'.")
+    for technique in untried_techniques(recipe):
+        raise RecipeError(
+            f"{technique} cannot be given to a trainer that is one of {processes} processes: it is not "
+            "tested there. Leave it out, or train in one process."
+        )
     return alone
 
 

@@ -6,7 +6,7 @@ parts are in this one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -24,16 +24,13 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 
-ADAPTERS_AHEAD = "snugfit.planning.cost.adapters_ahead"
-"""The module that loads what adapters need."""
-
 
 def load_ahead(
-    job: Job, gpus: Sequence[Gpu | None], timer: object, workers: int, *, adapters: bool = False
+    job: Job, gpus: Sequence[Gpu | None], timer: object, workers: int, *, ahead: Iterable[str] = ()
 ) -> None:
     """Has everything imported that the workers need, while this process does something else. `timer` is what
-    they will time steps with, or what that is made of; with `adapters`, most recipes have some."""
-    modules = [*_preload(job), *([ADAPTERS_AHEAD] if adapters else ())]
+    they will time steps with, or what that is made of; `ahead` are modules that techniques import."""
+    modules = [*_preload(job), *ahead]
     if workers > 1 and can_travel(job):
         start_fork_server(modules, for_what=(job, gpus, timer))
 

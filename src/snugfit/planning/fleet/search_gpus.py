@@ -89,7 +89,7 @@ def plan_gpus(
     fixed = kept_of(job, keep, free, start_of(start, 0))
     fixed.refuse()
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
-    load_ahead(job, gpus, clock_of, workers, adapters=fixed.has_adapters)
+    load_ahead(job, gpus, clock_of, workers, ahead=fixed.preloaded)
     kinds, answers = kinds_of(gpus, fixed, fidelity)
     margins = {gpu.key: headroom_of(headroom, gpu, one_of_many=True) for gpu in gpus if gpu.memory_bytes}
     side_by_side = min(workers, len(kinds)) if clock_of is None and can_travel(job) else 1

@@ -108,7 +108,7 @@ def plan(
     if memory_bytes is None and gpu is not None:
         memory_bytes = gpu.memory_bytes
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
-    load_ahead(job, [gpu], timer, workers, adapters=fixed.has_adapters)
+    load_ahead(job, [gpu], timer, workers, ahead=fixed.preloaded)
     space = space_of(job, fidelity=fidelity, capability=capability, fixed=fixed, front_end=front_end)
     slowest = math.inf if whole_front or objective == "memory" else SLOWEST
     request = _PlanRequest(

@@ -28,7 +28,6 @@ from snugfit.rehearsal.record.accumulation import sole_owner
 from snugfit.rehearsal.record.allocations import Allocations
 from snugfit.rehearsal.record.asker import lists_in_index
 from snugfit.rehearsal.record.copies import copies_heard
-from snugfit.rehearsal.record.four_bit import scales_of
 from snugfit.rehearsal.record.kernels import (
     CONTRACTIONS,
     MATRICES,
@@ -63,6 +62,7 @@ from snugfit.rehearsal.trace.trace import (
 from snugfit.results.footprint import Kind
 from snugfit.step.step import Observer
 from snugfit.step.wishes.masters.marks import has_residual
+from snugfit.techniques.feature import tensors_beside
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy
@@ -207,8 +207,8 @@ class Recorder(TorchDispatchMode, Observer):
             for parameter in module.parameters(recurse=False):  # only a step's first would know its value
                 if parameter.is_meta:
                     self._shadows.forget(parameter)
-                for tensor in scales_of(parameter):
-                    self.claim(tensor, Kind.WEIGHTS, name)
+                for owner, beside in tensors_beside(parameter):
+                    self.claim(getattr(owner, beside), Kind.WEIGHTS, name)
 
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
         """This tensor's bytes are of this kind, and of this module where one is named."""

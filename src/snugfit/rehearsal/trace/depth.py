@@ -96,7 +96,7 @@ def _meta_model(job: Job, setup: Setup) -> nn.Module:
     import torch
 
     with torch.device("meta"):
-        return instantiate(job, **model_arguments(replace(setup, quantize=None)))
+        return instantiate(job, **{**model_arguments(setup), "construct": None})
 
 
 def is_periodic(model: nn.Module, layers: int, period: int) -> bool:

@@ -135,7 +135,7 @@ class Handler:
         """Arguments of the model's constructor."""
         return {}
 
-    def adapt(self, value: Any, model: Any) -> Any:
+    def replace_model(self, value: Any, model: Any) -> Any:
         """The model to train in place of this one."""
         return model
 

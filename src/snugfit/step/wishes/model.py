@@ -11,14 +11,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from snugfit.errors import RecipeError
-from snugfit.hub_kernels import import_peft
 from snugfit.job.build import no_package_asked_for
 from snugfit.job.dtype import cast_weights, dtype_name
 from snugfit.step.checkpointing import checkpoint_layers, stop_own_checkpointing
 from snugfit.step.compiling import compile_lines, compile_parts, run_as_written, whole_files
 from snugfit.step.selective import script_lines
 from snugfit.step.wishes.handler import Context, Handler, LiveTraining, ScriptContext
-from snugfit.step.wishes.python_text import call_text, literal
+from snugfit.step.wishes.python_text import literal
 from snugfit.techniques.feature import InstallStage
 from snugfit.techniques.setup import PADDING_FREE, RING
 from snugfit.techniques.technique import Slot
@@ -161,43 +160,6 @@ def dtype_of(model: Any) -> str:
     """The dtype of its floating-point weights, by torch's name; `mixed` where they have several."""
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     return dtype_name(next(iter(dtypes))) if len(dtypes) == 1 else "mixed"
-
-
-class AdaptHandler(Handler):
-    """Adapters, which freeze the weights and add small ones."""
-
-    wish, slot, stage = "adapt", Slot.ADAPTERS, InstallStage.ADAPT
-    refused: ClassVar[Mapping[str, str]] = {
-        "custom_loop": "the optimizer was created for all parameters. Add the adapters first "
-        "(peft.get_peft_model), create the optimizer from the trainable parameters, and leave "
-        "adapters out of the recipe."
-    }
-
-    def import_code(self, value: Call | None) -> None:
-        """peft is imported once, before anything is timed or overridden."""
-        if value is not None:
-            import_peft()
-
-    def adapt(self, value: Call | None, model: Any) -> Any:
-        """The wished function gives the model to train instead."""
-        return value.run(model) if value is not None else model
-
-    def change(self, value: Call | None, live: LiveTraining) -> Iterator[str]:
-        """The live model is replaced by the adapted one."""
-        live.model = self.adapt(value, live.model)
-        return iter(())
-
-    def script(self, value: Call | None, context: ScriptContext) -> dict[str, Any]:
-        """As a call, or in the technique's own lines."""
-        if value is None:
-            return {}
-        if text := call_text(value, "model"):
-            return {"adapting": (text.imported, "", f"model = {text.called} or model")}
-        lines = context.recipe[self.slot].code(context.job)
-        if not lines:
-            why = "snugfit does it with its own code, which a script without snugfit does not have"
-            raise context.refusal(self.slot, why)
-        return {"adapting": lines}
 
 
 USE_LIGER = ":use_liger"

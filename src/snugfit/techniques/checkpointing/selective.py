@@ -50,14 +50,8 @@ class Selective(Technique):
         return setup.with_fields(checkpoint=CheckpointWish(keep=self.what, keep_drawn=drawn))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """A prefix of keys and values would be dropped; attention that is not fused cannot be kept, nor can
-        products with weights in 4 bits."""
+        """A prefix of keys and values would be dropped; attention that is not fused cannot be kept."""
         yield from dropped_prefix(job)
-        if recipe[Slot.ADAPTERS].install(Setup()).quantize is not None:
-            yield (
-                "products with weights in 4 bits are bitsandbytes' own operators, of which nothing "
-                "is kept. Try 'every_layer', or 'lora'."
-            )
         if self.what == "attention" and recipe[Slot.ATTENTION].install(Setup()).attention == "eager":
             yield (
                 f"{recipe[Slot.ATTENTION]} attention is many operators, of which nothing would be kept. Try "

@@ -144,9 +144,7 @@ class Compiled(Technique):
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Kernels of other libraries, dispatch modes and layers that are joined do not compile."""
-        setup = recipe[Slot.CHECKPOINTING].install(recipe[Slot.ADAPTERS].install(Setup()))
-        if setup.quantize is not None:
-            yield f"{recipe[Slot.ADAPTERS]}: products with weights in 4 bits are not compiled. Try 'lora'."
+        setup = recipe[Slot.CHECKPOINTING].install(Setup())
         wish = setup.checkpoint
         if wish is not None and (wish.keep or wish.layers_per_span != 1):
             yield (

@@ -88,8 +88,6 @@ class Fused(Technique):
             yield f"it wants torch's attention, and {recipe[Slot.ATTENTION]} is another. Take 'sdpa'."
         if any(recipe[slot] != roster.plain(slot) for slot in roster.slots_of_several_gpus()):
             yield "several processes do not share weights that lie side by side. Try 'torch_kernels'."
-        if recipe[Slot.ADAPTERS].alone.quantize is not None:
-            yield f"{recipe[Slot.ADAPTERS]} quantizes weights that its products read. Try 'torch_kernels'."
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """All layers make their product again where there are no more."""

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from snugfit.techniques import liger_table
 from snugfit.techniques.counterpart import Counterpart, Setting
-from snugfit.techniques.low_rank import ALL_LINEAR, LowRank, has_default_targets
 from snugfit.techniques.setup import Call, Setup
-from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+from snugfit.techniques.technique import ALL_LINEAR, Fidelity, Slot, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -100,7 +99,9 @@ class Liger(Technique):
         parts = known[_model_type(job)]
         for part in sorted(self.set_parts.keys() - parts):
             yield f"Liger has no {part} for {_model_type(job)}; it has {', '.join(sorted(parts))}."
-        if self._replaces_experts(job) and _adapts_experts(recipe[Slot.ADAPTERS], job):
+        adapted = recipe[Slot.ADAPTERS].adapted_modules(job)
+        names = [adapted] if isinstance(adapted, str) else adapted
+        if self._replaces_experts(job) and not {ALL_LINEAR, *EXPERT_WEIGHTS}.isdisjoint(names):
             yield (
                 f"{recipe[Slot.ADAPTERS]} adapts the weights of experts, which peft then wraps, and Liger's "
                 f"code does not find them there. Try '{replace(self, swiglu=False)}', or name other modules, "
@@ -137,13 +138,6 @@ class Liger(Technique):
     def planning_objection(cls, job: Job) -> str:
         """What Liger does not cover."""
         return _why_not_covered(job)
-
-
-def _adapts_experts(adapters: Technique, job: Job) -> bool:
-    if not isinstance(adapters, LowRank):
-        return False
-    targets = adapters.targets or (() if has_default_targets(job.model) else (ALL_LINEAR,))
-    return not {ALL_LINEAR, *EXPERT_WEIGHTS}.isdisjoint(targets)
 
 
 def _has_its_loss(job: Job) -> bool:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
-from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+from snugfit.techniques.technique import Fidelity, Technique
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -85,15 +85,6 @@ class Galore(Technique):
             ),
         )
         return setup.with_fields(optimizer=wish)
-
-    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Adapters' matrices are thin already."""
-        rank = getattr(recipe[Slot.ADAPTERS], "r", None)
-        if rank is not None and rank <= self.rank:
-            yield (
-                f"with {recipe[Slot.ADAPTERS]} only matrices of rank {rank} train, and a projection of "
-                f"rank {self.rank} makes none of them smaller: all would be AdamW's. Leave one of them out."
-            )
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:

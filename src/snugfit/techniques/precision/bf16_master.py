@@ -45,19 +45,13 @@ class Bf16Master(Technique):
         return setup.with_fields(weights_dtype="bfloat16", autocast=None, scale_gradients=False, masters=True)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Masters are updated by one optimizer, on one GPU, and are of the model's own weights."""
-        adapters = recipe[Slot.ADAPTERS].alone
+        """Masters are updated by one optimizer, on one GPU, and stay in one process."""
         if not job.trains:
             yield "an evaluation updates nothing, so there are no masters. Try 'bf16_pure'."
         elif not keeps_masters(recipe[Slot.OPTIMIZER].install(self.alone)):
             yield (
                 f"{recipe[Slot.OPTIMIZER]} does not update masters in two halves. Try 'adamw', "
                 "'adamw_fused' or 'adamw_compact', or 'bf16' with this optimizer."
-            )
-        if adapters.adapt is not None or adapters.quantize is not None:
-            yield (
-                f"{recipe[Slot.ADAPTERS]} trains small adapters, which are fp32 next to weights that do not "
-                "train. Try 'bf16' or 'bf16_pure'."
             )
         if any(recipe[slot] != roster.plain(slot) for slot in roster.slots_of_several_gpus()):
             yield "several processes do not share weights in two halves. Try 'bf16'."

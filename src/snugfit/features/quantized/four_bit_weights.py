@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from snugfit.job.build import Construction
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -28,14 +30,8 @@ HEADS = ("classifier", "score")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantization:
-    """How a model is quantized: NF4 in blocks of 64."""
-
-    dtype: str
-    """Of what is not quantized, by torch's name."""
-
-    compute_dtype: str
-    """Of the products, and of the weights that are quantized."""
+class FourBitConstruction(Construction):
+    """Linear layers are quantized: NF4 in blocks of 64."""
 
     double: bool
     """Whether the blocks' scales are quantized too."""
@@ -52,11 +48,16 @@ class Quantization:
             llm_int8_skip_modules=[*get_keys_to_not_convert(model), *HEADS],
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=self.double,
-            bnb_4bit_compute_dtype=getattr(torch, self.compute_dtype),
+            bnb_4bit_compute_dtype=getattr(torch, self.loaded_dtype),
         )
 
+    @property
+    def loaded_dtype(self) -> str:
+        """The dtype of the products, and of the weights that are quantized."""
+        return self.autocast or self.dtype
+
     def loading_arguments(self, model: Any) -> dict[str, Any]:
-        """What `from_pretrained` is told beside the rest, to load a model like this one."""
+        """Return `from_pretrained`'s arguments to quantize a model like this one."""
         import torch
 
         return {"quantization_config": self.config(model), "device_map": {"": torch.get_default_device()}}
@@ -79,7 +80,7 @@ class Quantization:
         for module in model.modules():
             module._is_hf_initialized = _is_quantized(module)
         model.initialize_weights()
-        return self.widen(model)
+        return self.finish(model)
 
     def _materialize(self, model: Any, device: torch.device) -> None:
         """Gives each tensor of a model without data its place on the device, in the order of its modules."""
@@ -109,18 +110,18 @@ class Quantization:
         import torch
         from bitsandbytes.nn import Params4bit
 
-        values = torch.empty(parameter.shape, dtype=getattr(torch, self.compute_dtype), device=device)
+        values = torch.empty(parameter.shape, dtype=getattr(torch, self.loaded_dtype), device=device)
         torch.nn.init.normal_(values, std=spread)
         weight: Any = Params4bit(values, requires_grad=False, **vars(parameter))._quantize(device)
         weight._is_hf_initialized = True  # or an outer module's initialization would write numbers into it
         return weight  # type: ignore[no-any-return]
 
-    def widen(self, model: Any) -> nn.Module:
+    def finish(self, model: Any) -> nn.Module:
         """The model, what is not quantized in `dtype`; it forgets the map of its devices, which is one."""
         import torch
 
         vars(model).pop("hf_device_map", None)
-        dtype, computed = getattr(torch, self.dtype), getattr(torch, self.compute_dtype)
+        dtype, computed = getattr(torch, self.dtype), getattr(torch, self.loaded_dtype)
         for parameter in model.parameters():
             if parameter.dtype == computed != dtype:
                 parameter.data = parameter.data.to(dtype)

@@ -28,23 +28,20 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from snugfit.errors import RecipeError
 from snugfit.hub_kernels import no_hub_kernels
 from snugfit.techniques.counterpart import Setting
 from snugfit.techniques.setting import between
-from snugfit.techniques.setup import Call
-from snugfit.techniques.technique import Technique
+from snugfit.techniques.technique import ALL_LINEAR, Slot, Technique, TechniqueBySlot
+from snugfit.techniques.wish import Call
 
 if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
     from snugfit.job.model import Model
-
-ALL_LINEAR = "all-linear"
-"""peft's word for every linear layer but the head."""
 
 _PEFTS_TABLE = "TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING"
 
@@ -73,6 +70,8 @@ _TOKEN_HEADS = ("classifier", "score")
 @dataclass(frozen=True, kw_only=True)
 class LowRank(Technique):
     """The settings of peft's low-rank adapters, and the wish for them."""
+
+    preloaded: ClassVar = "snugfit.features.adapters.ahead"
 
     r: int = between(1, 4096, default=8)
     """Rank of the updates: columns of B and rows of A."""
@@ -117,6 +116,24 @@ class LowRank(Technique):
             "",
             f"model = get_peft_model(model, LoraConfig({shown}))",
         )
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """Object to masters of the model's own weights, and to projections of matrices that are thin."""
+        if recipe[Slot.PRECISION].alone.masters:
+            yield (
+                "adapters are fp32 next to weights that do not train, which leaves "
+                f"{recipe[Slot.PRECISION]} nothing to split. Try 'bf16' or 'bf16_pure'."
+            )
+        optimizer: Any = recipe[Slot.OPTIMIZER]
+        if optimizer.name == "galore" and self.r <= optimizer.rank:
+            yield (
+                f"only matrices of rank {self.r} train, and a projection of rank {optimizer.rank} makes none "
+                f"of them smaller: all would be AdamW's. Leave {optimizer} out."
+            )
+
+    def adapted_modules(self, job: Job) -> str | Sequence[str]:
+        """Return the targets, or peft's for the architecture."""
+        return _as_peft_takes(self.targets or default_targets(job.model))
 
     def is_never_better_than(self, other: Technique, compute_capability: tuple[int, int] | None) -> bool:
         """A higher rank, or more modules: larger matrices, or more of them, and the same besides."""
@@ -178,8 +195,7 @@ def _peft_arguments(
     task = next((task for end, task in _PEFT_TASKS.items() if name.endswith(end)), None)
     if inputs != "input_ids":
         task = None  # peft's wrapper for seq2seq passes input_ids, which Whisper's decoder then gets twice
-    if list(targets) == [ALL_LINEAR]:
-        targets = ALL_LINEAR
+    targets = _as_peft_takes(targets)
     everywhere = targets == ALL_LINEAR
     return {
         "r": r,
@@ -190,6 +206,10 @@ def _peft_arguments(
         "modules_to_save": ["classifier"] if name.endswith("ForImageClassification") else None,
         **{f"use_{name}": True for name, asked in (("dora", dora), ("rslora", rslora)) if asked},
     }
+
+
+def _as_peft_takes(targets: str | Sequence[str]) -> str | Sequence[str]:
+    return ALL_LINEAR if list(targets) == [ALL_LINEAR] else targets
 
 
 def default_targets(model: Any) -> str | list[str]:

@@ -21,8 +21,8 @@ from small_models import small_job
 from small_runs import CPU, assert_same_weights, events, killed_in, losses, small_run
 from snugfit import fit
 from snugfit.errors import RecipeError
+from snugfit.features.quantized.four_bit_products import fuses
 from snugfit.rehearsal.device.policy import CudaPolicy
-from snugfit.rehearsal.record.four_bit import fuses
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.build import build_model
 from snugfit.techniques.recipe import Recipe

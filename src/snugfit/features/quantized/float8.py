@@ -11,7 +11,6 @@ of 16, as accelerate does by default; else a batch of another length would end a
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterator
@@ -19,25 +18,25 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from snugfit.errors import RecipeError
+from snugfit.features.quantized.fields import FLOAT8, FLOAT8_MULTIPLE
 from snugfit.hub_kernels import import_torchao
 from snugfit.step.checkpointing import layer_stacks
 from snugfit.step.compiling import layer_names
 from snugfit.step.wishes.handler import Handler, LiveTraining, ScriptContext
 from snugfit.techniques.feature import InstallStage
-from snugfit.techniques.setup import FLOAT8_MULTIPLE
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
     import torch
 
+    from snugfit.features.quantized.fields import Float8Wish
     from snugfit.job.job import Job
-    from snugfit.techniques.setup import Float8Wish
 
 
 class Float8Handler(Handler):
     """Linear layers whose products are computed in 8-bit floats."""
 
-    wish, slot, stage = "float8", Slot.PRECISION, InstallStage.REPLACE
+    wish, slot, stage = FLOAT8.name, Slot.PRECISION, InstallStage.REPLACE
 
     def import_code(self, value: Float8Wish | None) -> None:
         """torchao is imported before anything is timed or overridden."""
@@ -66,36 +65,21 @@ class Float8Handler(Handler):
 def convert(model: torch.nn.Module, wish: Float8Wish) -> None:
     """Has torchao compute this model's linear layers. Raises `RecipeError` where it has none that may be."""
     import_torchao()
+    from torch.utils._python_dispatch import _disable_current_modes
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    chosen = {id(module): module for module in convertible(model)}
-    if not chosen:
-        raise RecipeError(
-            f"{type(model).__name__} has no linear layer that trains in a stack of layers that are alike, "
-            f"with sizes that are multiples of {FLOAT8_MULTIPLE}, so nothing would be computed in 8-bit "
-            "floats. Try 'bf16'."
-        )
+    if why := why_unconverted(model):
+        raise RecipeError(f"{why}. Try 'bf16'.")
+    chosen = {id(module) for module in convertible(model)}
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(wish.recipe), pad_inner_dim=True)
     before = {name: module for name, module in model.named_modules() if id(module) in chosen}
-    with out_of_sight(model):
+    # torchao makes each layer on `meta` first, which a rehearsal would take for a tensor of its device
+    with _disable_current_modes():
         convert_to_float8_training(model, config=config, module_filter_fn=lambda one, name: id(one) in chosen)
     for name, module in before.items():
         converted = model.get_submodule(name)
         converted.train(module.training)
         _BEFORE[converted] = module
-
-
-@contextlib.contextmanager
-def out_of_sight(model: torch.nn.Module) -> Iterator[None]:
-    """torchao makes each layer without data, on `meta`, and gives it the other's parameters. A rehearsal,
-    whose device `meta` is, would take those for tensors of the device."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    if any(parameter.is_meta for parameter in model.parameters()):
-        with _disable_current_modes():
-            yield
-    else:
-        yield
 
 
 def convertible(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -110,6 +94,16 @@ def convertible(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
                 and not any(size % FLOAT8_MULTIPLE for size in module.weight.shape)
             ):
                 yield module
+
+
+def why_unconverted(model: torch.nn.Module) -> str:
+    """Return the reason why none of a model's layers is converted; empty where some are."""
+    if any(convertible(model)):
+        return ""
+    return (
+        f"{type(model).__name__} has no torch.nn.Linear that trains in a stack of layers that are alike, "
+        f"with sizes that are multiples of {FLOAT8_MULTIPLE}, so no product would be computed in 8-bit floats"
+    )
 
 
 def put_back(model: torch.nn.Module) -> None:

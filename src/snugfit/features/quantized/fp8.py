@@ -24,14 +24,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from snugfit.features.quantized.fields import Float8Wish
 from snugfit.job.build import instantiate
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import FLOAT8_MULTIPLE, Float8Wish, Setup
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
-    import torch
-
     from snugfit.job.job import Job
 
 
@@ -42,9 +41,14 @@ class Fp8(Technique):
     fidelity: ClassVar = Fidelity.LEARNS
     needs: ClassVar = ("torchao>=0.18",)
     extra: ClassVar = "fp8"
+    single_process: ClassVar = True
     least_capability: ClassVar = (8, 9)
     source: ClassVar = "Micikevicius et al., arXiv 2209.05433; torchao.float8.convert_to_float8_training"
     elsewhere: ClassVar = ("float8", "fp8_mixed")
+    advice: ClassVar = {
+        "mxfp8": "blocks with a scale of their own are not supported so far. 'fp8' scales whole matrices, or "
+        "with rowwise their rows."
+    }
     counterparts: ClassVar = tuple(
         Counterpart(arguments={"bf16": True, "fp16": False, "layers.float8": name}, settings={"recipe": name})
         for name in ("tensorwise", "rowwise")
@@ -64,25 +68,21 @@ class Fp8(Technique):
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Weights must train, and operators be what they are."""
-        setup = Setup()
-        for slot in (Slot.ADAPTERS, Slot.CHECKPOINTING, Slot.SHARDING):
-            setup = recipe[slot].install(setup)
+        checkpoint = recipe[Slot.CHECKPOINTING].alone.checkpoint
         if not job.trains:
             yield "its products are simulated in training only. Try 'bf16'."
-        elif why := _lacks_layers(job):
+        elif why := _why_unconverted(job):
             yield f"{why}. Try 'bf16'."
-        if setup.adapt is not None:
+        if not recipe[Slot.ADAPTERS].plain:
             yield (
                 f"{recipe[Slot.ADAPTERS]} freezes the linear layers, and torchao would compute gradients of "
                 "their weights all the same; the adapters are too thin to gain. Try 'bf16'."
             )
-        if setup.checkpoint is not None and setup.checkpoint.keep:
+        if checkpoint is not None and checkpoint.keep:
             yield (
                 f"{recipe[Slot.CHECKPOINTING]} knows products by their operators, and these have others. "
                 "Try 'every_layer'."
             )
-        if setup.sharding is not None:
-            yield f"it is not simulated together with {recipe[Slot.SHARDING]}. Leave one of them out."
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Its products' rates are those of data sheets."""
@@ -93,40 +93,21 @@ class Fp8(Technique):
         )
 
 
-def _lacks_layers(job: Job) -> str:
-    """Why there is no linear layer to convert; empty where there may be one."""
+def _why_unconverted(job: Job) -> str:
+    """Return the reason why none of this job's layers is converted; empty where some are."""
+    from snugfit.features.quantized.float8 import why_unconverted
+
     module = job.model.module
     if module is not None:
-        return _lacks_linear_layers(module)
+        return why_unconverted(module)
     key = f"{job.task} {json.dumps(job.model.config, sort_keys=True, default=str)}"
     if key not in _ANSWERS:
         import torch
 
         with torch.device("meta"):
-            _ANSWERS[key] = _lacks_linear_layers(instantiate(job, dtype="float32", attention="eager"))
+            _ANSWERS[key] = why_unconverted(instantiate(job, dtype="float32", attention="eager"))
     return _ANSWERS[key]
 
 
 _ANSWERS: dict[str, str] = {}
 """By task and config: building a model without data takes up to a second."""
-
-
-def _lacks_linear_layers(model: torch.nn.Module) -> str:
-    """Layers that repeat are in a list, so their modules have a number in their names."""
-    import torch
-
-    repeated = [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and any(part.isdigit() for part in name.split("."))
-    ]
-    if not repeated:
-        return f"the layers of {type(model).__name__} have no torch.nn.Linear"
-    if not any(module.weight.requires_grad for module in repeated):
-        return f"no torch.nn.Linear in the layers of {type(model).__name__} trains"
-    if all(any(size % FLOAT8_MULTIPLE for size in module.weight.shape) for module in repeated):
-        return (
-            f"the linear layers of {type(model).__name__} have sizes that are no multiples of "
-            f"{FLOAT8_MULTIPLE}, which products in 8-bit floats want"
-        )
-    return ""

@@ -23,8 +23,6 @@ from snugfit.rehearsal.device.autocast import KEY, overriding
 from snugfit.rehearsal.device.policy import ComparedPolicy, CudaPolicy, PoliciesDiffer
 
 if TYPE_CHECKING:
-    import torch
-
     from snugfit.rehearsal.device.policy import Policy
 
 _CHOICE = "_gemm_4bit_use_custom_cuda"
@@ -54,15 +52,6 @@ def four_bit_products(policy: Policy) -> Iterator[None]:
         yield
     finally:
         library._destroy()
-
-
-def scales_of(weight: Any) -> Iterator[torch.Tensor]:
-    """What bitsandbytes keeps beside a quantized weight: its blocks' scales, theirs, and code books."""
-    state = getattr(weight, "quant_state", None)
-    states = [state, state.state2] if state is not None else []
-    for value in (value for one in states if one is not None for value in vars(one).values()):
-        if hasattr(value, "data_ptr"):
-            yield value
 
 
 def _product(policy: Policy, fused: Callable[..., Any]) -> Callable[..., Any]:

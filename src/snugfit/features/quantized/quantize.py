@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from snugfit.features.quantized.fields import QUANTIZE
+from snugfit.features.quantized.four_bit_weights import HEADS, FourBitConstruction
 from snugfit.job.model import CLASSIFICATION
-from snugfit.job.quantized import HEADS
 from snugfit.step.wishes.handler import Handler, ScriptContext
 from snugfit.step.wishes.python_text import literal
 from snugfit.techniques.feature import InstallStage
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
-    from snugfit.techniques.setup import QuantizeWish
+    from snugfit.features.quantized.fields import QuantizeWish
 
 _LIVE = (
     "weights are quantized while transformers loads a model, and this one is loaded already. Load it with "
@@ -25,7 +27,7 @@ _LIVE = (
 class QuantizeHandler(Handler):
     """Linear layers whose weights are 4-bit numbers."""
 
-    wish, slot, stage = "quantize", Slot.ADAPTERS, InstallStage.BUILD
+    wish, slot, stage = QUANTIZE.name, Slot.ADAPTERS, InstallStage.BUILD
     refused: ClassVar[Mapping[str, str]] = {"fit": _LIVE, "custom_loop": _LIVE}
 
     def import_code(self, value: QuantizeWish | None) -> None:
@@ -36,8 +38,8 @@ class QuantizeHandler(Handler):
             import_bitsandbytes()
 
     def model_arguments(self, value: QuantizeWish | None) -> dict[str, Any]:
-        """Under the name that `instantiate` knows."""
-        return {"double_quant": value.double} if value is not None else {}
+        """Return the construction that `instantiate` calls."""
+        return {"construct": partial(FourBitConstruction, double=value.double)} if value is not None else {}
 
     def script(self, value: QuantizeWish | None, context: ScriptContext) -> dict[str, Any]:
         """As `quantization_config` of `from_pretrained`. What is not quantized is loaded in the dtype of the

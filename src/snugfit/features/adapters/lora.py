@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from snugfit.features.adapters.low_rank import ARGUMENTS, LowRank, has_default_targets
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.low_rank import ALL_LINEAR, ARGUMENTS, LowRank, has_default_targets
 from snugfit.techniques.setup import Setup
-from snugfit.techniques.technique import Fidelity
+from snugfit.techniques.technique import ALL_LINEAR, Fidelity
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job

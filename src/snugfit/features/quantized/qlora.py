@@ -19,10 +19,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from snugfit.features.adapters.low_rank import ARGUMENTS, LowRank
+from snugfit.features.quantized.fields import QuantizeWish
 from snugfit.techniques.counterpart import Counterpart, Setting
-from snugfit.techniques.low_rank import ALL_LINEAR, ARGUMENTS, LowRank
-from snugfit.techniques.setup import QuantizeWish, Setup
-from snugfit.techniques.technique import Fidelity, TechniqueBySlot
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import ALL_LINEAR, Fidelity, Slot, TechniqueBySlot
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -42,6 +43,10 @@ class Qlora(LowRank):
     needs: ClassVar = ("peft>=0.19", "bitsandbytes>=0.50")
     extra: ClassVar = "qlora"
     source: ClassVar = "Dettmers et al., arXiv 2305.14314; transformers.BitsAndBytesConfig, peft.LoraConfig"
+    advice: ClassVar = dict.fromkeys(
+        ("load_in_4bit", "load_in_8bit"),
+        "'qlora' keeps the frozen weights in 4 bits and trains LoRA adapters.",
+    )
     counterparts: ClassVar = (
         Counterpart(arguments={**_CONFIG, "model.quantization_config.bnb_4bit_quant_type": "nf4"}),
         Counterpart(
@@ -58,12 +63,25 @@ class Qlora(LowRank):
         return setup.with_fields(quantize=QuantizeWish(double=self.double), adapt=self.adapters())
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """A module of the user's own is not built by transformers, which quantizes while it builds."""
+        """Object to modules that transformers does not build, and to code that reads weights or products."""
         if job.model.module is not None:
             yield (
                 "weights are quantized while transformers loads a model, and this module is "
                 "loaded already. Load it with quantization_config=BitsAndBytesConfig(load_in_4bit=True), add "
                 "the adapters (peft.get_peft_model), and leave adapters out of the recipe; or use lora."
+            )
+        yield from super().objections(job, recipe)
+        kernels, engine, checkpointing = (
+            recipe[slot] for slot in (Slot.KERNELS, Slot.ENGINE, Slot.CHECKPOINTING)
+        )
+        if kernels.name == "fused":
+            yield f"products of {kernels} read weights, which are quantized here. Try 'torch_kernels'."
+        if engine.alone.compile is not None:
+            yield f"products with weights in 4 bits are not compiled, so leave {engine} out, or try 'lora'."
+        if (wish := checkpointing.alone.checkpoint) is not None and wish.keep:
+            yield (
+                f"products with weights in 4 bits are bitsandbytes' own operators, of which {checkpointing} "
+                "keeps nothing. Try 'every_layer', or 'lora'."
             )
 
     @classmethod

@@ -1,0 +1,53 @@
+"""A model with adapters takes the place of the one that was built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from snugfit.features.adapters.fields import ADAPT
+from snugfit.hub_kernels import import_peft
+from snugfit.step.wishes.handler import Handler, LiveTraining, ScriptContext
+from snugfit.step.wishes.python_text import call_text
+from snugfit.techniques.feature import InstallStage
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    from snugfit.techniques.wish import Call
+
+
+class AdaptHandler(Handler):
+    """Adapters, which freeze the weights and add small ones."""
+
+    wish, slot, stage = ADAPT.name, Slot.ADAPTERS, InstallStage.ADAPT
+    refused: ClassVar[Mapping[str, str]] = {
+        "custom_loop": "the optimizer was created for all parameters. Add the adapters first "
+        "(peft.get_peft_model), create the optimizer from the trainable parameters, and leave "
+        "adapters out of the recipe."
+    }
+
+    def import_code(self, value: Call | None) -> None:
+        """peft is imported once, before anything is timed or overridden."""
+        if value is not None:
+            import_peft()
+
+    def replace_model(self, value: Call | None, model: Any) -> Any:
+        """The wished function gives the model to train instead."""
+        return value.run(model) if value is not None else model
+
+    def change(self, value: Call | None, live: LiveTraining) -> Iterator[str]:
+        """The live model is replaced by the adapted one."""
+        live.model = self.replace_model(value, live.model)
+        return iter(())
+
+    def script(self, value: Call | None, context: ScriptContext) -> dict[str, Any]:
+        """As a call, or in the technique's own lines."""
+        if value is None:
+            return {}
+        if text := call_text(value, "model"):
+            return {"adapting": (text.imported, "", f"model = {text.called} or model")}
+        lines = context.recipe[self.slot].code(context.job)
+        if not lines:
+            why = "snugfit does it with its own code, which a script without snugfit does not have"
+            raise context.refusal(self.slot, why)
+        return {"adapting": lines}

@@ -1,0 +1,42 @@
+"""The modules that get adapters where a recipe names none, and names that no module has."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from snugfit.errors import RecipeError
+from snugfit.features.adapters import low_rank
+from snugfit.step.build import build_model
+from snugfit.techniques.recipe import Recipe
+from test_bad_input_models import BERT, job_of
+
+
+@pytest.mark.parametrize("facts", [BERT | {"model_type": "modernbert"}, {"model_type": "vit"}])
+def test_lora_without_known_targets_adapts_all_linear_layers_and_says_so(facts: dict[str, Any]) -> None:
+    task = "image-classification" if facts["model_type"] == "vit" else "masked-lm"
+    (said,) = Recipe.parse("lora").check(job_of(facts, task))
+    assert re.search(rf"no default targets for {facts['model_type']}.*lora\(targets=all-linear\)", said)
+    assert not Recipe.parse("lora(targets=all-linear)").check(job_of(facts, task))
+    assert not Recipe.parse("lora").check(job_of(BERT, "masked-lm"))
+
+
+def test_peft_s_table_read_from_its_source_is_the_imported_one() -> None:
+    peft = pytest.importorskip("peft.utils.constants", reason="the extra peft is not installed")
+    assert low_rank.pefts_table() == peft.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+
+
+def test_a_target_that_is_not_there_is_one_clear_error() -> None:
+    pytest.importorskip("peft", reason="the extra peft is not installed")
+    with pytest.raises(RecipeError, match=r"nothing to adapt.*all-linear"):
+        build_model(
+            job_of(BERT, "masked-lm"), Recipe.parse("lora(targets=q_proj)").setup(), torch.device("meta")
+        )
+
+
+def test_masters_of_the_model_s_own_weights_are_refused() -> None:
+    with pytest.raises(RecipeError, match=r"lora: adapters are fp32.*bf16_master nothing to split.*'bf16'"):
+        Recipe.parse("bf16_master + lora").check(job_of(BERT, "masked-lm"), installed=False)

@@ -1,0 +1,40 @@
+"""Products in 8-bit floats by torchao, and frozen weights in 4 bits by bitsandbytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+from snugfit.techniques.feature import Feature
+from snugfit.techniques.technique import Slot
+
+
+class Quantized(Feature):
+    """Add the techniques `fp8` and `qlora`, and their handlers."""
+
+    techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {
+        Slot.PRECISION: ("fp8",),
+        Slot.ADAPTERS: ("qlora",),
+    }
+
+    needs: ClassVar[Mapping[str, str]] = {"qlora": "adapters"}
+
+    def handlers(self) -> Sequence[Any]:
+        """Return the handlers of both fields."""
+        from snugfit.features.quantized.float8 import Float8Handler
+        from snugfit.features.quantized.quantize import QuantizeHandler
+
+        return QuantizeHandler(), Float8Handler()
+
+    def simulation_overrides(self, policy: Any) -> AbstractContextManager[None]:
+        """Return a context in which products with 4-bit weights run on shapes."""
+        from snugfit.features.quantized.four_bit_products import four_bit_products
+
+        return four_bit_products(policy)
+
+    def tensors_beside(self, weight: Any) -> Sequence[tuple[Any, str]]:
+        """Return the scales and code books of a 4-bit weight."""
+        from snugfit.features.quantized.four_bit_weights import scales_in_order
+
+        return scales_in_order(weight)
