@@ -46,7 +46,7 @@ HEAVY_THEMSELVES = {
     "rehearsal/device/shapes.py",
     "rehearsal/device/host_draws.py",
     "rehearsal/record/cuda_names.py",
-    "prediction/published_optimizer.py",
+    "features/guide/published_optimizer.py",
     "step/capture/recomputed.py",
     "step/head/chunked_loss.py",
     "step/head/deferred_logits.py",

@@ -17,6 +17,7 @@ from snugfit.cli.main import run
 from snugfit.errors import NothingFits
 from snugfit.prediction.predict import predict
 from snugfit.results.prediction import Prediction
+from snugfit.techniques.wish import feature_files
 from tiers import slow_but
 
 pytestmark = pytest.mark.stored_rehearsals
@@ -137,7 +138,7 @@ def test_any_other_question_is_computed(
         ["--memory", "8GiB"],
         ["--headroom", "1GiB"],
         ["--loop", "accelerate"],
-        ["--software", "published-2022"],
+        *(["--software", file.name.removesuffix(".json")] for file in feature_files("software")),
         ["--gpus", "2", "--recipe", "ddp"],
     ]
     for more in [*others, *others]:

@@ -31,7 +31,6 @@ from snugfit.cli.check import check
 from snugfit.cli.doctor import doctor
 from snugfit.cli.export import export
 from snugfit.cli.gpus import gpus
-from snugfit.cli.guide import guide
 from snugfit.cli.lengths import lengths
 from snugfit.cli.measure import measure
 from snugfit.cli.plan import plan
@@ -42,6 +41,7 @@ from snugfit.cli.train import train
 from snugfit.errors import SnugfitError, escape_controls, nearest
 from snugfit.frontends.launch import COMMAND_LINE
 from snugfit.frontends.one_of_several import one_of_several
+from snugfit.techniques.feature import hooks
 from snugfit.training.ranks import ToldElsewhere
 
 _TypingMistake: type[Exception] = typer.BadParameter.__bases__[0]
@@ -68,8 +68,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 COMMANDS = (
-    predict, plan, train, lengths, measure, check, export, guide, accuracy, calibrate, gpus, techniques,
-    doctor,
+    predict, plan, train, lengths, measure, check, export,
+    *(command for commands in hooks("commands") for command in commands()),
+    accuracy, calibrate, gpus, techniques, doctor,
 )  # fmt: skip
 for command in COMMANDS:
     app.command(cls=Command)(command)

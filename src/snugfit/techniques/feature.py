@@ -67,6 +67,16 @@ class Feature:
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {}
     """By slot, the modules of its folder that have one technique each; a module's name is its word."""
 
+    # ---- the command line ----
+
+    def commands(self) -> Sequence[Callable[..., Any]]:
+        """Return functions that become subcommands of their names."""
+        return ()
+
+    def documents(self) -> Mapping[str, type]:
+        """Return, by command, the class whose `to_json` it prints, for `docs/json.md`."""
+        return {}
+
     # ---- running a step ----
 
     def handlers(self) -> Sequence[Any]:

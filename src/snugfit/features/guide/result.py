@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from snugfit.documents import encode_fields
-from snugfit.evaluation.guide_suite import VANILLA, Published, WithoutFigure, source
-from snugfit.evaluation.per_parameter import PerParameter
+from snugfit.features.guide.per_parameter import PerParameter
+from snugfit.features.guide.suite import VANILLA, Published, WithoutFigure, source
 from snugfit.results.footprint import Footprint, Timing
 from snugfit.results.speed import StepSpeed
 from snugfit.units import MIB
@@ -132,6 +132,8 @@ class LargeModelRow:
 class GuideResult:
     """The suite's rows and what follows from them."""
 
+    source: str = field(default_factory=source)
+    """The address of the page with the published figures."""
     gpu: str
     """The GPU that the predictions are for."""
     memory_bytes: int | None
@@ -160,4 +162,4 @@ class GuideResult:
 
     def to_json(self) -> dict[str, Any]:
         """The document that `snugfit guide` writes."""
-        return {"schema": SCHEMA, "what": "guide", "source": source(), **encode_fields(self)}
+        return {"schema": SCHEMA, "what": "guide", **encode_fields(self)}

@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_up_guide import guide_result
 
-from made_up import footprint, guide_result, prediction
+from made_up import footprint, prediction
 from snugfit.cli.main import run
-from snugfit.evaluation import guide_modern
-from snugfit.evaluation.guide_modern import FrontRecipe, PlannedJob, with_large_models, with_modern
-from snugfit.evaluation.guide_suite import job_of, large_models
+from snugfit.features.guide import modern as guide_modern
+from snugfit.features.guide import plot, tables
+from snugfit.features.guide.modern import FrontRecipe, PlannedJob, with_large_models, with_modern
+from snugfit.features.guide.suite import job_of, large_models
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.planning.plan import Choice, Counts, Plan
-from snugfit.report.evaluation import guide, guide_plot
+from snugfit.report.pictures import plot_bytes
 from snugfit.report.text.terminal import as_text
 from snugfit.results.speed import speed_of
 from snugfit.techniques.recipe import Recipe
@@ -78,7 +80,7 @@ def test_an_experiment_that_is_already_the_fastest_says_so() -> None:
 
 
 def guide_result_job() -> Job:
-    from snugfit.evaluation.guide_suite import suite
+    from snugfit.features.guide.suite import suite
 
     return suite()[0].job()
 
@@ -107,7 +109,7 @@ def test_large_models_are_valid_and_say_what_they_need(monkeypatch: pytest.Monke
     assert (first.fits, first.speed, first.needed_bytes) == (None, None, None)
     assert "not installed" in first.refused
     assert all(row.needed_bytes and row.needed_bytes > 12 * GIB for row in others)
-    text = as_text(guide.render(with_large_models(guide_result())), width=160)
+    text = as_text(tables.render(with_large_models(guide_result())), width=160)
     assert "Large models on one GPU, with DeepSpeed and without" in text
     assert "its own engine is simulated" in text
     assert "not installed" in text
@@ -115,19 +117,19 @@ def test_large_models_are_valid_and_say_what_they_need(monkeypatch: pytest.Monke
 
 def test_the_tables_say_what_changed_and_by_how_much() -> None:
     result = with_modern(guide_result(), plan_of)
-    text = " ".join(as_text(guide.render(result), width=160).split())
+    text = " ".join(as_text(tables.render(result), width=160).split())
     assert "as_loaded -> fp16, adamw -> adamw_fused" in text
     assert "+300.0 %" in text, "0.1 s for the vanilla experiment's 0.4 s"
-    (row, *_) = csv.DictReader(StringIO(guide.csv(result)))
+    (row, *_) = csv.DictReader(StringIO(tables.csv(result)))
     assert (row["recipe_today"], row["bytes_today"]) == ("fp16 + adamw_fused", str(10 * GIB))
     assert float(row["samples_per_second_today"]) == 40.0
-    assert "recipe_today" not in guide.csv(guide_result()).splitlines()[0]
+    assert "recipe_today" not in tables.csv(guide_result()).splitlines()[0]
     document = json.loads(json.dumps(result.to_json()))
     assert document["modern"][0]["instead"][0] == {"slot": "precision", "then": "as_loaded", "now": "fp16"}
-    labels = [series.label for series in guide_plot.memory_series(result)]
+    labels = [series.label for series in plot.memory_series(result)]
     assert "today's best recipe, Tesla V100-SXM2-16GB" in labels
-    assert labels != [series.label for series in guide_plot.memory_series(guide_result())]
-    assert guide_plot.summary(result, "svg")
+    assert labels != [series.label for series in plot.memory_series(guide_result())]
+    assert plot_bytes(plot.page_parts(result), "svg")
 
 
 def test_the_command_plans_each_job_once(
@@ -148,7 +150,7 @@ def test_the_command_plans_each_job_once(
             best=choice, counts=counts,
         )  # fmt: skip
 
-    monkeypatch.setattr("snugfit.evaluation.guide.run", lambda *_, **__: guide_result())
+    monkeypatch.setattr("snugfit.features.guide.run.run", lambda *_, **__: guide_result())
     monkeypatch.setattr("snugfit.cli.plan_cache.plan", plan)
     monkeypatch.setattr(guide_modern, "predict_all", lambda requests, **_: ["not here"] * len(requests))
     command = ["guide", "--modern", "--gpu", "v100-16gb", "--output", str(tmp_path), "--json"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -12,9 +13,10 @@ from snugfit.cli import arguments as given
 from snugfit.measurement.target import gpu_here
 
 if TYPE_CHECKING:
-    from snugfit.evaluation.guide_result import GuideResult
+    from snugfit.features.guide.result import GuideResult
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
+    from snugfit.report.pictures import PageParts
 
 GpuName = Annotated[
     str | None,
@@ -60,7 +62,8 @@ def guide(
     """Predict (and measure) the experiments of the Hugging Face single-GPU guide."""
     from snugfit.cli.progress import show_progress
     from snugfit.errors import GpuError
-    from snugfit.evaluation.guide_suite import own_gpu
+    from snugfit.features.guide.plot import page_parts
+    from snugfit.features.guide.suite import own_gpu
     from snugfit.job.gpu import find_gpu
     from snugfit.report.text.files import writable_folder
 
@@ -76,7 +79,7 @@ def guide(
 
     workers = workers or os.cpu_count() or 1
     with show_progress("measuring the guide" if measure else "predicting the guide") as tell:
-        from snugfit.evaluation.guide import run
+        from snugfit.features.guide.run import run
 
         result = run(
             target,
@@ -88,19 +91,34 @@ def guide(
         )
     if modern:
         result = _with_modern(result, target, workers)
-    from snugfit.report.evaluation.guide import write
-
-    paths = write(result, folder)
-    given.write_pictures(html, plot, result)
+    parts = page_parts(result)
+    paths = write(result, parts, folder)
+    given.write_pictures(html, plot, parts)
     _print(result, form)
     typer.echo("\n".join(f"Written: {path}" for path in paths), err=form != "terminal")
+
+
+def write(result: GuideResult, parts: PageParts, folder: Path) -> list[Path]:
+    """Write guide.md, guide.csv, guide.json, guide.png and guide.svg into `folder`; return their paths."""
+    from snugfit.features.guide.tables import csv, markdown
+    from snugfit.report.pictures import plot_bytes
+    from snugfit.report.text.files import write_atomically
+
+    contents: dict[str, bytes] = {
+        "guide.png": plot_bytes(parts, "png"),
+        "guide.svg": plot_bytes(parts, "svg"),
+        "guide.md": markdown(result, plot="guide.png").encode(),
+        "guide.csv": csv(result).encode(),
+        "guide.json": json.dumps(result.to_json(), indent=2, allow_nan=False).encode() + b"\n",
+    }
+    return [write_atomically(folder / name, content) for name, content in contents.items()]
 
 
 def _with_modern(result: GuideResult, gpu: Gpu, workers: int) -> GuideResult:
     """The result with today's recipes. Plans are remembered, as those of `snugfit plan` are."""
     from snugfit.cli.plan_cache import plan
     from snugfit.cli.progress import show_progress
-    from snugfit.evaluation.guide_modern import FrontRecipe, PlannedJob, with_large_models, with_modern
+    from snugfit.features.guide.modern import FrontRecipe, PlannedJob, with_large_models, with_modern
     from snugfit.techniques import roster
     from snugfit.techniques.recipe import Recipe
     from snugfit.techniques.technique import Slot
@@ -124,7 +142,7 @@ def _with_modern(result: GuideResult, gpu: Gpu, workers: int) -> GuideResult:
 
 
 def _print(result: GuideResult, form: str) -> None:
-    from snugfit.report.evaluation.guide import csv, markdown, render
+    from snugfit.features.guide.tables import csv, markdown, render
     from snugfit.report.text.page import print_as
 
     if form in ("csv", "markdown"):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from snugfit.evaluation.guide_result import GuideResult, GuideRow, LargeModelRow, ModernRow
-from snugfit.report.evaluation.methods import change
+from snugfit.features.guide.methods import UNKNOWN, show_rate, show_share, show_size
+from snugfit.features.guide.result import GuideResult, GuideRow, LargeModelRow, ModernRow
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.pace import show_samples_range
-from snugfit.units import show_bytes, show_mib
-
-UNKNOWN = ""
+from snugfit.units import show_bytes
 
 
 def modern_grids(result: GuideResult) -> Iterator[Grid]:
@@ -42,13 +40,13 @@ def _cells(then: GuideRow, now: ModernRow) -> tuple[str, ...]:
     changed = ", ".join(f"{one.then} -> {one.now}" for one in now.instead)
     return (
         now.name,
-        _mib(then.predicted_bytes),
-        _mib(now.needed_bytes),
-        _share(now.needed_bytes, then.predicted_bytes),
-        _rate(speed_then),
-        _rate(speed_now),
+        show_size(then.predicted_bytes),
+        show_size(now.needed_bytes),
+        show_share(now.needed_bytes, then.predicted_bytes),
+        show_rate(speed_then),
+        show_rate(speed_now),
         show_samples_range(now.speed),
-        _share(speed_now, speed_then),
+        show_share(speed_now, speed_then),
         changed or now.why_none,
         now.recipe,
     )
@@ -61,7 +59,7 @@ def _large_models(models: tuple[LargeModelRow, ...]) -> Grid:
             row.gpu,
             show_bytes(row.needed_bytes) if row.needed_bytes is not None else UNKNOWN,
             {True: "yes", False: "no", None: "refused"}[row.fits],
-            _rate(row.speed.samples_per_second if row.speed else None),
+            show_rate(row.speed.samples_per_second if row.speed else None),
             show_samples_range(row.speed),
             row.refused.strip().rpartition("\n")[2] or row.why,
             row.recipe,
@@ -85,16 +83,3 @@ def _large_models(models: tuple[LargeModelRow, ...]) -> Grid:
         "batch of 20 on a 24 GB RTX 3090, where it did not fit in a batch of 1 (Hugging Face's blog, January "
         "2021). Where DeepSpeed is installed its own engine is simulated; these steps were not measured.",
     )
-
-
-def _mib(size: int | None) -> str:
-    return UNKNOWN if size is None else show_mib(size)
-
-
-def _rate(samples_per_second: float | None) -> str:
-    return f"{samples_per_second:.2f}" if samples_per_second else UNKNOWN
-
-
-def _share(part: float | None, whole: float | None) -> str:
-    share = change(part, whole)
-    return UNKNOWN if share is None else f"{100 * share:+.1f} %"

@@ -1,25 +1,29 @@
-"""The guide's suite as tables: for the terminal, Markdown, CSV and JSON, and all of them into one folder."""
+"""The guide's suite as tables: for the terminal, Markdown and CSV."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
-from snugfit.evaluation.guide_result import GuideResult, GuideRow, ModernRow
-from snugfit.evaluation.guide_suite import anatomy, machines, source
-from snugfit.evaluation.per_parameter import PerParameter
-from snugfit.report.evaluation.guide_chapters import without_figures_grid
-from snugfit.report.evaluation.guide_modern import modern_grids
-from snugfit.report.evaluation.methods import change, helps, method_lines, stage_lines
-from snugfit.report.text.files import write_atomically
+from snugfit.features.guide.methods import (
+    UNKNOWN,
+    change,
+    helps,
+    method_lines,
+    show_rate,
+    show_share,
+    show_size,
+    show_with_sign,
+    stage_lines,
+)  # fmt: skip
+from snugfit.features.guide.modern_tables import modern_grids
+from snugfit.features.guide.per_parameter import PerParameter
+from snugfit.features.guide.result import GuideResult, GuideRow, ModernRow
+from snugfit.features.guide.suite import anatomy, machines, source
 from snugfit.report.text.grid import Grid, csv_text, escape
 from snugfit.report.text.pace import show_samples_range
 from snugfit.report.text.page import Page, Sentence
 from snugfit.results.speed import StepSpeed
 from snugfit.units import show_bytes, show_mib
-
-UNKNOWN = ""
 
 
 def render(result: GuideResult) -> Page:
@@ -72,20 +76,6 @@ def _csv_row(row: GuideRow, vanilla: GuideRow, known: list[str]) -> list[object]
     return cells
 
 
-def write(result: GuideResult, folder: Path) -> list[Path]:
-    """Writes guide.md, guide.csv, guide.json, guide.png and guide.svg into `folder`; gives their paths."""
-    from snugfit.report.evaluation.guide_plot import summary
-
-    contents: dict[str, bytes] = {
-        "guide.png": summary(result, "png"),
-        "guide.svg": summary(result, "svg"),
-        "guide.md": markdown(result, plot="guide.png").encode(),
-        "guide.csv": csv(result).encode(),
-        "guide.json": json.dumps(result.to_json(), indent=2, allow_nan=False).encode() + b"\n",
-    }
-    return [write_atomically(folder / name, content) for name, content in contents.items()]
-
-
 def grids(result: GuideResult) -> Iterator[Grid]:
     """The tables: experiments, today's recipes, measurements, published figures, methods, what has no
     figures, stages, bytes per parameter."""
@@ -107,11 +97,11 @@ def _experiments(result: GuideResult) -> Grid:
     for row in result.rows:
         recipe = row.recipe if row.loop == "plain" else f"{row.recipe} ({row.loop} loop)"
         fits = {True: "yes", False: "no", None: "refused" if row.refused else UNKNOWN}[row.fits]
-        change_to = _share(row.predicted_bytes, result.vanilla.predicted_bytes)
+        change_to = show_share(row.predicted_bytes, result.vanilla.predicted_bytes)
         speed = _samples(row.predicted_speed)
-        figures = (_mib(row.predicted_bytes), change_to, fits, _rate(speed))
+        figures = (show_size(row.predicted_bytes), change_to, fits, show_rate(speed))
         likely = show_samples_range(row.predicted_speed)
-        faster = _share(speed, _samples(result.vanilla.predicted_speed))
+        faster = show_share(speed, _samples(result.vanilla.predicted_speed))
         rows.append((row.name, *figures, likely, faster, recipe))
     reasons = dict.fromkeys(row.why_refused for row in result.rows if row.refused)
     names = {why: [row.name for row in result.rows if row.why_refused == why] for why in reasons}
@@ -144,15 +134,15 @@ def _measurements(result: GuideResult) -> Grid:
         rows.append(
             (
                 row.name,
-                _mib(row.predicted_bytes),
-                _mib(row.measured_bytes),
-                _share(row.predicted_bytes, row.measured_bytes, 2),
-                _share(row.measured_bytes, vanilla.measured_bytes),
-                _rate(predicted),
+                show_size(row.predicted_bytes),
+                show_size(row.measured_bytes),
+                show_share(row.predicted_bytes, row.measured_bytes, 2),
+                show_share(row.measured_bytes, vanilla.measured_bytes),
+                show_rate(predicted),
                 show_samples_range(row.predicted_speed),
-                _rate(speed) or row.outcome or UNKNOWN,
-                _share(predicted, speed),
-                _share(speed, before),
+                show_rate(speed) or row.outcome or UNKNOWN,
+                show_share(predicted, speed),
+                show_share(speed, before),
             )
         )
     heads = (
@@ -182,13 +172,13 @@ def _published_figures(result: GuideResult) -> Grid:
                     row.name,
                     known[then.published.machine].gpu or then.published.machine,
                     f"{then.published.mib:,}",
-                    _share(then.published_bytes, before.published_bytes),
-                    _mib(then.predicted_bytes),
-                    _share(then.predicted_bytes, then.published_bytes, 2),
-                    _rate(speed),
-                    _rate(predicted),
+                    show_share(then.published_bytes, before.published_bytes),
+                    show_size(then.predicted_bytes),
+                    show_share(then.predicted_bytes, then.published_bytes, 2),
+                    show_rate(speed),
+                    show_rate(predicted),
                     show_samples_range(then.predicted_speed),
-                    _share(predicted, speed),
+                    show_share(predicted, speed),
                 )
             )
     heads = (
@@ -218,10 +208,10 @@ def _methods(result: GuideResult) -> Grid:
             line.method,
             line.experiment or "not predicted",
             helps(line.speed, less_is_better=False),
-            f"{_with_sign(line.speed)} {line.speed_from}".strip(),
+            f"{show_with_sign(line.speed)} {line.speed_from}".strip(),
             line.guide_speed,
             helps(line.memory, less_is_better=True),
-            _with_sign(line.memory),
+            show_with_sign(line.memory),
             line.guide_memory,
         )
         for line in method_lines(result)
@@ -232,11 +222,33 @@ def _methods(result: GuideResult) -> Grid:
     return Grid(title="Which technique helps with what", heads=heads, rows=rows, note=note)
 
 
+def without_figures_grid(result: GuideResult) -> Grid:
+    """One row a technique; the reason stands in it where its experiment could not be predicted."""
+    refused = {row.name: row.why_refused for row in result.rows if row.refused}
+    rows = tuple(
+        (
+            f"{line.chapter}: {line.name}",
+            "not predicted" if line.experiment in refused else line.status,
+            line.guide,
+            refused.get(line.experiment, line.today),
+            line.instead,
+        )
+        for line in result.without_figures
+    )
+    return Grid(
+        title="What the guide names and gives no figure of",
+        heads=("Named", "Here", "The guide", "Today", "Recipes today<"),
+        rows=rows,
+        note="What is predicted is one of the experiments above, or with --modern a large model. No figure "
+        "is made up for the rest.",
+    )
+
+
 def _stages(result: GuideResult) -> Grid:
     rows = tuple(
         (
             line.stage,
-            _mib(line.predicted_bytes),
+            show_size(line.predicted_bytes),
             ", ".join(f"{machine} {show_mib(size)}" for machine, size in line.published),
         )
         for line in stage_lines(result)
@@ -290,19 +302,3 @@ def _model_and_optimizer(line: PerParameter) -> str:
 
 def _samples(speed: StepSpeed | None) -> float | None:
     return speed.samples_per_second if speed else None
-
-
-def _rate(samples_per_second: float | None) -> str:
-    return f"{samples_per_second:.2f}" if samples_per_second else UNKNOWN
-
-
-def _mib(size: int | None) -> str:
-    return UNKNOWN if size is None else show_mib(size)
-
-
-def _share(part: float | None, whole: float | None, places: int = 1) -> str:
-    return _with_sign(change(part, whole), places)
-
-
-def _with_sign(share: float | None, places: int = 1) -> str:
-    return UNKNOWN if share is None else f"{100 * share:+.{places}f} %"

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from snugfit.evaluation.guide_result import GuideResult, GuideRow
-from snugfit.evaluation.guide_suite import VANILLA, Method, baselines, methods
+from snugfit.features.guide.result import GuideResult, GuideRow
+from snugfit.features.guide.suite import VANILLA, Method, baselines, methods
 from snugfit.results.footprint import Kind
-from snugfit.units import MIB
+from snugfit.units import MIB, show_mib
+
+UNKNOWN = ""
 
 NO_DIFFERENCE = 0.02
 """A smaller share than this is no difference: steps vary by about as much."""
@@ -127,3 +129,23 @@ def stage_lines(result: GuideResult) -> Iterator[StageLine]:
     yield StageLine(
         stage=f"training ({VANILLA})", predicted_bytes=result.vanilla.predicted_bytes, published=trained
     )
+
+
+def show_rate(samples_per_second: float | None) -> str:
+    """Return samples per second with two digits; empty where they are not known."""
+    return f"{samples_per_second:.2f}" if samples_per_second else UNKNOWN
+
+
+def show_size(size: int | None) -> str:
+    """Return a size in MiB; empty where it is not known."""
+    return UNKNOWN if size is None else show_mib(size)
+
+
+def show_share(part: float | None, whole: float | None, places: int = 1) -> str:
+    """Return `change` in percent."""
+    return show_with_sign(change(part, whole), places)
+
+
+def show_with_sign(share: float | None, places: int = 1) -> str:
+    """Return a share in percent, with its sign; empty where it is not known."""
+    return UNKNOWN if share is None else f"{100 * share:+.{places}f} %"

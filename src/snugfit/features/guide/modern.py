@@ -13,15 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from snugfit.evaluation.guide_predictions import PredictionRequest, predict_all
-from snugfit.evaluation.guide_result import (
+from snugfit.features.guide.predictions import PredictionRequest, predict_all
+from snugfit.features.guide.result import (
     GuideResult,
     GuideRow,
     LargeModelRow,
     ModernRow,
     TakenInstead,
 )
-from snugfit.evaluation.guide_suite import LargeModel, job_of, large_models, suite
+from snugfit.features.guide.suite import LargeModel, job_of, large_models, suite
 from snugfit.job.gpu import find_gpu
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot

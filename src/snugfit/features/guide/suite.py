@@ -199,6 +199,6 @@ def job_of(facts: Mapping[str, Any]) -> Job:
 
 @cache
 def _guide() -> dict[str, Any]:
-    text = files("snugfit.evaluation").joinpath("guide.json").read_text(encoding="utf-8")
+    text = files("snugfit.features.guide").joinpath("guide.json").read_text(encoding="utf-8")
     guide: dict[str, Any] = json.loads(text)
     return guide

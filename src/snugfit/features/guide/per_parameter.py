@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from snugfit.errors import RecipeError
-from snugfit.evaluation.guide_predictions import PredictionRequest
-from snugfit.evaluation.guide_suite import anatomy, job_of
+from snugfit.features.guide.predictions import PredictionRequest
+from snugfit.features.guide.suite import anatomy, job_of
 from snugfit.job.job import Phase
 from snugfit.results.footprint import Kind
 from snugfit.techniques.recipe import Recipe

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from snugfit.errors import SnugfitError
-from snugfit.evaluation.guide_predictions import PredictionRequest, RequestKey, predict_all
-from snugfit.evaluation.guide_result import GuideResult, GuideRow, PublishedPrediction
-from snugfit.evaluation.guide_suite import GuideExperiment, Published, machines, suite, without_figures
-from snugfit.evaluation.per_parameter import per_parameter, per_parameter_requests
+from snugfit.features.guide.per_parameter import per_parameter, per_parameter_requests
+from snugfit.features.guide.predictions import PredictionRequest, RequestKey, predict_all
+from snugfit.features.guide.result import GuideResult, GuideRow, PublishedPrediction
+from snugfit.features.guide.suite import GuideExperiment, Published, machines, suite, without_figures
 from snugfit.job.gpu import find_gpu
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.profile import Software
