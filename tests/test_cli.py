@@ -107,9 +107,6 @@ TYPED = {
     "no job file": (["predict", "--job", "missing.yaml"], "no such job file"),
     "unknown format": (["plan", *BERT, "--format", "pdf"], "markdown"),
     "no such choice": (["plan", *BERT, *V100, "--fidelity", "exact"], "'--fidelity': 'exact' is not one"),
-    "no choice": (["export", "bf16", *BERT], "'--to'. Choose from: hf, accelerate,"),
-    "force of no folder": (["export", "bf16", *BERT, "--to", "hf", "--force"], "in the folder of --output"),
-    "an export that evaluates": (["export", "bf16", *BERT, "--to", "hf", "--set", "phase=evaluate"], "train"),
     "a show that draws": (["accuracy", "--show", "x.json", "--seed", "3"], "--seed is for new runs"),
     "measured where it lies": (["accuracy", "--measure", "x.json", "--output", "y"], "--output is for new"),
     "predicted again only": (["accuracy", "--rescore", "x.json", "--gpu", "l4"], "--gpu is for new runs"),
@@ -121,7 +118,6 @@ TYPED = {
     "operators of several": (["predict", *BERT, "--operators", "--compare", "bf16"], "shows one recipe."),
     "a page before the model": (["predict", "no-model", "--html", "foo.txt"], "a page is a .html file"),
     "a trace before the model": (["predict", "no-model", "--trace", "foo.txt"], "a trace is a .pickle for"),
-    "an export in a file": (["export", "bf16", *BERT, "--to", "hf", "--output", sys.executable], "a file."),
     "a headroom of more than all": (["gpus", "t4", "--for", *BERT, "--headroom", "200%"], "leaves nothing"),
     "two prices": (["gpus", "t4", "--for", *BERT, "--price", "t4=1", "--price", "T4=2"], "prices, 1 and 2"),
     "a price below 0": (["gpus", "t4", "--for", *BERT, "--price", "t4=-1"], "must be a number above 0"),
@@ -493,7 +489,6 @@ def test_a_gpu_that_is_named_twice_is_listed_once(capsys: pytest.CaptureFixture[
         ("--batch", "Did you mean --batch-size? Try"),
         ("--lenght", "Did you mean --sequence-length or --target-length? Try"),
         ("--bogus", "No such option: --bogus. Try"),
-        ("--bf61", "Did you mean --bf16? Try"),
     ],
 )
 def test_an_unknown_option_is_answered_with_what_is_like_it(

@@ -14,13 +14,13 @@ import pytest
 import yaml
 
 from snugfit.cli.main import run
-from snugfit.exchange import check as module
-from snugfit.exchange.check import Checked, check, check_document
-from snugfit.exchange.dialect import DIALECTS, dialect
-from snugfit.exchange.document import Document
-from snugfit.exchange.installed import CHECKPOINTING, OLD_CHECKPOINTING, checkpointing_name, defaults
-from snugfit.exchange.python_call import read_script
-from snugfit.exchange.read import read_arguments
+from snugfit.features.exchange import check as module
+from snugfit.features.exchange.check import Checked, check, check_document
+from snugfit.features.exchange.dialect import DIALECTS, dialect
+from snugfit.features.exchange.document import Document
+from snugfit.features.exchange.installed import CHECKPOINTING, OLD_CHECKPOINTING, checkpointing_name, defaults
+from snugfit.features.exchange.python_call import read_script
+from snugfit.features.exchange.read import read_arguments
 from tiers import crossed
 
 SCRIPT = """\

@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from snugfit.errors import did_you_mean
-from snugfit.exchange import installed
-from snugfit.exchange.account import Line, Reading
-from snugfit.exchange.dialect import Dialect, as_word, dialect, flatten
-from snugfit.exchange.document import Document, open_document
-from snugfit.exchange.processes import (
+from snugfit.errors import UsageError, did_you_mean
+from snugfit.features.exchange import installed
+from snugfit.features.exchange.account import Line, Reading
+from snugfit.features.exchange.command_line import parse_pairs
+from snugfit.features.exchange.dialect import Dialect, as_word, dialect, flatten
+from snugfit.features.exchange.document import Document, open_document
+from snugfit.features.exchange.processes import (
     BY,
     COPIES,
     GPUS,
@@ -33,7 +34,7 @@ from snugfit.exchange.processes import (
     SHARDS,
     read_processes,
 )
-from snugfit.exchange.python_call import Unknown
+from snugfit.features.exchange.python_call import Unknown
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.roster import advice
@@ -60,6 +61,37 @@ def read_arguments(
     """
     document = Document(path=Path("the command line"), format="shell", dialect="script", values={})
     return _Reader(open_document(path) if path else document, flags or {}, options, gpus).reading()
+
+
+def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading | None:
+    """The user's own configuration, and transformers' arguments among the flags. These go before a job file,
+    and `settings` gets them; those of the run alone are no configuration. Raises `UsageError` for what they
+    ask and cannot be predicted, unless a flag or the job file overrides it, and for such an argument beside
+    one of ours that says something else."""
+    if not flags.get("trainer_arguments") and not flags.get("arguments_file"):
+        return None
+    from snugfit.cli.jobfile import settings_from, training_keys
+
+    given = parse_pairs(flags.get("trainer_arguments") or ())
+    options = training_keys() if "dataset" in flags else {}  # which only a command has that trains
+    settings |= settings_from({key: given.pop(key) for key in [*given] if key in options}, "command line")
+    if not given and not flags.get("arguments_file"):
+        return None
+    gpus = settings.get("gpus")
+    reading = read_arguments(
+        flags.get("arguments_file"), given, options=options, gpus=gpus if type(gpus) is int else None
+    )
+    reading.refuse(settings)
+    settings_from({key: reading.settings[key] for key in options if key in reading.settings}, reading.path)
+    for key, name in reading.by_flags.items():
+        said_twice = flags.get(key) is not None or key == "recipe"
+        if said_twice and settings.get(key, reading.settings[key]) != reading.settings[key]:
+            raise UsageError(
+                f"--{name} {given[name]} and {key.replace('_', ' ')} {settings[key]} contradict each other."
+                " Give one of them."
+            )
+        settings[key] = reading.settings[key]
+    return reading
 
 
 @dataclass

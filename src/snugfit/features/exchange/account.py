@@ -6,7 +6,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rich.console import Group, RenderableType
+from rich.text import Text
+
 from snugfit.errors import UsageError
+from snugfit.report.text.table import table
+from snugfit.report.text.terminal import show, words
+
+LONGEST_VALUE = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,3 +77,33 @@ class Reading:
                 + "\nLeave it out, or set what to predict instead with "
                 f"--{', --'.join(flags)}."
             )
+
+    def show(self) -> None:
+        """Print on stderr how each key was used: stdout is for the answer."""
+        show(render_reading(self), stderr=True)
+
+
+def render_reading(reading: Reading) -> RenderableType:
+    """The account of a file, key by key."""
+    head = words(f"From {reading.path} ({reading.title}), for the {reading.settings['loop']} loop:")
+    parts: list[RenderableType] = [head]
+    for lines, heads in (
+        (reading.took, ("Taken", "Value", "Here")),
+        (reading.differs, ("Not quite the same", "Value", "Why")),
+    ):
+        if lines:
+            parts.append(table(heads, ((line.key, _short(line.value), line.says) for line in lines)))
+    if reading.ignored:
+        parts.append(table(("Ignored", "Why"), _by_reason(reading)))
+    return Group(*parts, Text())
+
+
+def _by_reason(reading: Reading) -> list[tuple[str, str]]:
+    reasons: dict[str, list[str]] = {}
+    for line in reading.ignored:
+        reasons.setdefault(line.says, []).append(line.key)
+    return [(", ".join(keys), reason) for reason, keys in reasons.items()]
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= LONGEST_VALUE else value[: LONGEST_VALUE - 3] + "..."

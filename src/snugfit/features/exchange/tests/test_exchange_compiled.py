@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_exchange_export import STEPS, job_in, namespace, ours, samples
 
 from snugfit.errors import RecipeError, UsageError
-from snugfit.exchange.export import export
-from snugfit.exchange.read import read_arguments
+from snugfit.features.exchange.export import export
+from snugfit.features.exchange.read import read_arguments
 from snugfit.step.checkpointing import layer_stacks
 from snugfit.techniques.recipe import Recipe
-from test_exchange_export import STEPS, job_in, namespace, ours, samples
 from tiers import slow_but
 
 COMPILED = Recipe.parse("compiled + every_layer")

@@ -14,22 +14,23 @@ from typing import Any
 
 import pytest
 import torch
+from test_exchange_export import job_in, namespace, ours, samples
 
+import exported_processes
 from clean_forks import forks_of
 from exported_processes import STEPS, one_rank
 from many_ranks import free_port
 from snugfit.cli.main import run
 from snugfit.errors import RecipeError, UsageError
-from snugfit.exchange.check import check
-from snugfit.exchange.export import Export, export
-from snugfit.exchange.read import read_arguments
+from snugfit.features.exchange.check import check
+from snugfit.features.exchange.export import Export, export
+from snugfit.features.exchange.read import read_arguments
 from snugfit.job.job import Job
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
-from test_exchange_export import job_in, namespace, ours, samples
 from tiers import few_of, slow_but
 
-PROCESSES = Path(__file__).with_name("exported_processes.py")
+PROCESSES = Path(exported_processes.__file__)
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node")
 TIME_LIMIT = 400
 """Seconds after which processes that wait for one another are taken to wait for ever."""

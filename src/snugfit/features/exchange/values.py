@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from snugfit.errors import did_you_mean
-from snugfit.exchange import installed
+from snugfit.features.exchange import installed
 
 _PLAIN = {int: "a whole number", float: "a number", bool: "true or false"}
 

@@ -13,9 +13,9 @@ import torch
 from small_models import FAMILIES
 from snugfit.cli.main import run
 from snugfit.errors import RecipeError, UsageError
-from snugfit.exchange.export import TARGETS, Export, export
-from snugfit.exchange.read import read_arguments
-from snugfit.exchange.trainer_arguments import training_arguments
+from snugfit.features.exchange.export import TARGETS, Export, export
+from snugfit.features.exchange.read import read_arguments
+from snugfit.features.exchange.trainer_arguments import training_arguments
 from snugfit.job.job import Job
 from snugfit.job.model import Model
 from snugfit.step.batches import collate, dataset
@@ -282,7 +282,7 @@ def test_what_the_installed_version_calls_checkpointing_is_read_from_its_source(
 
     from transformers import PreTrainedModel, TrainingArguments
 
-    from snugfit.exchange import installed
+    from snugfit.features.exchange import installed
 
     name = installed.checkpointing_name()
     assert hasattr(TrainingArguments, name)
@@ -294,7 +294,7 @@ def test_an_older_transformers_is_told_in_its_own_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As 5.17 has it: the old name, and no way to leave layers out."""
-    from snugfit.exchange import installed
+    from snugfit.features.exchange import installed
 
     monkeypatch.setattr(installed, "checkpointing_name", lambda: "gradient_checkpointing")
     monkeypatch.setattr(installed, "checkpointing_options", frozenset)

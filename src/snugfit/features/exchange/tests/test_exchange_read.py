@@ -11,11 +11,11 @@ import yaml
 
 from snugfit.cli.main import run
 from snugfit.errors import UsageError
-from snugfit.exchange.account import Reading
-from snugfit.exchange.dialect import DIALECTS, dialect
-from snugfit.exchange.installed import checkpointing_name, defaults
-from snugfit.exchange.processes import RAW
-from snugfit.exchange.read import read_arguments
+from snugfit.features.exchange.account import Reading
+from snugfit.features.exchange.dialect import DIALECTS, dialect
+from snugfit.features.exchange.installed import checkpointing_name, defaults
+from snugfit.features.exchange.processes import RAW
+from snugfit.features.exchange.read import read_arguments
 from snugfit.techniques import roster
 from snugfit.techniques.translate import read_slots
 

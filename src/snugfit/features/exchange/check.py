@@ -25,12 +25,16 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group, RenderableType
+
 from snugfit.errors import did_you_mean
-from snugfit.exchange import installed
-from snugfit.exchange.dialect import as_word, dialect, flatten
-from snugfit.exchange.document import Document, open_document
-from snugfit.exchange.python_call import Unknown
-from snugfit.exchange.values import wrong_values
+from snugfit.features.exchange import installed
+from snugfit.features.exchange.dialect import as_word, dialect, flatten
+from snugfit.features.exchange.document import Document, open_document
+from snugfit.features.exchange.python_call import Unknown
+from snugfit.features.exchange.values import wrong_values
+from snugfit.report.text.table import table
+from snugfit.report.text.terminal import words
 
 _CONDITIONS: Mapping[str, Callable[[Any, Any, Mapping[str, Any]], bool]] = {
     "not": lambda value, listed, force: value not in listed,
@@ -145,7 +149,7 @@ def check_document(document: Document) -> Checked:
 
 @cache
 def _facts(name: str) -> dict[str, Any]:
-    text = files("snugfit.exchange").joinpath("findings.json").read_text(encoding="utf-8")
+    text = files("snugfit.features.exchange").joinpath("findings.json").read_text(encoding="utf-8")
     nothing: dict[str, Any] = {"renamed": {}, "removed": {}, "values": {}, "rules": []}
     facts: dict[str, Any] = json.loads(text).get(name, nothing)
     return facts
@@ -330,3 +334,28 @@ def _in_file(key: str, own: Mapping[str, str]) -> str:
     """The key as the file calls it, which may still be an old name."""
     head, dot, rest = key.partition(".")
     return f"{own.get(head, head)}{dot}{rest}"
+
+
+def render_check(checked: Checked) -> RenderableType:
+    """The findings, the gravest first, each with its cure."""
+    title = dialect(checked.document.dialect).title
+    head = f"{checked.document.path} ({title})"
+    unread = [
+        words(f"Not checked, because the script computes it while it runs: {', '.join(checked.unread)}.")
+    ]
+    notes = unread if checked.unread else []
+    if not checked.findings:
+        return Group(words(f"{head}: nothing found."), *notes)
+    rows = [(one.kind, ", ".join(one.keys), one.says, _cure(one)) for one in checked.findings]
+    count = f"{len(rows)} finding{'s' if len(rows) > 1 else ''}"
+    return Group(words(f"{head}: {count}."), table(("Kind", "What", "Why", "Cure"), rows), *notes)
+
+
+def _cure(finding: Finding) -> str:
+    fix = finding.fix
+    if fix is None:
+        return "by hand"
+    done = [f"rename {old} to {new}" for old, new in fix.rename.items()]
+    done += [f"remove {key}" for key in fix.remove]
+    done += [f"write {key}={as_word(value)}" for key, value in fix.set.items()]
+    return "; ".join(done)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
-from snugfit.exchange import installed
-from snugfit.exchange.script import samples_at_once, setup_on
+from snugfit.features.exchange import installed
+from snugfit.features.exchange.script import samples_at_once, setup_on
 from snugfit.job.architectures import class_of
 from snugfit.step.compiling import layer_names
 from snugfit.techniques.deepspeed_zero import AUTO, zero_section

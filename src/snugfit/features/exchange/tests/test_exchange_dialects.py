@@ -11,10 +11,10 @@ import pytest
 from snugfit.cli.main import run
 from snugfit.cli.request import Request
 from snugfit.errors import UsageError
-from snugfit.exchange.account import Reading
-from snugfit.exchange.command_line import split_flags
-from snugfit.exchange.dialect import dialect
-from snugfit.exchange.read import read_arguments
+from snugfit.features.exchange.account import Reading
+from snugfit.features.exchange.command_line import split_flags
+from snugfit.features.exchange.dialect import dialect
+from snugfit.features.exchange.read import read_arguments
 
 SFT = """
 from peft import LoraConfig
@@ -235,7 +235,7 @@ def test_what_cannot_be_read_is_said(name: str, text: str, says: str, tmp_path: 
 
 def test_flags_are_ours_or_the_trainer_s() -> None:
     own = {"--batch-size", "--recipe", "--gpu", "--max-steps"}
-    line = "bert --batch_size=4 --bf16 --optim adafactor --max_steps 9 --gpu h200 --bf61 --tf32 True"
+    line = "bert --batch-size=4 --bf16 --optim adafactor --max-steps 9 --gpu h200 --bf61 --tf32 True"
     assert split_flags(line.split(), own) == (
         ["bert", "--batch-size=4", "--max-steps", "9", "--gpu", "h200", "--bf61"],
         ["bf16=true", "optim=adafactor", "tf32=True"],
@@ -270,9 +270,9 @@ def test_contradictions_are_one_sentence(words: str, says: str, capsys: pytest.C
 def test_flags_of_the_run_are_no_configuration() -> None:
     flags = {"model": "bert-base-uncased", "task": "masked-lm", "dataset": None}
     request = Request.read({**flags, "trainer_arguments": ["warmup_steps=3"]})
-    assert (request.reading, request.training["warmup_steps"]) == (None, 3)
+    assert (request.configuration, request.training["warmup_steps"]) == (None, 3)
     request = Request.read({**flags, "trainer_arguments": ["warmup_steps=3", "bf16=true", "tf32=true"]})
-    assert request.reading is not None
+    assert request.configuration is not None
     assert str(request.recipe) == "bf16 + tf32 + adamw_fused"
     assert request.training["warmup_steps"] == 3
 

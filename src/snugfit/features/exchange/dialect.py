@@ -128,7 +128,7 @@ class Dialect:
 @cache
 def dialect(name: str) -> Dialect:
     """The table called `name`, read once. The Trainer's refusals hold wherever its arguments turn up."""
-    text = files("snugfit.exchange").joinpath("dialects", f"{name}.json").read_text(encoding="utf-8")
+    text = files("snugfit.features.exchange").joinpath("dialects", f"{name}.json").read_text(encoding="utf-8")
     table = json.loads(text)
     if "extends" in table:
         base = dialect(table["extends"])

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from snugfit.errors import UsageError
-from snugfit.exchange.command_line import read_shell
-from snugfit.exchange.dialect import DIALECTS, dialect, recognise
-from snugfit.exchange.python_call import read_script
+from snugfit.features.exchange.command_line import read_shell
+from snugfit.features.exchange.dialect import DIALECTS, dialect, recognise
+from snugfit.features.exchange.python_call import read_script
 from snugfit.user_files import load_json, load_yaml, read_text
 
 FORMATS = {

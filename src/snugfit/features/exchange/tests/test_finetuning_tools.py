@@ -18,9 +18,9 @@ from small_models import FAMILIES
 from small_tokenizers import NUMBERS, tokenizer
 from snugfit.cli.main import run
 from snugfit.errors import RecipeError, UsageError
-from snugfit.exchange.export import FILES, export
-from snugfit.exchange.finetuning_tools import left_in_float32
-from snugfit.exchange.read import read_arguments
+from snugfit.features.exchange.export import FILES, export
+from snugfit.features.exchange.finetuning_tools import left_in_float32
+from snugfit.features.exchange.read import read_arguments
 from snugfit.job.job import Job
 from snugfit.job.model import Model
 from snugfit.step.build import build_model

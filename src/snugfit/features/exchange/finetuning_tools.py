@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError, UsageError, some_of
-from snugfit.exchange.dialect import dialect
-from snugfit.exchange.script import folder_or_id, script_values, write_script, writer
-from snugfit.exchange.trainer_arguments import training_arguments
+from snugfit.features.exchange.dialect import dialect
+from snugfit.features.exchange.script import folder_or_id, script_values, write_script, writer
+from snugfit.features.exchange.trainer_arguments import training_arguments
 from snugfit.job.job import Task
 from snugfit.step.checkpointing import NAMES
 from snugfit.techniques import roster

@@ -20,17 +20,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError, UsageError, did_you_mean
-from snugfit.exchange import finetuning_tools
-from snugfit.exchange.deepspeed_config import deepspeed_config
-from snugfit.exchange.launch_config import launch_config
-from snugfit.exchange.script import samples_at_once, script_values, write_script
-from snugfit.exchange.trainer_arguments import (
+from snugfit.features.exchange import finetuning_tools
+from snugfit.features.exchange.script import samples_at_once, script_values, setup_on, write_script
+from snugfit.features.exchange.trainer_arguments import (
     EACH_MEAN_ALIKE,
     MESH,
     ONE_LABEL,
     divides_by_labels,
     training_arguments,
 )
+from snugfit.step.wishes.engine.config import bucket_sizes, width_of
+from snugfit.techniques.deepspeed_zero import zero_section
 from snugfit.techniques.technique import Slot
 from snugfit.techniques.translate import write_arguments
 
@@ -120,3 +120,64 @@ def _for_the_trainer(job: Job, recipe: Recipe, gpus: int) -> Export:
     if MESH not in arguments:
         files["training_arguments.json"] = json.dumps(arguments, indent=2) + "\n"
     return Export(to="hf", files=files, note=script["note"])
+
+
+def deepspeed_config(job: Job, recipe: Recipe, gpus: int) -> dict[str, Any]:
+    """What `deepspeed.initialize` is given on so many GPUs; empty where its engine runs no such recipe."""
+    setup = setup_on(recipe, gpus)
+    wish = setup.sharding
+    if wish is None:
+        return {}
+    return {
+        "train_batch_size": job.batch_size,
+        "train_micro_batch_size_per_gpu": samples_at_once(job, recipe, gpus),
+        "gradient_accumulation_steps": setup.micro_batches,
+        "gradient_clipping": job.clip or 0.0,
+        "bf16": {"enabled": wish.dtype == "bfloat16"},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": zero_section(wish, bucket_sizes(width_of(job.transformers_config()))),
+    }
+
+
+def launch_config(script: Mapping[str, Any]) -> str:
+    """The YAML file beside a script with these values (`script_values`)."""
+    import yaml
+
+    config = {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": "NO",
+        "downcast_bf16": "no",
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "mixed_precision": script["mixed"],
+        "num_machines": 1,
+        "num_processes": script["gpus"],
+        "use_cpu": False,
+    }
+    parallel = script["parallel"]
+    if parallel:
+        config |= (
+            _fsdp_settings(parallel)
+            if parallel["weights"] == "sharded"
+            else {"distributed_type": "MULTI_GPU"}
+        )
+    text: str = yaml.safe_dump(config, sort_keys=True)
+    return text
+
+
+def _fsdp_settings(parallel: Mapping[str, Any]) -> dict[str, Any]:
+    """FSDP2, whose groups are the layers; several copies are a mesh of accelerate's `ParallelismConfig`."""
+    fsdp = {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_transformer_layer_cls_to_wrap": ",".join(parallel["layers"]),
+        "fsdp_reshard_after_forward": parallel["reshard"] != "none",
+        "fsdp_offload_params": parallel["on_host"],
+        "fsdp_cpu_ram_efficient_loading": False,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    }
+    if "replicate" not in parallel["mesh"]:
+        return {"distributed_type": "FSDP", "fsdp_config": fsdp}
+    mesh = {f"parallelism_config_dp_{axis}_size": count for axis, count in parallel["mesh"].items()}
+    return {"distributed_type": "FSDP", "fsdp_config": fsdp, "parallelism_config": mesh}

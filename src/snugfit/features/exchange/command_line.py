@@ -16,9 +16,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from snugfit.errors import UsageError
-from snugfit.exchange.dialect import dialect
-from snugfit.exchange.python_call import Unknown
-from snugfit.exchange.values import field_kinds
+from snugfit.features.exchange.dialect import dialect
+from snugfit.features.exchange.python_call import Unknown
+from snugfit.features.exchange.values import field_kinds
 from snugfit.techniques import roster
 
 SEVERAL = ("lora_target_modules", "report_to", "label_names", "lora_modules_to_save")
@@ -40,23 +40,17 @@ _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 
-def split_flags(
-    words: Sequence[str], own: Collection[str], *, with_foreign: bool = True
-) -> tuple[list[str], list[str]]:
-    """The words with our `own` flags as they are declared, dashes for underscores; and, `with_foreign` ones
-    allowed, transformers' flags among them, each with its value as `key=value`. An unknown flag stays."""
+def split_flags(words: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the words without transformers' flags, and these, each with its value as `key=value`. Our `own`
+    flags and unknown ones stay."""
     declared: list[str] = []
     foreign: list[str] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
         flag, equals, value = word.partition("=")
-        dashed = flag.replace("_", "-")
-        if not flag.startswith("--") or flag in own:
-            declared.append(word)
-        elif dashed in own:
-            declared.append(f"{dashed}{equals}{value}")
-        elif with_foreign and is_argument(name := flag[2:].replace("-", "_")):
+        name = flag[2:].replace("-", "_")
+        if flag.startswith("--") and flag not in own and is_argument(name):
             foreign.append(f"{name}={value if equals else _take_value(name, rest)}")
         else:
             declared.append(word)

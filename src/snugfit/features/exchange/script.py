@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from snugfit.exchange import installed
+from snugfit.features.exchange import installed
 from snugfit.job.architectures import HEADS
 from snugfit.job.model import CLASSIFICATION
 from snugfit.step.applier import script_fields
@@ -102,7 +102,7 @@ def write_script(template: str, script: Mapping[str, Any]) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader("snugfit.exchange", "scripts"),
+        loader=PackageLoader("snugfit.features.exchange", "scripts"),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
