@@ -75,33 +75,22 @@ def _one_answer(*, export: Into = None) -> None:
 
 
 def options(command: str) -> list[inspect.Parameter]:
-    """Return the options that a command about a job gains."""
-    added: list[Callable[..., None]] = [_every_job]
+    """Return the options that a command about a job gains; `export` has its recipe already."""
+    added: list[Callable[..., None]] = [] if command == "export" else [_every_job]
     added += [_one_answer] if command in ("plan", "predict") else []
     return [one for owner in added for one in inspect.signature(owner, eval_str=True).parameters.values()]
 
 
 def export(
     recipe: Recipe,
-    model: given.Model = None,
     *,
     to: Target,
-    task: given.Task = None,
-    sequence_length: given.SequenceLength = None,
-    target_length: given.TargetLength = None,
-    batch_size: given.BatchSize = None,
-    labels: given.Labels = None,
-    clip: given.Clip = None,
-    dtype: given.Dtype = None,
     gpus: given.Gpus = None,
     mesh: given.Mesh = None,
-    job_file: given.JobFile = None,
-    settings: given.Settings = None,
-    online: given.Online = False,
-    offline: given.Offline = False,
     output: Output = None,
     force: Force = False,
     as_json: given.AsJson = False,
+    **about_job: Any,
 ) -> int:
     """Write a recipe for transformers' Trainer, accelerate, torch, DeepSpeed, TRL, axolotl or
     LLaMA-Factory."""
@@ -110,17 +99,11 @@ def export(
     from snugfit.report.text.files import writable_folder, write_new
     from snugfit.report.text.terminal import show_json
 
-    flags: dict[str, Any] = {
-        "model": model, "task": task, "sequence_length": sequence_length, "target_length": target_length,
-        "batch_size": batch_size, "labels": labels, "clip": clip, "dtype": dtype, "gpus": gpus,
-        "job_file": job_file, "mesh": mesh,
-        "settings": settings, "online": online, "offline": offline, "recipe": recipe,
-    }  # fmt: skip
     if output is None and force:
         raise UsageError("--force overwrites files in the folder of --output, but --output is missing.")
     if output is not None:
         writable_folder(output)
-    request = Request.read(flags)
+    request = Request.read({**about_job, "recipe": recipe, "gpus": gpus, "mesh": mesh})
     exported = write(request.job, request.recipe, to, request.gpus)
     if output is not None:
         files = {output / name: text for name, text in exported.files.items()}
@@ -131,6 +114,11 @@ def export(
     elif output is None:
         typer.echo("\n".join(f"# ---- {name}\n{text}" for name, text in exported.files.items()), nl=False)
     return 0
+
+
+_RECIPE, *_OWN, _ = inspect.signature(export, eval_str=True).parameters.values()
+_JOB = given.job_parameters("export", without=("padding", "phase", "recipe", "loop", "gpu"))
+export.__signature__ = inspect.Signature([_RECIPE, *_JOB, *_OWN])  # type: ignore[attr-defined]
 
 
 def check_export(command: str, flags: Mapping[str, Any], job: Job, gpus: int) -> None:

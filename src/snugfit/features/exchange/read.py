@@ -68,8 +68,6 @@ def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading 
     and `settings` gets them; those of the run alone are no configuration. Raises `UsageError` for what they
     ask and cannot be predicted, unless a flag or the job file overrides it, and for such an argument beside
     one of ours that says something else."""
-    if not flags.get("trainer_arguments") and not flags.get("arguments_file"):
-        return None
     from snugfit.cli.jobfile import settings_from, training_keys
 
     given = parse_pairs(flags.get("trainer_arguments") or ())

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from snugfit.features.guide.result import GuideResult
-from snugfit.features.guide.suite import Machine, machines
+from snugfit.features.guide.result import GuideResult, GuideRow, ModernRow, PublishedPrediction
+from snugfit.features.guide.suite import machines
 from snugfit.features.guide.tables import render
 from snugfit.report.page.bars import BarGroup, bars
 from snugfit.report.page.picture import Picture
 from snugfit.report.pictures import PageParts
 from snugfit.results.speed import StepSpeed
 from snugfit.units import GIB
+
+Figure = StepSpeed | float | None
 
 
 class Series(NamedTuple):
@@ -24,7 +26,7 @@ class Series(NamedTuple):
     values: tuple[float | None, ...]
     """One for each experiment; None where there is none."""
 
-    ranges: tuple[tuple[float, float] | None, ...] = ()
+    ranges: tuple[tuple[float, float] | None, ...]
     """Between which values each lies, where that is known."""
 
 
@@ -32,7 +34,9 @@ def page_parts(result: GuideResult) -> PageParts:
     """Return the page and the plot of a result."""
     memory = memory_series(result)
     pictures = [
-        _picture(result, "GPU memory of the guide's experiments, in GiB", memory, _gib(result.memory_bytes)),
+        _picture(
+            result, "GPU memory of the guide's experiments, in GiB", memory, _number(result.memory_bytes, GIB)
+        ),
         _picture(result, "Samples per second of the guide's experiments", speed_series(result)),
     ]
     title = f"The single-GPU guide's experiments on {result.gpu}"
@@ -47,7 +51,7 @@ def _picture(
             row.name,
             [one.values[number] for one in series],
             row.why_refused,
-            [one.ranges[number] if one.ranges else None for one in series],
+            [one.ranges[number] for one in series],
         )
         for number, row in enumerate(result.rows)
     ]
@@ -58,74 +62,65 @@ def _picture(
 
 def memory_series(result: GuideResult) -> list[Series]:
     """GiB of GPU memory: predicted, measured, published, and predicted for the published machine."""
-    rows = result.rows
-    series = [
-        Series(f"predicted, {result.gpu}", tuple(_gib(row.predicted_bytes) for row in rows)),
-        Series(f"measured, {result.device}", tuple(_gib(row.measured_bytes) for row in rows)),
-        *_todays_memory(result),
-    ]
-    for machine in machines().values():
-        thens = [row.then_on(machine.name) for row in rows]
-        predicted = tuple(_gib(then.predicted_bytes if then else None) for then in thens)
-        series.append(Series(_label_of_predicted(machine), predicted))
-        published = tuple(_gib(then.published_bytes if then else None) for then in thens)
-        series.append(Series(_label_of_published(machine), published))
-    return _with_values(series)
+    return _series(
+        result,
+        lambda row: row.predicted_bytes,
+        lambda row: row.measured_bytes,
+        lambda row: row.needed_bytes,
+        lambda then: then.predicted_bytes,
+        lambda then: then.published_bytes,
+        unit=GIB,
+    )
 
 
 def speed_series(result: GuideResult) -> list[Series]:
     """Samples per second: predicted with their spread, measured, published, and predicted for the published
     machine."""
-    rows = result.rows
-    speeds = tuple(row.timing.samples_per_second if row.timing else None for row in rows)
-    series = [
-        _with_ranges(f"predicted, {result.gpu}", [row.predicted_speed for row in rows]),
-        Series(f"measured, {result.device}", speeds),
-        *_todays_speed(result),
-    ]
+    return _series(
+        result,
+        lambda row: row.predicted_speed,
+        lambda row: row.timing.samples_per_second if row.timing else None,
+        lambda row: row.speed,
+        lambda then: then.predicted_speed,
+        lambda then: then.published.samples_per_second,
+    )
+
+
+def _series(
+    result: GuideResult,
+    predicted: Callable[[GuideRow], Figure],
+    measured: Callable[[GuideRow], Figure],
+    today: Callable[[ModernRow], Figure],
+    predicted_then: Callable[[PublishedPrediction], Figure],
+    published: Callable[[PublishedPrediction], Figure],
+    unit: int = 1,
+) -> list[Series]:
+    """Return a series for each origin of figures that has one."""
+    rows, modern = result.rows, {row.name: row for row in result.modern}
+    figures: dict[str, list[Figure]] = {
+        f"predicted, {result.gpu}": [*map(predicted, rows)],
+        f"measured, {result.device}": [*map(measured, rows)],
+        f"today's best recipe, {result.gpu}": [
+            today(modern[row.name]) if row.name in modern else None for row in rows
+        ],
+    }
     for machine in machines().values():
         thens = [row.then_on(machine.name) for row in rows]
-        then_speeds = [then.predicted_speed if then else None for then in thens]
-        series.append(_with_ranges(_label_of_predicted(machine), then_speeds))
-        values = tuple(then.published.samples_per_second if then else None for then in thens)
-        series.append(Series(_label_of_published(machine), values))
-    return _with_values(series)
+        label = f"predicted, {machine.gpu}, {machine.software} software"
+        figures[label] = [predicted_then(then) if then else None for then in thens]
+        label = f"published, {machine.gpu or f'{machine.name}, GPU not named'}"
+        figures[label] = [published(then) if then else None for then in thens]
+    return [
+        Series(
+            label,
+            tuple(_number(one, unit) for one in values),
+            tuple(one.samples_range if isinstance(one, StepSpeed) else None for one in values),
+        )
+        for label, values in figures.items()
+        if any(one is not None for one in values)
+    ]
 
 
-def _label_of_predicted(machine: Machine) -> str:
-    return f"predicted, {machine.gpu}, {machine.software} software"
-
-
-def _label_of_published(machine: Machine) -> str:
-    return f"published, {machine.gpu or f'{machine.name}, GPU not named'}"
-
-
-def _todays_memory(result: GuideResult) -> Iterator[Series]:
-    """The bars of today's recipes, where they were asked for."""
-    today = {row.name: _gib(row.needed_bytes) for row in result.modern}
-    if today:
-        yield Series(_todays_label(result), tuple(today.get(row.name) for row in result.rows))
-
-
-def _todays_speed(result: GuideResult) -> Iterator[Series]:
-    """The same for their speed."""
-    today = {row.name: row.speed for row in result.modern}
-    if today:
-        yield _with_ranges(_todays_label(result), [today.get(row.name) for row in result.rows])
-
-
-def _todays_label(result: GuideResult) -> str:
-    return f"today's best recipe, {result.gpu}"
-
-
-def _with_ranges(label: str, speeds: Sequence[StepSpeed | None]) -> Series:
-    values = tuple(speed.samples_per_second if speed else None for speed in speeds)
-    return Series(label, values, tuple(speed.samples_range if speed else None for speed in speeds))
-
-
-def _with_values(series: list[Series]) -> list[Series]:
-    return [one for one in series if any(value is not None for value in one.values)]
-
-
-def _gib(size: int | None) -> float | None:
-    return None if size is None else size / GIB
+def _number(figure: Figure, unit: int) -> float | None:
+    figure = figure.samples_per_second if isinstance(figure, StepSpeed) else figure
+    return None if figure is None else figure / unit
