@@ -25,7 +25,7 @@ Software = Annotated[
     str | None,
     given.option(
         given.HOW,
-        "Which software to predict for: installed, or a profile such as published-2022. \\[installed]",
+        "Which software to predict for: installed, or the name of a profile. \\[installed]",
     ),
 ]
 Largest = Annotated[

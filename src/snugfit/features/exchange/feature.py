@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from snugfit.errors import UsageError
 from snugfit.techniques.feature import Configuration, Feature
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class Exchange(Feature):
     def read_configuration(self, flags: Mapping[str, Any], settings: dict[str, Any]) -> Configuration | None:
         """Return the file of `--arguments` with the flags of transformers."""
         if not flags.get("trainer_arguments") and not flags.get("arguments_file"):
+            if (model := str(flags.get("model"))).endswith(".py"):
+                raise UsageError(f"{model} is no model. To read a training script: --arguments {model}.")
             return None
         from snugfit.features.exchange.read import read_request
 

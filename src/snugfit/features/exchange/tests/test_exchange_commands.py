@@ -36,6 +36,7 @@ TYPED = {
     "an option of nothing": (["export", "bf16", "--recip"], "No such option: --recip. Try: snugfit export"),
     "a misspelt flag": (["predict", "gpt2", "--bf61", "4"], "Did you mean --bf16? Try: snugfit predict"),
     "a diff": (["check", "a.json", "--output", "b"], "writes no diff any more"),
+    "a script for a model": (["predict", "train.py"], "--arguments train.py"),
     "a flag without a model": (["gpus", "--per_device_train_batch_size", "4"], "No model given"),
 }
 
