@@ -64,7 +64,7 @@ class Exchange(Feature):
         """Return the file of `--arguments` with the flags of transformers."""
         if not flags.get("trainer_arguments") and not flags.get("arguments_file"):
             if (model := str(flags.get("model"))).endswith(".py"):
-                raise UsageError(f"{model} is no model. To read a training script: --arguments {model}.")
+                raise UsageError(f"{model} is not a model. To read a training script: --arguments {model}.")
             return None
         from snugfit.features.exchange.read import read_request
 
