@@ -218,8 +218,7 @@ def _settings(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _configuration(flags: Mapping[str, Any], settings: dict[str, Any]) -> Configuration | None:
-    read = (read(flags, settings) for read in hooks("read_configuration"))
-    return next((one for one in read if one is not None), None)
+    return next(filter(None, (read(flags, settings) for read in hooks("read_configuration"))), None)
 
 
 def _lengths(flags: Mapping[str, Any]) -> Lengths | None:
