@@ -18,7 +18,7 @@ import subprocess
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
@@ -30,7 +30,6 @@ from typing import Any
 from snugfit.comparison.compare import Comparison
 from snugfit.comparison.recipes import RecipeComparison
 from snugfit.data.lengths import Lengths
-from snugfit.evaluation.guide_result import GuideResult
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.job.model import Model
@@ -47,6 +46,7 @@ from snugfit.results.prediction import Prediction
 from snugfit.results.speed import StepSpeed
 from snugfit.results.step_seconds import StepSeconds
 from snugfit.techniques.counterpart import Setting
+from snugfit.techniques.feature import hooks
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.roster import SettingLine, field_docs, setting_lines, techniques
 from snugfit.techniques.technique import Technique
@@ -92,9 +92,14 @@ DOCUMENTS: dict[str, type] = {
     "measure --json": Measurement,
     "measure --predict --json": Comparison,
     "lengths --json": LengthPlan,
-    "guide --json": GuideResult,
 }
-"""What each command prints. `plan --lengths` prints a plan with `lengths` beside it."""
+"""What each command of the core prints. `plan --lengths` prints a plan with `lengths` beside it."""
+
+
+def documents() -> dict[str, type]:
+    """Return what each command prints, those of features last."""
+    return DOCUMENTS | {command: kind for of in hooks("documents") for command, kind in of().items()}
+
 
 _HEADS: dict[str, tuple[Any, str]] = {
     "schema": (int, "Version of the document's form. It rises when a key changes its meaning or goes."),
@@ -178,7 +183,6 @@ ADDED: dict[type, dict[str, tuple[Any, str]]] = {
             "In `ways` of the document: whether the longest batch fits; null where no memory was named.",
         )
     },
-    GuideResult: {**_HEADS, "source": (str, "The address of the page with the published figures.")},
     Model: {"config": (Mapping[str, Any], "The keys of its config.json that matter; empty for a module.")},
     Lengths: {
         "samples": (int, ""),
@@ -229,7 +233,7 @@ SENTENCES = {
     "operators": "Kernels of the steady step, by phase and operator group.",
     "phase": "`build`, `load`, `forward`, `backward`, `clip` or `update`.",
     "prediction": "What was predicted.",
-    "published": "A figure of the guide.",
+    "published": "A published figure.",
     "reason": "Why they are there.",
     "recipe": "In the notation of recipes.",
     "reserved_bytes": "What the allocator has reserved then.",
@@ -280,7 +284,8 @@ def keys(owner: type) -> dict[str, tuple[Any, str]]:
     if is_dataclass(owner):
         own = typing.get_type_hints(owner, localns={"nn": types.SimpleNamespace(Module=Any)})
         names, docs = [entry.name for entry in fields(owner)], SENTENCES | field_docs(owner)
-    left_out, added = LEFT_OUT.get(owner, set()), ADDED.get(owner, {})
+    is_document = owner in documents().values()
+    left_out, added = LEFT_OUT.get(owner, set()), ADDED.get(owner, _HEADS if is_document else {})
     written = {name: (own[name], docs.get(name, "")) for name in names if name not in left_out | set(added)}
     more = {name: (kind, text or getdoc(getattr(owner, name)) or "") for name, (kind, text) in added.items()}
     heads = {name: more.pop(name) for name in ("schema", "what") if name in more}
@@ -331,9 +336,9 @@ def unit(name: str, kind: Any) -> str:
     return UNITS.get(ending, "") if numbers else ""
 
 
-def objects() -> Iterator[type]:
-    """Every object of the documents, each once, in the order in which one meets them."""
-    waiting, seen = list(DOCUMENTS.values()), set[type]()
+def objects(roots: Iterable[type]) -> Iterator[type]:
+    """Yield every object of these documents, each once, in the order in which one meets them."""
+    waiting, seen = list(roots), set[type]()
     while waiting:
         owner = waiting.pop(0)
         if owner not in seen:
@@ -369,10 +374,10 @@ def json_page() -> str:
         "| --- | --- |",
         *(
             f"| `snugfit {command}` | [{title(owner)}](#{title(owner)}) |"
-            for command, owner in DOCUMENTS.items()
+            for command, owner in documents().items()
         ),
     ]
-    for owner in objects():
+    for owner in objects(documents().values()):
         lines += ["", f"## {title(owner)}", "", cell((getdoc(owner) or "").split("\n\n")[0]), ""]
         lines += ["| key | type | unit | meaning |", "| --- | --- | --- | --- |"]
         lines += [

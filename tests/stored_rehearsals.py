@@ -37,7 +37,8 @@ ROOMS = (
     "documents", "errors", "features", "hub_kernels", "job", "kernels", "rehearsal", "results", "step",
     "techniques", "units", "versions",
 )  # fmt: skip
-"""Files and folders of the package on which a rehearsal depends: all that `rehearsal` imports."""
+"""Files and folders of the package on which a rehearsal depends: all that `rehearsal` imports. Of features
+only those that add fields of `Setup`."""
 
 SIZES = "planning/cost/batch_sizes.py"
 """The one file elsewhere that rehearses by itself. It imports from `ROOMS` alone."""
@@ -64,11 +65,10 @@ def sources(package: Path = PACKAGE) -> Iterator[Path]:
     """The files of the simulation, sorted."""
     for name in ROOMS:
         file = package / f"{name}.py"
-        yield from (
-            [file]
-            if file.exists()
-            else sorted(path for path in (package / name).rglob("*.py") if path.parent.name != "tests")
-        )
+        with_fields = [path.parent for path in package.glob(f"{name}/*/fields.py")]
+        folders = with_fields or [package / name]
+        files = (path for folder in folders for path in folder.rglob("*.py"))
+        yield from [file] if file.exists() else sorted(path for path in files if path.parent.name != "tests")
     yield package / SIZES
 
 

@@ -26,11 +26,9 @@ def test_a_misspelt_command_is_still_guessed(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["export", "--recipe", "bf16"], "Write the recipe without a flag: snugfit export RECIPE."),
         (["predict", "--model", "gpt2"], "Write the model without a flag: snugfit predict MODEL."),
-        (["check", "--file", "a.json"], "Write the file without a flag: snugfit check FILE."),
         (["predict", "gpt2", "--recipe", "adalomo"], "an update in the backward pass takes no micro-batches"),
-        (["export", "bf16", "--recip"], "No such option: --recip. Try: snugfit export --help"),
+        (["predict", "--mod", "gpt2"], "No such option: --mod."),
     ],
 )
 def test_an_option_or_a_recipe_that_is_none_is_answered_with_why(

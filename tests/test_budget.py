@@ -24,8 +24,6 @@ from reported import foreseen, reports
 from small_models import small_job
 from small_runs import killed_in, losses, small_run
 from snugfit.errors import RecipeError, SnugfitError
-from snugfit.exchange.export import export
-from snugfit.exchange.read import read_arguments
 from snugfit.job.job import Job
 from snugfit.job.model import Model
 from snugfit.planning.keep import kept_of
@@ -42,7 +40,6 @@ from snugfit.techniques.technique import Slot
 from snugfit.training.run.train import train
 from snugfit.units import MIB
 from test_compiled import OTHERS
-from test_exchange_export import job_in, namespace
 from tiers import slow_but
 
 LLAMA = "meta-llama/Llama-3.2-1B"
@@ -234,35 +231,6 @@ def test_a_run_within_a_budget_goes_on_where_it_was(tmp_path: Path, monkeypatch:
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
     for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)
-
-
-@pytest.mark.parametrize("to", ["torch", "accelerate", "hf"])
-def test_a_script_sets_the_budget(tmp_path: Path, to: str) -> None:
-    job = job_in(tmp_path / "model", "llama")
-    made = export(job, Recipe.parse("compiled + budget(0.5)"), to)
-    scope = namespace(made, next(iter(made.files)))
-    with functorch.patch(activation_memory_budget=1.0):
-        scope["build_model"](*([] if to == "hf" else [torch.device("cpu")]))
-        assert functorch.activation_memory_budget == 0.5
-
-
-def test_a_script_of_layers_with_dropout_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="dropout"):
-        export(small_job("bert"), Recipe.parse("compiled + budget(0.5)"), "torch")
-
-
-@pytest.mark.parametrize("compiles", ["for layer in model.modules():\n    layer.compile()", ""])
-def test_a_script_s_budget_is_read(tmp_path: Path, compiles: str) -> None:
-    file = tmp_path / "train.py"
-    whole = "" if compiles else ", torch_compile=True"
-    file.write_text(
-        f"torch._functorch.config.activation_memory_budget = 0.5\n{compiles}\n"
-        f"args = TrainingArguments('x'{whole})"
-    )
-    reading = read_arguments(file)
-    assert not reading.refused
-    what = "compiled" if compiles else "compiled(what=model, autocast=within)"
-    assert reading.settings["recipe"] == f"{what} + budget(0.5) + adamw_fused"
 
 
 # ---- plans ------------------------------------------------------------------------------------------------

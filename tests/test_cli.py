@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from made_up import footprint, guide_result, measurement, prediction
+from made_up import footprint, measurement, prediction
 from snugfit.cli import jobfile
 from snugfit.cli.main import run
 from snugfit.errors import NothingFits, UsageError
@@ -87,7 +87,7 @@ TYPED = {
     "an empty recipe": (["predict", *BERT, "--recipe", ""], "--recipe is empty. Give it a value, or w"),
     "an empty GPU": (["plan", *BERT, "--gpu", ""], "--gpu is empty. Give it a value, or leave it out."),
     "an option without its value": (["predict", *BERT, "--recipe"], "argument. Try: snugfit predict --help"),
-    "a GPU like none": (["guide", "--gpu", "foo"], "like h200, a100-80gb or 'rtx 4090'. snugfit gpus lists"),
+    "a GPU like none": (["predict", *BERT, "--gpu", "foo"], "like h200, a100-80gb or 'rtx 4090'."),
     "padding nan": (["predict", *BERT, "--padding", "nan"], "padding"),
     "padding whole": (["predict", *BERT, "--padding", "1"], "padding"),
     "a technique left out for its licence": (["predict", *BERT, "--recipe", "apollo_adamw"], "licence"),
@@ -105,24 +105,19 @@ TYPED = {
     "a key inside a single value": (["predict", *BERT, "--set", "padding.b.c=1"], "single value"),
     "set a list": (["predict", *BERT, "--set", "batch_size=[1, 2]"], "a list"),
     "no job file": (["predict", "--job", "missing.yaml"], "no such job file"),
-    "output is a file": (["guide", *V100, "--output", sys.executable], "file"),
-    "unknown format": (["guide", *V100, "--format", "pdf"], "csv"),
+    "unknown format": (["plan", *BERT, "--format", "pdf"], "markdown"),
     "no such choice": (["plan", *BERT, *V100, "--fidelity", "exact"], "'--fidelity': 'exact' is not one"),
-    "no choice": (["export", "bf16", *BERT], "'--to'. Choose from: hf, accelerate,"),
-    "force of no folder": (["export", "bf16", *BERT, "--to", "hf", "--force"], "in the folder of --output"),
-    "an export that evaluates": (["export", "bf16", *BERT, "--to", "hf", "--set", "phase=evaluate"], "train"),
     "a show that draws": (["accuracy", "--show", "x.json", "--seed", "3"], "--seed is for new runs"),
     "measured where it lies": (["accuracy", "--measure", "x.json", "--output", "y"], "--output is for new"),
     "predicted again only": (["accuracy", "--rescore", "x.json", "--gpu", "l4"], "--gpu is for new runs"),
     "learning left out": (["plan", *BERT, "--no-learn"], "--verify no longer changes the calibration."),
-    "an empty path": (["guide", *V100, "--output", ""], "--output is empty. Give it a value, or"),
+    "an empty path": (["measure", *BERT, "--ledger", ""], "--ledger is empty. Give it a value, or"),
     "an empty path after =": (["measure", *BERT, "--ledger="], "--ledger is empty. Give it a"),
     "an empty name": (["gpus", ""], "A name is empty. Give it a value, or leave it out."),
-    "two forms": (["guide", *V100, "--json", "--format", "csv"], "--json and --format csv are two forms of"),
+    "two forms": (["plan", *BERT, "--json", "--format", "markdown"], "are two forms of"),
     "operators of several": (["predict", *BERT, "--operators", "--compare", "bf16"], "shows one recipe."),
     "a page before the model": (["predict", "no-model", "--html", "foo.txt"], "a page is a .html file"),
     "a trace before the model": (["predict", "no-model", "--trace", "foo.txt"], "a trace is a .pickle for"),
-    "an export in a file": (["export", "bf16", *BERT, "--to", "hf", "--output", sys.executable], "a file."),
     "a headroom of more than all": (["gpus", "t4", "--for", *BERT, "--headroom", "200%"], "leaves nothing"),
     "two prices": (["gpus", "t4", "--for", *BERT, "--price", "t4=1", "--price", "T4=2"], "prices, 1 and 2"),
     "a price below 0": (["gpus", "t4", "--for", *BERT, "--price", "t4=-1"], "must be a number above 0"),
@@ -187,13 +182,13 @@ def test_when_nothing_fits_the_search_says_so(
 
 def test_every_argument_reaches_the_job(capsys: pytest.CaptureFixture[str], asked: list[Any]) -> None:
     typed = "--sequence-length 128 --padding 0.25 --batch-size 8 --labels 5 --clip 1.0"
-    more = "--phase evaluate --loop trainer --recipe bf16+tf32 --gpu h200 --software published-2022"
+    more = "--phase evaluate --loop trainer --recipe bf16+tf32 --gpu h200 --software installed"
     assert run(["predict", *BERT, *typed.split(), *more.split()]) == 0
     job, recipe, how = asked[0]
     assert (job.sequence_length, job.padding) == (128, 0.25)
     assert (job.batch_size, job.labels, job.clip, job.phase) == (8, 5, 1.0, Phase.EVALUATE)
     assert str(recipe) == "bf16 + tf32"
-    assert (how["loop"], how["software"], how["gpu"].key) == ("trainer", "published-2022", "H200-SXM")
+    assert (how["loop"], how["software"], how["gpu"].key) == ("trainer", "installed", "H200-SXM")
     assert run(["predict", "t5-large", "--task", "seq2seq-lm", "--target-length", "64"]) == 0
     assert (asked[1][0].target_length, asked[1][0].routing) == (64, "balanced")
     assert run(["predict", *BERT, "--routing", "worst"]) == 0
@@ -275,40 +270,6 @@ def test_a_run_without_a_gpu_s_figures_shows_the_whole_prediction(
     shown = capsys.readouterr().out
     assert "At the peak, by kind" in shown
     assert "Error MiB" not in shown
-
-
-def test_the_guide_writes_its_files_and_says_where(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], empty_folder: Path
-) -> None:
-    monkeypatch.setattr("snugfit.evaluation.guide.run", lambda *_, **__: guide_result())
-    monkeypatch.setattr("snugfit.report.evaluation.guide_plot.summary", lambda *_: b"a picture")
-    assert run(["guide", *V100, "--output", "here"]) == 0
-    assert "here/guide.png" in capsys.readouterr().out
-    assert sorted(path.name for path in (empty_folder / "here").iterdir()) == [
-        "guide.csv", "guide.json", "guide.md", "guide.png", "guide.svg",
-    ]  # fmt: skip
-    assert run(["guide", *V100, "--output", "here", "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)["what"] == "guide"
-
-
-@pytest.mark.parametrize(("words", "wanted"), [([], False), (["--optimizers"], True)])
-def test_the_guide_predicts_optimizers_on_request(
-    words: list[str], wanted: bool, empty_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-    monkeypatch.setattr(
-        "snugfit.evaluation.guide.run", lambda *_, **how: asked.append(how["optimizers"]) or guide_result()
-    )
-    monkeypatch.setattr("snugfit.report.evaluation.guide_plot.summary", lambda *_: b"a picture")
-    assert run(["guide", *V100, "--output", "here", *words]) == 0
-    assert asked == [wanted]
-
-
-def test_measuring_the_guide_without_a_gpu_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], empty_folder: Path
-) -> None:
-    monkeypatch.setattr("snugfit.cli.guide.gpu_here", lambda: None)
-    assert "has no GPU" in refused(["guide", "--measure"], capsys, empty_folder)
 
 
 # Job files ---------------------------------------------------------------------------------------
@@ -503,7 +464,6 @@ def test_an_interrupted_command_ends_with_130(
     [
         ("predict", ["[512]", "[no clipping]", "[train]", "[plain]", "[installed]"]),
         ("measure", ["[4]", "[no clipping]", "[train]", "[plain]", "[a GPU if there is one, else the CPU]"]),
-        ("guide", ["[one per core]"]),
     ],
 )
 def test_help_says_what_holds_when_nothing_is_said(
@@ -529,7 +489,6 @@ def test_a_gpu_that_is_named_twice_is_listed_once(capsys: pytest.CaptureFixture[
         ("--batch", "Did you mean --batch-size? Try"),
         ("--lenght", "Did you mean --sequence-length or --target-length? Try"),
         ("--bogus", "No such option: --bogus. Try"),
-        ("--bf61", "Did you mean --bf16? Try"),
     ],
 )
 def test_an_unknown_option_is_answered_with_what_is_like_it(

@@ -15,8 +15,6 @@ from torch import nn
 from small_models import FAMILIES, small_job
 from snugfit.cli.main import run
 from snugfit.errors import JobError, RecipeError
-from snugfit.exchange.export import export
-from snugfit.exchange.read import read_arguments
 from snugfit.job.build import instantiate
 from snugfit.job.job import Job, Phase, Task
 from snugfit.job.model import Model
@@ -156,27 +154,6 @@ def test_updates_that_16_bits_lose_are_said_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "dtype", "recipe"),
-    [
-        ("AutoModelForCausalLM.from_pretrained('gpt2', torch_dtype=torch.bfloat16)", "bfloat16", "bf16"),
-        ("AutoModelForCausalLM.from_pretrained('gpt2', dtype='auto')", None, "bf16"),
-        ("AutoModelForCausalLM.from_pretrained('gpt2')", None, "bf16"),
-        ("AutoModelForCausalLM.from_config(GPT2Config())", "float32", "bf16"),
-        ("AutoModelForCausalLM.from_config(AutoConfig.from_pretrained('gpt2'))", None, "bf16"),
-        ("AutoModelForCausalLM.from_config(GPT2Config(), dtype=torch.float16)", "float16", "bf16"),
-    ],
-)
-def test_a_script_s_dtype_is_the_job_s(tmp_path: Path, script: str, dtype: str | None, recipe: str) -> None:
-    file = tmp_path / "train.py"
-    arguments = "TrainingArguments('x', bf16=True, optim='adamw_torch')"
-    file.write_text(f"import torch\nm = {script}\na = {arguments}\n")
-    reading = read_arguments(file)
-    assert (reading.settings.get("dtype"), reading.settings["recipe"]) == (dtype, recipe)
-    assert not reading.refused
-    assert not [line for line in reading.differs if "dtype" in line.key]
-
-
-@pytest.mark.parametrize(
     ("recipe", "frozen"), [("plain", torch.bfloat16), ("bf16", torch.bfloat16), ("fp32", torch.float32)]
 )
 def test_a_live_model_keeps_its_dtype_unless_a_cast_is_named(
@@ -200,12 +177,6 @@ def test_a_run_that_began_before_jobs_had_a_dtype_goes_on_in_fp32() -> None:
     del before["dtype"], before["model"]["dtype"]
     assert _earlier_job(before, now) == now
     assert _earlier_job(before, {**now, "dtype": "bfloat16"})["dtype"] == "float32"
-
-
-def test_an_export_says_the_dtype(tmp_path: Path) -> None:
-    job = job_of(tiny(tmp_path, dtype="bfloat16"))
-    texts = [export(job, Recipe.parse(recipe), "torch").files["train.py"] for recipe in ("plain", "fp32")]
-    assert ["dtype=torch.bfloat16" in texts[0], "dtype=torch.float32" in texts[1]] == [True, True]
 
 
 def test_the_command_takes_a_dtype_and_says_which(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from kept import REST
-from made_up import guide_result
 from scripts_here import run_script
 from tiers import slow_but
 
@@ -111,29 +110,6 @@ def test_lora_of_a_small_model_on_a_small_card(folder: Path) -> None:
 @pytest.mark.slow
 def test_lora_of_an_8b_model_on_24_gb(folder: Path) -> None:
     check_lora_on_24gb(folder, answer("lora_on_24gb.sh"))
-
-
-def check_guide(folder: Path, said: str) -> None:
-    """Its tables, plots and page are written, the published figures among them."""
-    results = folder / "snugfit-examples"
-    assert "As published, and predicted" in said
-    guide = json.loads((results / "guide" / "guide.json").read_text())
-    assert guide
-    assert {"guide.svg", "guide.png", "guide.md"} <= {file.name for file in (results / "guide").iterdir()}
-    assert "<svg" in (results / "guide.html").read_text()
-
-
-@pytest.mark.slow
-def test_the_guide_s_techniques_on_a_small_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The suite is of BERT-large: its figures are made up here. Each time `test_cli.py` writes a guide."""
-    monkeypatch.setattr("snugfit.evaluation.guide.run", lambda *_, **__: guide_result())
-    monkeypatch.setattr("snugfit.report.evaluation.guide_plot.summary", lambda *_: b"a picture")
-    check_guide(folder, small_answer("hf_guide.sh", MODEL=tiny_model(folder)))
-
-
-@pytest.mark.slow
-def test_the_guide_on_a_v100(folder: Path) -> None:
-    check_guide(folder, answer("hf_guide.sh"))
 
 
 def check_trainer_script(said: str) -> None:

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from kept import REST
 from small_models import small_job
-from snugfit.errors import RecipeError
-from snugfit.exchange.export import export
 from snugfit.job.job import Job, Task
 from snugfit.planning.search.search import plan
 from snugfit.prediction.predict import predict
@@ -126,12 +124,6 @@ def test_the_first_layers_leave_less_than_the_last_ones(monkeypatch: pytest.Monk
 def test_as_many_as_there_are_is_said() -> None:
     prediction = predict(small_job("bert", 2), "first_layers(2)", gpu="h200")
     assert any("every layer is recomputed" in line for line in prediction.doubts)
-
-
-@pytest.mark.parametrize("target", ["hf", "torch", "trl"])
-def test_an_export_refuses_it_by_name(target: str) -> None:
-    with pytest.raises(RecipeError, match="first_layers"):
-        export(small_job("gpt2", 2), Recipe.parse("first_layers(1)"), target)
 
 
 # ---- a plan finds k --------------------------------------------------------------------------------------

@@ -10,8 +10,6 @@ import torch
 
 from kept import REST
 from small_models import small_job
-from snugfit.evaluation.guide_predictions import PredictionRequest
-from snugfit.evaluation.per_parameter import per_parameter, per_parameter_requests
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.search.search import plan
 from snugfit.prediction.predict import predict
@@ -109,17 +107,6 @@ def test_a_real_step_allocates_what_its_trace_says(
     monkeypatch.setattr(adamw_in_pieces, "AT_ONCE", at_once)
     job, setup = small_job(family, 2), Recipe.parse(f"{precision}adamw_4bit").setup()
     hold_third_step(job, setup)
-
-
-def test_states_have_a_byte_a_weight_and_a_sixteenth() -> None:
-    requests = _of_the_guide()
-    [line] = per_parameter(requests, [predict(one.job, one.recipe, gpu=one.gpu) for one in requests])
-    assert line.states == pytest.approx(1 + 8 / BLOCK, rel=0.01)
-
-
-def _of_the_guide() -> list[PredictionRequest]:
-    requests = per_parameter_requests(find_gpu("h200"))
-    return [one for one in requests if one.about == "adamw_4bit" and "bert" in one.job.model.name]
 
 
 @pytest.mark.whole

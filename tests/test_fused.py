@@ -13,7 +13,6 @@ from bare_process import script_in_triton
 from kept import kept
 from small_models import small_job
 from snugfit.errors import RecipeError
-from snugfit.exchange.export import export
 from snugfit.job.job import Job
 from snugfit.kernels.bias_gelu import BLOCK_ROWS
 from snugfit.planning.keep import Kept, kept_of
@@ -69,11 +68,6 @@ def test_plans_look_at_it_where_it_knows_the_model() -> None:
     other = small_job("t5", 2)
     assert offered(other, kept_of(other, kept(but="kernels"))) == {"torch_kernels"}
     assert offered(job, kept_of(job, kept("fused", but="optimizer"))) == {"fused"}
-
-
-def test_no_script_has_it() -> None:
-    with pytest.raises(RecipeError, match="fused cannot be exported: its kernels are snugfit's own code"):
-        export(small_job("bert", 2), Recipe.parse("fused"), "torch")
 
 
 # ---- a rehearsal -----------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from cpu_scratch import compared
 from fitted import model_of
 from reported import foreseen, reports
 from small_models import small_job
-from snugfit.exchange.read import read_arguments
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.prediction.predict import predict
@@ -193,30 +191,6 @@ def test_beside_thin_adapters_it_is_refused() -> None:
     with pytest.raises(RecipeError, match="rank 8 train"):
         Recipe.parse("lora + galore").check(small_job("bert", 2), installed=False)
     Recipe.parse("lora(r=64) + galore(rank=8)").check(small_job("bert", 2), installed=False)
-
-
-@pytest.mark.parametrize(
-    ("given", "recipe"),
-    [
-        ({"optim_target_modules": "all-linear"}, "galore(targets=all-linear)"),
-        ({"optim_target_modules": "all_linear"}, "galore(targets=all-linear)"),
-        (
-            {"optim_target_modules": ["attn", "mlp"], "optim_args": "rank=64,update_proj_gap=100,scale=0.1"},
-            "galore(rank=64, update_proj_gap=100, scale=0.1, targets=attn|mlp)",
-        ),
-        (
-            {"optim_target_modules": ["attn"], "optim_args": "proj_type=reverse_std"},
-            "galore(proj_type=reverse_std, targets=attn)",
-        ),
-    ],
-)
-def test_the_trainer_s_arguments_are_read(tmp_path: Path, given: dict[str, Any], recipe: str) -> None:
-    file = tmp_path / "arguments.json"
-    file.write_text(json.dumps({"output_dir": "x", "optim": "galore_adamw", **given}))
-    reading = read_arguments(file)
-    assert not reading.refused
-    assert reading.settings["recipe"] == recipe
-    assert any("galore-torch" in line.says for line in reading.differs)
 
 
 @pytest.mark.whole

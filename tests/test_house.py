@@ -47,7 +47,7 @@ HEAVY_THEMSELVES = {
     "rehearsal/device/shapes.py",
     "rehearsal/device/host_draws.py",
     "rehearsal/record/cuda_names.py",
-    "prediction/published_optimizer.py",
+    "features/guide/published_optimizer.py",
     "step/capture/recomputed.py",
     "step/head/chunked_loss.py",
     "step/head/deferred_logits.py",
@@ -117,14 +117,14 @@ BELOW: dict[str, set[str]] = {
 BELOW["results"] = BELOW["techniques"] | {"techniques"}
 BELOW["kernels"] = {"errors"}
 BELOW["step"] = BELOW["results"] | {"results", "kernels"}
-BELOW["rehearsal"] = BELOW["measurement"] = BELOW["exchange"] = BELOW["data"] = BELOW["step"] | {"step"}
+BELOW["rehearsal"] = BELOW["measurement"] = BELOW["data"] = BELOW["step"] | {"step"}
 BELOW["training"] = BELOW["data"] | {"data"}
 BELOW["prediction"] = BELOW["rehearsal"] | {"rehearsal"}
 BELOW["planning"] = BELOW["prediction"] | {"prediction", "data"}
 BELOW["comparison"] = BELOW["prediction"] | {"prediction", "measurement"}
 BELOW["evaluation"] = BELOW["comparison"] | {"comparison"}
 BELOW["report"] = set(BELOW)
-BELOW["frontends"] = BELOW["report"] - {"exchange", "comparison", "evaluation"} | {"report"}
+BELOW["frontends"] = BELOW["report"] - {"comparison", "evaluation"} | {"report"}
 BELOW["cli"] = BELOW["report"] | {"report", "frontends"}
 BELOW["features"] = set(BELOW)
 BELOW["__main__"] = BELOW["__init__"] = BELOW["cli"] | {"cli"}

@@ -19,8 +19,6 @@ from in_roster import are_in_roster
 from kept import kept
 from small_models import small_job
 from snugfit.errors import RecipeError
-from snugfit.exchange.read import read_arguments
-from snugfit.exchange.trainer_arguments import training_arguments
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.planning.keep import kept_of
@@ -140,29 +138,6 @@ def test_without_the_package_one_sentence_names_the_extra(monkeypatch: pytest.Mo
 def test_the_packaged_table_is_liger_s_own() -> None:
     packaged = json.loads(liger_table.PACKAGED.read_text(encoding="utf-8"))
     assert {name: frozenset(parts) for name, parts in packaged.items()} == liger_table.parts_by_model_type()
-
-
-# ---- other libraries' words --------------------------------------------------------------------------------
-
-
-def test_the_trainer_s_arguments_are_read_and_written(tmp_path: Path) -> None:
-    file = tmp_path / "arguments.json"
-    given = {"output_dir": "x", "use_liger_kernel": True, "liger_kernel_config": {"rope": False}}
-    file.write_text(json.dumps(given))
-    reading = read_arguments(file)
-    recipe = Recipe.parse(str(reading.settings["recipe"]))
-    assert "liger(rope=false)" in str(recipe)
-    assert not reading.refused
-    written = training_arguments(llama(), recipe)
-    assert (written["use_liger_kernel"], written["liger_kernel_config"]) == (True, {"rope": False})
-
-
-def test_parts_of_a_liger_that_is_off_do_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "arguments.json"
-    file.write_text(json.dumps({"output_dir": "x", "liger_kernel_config": {"rope": False}}))
-    reading = read_arguments(file)
-    assert "liger" not in str(reading.settings["recipe"])
-    assert [line.key for line in reading.ignored if "liger" in line.key] == ["liger_kernel_config.rope"]
 
 
 # ---- a rehearsal -------------------------------------------------------------------------------------------

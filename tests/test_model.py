@@ -449,7 +449,7 @@ def test_modules_and_tasks_must_belong_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "answer"), [("gtp2", "Did you mean 'gpt2'"), ("train.py", "--arguments train.py")]
+    ("name", "answer"), [("gtp2", "Did you mean 'gpt2'"), ("train.py", "is a Python file, not a model")]
 )
 def test_a_slip_in_the_name_of_a_model_is_answered(name: str, answer: str) -> None:
     with pytest.raises(ModelError, match=answer):

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from made_up import EVIL, guide_result, measurement, prediction, timed, timing
+from made_up import EVIL, measurement, prediction, timed, timing
 from snugfit.cli.arguments import check_pictures, write_pictures
 from snugfit.comparison.compare import Comparison, compare
 from snugfit.comparison.recipes import RecipeComparison
@@ -131,7 +131,6 @@ def everything() -> dict[str, object]:
         "measurement": measurement(timing=timing(seconds=seconds)),
         "comparison": compare(timed(prediction(7 * GIB)), measurement(8 * GIB)),
         "gpus": GpuPlans(job=plan.job, fidelity="rounds", objective="speed", answers=answers),
-        "guide": guide_result(measured=True),
     }
 
 
@@ -176,7 +175,6 @@ def crowded() -> list[object]:
     ("measurement", 2, "step 2: seconds 110.0 ms"),
     ("comparison", 5, "reserved · -12.5 %: predicted 7.00 GiB, measured 8.00 GiB"),
     ("gpus", 2, "does not fit: needed 20.00 GiB"),
-    ("guide", 2, "vanilla: predicted, Tesla V100-SXM2-16GB 14.59, measured, NVIDIA H200"),
 ])  # fmt: skip
 def test_every_result_has_a_page(kind: str, pictures: int, words: str, tmp_path: Path) -> None:
     write_page(tmp_path / "page.html", everything()[kind])

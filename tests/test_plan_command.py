@@ -163,16 +163,9 @@ def test_the_start_up_is_told() -> None:
     assert "not counted" not in counted
 
 
-def test_the_user_s_own_recipe_is_where_a_plan_starts(
-    asked: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "mine.json").write_text(
-        json.dumps({"output_dir": "out", "bf16": True, "per_device_train_batch_size": 8})
-    )
-    assert run([*ASK, "--arguments", "mine.json"]) == 0
-    assert str(asked[0]["start"]) == "bf16 + adamw_fused"
+def test_changes_to_the_user_s_own_recipe_are_shown(asked: list[Any]) -> None:
     assert run(ASK) == 0
-    assert asked[1]["start"] is None, "another question"
+    assert asked[0]["start"] is None
     change = Change(slot="precision", theirs="fp32", ours="bf16", needed_bytes=7 * GIB, step_seconds=0.06)
     start = Start(recipe=EVIL, needed_bytes=9 * GIB, step_seconds=0.1, changes=(change,))
     for begun, told in (
@@ -200,20 +193,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(
     assert run(ASK) == 0
 
 
-def test_the_answer_is_exported(
-    asked: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run([*ASK, "--export", "hf", "out"]) == 0
-    assert json.loads((tmp_path / "out" / "training_arguments.json").read_text())["bf16"] is True
-    assert "Written: out/training_arguments.py" in capsys.readouterr().err
-    assert run([*ASK, "--export", "trl", "out"]) == 2
-    assert "sequence-classification" in capsys.readouterr().err
-    assert len(asked) == 1, "before the search"
-
-
 MISTAKES = {
-    "an export while verifying": ([*ASK, "--verify", "1", "--export", "hf", "out"], "--verify"),
-    "an unknown export": ([*ASK, "--export", "torc", "out"], "Did you mean 'torch'?"),
     "a recipe": ([*ASK, "--recipe", "bf16"], "chooses the recipe"),
     "another loop": ([*ASK, "--loop", "trainer"], "plain loop"),
     "no gpu": (ASK[:4], "--gpu"),

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from made_up import EVIL, guide_result, prediction, timed
+from made_up import EVIL, prediction, timed
 from snugfit.cli.main import run
 from snugfit.report.pictures import draw_plot
 from snugfit.report.text.figure import Drawing
@@ -67,15 +66,14 @@ def words_that_meet(figure: Figure) -> list[str]:
 @pytest.mark.whole
 def test_no_words_meet_in_a_plot(figures: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)
-    unmeasured = guide_result()
-    results = [*everything().values(), replace(unmeasured, rows=unmeasured.rows[:8]), *crowded()]
+    results = [*everything().values(), *crowded()]
     for number, result in enumerate(results):
         draw_plot(tmp_path / f"{number}.svg", result)
     assert len(figures) == len(results)
     assert [words for figure in figures for words in words_that_meet(figure)] == []
 
 
-@pytest.mark.parametrize("command", ["predict", "plan", "guide", "gpus", "measure"])
+@pytest.mark.parametrize("command", ["predict", "plan", "gpus", "measure"])
 def test_what_has_a_page_has_a_plot(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([command, "--help"]) == 0
     told = capsys.readouterr().out

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from in_roster import missing_techniques
-from made_up import EVIL, guide_result, job, measurement, prediction, timing
+from made_up import EVIL, job, measurement, prediction, timing
 from snugfit.comparison.compare import compare as foreseen_beside_seen
 from snugfit.comparison.recipes import RecipeComparison
 from snugfit.errors import MeasurementError, UsageError
-from snugfit.evaluation.guide_suite import machines, suite, without_figures
 from snugfit.job.gpu import all_gpus, find_gpu
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
@@ -26,8 +22,6 @@ from snugfit.planning.plan import Counts
 from snugfit.report import compare, curve, gpus, techniques
 from snugfit.report import measurement as measurement_report
 from snugfit.report import prediction as prediction_report
-from snugfit.report.evaluation import guide, guide_chapters, guide_plot
-from snugfit.report.evaluation.methods import helps, method_lines, stage_lines
 from snugfit.report.plan import gpu_plans
 from snugfit.report.text import files, grid
 from snugfit.report.text.job import job_line
@@ -162,131 +156,6 @@ def test_bars_are_as_high_as_they_should_be() -> None:
     assert curve.legend([("forward", 0, 4), ("update", 4, 5)], 8) == "└for└"
 
 
-def test_every_published_row_and_machine_has_its_place() -> None:
-    """17 results on 4 machines; only a machine that names its GPU has software to predict under."""
-    experiments = suite()
-    assert experiments[0].name == "vanilla"
-    assert len([one for experiment in experiments for one in experiment.published]) == 17
-    named = [machine for machine in machines().values() if machine.gpu]
-    assert [machine.software for machine in named] == ["published-2022"]
-    for machine in named:
-        assert find_gpu(str(machine.gpu)).name == machine.gpu
-    for experiment in experiments:
-        assert str(Recipe.parse(experiment.recipe)) == experiment.recipe
-        assert experiment.job().model.name.endswith("bert-large-uncased")
-
-
-def test_what_helps_what_follows_from_the_rows() -> None:
-    lines = {line.experiment: line for line in method_lines(guide_result())}
-    accumulation = lines["accumulation"]
-    assert accumulation.memory == pytest.approx(-0.5 / 14.586, rel=1e-3), "half a GiB less than vanilla"
-    assert accumulation.speed == pytest.approx(7.75 / 8.86 - 1)
-    assert accumulation.speed_from == "published"
-    assert helps(accumulation.speed, less_is_better=False) == "No"
-    assert helps(accumulation.memory, less_is_better=True) == "Yes"
-    assert lines["tf32"].memory is None
-    assert {line.speed_from for line in method_lines(guide_result(measured=True))} == {
-        "measured",
-        "published",
-        "",
-    } - ({"published"} if lines["tf32"].speed is None else set())
-    assert (lines["bf16"].speed_from, lines["bf16"].speed) == ("predicted", pytest.approx(0.4 / 0.9 - 1))
-
-
-def test_the_guide_s_predicted_speeds_stand_beside_those_published() -> None:
-    text = as_text(guide.render(guide_result()), width=200)
-    predicted, published = (
-        next(line for line in part.splitlines() if line.strip().startswith("vanilla"))
-        for part in (text, text[text.index("As published") :])
-    )
-    assert "10.00" in predicted
-    assert "6.5 to 13.5" in predicted
-    assert "8.86" in published
-    assert "10.00" in published
-    assert "+12.9 %" in published
-    document = json.loads(json.dumps(guide_result().to_json()))
-    assert document["rows"][0]["predicted_speed"]["samples_per_second"] == 10.0
-    assert document["rows"][0]["then"][0]["predicted_speed"]["high_seconds"] > 0.4
-    (row, *_) = csv.DictReader(StringIO(guide.csv(guide_result())))
-    assert float(row["predicted_samples_per_second"]) == 10.0
-    assert float(row["predicted_then_samples_per_second_v100"]) == 10.0
-
-
-def test_the_stages_are_context_weights_and_training() -> None:
-    stages = {line.stage.split()[0]: line for line in stage_lines(guide_result())}
-    assert stages["context"].predicted_bytes == 600 << 20
-    assert stages["weights"].predicted_bytes == (600 << 20) + GIB
-    assert dict(stages["training"].published)["v100"] == 14949 << 20
-
-
-def test_the_guide_says_what_was_refused_and_shows_unnamed_machines() -> None:
-    text = as_text(guide.render(guide_result()), width=200)
-    assert "tf32: it needs compute capability 8.0" in text
-    assert "14,949" in text
-    assert "unnamed_c" in text
-    assert "Measured on" not in text
-    assert "Measured on NVIDIA H200" in as_text(guide.render(guide_result(measured=True)), width=200)
-
-
-def test_what_the_guide_gives_no_figure_of_gets_none_here() -> None:
-    result = guide_result()
-    (inductor, *others) = result.without_figures
-    assert (inductor.status, inductor.experiment) == ("predicted", "torch.compile")
-    assert {line.status for line in others} == {"predicted", "gone"}
-    assert not any(line.experiment for line in others)
-    rows = {row[0]: row for row in guide_chapters.without_figures_grid(result).rows}
-    assert rows["torch.compile: inductor"][1] == "predicted"
-    assert rows["DeepSpeed: ZeRO-2, CPU offload"][1] == "predicted"
-    assert rows["DeepSpeed: ZeRO-3, NVMe offload"][1] == "predicted"
-    for line in result.without_figures:
-        for recipe in line.instead.split(", ") if "(" not in line.instead else techniques_in(line.instead):
-            assert missing_techniques(recipe) or Recipe.parse(recipe)
-    without = {line.method: line for line in method_lines(result) if not line.experiment}
-    assert set(without) == {"DeepSpeed Zero"}
-    assert (without["DeepSpeed Zero"].memory, without["DeepSpeed Zero"].speed) == (None, None)
-
-
-def techniques_in(text: str) -> list[str]:
-    """Techniques with settings, separated by commas."""
-    return [f"{part.strip(' ,)')})" for part in text.split("),")]
-
-
-def test_a_compiled_row_that_cannot_be_predicted_says_what_to_install() -> None:
-    result = guide_result()
-    why = "compiled needs triton>=3.5, which is not installed. Try: pip install it"
-    rows = tuple(
-        replace(row, predicted=None, predicted_speed=None, fits=None, refused=why)
-        if row.name == "torch.compile"
-        else row
-        for row in result.rows
-    )
-    (named, *_) = guide_chapters.without_figures_grid(replace(result, rows=rows)).rows
-    assert (named[1], named[3]) == ("not predicted", why)
-
-
-def test_backends_that_are_named_as_gone_are_gone() -> None:
-    """As the installed torch lists them."""
-    from torch import _dynamo
-
-    there = set(_dynamo.list_backends(exclude_tags=()))
-    named = {
-        name: line.status
-        for line in without_figures()
-        if line.chapter == "torch.compile"
-        for name in line.name.replace("aot_cudagraphs", "cudagraphs").split(", ")
-    }
-    assert {name for name, status in named.items() if status == "gone"}.isdisjoint(there)
-    assert {name for name, status in named.items() if status != "gone"} <= there
-
-
-def test_markdown_rows_have_as_many_cells_as_heads() -> None:
-    text = guide.markdown(guide_result(measured=True), plot="guide.png")
-    assert "![" in text
-    for block in text.split("\n\n"):
-        widths = {line.replace(r"\|", "").count("|") for line in block.splitlines() if line.startswith("|")}
-        assert len(widths) <= 1
-
-
 def test_markdown_and_csv_make_foreign_words_inert() -> None:
     """Pipes, links, HTML; and formulas, but not numbers."""
     cell = grid.escape("[a](javascript:x)|<b>`c`")
@@ -296,10 +165,6 @@ def test_markdown_and_csv_make_foreign_words_inert() -> None:
         assert grid.inert(formula) == f"'{formula}"
     assert grid.inert(-0.5) == "-0.5"
     assert grid.inert(None) == ""
-    rows = list(csv.DictReader(StringIO(guide.csv(guide_result()))))
-    assert rows[0]["experiment"] == "vanilla"
-    assert int(rows[0]["published_bytes_v100"]) == 14949 << 20
-    assert float(rows[1]["predicted_change"]) < 0
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
@@ -348,31 +213,10 @@ def test_plans_for_gpus_say_whether_full_simulations_agreed(
         assert ("Simulated in full" in text) is bool(told)
 
 
-def test_the_plot_is_the_same_twice_and_reads_any_name() -> None:
-    """`$\\bad{$` is no formula. Deterministic, so that a committed plot changes only with its figures."""
-
-    result = guide_result(measured=True)
-    result = replace(result, rows=result.rows[:4], gpu=EVIL.replace("\x1b", ""))
-    svg = guide_plot.summary(result, "svg")
-    assert svg == guide_plot.summary(result, "svg")
-    assert b"<script>" not in svg
-    assert guide_plot.summary(result, "png").startswith(b"\x89PNG")
-
-
-def test_the_plot_draws_each_known_figure() -> None:
-    series = {one.label.split(",")[0] for one in guide_plot.memory_series(guide_result(measured=True))}
-    assert series == {"predicted", "measured", "published"}
-    speeds = guide_plot.speed_series(guide_result())
-    assert [one.label.split(",")[0] for one in speeds] == ["predicted", "predicted", "published"]
-    assert speeds[0].values[0] == pytest.approx(10.0)
-    assert speeds[0].ranges[0] == pytest.approx((6.5, 13.5))
-
-
 def test_files_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guide_plot, "summary", lambda result, form: form.encode())
-    paths = guide.write(guide_result(), tmp_path / "made" / "here")
-    assert {path.name for path in paths} == {"guide.md", "guide.csv", "guide.json", "guide.png", "guide.svg"}
-    assert not [path for path in (tmp_path / "made" / "here").iterdir() if path.name.startswith(".")]
+    written = files.write_atomically(tmp_path / "made" / "here", b"content")
+    assert list((tmp_path / "made").iterdir()) == [written]
+    assert written.read_bytes() == b"content"
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -421,7 +265,6 @@ def test_results_print_themselves_once_attached(monkeypatch: pytest.MonkeyPatch)
     assert "Fits: 8.20 GiB" in str(prediction())
     assert "samples/s" in str(measurement())
     assert prediction()._repr_html_().startswith('<div class="snugfit">')
-    assert "14,949" in guide_result()._repr_html_()
 
 
 def test_in_a_notebook_results_are_text_and_nothing_is_shown_beside_them(
@@ -439,51 +282,3 @@ def test_in_a_notebook_results_are_text_and_nothing_is_shown_beside_them(
     assert "Fits: 8.20 GiB" in plain[0]
     assert "\x1b" not in plain[0]
     assert capsys.readouterr() == ("", "")
-
-
-def test_the_suite_keeps_refused_rows_and_predicts_only_named_machines(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One question for each experiment on our GPU, one for each published row of a named GPU; none else."""
-    from typing import Any
-
-    from snugfit.evaluation import guide as suite_run
-    from snugfit.evaluation import guide_predictions as ask
-
-    asked = []
-
-    def predict(job: Any, recipe: Any, **how: Any) -> Any:
-        recipe.check(job, how["gpu"].compute_capability)
-        asked.append((how["gpu"].key, how["software"]))
-        return prediction(job=job, recipe=recipe)
-
-    monkeypatch.setattr(ask, "predict", predict)
-    result = suite_run.run(find_gpu("v100-16gb"), optimizers=True)
-    assert asked.count(("V100-SXM2-16", "published-2022")) == 10, "every published row of the V100"
-    assert {key for key, _ in asked} == {"V100-SXM2-16"}
-    refused = [row for row in result.rows if row.refused]
-    newer = [row.name for row in refused if "8.0" in row.refused]
-    assert newer == ["tf32", "all together, with bf16 and tf32"]
-    assert [row.name for row in refused if row.name not in newer] in ([], ["torch.compile"])
-    assert all(row.name in newer or "needs triton" in row.refused for row in refused)
-    assert len(result.rows) == len(suite())
-    assert {line.optimizer for line in result.per_parameter} >= {"inference", "adamw"}
-    asked.clear()
-    assert suite_run.run(find_gpu("v100-16gb")) == replace(result, per_parameter=())
-    assert len(asked) == len(suite()) + 10 - len(refused), "optimizers are predicted only when asked for"
-
-
-def test_predictions_of_the_suite_come_in_the_order_of_their_requests(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from snugfit.evaluation import guide_predictions as ask
-
-    requests = [
-        ask.PredictionRequest(about=one.name, job=one.job(), recipe=one.recipe, gpu=find_gpu("h200"))
-        for one in suite()
-    ]
-    monkeypatch.setattr(ask, "predict", lambda job, recipe, **how: str(recipe))
-    heard: list[str] = []
-    answers = ask.predict_all(requests, workers=1, tell=heard.append)
-    assert answers == [str(Recipe.parse(one.recipe)) for one in requests]
-    assert sorted(heard) == sorted(one.about for one in requests)

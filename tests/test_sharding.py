@@ -30,12 +30,8 @@ from cpu_scratch import compared
 from reported import foreseen, reports
 from small_models import small_job
 from snugfit.errors import ModelError, RecipeError, UsageError
-from snugfit.evaluation.guide_suite import job_of, large_models
-from snugfit.exchange.export import export
-from snugfit.exchange.read import Reading, read_arguments
-from snugfit.exchange.trainer_arguments import training_arguments
 from snugfit.job.gpu import find_gpu
-from snugfit.job.job import Job
+from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.planning.keep import Kept
 from snugfit.planning.search.reasons import cures
@@ -162,78 +158,6 @@ def test_buckets_are_those_of_auto() -> None:
     assert section["reduce_bucket_size"] == 64 * 64
     assert section["stage3_param_persistence_threshold"] == 640
     assert section["offload_param"] == {"device": "cpu", "pin_memory": True}
-
-
-# ---- what others write -----------------------------------------------------------------------------------
-
-OPTIMIZER, WEIGHTS = {"offload_optimizer": {"device": "cpu"}}, {"offload_param": {"device": "cpu"}}
-
-
-def read(tmp_path: Path, section: dict[str, Any]) -> Reading:
-    file = tmp_path / "ds.json"
-    file.write_text(json.dumps({"zero_optimization": section, "bf16": {"enabled": True}}))
-    return read_arguments(file)
-
-
-@pytest.mark.parametrize(
-    ("section", "recipe"),
-    [
-        ({"stage": 2, **OPTIMIZER}, "bf16 + zero2"),
-        ({"stage": 3, **OPTIMIZER, **WEIGHTS}, "bf16 + zero3"),
-        ({"stage": 3}, "bf16 + zero3(offload=none)"),
-    ],
-)
-def test_a_deepspeed_file_is_read_into_the_recipe(
-    tmp_path: Path, section: dict[str, Any], recipe: str
-) -> None:
-    reading = read(tmp_path, section)
-    assert reading.settings["recipe"] == recipe
-    assert not reading.refused
-    assert any("buckets are as large as" in line.says for line in reading.differs)
-
-
-@pytest.mark.parametrize(
-    "section",
-    [
-        {"stage": 3, **OPTIMIZER},
-        {"stage": 3, **WEIGHTS},
-        {"stage": 2, "offload_optimizer": {"device": "nvme"}},
-    ],
-)
-def test_what_of_such_a_file_is_not_predicted_is_refused(tmp_path: Path, section: dict[str, Any]) -> None:
-    assert read(tmp_path, section).refused
-
-
-def exported(recipe: str) -> dict[str, Any]:
-    return training_arguments(small_job("bert", 2, batch_size=4), Recipe.parse(recipe))
-
-
-def test_the_trainer_is_told_by_its_argument() -> None:
-    arguments = exported("zero3 + bf16 + micro_batches(2)")
-    told = arguments["deepspeed"]
-    assert arguments["bf16"] is True
-    assert (arguments["per_device_train_batch_size"], arguments["gradient_accumulation_steps"]) == (2, 2)
-    assert told["zero_optimization"]["offload_param"] == {"device": "cpu", "pin_memory": True}
-    assert told["zero_optimization"]["reduce_bucket_size"] == told["gradient_clipping"] == "auto"
-
-
-def test_a_loop_of_one_s_own_is_not_written_for_an_engine() -> None:
-    with pytest.raises(RecipeError, match=r"zero2 cannot be exported.*--export hf"):
-        export(small_job("bert", 2), Recipe.parse("zero2"), "accelerate")
-
-
-@with_deepspeed
-@pytest.mark.parametrize(("recipe", "device"), [("zero3", "cpu"), ("zero3(offload=nvme)", "nvme")])
-def test_deepspeed_s_own_class_takes_what_is_exported(recipe: str, device: str) -> None:
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    section = exported(f"{recipe} + bf16")["deepspeed"]["zero_optimization"]
-    sizes = {name: 1024 for name, value in section.items() if value == "auto"}
-    config = DeepSpeedZeroConfig(**{**section, **sizes})
-    assert config.stage == 3
-    assert config.offload_param.device == config.offload_optimizer.device == device
-    folder = None if device == "cpu" else "/local_nvme"
-    assert section["offload_param"].get("nvme_path") == folder
 
 
 # ---- the host's memory -----------------------------------------------------------------------------------
@@ -488,13 +412,15 @@ def built_blocks(trace: Trace) -> list[Block]:
 @pytest.mark.whole
 def test_t5_3b_trains_in_a_batch_of_four_on_15_gb() -> None:
     """As the guide says of it with offload. A larger GPU keeps more for later."""
-    large = next(one for one in large_models() if one.recipe.endswith("zero2"))
-    squeezed = predict(job_of(large.job), large.recipe, gpu="rtx 4080")
+    model = Model.find("google-t5/t5-3b")
+    large = Job(model=model, task=Task.SEQ2SEQ_LM, batch_size=4, sequence_length=512, dtype="float32")
+    recipe = "bf16 + every_layer + zero2"
+    squeezed = predict(large, recipe, gpu="rtx 4080")
     assert squeezed.job.batch_size == 4
     assert squeezed.needed_bytes < 15e9
     assert squeezed.footprint.retries == 1
     assert any("gives back what it keeps" in doubt for doubt in squeezed.doubts)
-    roomy = predict(job_of(large.job), large.recipe, gpu="rtx 3090")
+    roomy = predict(large, recipe, gpu="rtx 3090")
     assert roomy.fits
     assert roomy.needed_bytes > 15e9
     assert roomy.footprint.retries == 0

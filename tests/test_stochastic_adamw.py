@@ -14,7 +14,6 @@ import snugfit
 from kept import REST
 from small_models import small_job
 from snugfit.errors import RecipeError
-from snugfit.evaluation.per_parameter import per_parameter, per_parameter_requests
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.search.search import plan
 from snugfit.prediction.predict import predict
@@ -190,15 +189,6 @@ def test_states_have_four_bytes_a_weight_and_no_weight_another_copy() -> None:
     assert kinds["adamw_stochastic"]["weights"] == kinds["adamw_fused"]["weights"]
     counters = kinds["adamw_fused"]["optimizer states"] - kinds["adamw_stochastic"]["optimizer states"]
     assert 0 < counters < 4096, "torch's fused AdamW counts each weight's steps on the GPU"
-
-
-def test_the_guide_s_table_has_it_with_the_weights_that_it_is_for() -> None:
-    requests = [one for one in per_parameter_requests(find_gpu("h200")) if one.about == "adamw_stochastic"]
-    small = [replace(one, job=small_job("bert", 2, batch_size=1)) for one in requests[:1]]
-    [line] = per_parameter(small, [predict(one.job, one.recipe, gpu=one.gpu) for one in small])
-    assert line.precision == "bf16_pure"
-    parts = (line.weights, line.gradients, line.states)
-    assert parts == pytest.approx((2, 2, 4), rel=0.01)
 
 
 def test_nothing_is_said_of_lost_updates() -> None:

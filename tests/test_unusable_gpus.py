@@ -8,14 +8,13 @@ from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.data.lengths import Lengths
 from snugfit.errors import GpuError
-from snugfit.evaluation import guide
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.fleet.search_gpus import plan_gpus
 from snugfit.planning.lengths.lengths import plan_lengths
 from snugfit.planning.search.search import plan
 from snugfit.prediction.device import doubts_about, policy_for
 from snugfit.prediction.predict import predict
-from snugfit.prediction.profile import Software, find_software
+from snugfit.prediction.profile import Software
 
 
 @pytest.mark.parametrize(
@@ -25,14 +24,13 @@ from snugfit.prediction.profile import Software, find_software
 def test_a_gpu_that_no_step_runs_on_is_one_sentence_everywhere(
     name: str, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In `predict`, `plan`, `gpus --for`, `lengths`, `measure` and the guide, in Python as in the command."""
+    """In `predict`, `plan`, `gpus --for`, `lengths` and `measure`, in Python as in the command."""
     small = small_job("gpt2", 1, batch_size=1, sequence_length=8)
     said = []
     for ask in (
         lambda: predict(small, gpu=name),
         lambda: plan(small, gpu=name),
         lambda: plan_lengths(small, gpu=name, lengths=Lengths.of({4: 1, 8: 1}, source="made up")),
-        lambda: guide.run(find_gpu(name)),
     ):
         with pytest.raises(GpuError) as caught:
             ask()
@@ -46,7 +44,7 @@ def test_a_gpu_that_no_step_runs_on_is_one_sentence_everywhere(
 
 
 def test_torch_of_the_time_ran_on_what_today_s_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy_for(find_gpu("k80"), find_software("published-2022"))
+    policy_for(find_gpu("k80"), Software(name="earlier"))
     assert any("the build for CUDA 12.6" in doubt for doubt in doubts_about(find_gpu("p100-pcie")))
     assert not any("12.6" in doubt for doubt in doubts_about(find_gpu("rtx4090")))
     monkeypatch.setattr("snugfit.prediction.device.version_of", lambda package: "2.7.1+cu118")

@@ -15,13 +15,12 @@ import typer
 from typer.core import TyperCommand
 
 from snugfit.errors import UsageError
+from snugfit.techniques.feature import hooks
 
 if TYPE_CHECKING:
     from snugfit.cli.request import Request
-    from snugfit.exchange.account import Reading
+    from snugfit.job.job import Job
 
-TRAINER_ARGUMENT = "--trainer-argument"
-"""Where `Command` puts transformers' own arguments, as `key=value`."""
 TAKE_AUTO = ("predict", "measure", "train")
 """Commands that put a technique in the place of `auto`: those about one recipe on one GPU."""
 JOB, HOW, WHERE = "The job", "How it is done", "Where it has to fit"
@@ -91,21 +90,10 @@ JobFile = Annotated[
     Path | None,
     option(JOB, "Read the job from a YAML file. Its keys are the names of these options.", "--job"),
 ]
-ArgumentsFile = Annotated[
-    Path | None,
-    option(
-        JOB,
-        "Read your configuration: TrainingArguments or SFTConfig (JSON, YAML, .py), a shell script that "
-        "starts training, an unsloth script, or a config of accelerate, DeepSpeed, axolotl or "
-        "LLaMA-Factory.",
-        "--arguments",
-    ),
-]
 Settings = Annotated[
     list[str] | None,
     option(JOB, "Change one key of the job file. Can be repeated.", "--set", metavar="KEY=VALUE"),
 ]
-TrainerArguments = Annotated[list[str] | None, typer.Option(TRAINER_ARGUMENT, hidden=True)]
 Online = Annotated[bool, typer.Option("--online", hidden=True)]
 Offline = Annotated[bool, option(JOB, "Do not ask the hub for a model's config.json.", "--offline")]
 RecipeText = Annotated[
@@ -197,9 +185,7 @@ def _job_arguments(
     dtype: Dtype = None,
     phase: Phase = None,
     job_file: JobFile = None,
-    arguments_file: ArgumentsFile = None,
     settings: Settings = None,
-    trainer_arguments: TrainerArguments = None,
     online: Online = False,
     offline: Offline = False,
     recipe: RecipeText = None,
@@ -210,19 +196,15 @@ def _job_arguments(
 
 
 class Command(TyperCommand):
-    """A command whose flags may be written with underscores, and that takes transformers' own flags where it
-    asks about a job."""
+    """A command whose flags may be written with underscores, or in the words of a feature."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """The rest of the words after what is declared; transformers' flags are gathered into one option.
-        Raises `UsageError` for an empty value, which is what a shell makes of a variable that it lacks, and
-        for two forms of output."""
+        """Return the words after those that are declared. Raises `UsageError` for two forms of output, and
+        for an empty value, which a shell makes of a variable that it lacks."""
         own = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
-        if any(word.startswith("--") for word in args):
-            from snugfit.exchange.command_line import split_flags
-
-            args, foreign = split_flags(args, own, with_foreign=TRAINER_ARGUMENT in own)
-            args = [word for pair in foreign for word in (TRAINER_ARGUMENT, pair)] + args
+        args = [_with_dashes(word, own) for word in args]
+        for rewrite in hooks("rewrite_words"):
+            args = rewrite(args, own)
         # click makes Path(".") of an empty path.
         empty = ("", Path()) if any(word == "" or word.endswith("=") for word in args) else ("",)
         rest = super().parse_args(ctx, args)
@@ -237,6 +219,13 @@ class Command(TyperCommand):
         return rest
 
 
+def _with_dashes(word: str, declared: Collection[str]) -> str:
+    """Return an option with dashes for underscores, where it is declared so."""
+    flag, equals, value = word.partition("=")
+    dashed = flag.replace("_", "-")
+    return f"{dashed}{equals}{value}" if flag not in declared and dashed in declared else word
+
+
 def about_a_job(command: Callable[..., int]) -> Callable[..., int]:
     """The command with the arguments of a job in front of its own. It is called with its own, and with the
     `Request` that all of them make as its first."""
@@ -244,18 +233,19 @@ def about_a_job(command: Callable[..., int]) -> Callable[..., int]:
 
     def with_job(**given: Any) -> int:
         check_pictures(given.get("html"), given.get("plot"), given.get("trace"))
-        request = read_request(given, takes_auto=command.__name__ in TAKE_AUTO)
+        request = read_request(given, command.__name__)
         return command(request, **{parameter.name: given[parameter.name] for parameter in own})
 
     with_job.__name__, with_job.__doc__ = command.__name__, command.__doc__
-    with_job.__signature__ = inspect.Signature([*job_parameters(), *own])  # type: ignore[attr-defined]
+    with_job.__signature__ = inspect.Signature([*job_parameters(command.__name__), *own])  # type: ignore[attr-defined]
     return with_job
 
 
-def job_parameters(*, without: Collection[str] = ()) -> list[inspect.Parameter]:
-    """The arguments of a question about a job, in the order of its help."""
+def job_parameters(command: str, *, without: Collection[str] = ()) -> list[inspect.Parameter]:
+    """Return the arguments of a question about a job, in the order of its help, those of features last."""
     shared = inspect.signature(_job_arguments, eval_str=True).parameters.values()
-    return [parameter for parameter in shared if parameter.name not in without]
+    further = [parameter for options in hooks("options") for parameter in options(command)]
+    return [parameter for parameter in (*shared, *further) if parameter.name not in without]
 
 
 def check_pictures(html: Path | None, plot: Path | None, trace: Path | None = None) -> None:
@@ -284,19 +274,19 @@ def say_written(path: Path) -> None:
     typer.echo(f"Written: {path}", err=True)
 
 
-def read_request(given: Mapping[str, Any], *, takes_auto: bool = False) -> Request:
-    """The request that these arguments make; what became of the user's own configuration is told."""
+def read_request(given: Mapping[str, Any], command: str) -> Request:
+    """Return the request that a command's arguments make, and print how a configuration was used."""
     from snugfit.cli.request import Request
 
-    request = Request.read(given, takes_auto=takes_auto)
-    if request.reading:
-        _tell(request.reading)
+    request = Request.read(given, takes_auto=command in TAKE_AUTO)
+    for check in hooks("check_options"):
+        check(command, given, request.job, request.gpus)
+    if request.configuration:
+        request.configuration.show()
     return request
 
 
-def _tell(reading: Reading) -> None:
-    """What became of the user's own configuration, on stderr: stdout is for the answer."""
-    from snugfit.report.configuration import render_reading
-    from snugfit.report.text.terminal import show
-
-    show(render_reading(reading), stderr=True)
+def hand_over(request: Request, job: Job, recipe: str | None, gpus: int = 1) -> None:
+    """Give features the recipe that was found; None where nothing fits."""
+    for take in hooks("take_answer"):
+        take(request.flags, job, recipe, gpus)

@@ -18,6 +18,7 @@ import typer
 from snugfit.cli import arguments as given
 from snugfit.cli.plan import Fidelity, Free, Keep, Samples, Steps, Workers
 from snugfit.errors import NothingFits, UsageError
+from snugfit.techniques.feature import hooks
 
 if TYPE_CHECKING:
     from snugfit.cli.request import Request
@@ -70,7 +71,9 @@ Cards = Annotated[
     ),
 ]
 
-_JOB = given.job_parameters(without=("model", "loop", "gpu"))
+_JOB = given.job_parameters("gpus", without=("model", "loop", "gpu"))
+
+_OF_FEATURES = [parameter.name for options in hooks("options") for parameter in options("gpus")]
 
 
 def _arguments(
@@ -103,7 +106,7 @@ def gpus(**asked: Any) -> int:
 
     named = [gpu for name in asked["names"] or () for gpu in find_gpus(name)]
     listed = list({gpu.key: gpu for gpu in named or all_gpus()}.values())
-    if asked["for_model"] or asked["job_file"] or asked["arguments_file"]:
+    if asked["for_model"] or asked["job_file"] or any(asked[name] for name in _OF_FEATURES):
         return _plan(listed, asked)
     _refuse_without_job(asked)
     _list(listed, asked)
@@ -145,7 +148,7 @@ def _plan(gpus: Sequence[Gpu], asked: Mapping[str, Any]) -> int:
         raise UsageError("--objective cost needs prices: add --prices FILE, or --price h200=2.5 and so on.")
     about_job = {parameter.name: asked[parameter.name] for parameter in _JOB}
     of_plan = {name: asked[name] for name in ("headroom", "keep", "free")}
-    request = given.read_request(about_job | of_plan | {"model": asked["for_model"]})
+    request = given.read_request(about_job | of_plan | {"model": asked["for_model"]}, "gpus")
     _refuse(request, asked)
     if asked["gpus"] is not None or request.gpus != 1:
         return _show_cards(request, gpus, prices, asked)
@@ -182,7 +185,7 @@ def _answers(request: Request, gpus: Sequence[Gpu], steps: int | None, asked: Ma
         "fidelity": asked["fidelity"],
         "objective": objective,
         "steps": steps,
-        "start": str(request.recipe) if request.reading and not fixed else None,
+        "start": str(request.recipe) if request.configuration and not fixed else None,
         "keep": {technique.slot: technique for technique in fixed} if fixed else request.keep,
         "free": request.free,
         "headroom": request.headroom,
@@ -205,7 +208,7 @@ def _fixed_recipe(request: Request, asked: Mapping[str, Any]) -> Recipe | None:
     configuration, where a plan starts."""
     from snugfit.techniques.recipe import Recipe
 
-    named = asked["recipe"] is not None or (not request.reading and request.recipe != Recipe())
+    named = asked["recipe"] is not None or (not request.configuration and request.recipe != Recipe())
     return request.recipe if named else None
 
 

@@ -26,6 +26,7 @@ from typing import Any
 
 from snugfit.errors import SnugfitError, UsageError, did_you_mean, nearest
 from snugfit.job.job import Job
+from snugfit.techniques.feature import hooks
 from snugfit.techniques.roster import foreign_names
 from snugfit.training.options import TrainOptions
 from snugfit.user_files import LimitedLoader, load_yaml, read_text
@@ -136,12 +137,9 @@ def _unknown(key: Any, value: Any, advice: dict[str, str]) -> str:
 
 
 def _whose(document: dict[Any, Any]) -> list[str]:
-    """A line for somebody who gave another library's whole file, and not one word of it by habit."""
-    from snugfit.exchange.dialect import dialect, recognise
-
+    """Return a line about a whole file of another library."""
     strange = {key: value for key, value in document.items() if key not in kinds()}
-    name = recognise(strange) if len(strange) > 1 else None
-    return [f"This looks like {dialect(name).title}: read such a file with --arguments."] if name else []
+    return [advice for of in hooks("advice_on_file") if (advice := of(strange))]
 
 
 def _about_value(key: str, value: Any) -> str:

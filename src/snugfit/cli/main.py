@@ -25,13 +25,10 @@ from typing import Annotated, Any
 import typer
 
 from snugfit.cli.accuracy import accuracy
-from snugfit.cli.arguments import TRAINER_ARGUMENT, Command
+from snugfit.cli.arguments import Command
 from snugfit.cli.calibrate import calibrate
-from snugfit.cli.check import check
 from snugfit.cli.doctor import doctor
-from snugfit.cli.export import export
 from snugfit.cli.gpus import gpus
-from snugfit.cli.guide import guide
 from snugfit.cli.lengths import lengths
 from snugfit.cli.measure import measure
 from snugfit.cli.plan import plan
@@ -42,6 +39,7 @@ from snugfit.cli.train import train
 from snugfit.errors import SnugfitError, escape_controls, nearest
 from snugfit.frontends.launch import COMMAND_LINE
 from snugfit.frontends.one_of_several import one_of_several
+from snugfit.techniques.feature import features, hooks
 from snugfit.training.ranks import ToldElsewhere
 
 _TypingMistake: type[Exception] = typer.BadParameter.__bases__[0]
@@ -68,8 +66,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 COMMANDS = (
-    predict, plan, train, lengths, measure, check, export, guide, accuracy, calibrate, gpus, techniques,
-    doctor,
+    predict, plan, train, lengths, measure,
+    *(command for commands in hooks("commands") for command in commands()),
+    accuracy, calibrate, gpus, techniques, doctor,
 )  # fmt: skip
 for command in COMMANDS:
     app.command(cls=Command)(command)
@@ -154,13 +153,11 @@ NO_COMMANDS = {
 _DRAWN = (
     "Jobs are drawn by `python lab/draw_runs.py` of the repository. For a job of yours: --job FILE --top K."
 )
-_NO_DIFF = "snugfit check writes no diff any more. Its table lists each cure, and --json gives it as `fix`."
 REMOVED_OPTIONS = {
     ("accuracy", "--draw"): _DRAWN,
     ("accuracy", "--gpus"): _DRAWN,
-    ("check", "--output"): _NO_DIFF,
-    ("check", "--force"): _NO_DIFF,
     ("plan", "--no-learn"): "--verify no longer changes the calibration. Leave the option out.",
+    **{option: advice for one in features() for option, advice in one.removed_options.items()},
 }
 """Options of earlier versions, with what to use instead."""
 
@@ -195,7 +192,7 @@ def _tell_mistake(mistake: Any, arguments: Sequence[str]) -> int:
 
 def _similar_options(given: str, context: Any) -> list[str]:
     """Options that are written almost so, else those with such a word (`--length`: `--sequence-length`), else
-    arguments of transformers where these are taken."""
+    options of features."""
     if given in SHORT_FORMS:
         return [SHORT_FORMS[given]]
     name, parameters = given.lstrip("-").replace("_", "-"), context.command.params
@@ -205,11 +202,9 @@ def _similar_options(given: str, context: Any) -> list[str]:
     words = {word for option in options for word in option.split("-") if len(word) >= SHORTEST_WORD}
     if likely := nearest(name, words, count=1):
         return [f"--{option}" for option in options if likely[0] in option.split("-")]
-    if not any(TRAINER_ARGUMENT in one.opts for one in parameters):
-        return []
-    from snugfit.exchange.command_line import argument_names
-
-    return [f"--{argument}" for argument in nearest(name.replace("-", "_"), argument_names())]
+    declared = {text for one in parameters for text in one.opts}
+    further = {word for options in hooks("further_options") for word in options(declared)}
+    return [f"--{word}" for word in nearest(name.replace("-", "_"), further)]
 
 
 def _number_mistake(mistake: Any) -> str:

@@ -13,7 +13,6 @@ import typer
 
 from snugfit.cli import arguments as given
 from snugfit.cli import lengths as of_lengths
-from snugfit.cli.export import Into, check_export, write_export
 from snugfit.cli.request import Request, steps_of
 from snugfit.cli.verify import verify_plan, with_gpu_here
 from snugfit.errors import NothingFits, UsageError
@@ -47,8 +46,8 @@ Free = Annotated[
     str | None,
     given.option(
         given.HOW,
-        "With --arguments: slots that the plan may change, such as optimizer,precision. \\[it keeps your "
-        "adapters, precision and optimizer]",
+        "Slots of your own configuration that the plan may change, such as optimizer,precision. "
+        "\\[it keeps your adapters, precision and optimizer]",
         metavar="SLOTS",
     ),
 ]
@@ -116,7 +115,6 @@ def plan(
     everything: All = False,
     plot: given.Plot = None,
     html: given.Html = None,
-    export: Into = None,
     fresh: given.Fresh = False,
     verify: Verify = None,
     no_peers: NoPeers = False,
@@ -129,11 +127,10 @@ def plan(
 
     form = "json" if as_json else form
     if gpus is not None or request.gpus != 1:
-        alone = {"verify": verify, "lengths": lengths, "export": export, "plot": plot, "html": html}
+        alone = {"verify": verify, "lengths": lengths, "plot": plot, "html": html}
         alone |= {"samples": samples, "steps": steps, "all": everything, "objective": objective != "speed"}
         return _show_several(request, gpus, fidelity, workers, form, alone, price, fresh=fresh)
-    request = _check(request, verify, export, price)
-    check_export(export, request.job)
+    request = _check(request, verify, price)
     asked = {
         "fidelity": fidelity,
         "objective": objective,
@@ -146,28 +143,23 @@ def plan(
     }
     chosen = _plan(request, asked, workers, fresh=fresh)
     given.write_pictures(html, plot, chosen)
-    comes_with = request.reading.export if request.reading else ""
     if not (more_follows := chosen.fits and (lengths or verify)) or form != "json":
-        print_as(form, chosen.to_json(), render(chosen, everything=everything, target=comes_with))
+        page = render(chosen, everything=everything, configuration=request.configuration)
+        print_as(form, chosen.to_json(), page)
     if more_follows and lengths:
         of_lengths.show_planned(request, chosen, form, fresh=fresh)
     elif more_follows:
         verify_plan(chosen, form, peers=not no_peers)
-    write_export(export, chosen.job, chosen.best.recipe if chosen.best else None)
+    given.hand_over(request, chosen.job, chosen.best.recipe if chosen.best else None)
     return 0 if chosen.fits else NothingFits.exit_code
 
 
-def _check(request: Request, verify: int | None, export: object, price: float | None) -> Request:
+def _check(request: Request, verify: int | None, price: float | None) -> Request:
     """The request, for the GPU of this machine where the plan is verified. Raises `UsageError` for what a
     plan does not take, before long work begins."""
     if price is not None:
         raise UsageError(
             "--price is for plans with --gpus. `snugfit gpus --for MODEL --prices` compares GPUs."
-        )
-    if export and verify:
-        raise UsageError(
-            "--export and --verify cannot be used together, because --verify may find another answer. "
-            "Give one of them."
         )
     request = with_gpu_here(request) if verify else request
     request.refuse_recipe_and_loop()
@@ -192,7 +184,7 @@ def _plan(request: Request, asked: dict[str, Any], workers: int | None, *, fresh
         gpu=request.gpu,
         memory_bytes=request.memory_bytes,
         workers=workers,
-        start=request.recipe if request.reading else None,
+        start=request.recipe if request.configuration else None,
         **asked,
     )
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from snugfit.cli import arguments as given
-from snugfit.cli.export import Into, check_export, write_export
 from snugfit.cli.request import Request
 from snugfit.errors import NothingFits, UsageError
 
@@ -26,7 +25,7 @@ Software = Annotated[
     str | None,
     given.option(
         given.HOW,
-        "Which software to predict for: installed, or a profile such as published-2022. \\[installed]",
+        "Which software to predict for: installed, or the name of a profile. \\[installed]",
     ),
 ]
 Largest = Annotated[
@@ -69,7 +68,6 @@ def predict(
     html: given.Html = None,
     plot: given.Plot = None,
     trace: TraceFile = None,
-    export: Into = None,
     fresh: given.Fresh = False,
     as_json: given.AsJson = False,
 ) -> int:
@@ -78,12 +76,9 @@ def predict(
         raise UsageError("--largest and --compare cannot be used together. Give one of them.")
     if operators and compare:
         raise UsageError("--operators shows one recipe. Leave --compare out.")
-    if export and compare:
-        raise UsageError("--export writes one recipe. Leave --compare out.")
     if largest and request.has_auto:
         raise UsageError("--largest asks about one recipe, so it takes none with 'auto'. Try 'every_layer'.")
     request = request.with_least(fresh=fresh)
-    check_export(export, request.job)
     if trace:
         _check_trace(trace, request, compare)
     predictions = (
@@ -101,7 +96,7 @@ def predict(
         given.say_written(trace)
     answer = predictions[0]
     recipe = None if answer.fits is False else str(answer.recipe)
-    write_export(export, answer.job, recipe, answer.gpus)
+    given.hand_over(request, answer.job, recipe, answer.gpus)
     return NothingFits.exit_code if all(one.fits is False for one in predictions) else 0
 
 

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, Self
 import typer
 
 from snugfit.errors import UsageError, did_you_mean
+from snugfit.techniques.feature import hooks
 
 if TYPE_CHECKING:
     from snugfit.data.lengths import Lengths
-    from snugfit.exchange.account import Reading
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
     from snugfit.job.model import Model
+    from snugfit.techniques.feature import Configuration
     from snugfit.techniques.recipe import Recipe
 
 
@@ -61,8 +62,11 @@ class Request:
     software: str
     """The software profile, by name; `installed` for what is here."""
 
-    reading: Reading | None = None
-    """What was found in the user's own configuration, when one was given."""
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """The options as they were given."""
+
+    configuration: Configuration | None = None
+    """The user's own configuration, when one was given."""
 
     model_name: str = ""
     """The model as it was named."""
@@ -86,14 +90,15 @@ class Request:
         from snugfit.units import parse_bytes
 
         settings = _settings(flags)
-        reading = _reading(flags, settings)
-        settings = {**(reading.settings if reading else {}), **settings}
+        configuration = _configuration(flags, settings)
+        settings = {**(configuration.settings if configuration else {}), **settings}
         settings |= _on_mesh(settings)
         lengths = _lengths(flags)
         text = settings.get("recipe", "plain")
         rest = without_auto(text) if takes_auto else None
         return cls(
-            reading=reading,
+            flags=flags,
+            configuration=configuration,
             lengths=lengths,
             model_name=str(settings.get("model", "")),
             recipe=Recipe.parse(text if rest is None else rest),
@@ -157,7 +162,7 @@ class Request:
         own configuration: there it is what the plan starts from."""
         from snugfit.techniques.recipe import Recipe
 
-        if self.recipe != Recipe() and not self.reading:
+        if self.recipe != Recipe() and not self.configuration:
             raise UsageError(
                 f"--recipe {str(self.recipe)!r}: a plan chooses the recipe. Leave --recipe out, or use "
                 "snugfit predict with it. To fix some techniques, use --keep."
@@ -167,7 +172,7 @@ class Request:
     def refuse_loop(self) -> None:
         """Raises `UsageError` for a loop that a plan was given, unless it came from the user's own
         configuration."""
-        if self.loop != "plain" and not self.reading:
+        if self.loop != "plain" and not self.configuration:
             raise UsageError(
                 f"--loop {self.loop}: a plan is for the plain loop. Leave --loop out, then use snugfit "
                 f"predict --loop {self.loop} with the plan's recipe."
@@ -212,37 +217,8 @@ def _settings(flags: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _reading(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading | None:
-    """The user's own configuration, and transformers' arguments among the flags. These go before a job file,
-    and `settings` gets them; those of the run alone are no configuration. Raises `UsageError` for what they
-    ask and cannot be predicted, unless a flag or the job file overrides it, and for such an argument beside
-    one of ours that says something else."""
-    if not flags.get("trainer_arguments") and not flags.get("arguments_file"):
-        return None
-    from snugfit.cli.jobfile import settings_from, training_keys
-    from snugfit.exchange.command_line import parse_pairs
-    from snugfit.exchange.read import read_arguments
-
-    given = parse_pairs(flags.get("trainer_arguments") or ())
-    options = training_keys() if "dataset" in flags else {}  # which only a command has that trains
-    settings |= settings_from({key: given.pop(key) for key in [*given] if key in options}, "command line")
-    if not given and not flags.get("arguments_file"):
-        return None
-    gpus = settings.get("gpus")
-    reading = read_arguments(
-        flags.get("arguments_file"), given, options=options, gpus=gpus if type(gpus) is int else None
-    )
-    reading.refuse(settings)
-    settings_from({key: reading.settings[key] for key in options if key in reading.settings}, reading.path)
-    for key, name in reading.by_flags.items():
-        said_twice = flags.get(key) is not None or key == "recipe"
-        if said_twice and settings.get(key, reading.settings[key]) != reading.settings[key]:
-            raise UsageError(
-                f"--{name} {given[name]} and {key.replace('_', ' ')} {settings[key]} contradict each other."
-                " Give one of them."
-            )
-        settings[key] = reading.settings[key]
-    return reading
+def _configuration(flags: Mapping[str, Any], settings: dict[str, Any]) -> Configuration | None:
+    return next(filter(None, (read(flags, settings) for read in hooks("read_configuration"))), None)
 
 
 def _lengths(flags: Mapping[str, Any]) -> Lengths | None:

@@ -229,7 +229,7 @@ def _show_prediction(request: Request, run: Run, gpu: Gpu | str | None, steps: i
 def _refuse(request: Request) -> None:
     """Raises `UsageError` for what training does not take. A GPU may be named: one file serves predictions
     too."""
-    if request.loop != "plain" and not request.reading:
+    if request.loop != "plain" and not request.configuration:
         raise UsageError(f"--loop {request.loop}: snugfit train uses its own loop. Leave --loop out.")
     if request.software != "installed":
         raise UsageError("Training uses the installed software. Leave the software profile out.")

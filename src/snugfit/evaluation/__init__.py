@@ -1,1 +1,1 @@
-"""How good predictions are: the guide's suite, drawn jobs, and verified plans."""
+"""How good predictions are: drawn jobs and verified plans."""

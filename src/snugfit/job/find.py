@@ -41,9 +41,7 @@ def find_facts(name: str, *, online: bool, tell: Callable[[str], None]) -> Model
     if not name.strip() or "\0" in name or len(name) > LONGEST_NAME:
         raise ModelError(f"{name[:80]!r} is not the name of a model. {_ALLOWED}")
     if name.endswith(".py"):
-        raise ModelError(
-            f"{name} is a Python file, not a model. To read a training script: --arguments {name}. {_ALLOWED}"
-        )
+        raise ModelError(f"{name} is a Python file, not a model. {_ALLOWED}")
     if name.startswith((".", "/", "~")) or name.endswith(".json"):
         return ModelFacts(name, "path", read_config(_config_file(os.path.expanduser(name))))
     full_name = preset_named(name)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from importlib import resources
 
 from snugfit.errors import UsageError, did_you_mean
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Call, Setup
+from snugfit.techniques.wish import feature_files
 from snugfit.versions import __version__, version_of
 
 INSTALLED = "installed"
@@ -70,10 +70,7 @@ class Software:
 
 def find_software(name: str) -> Software:
     """The profile called `name`; raises `UsageError` with the known ones."""
-    folder = resources.files("snugfit.prediction") / "software"
-    known = {
-        file.name.removesuffix(".json"): file for file in folder.iterdir() if file.name.endswith(".json")
-    }
+    known = {file.name.removesuffix(".json"): file for file in feature_files("software")}
     if name == INSTALLED:
         return Software()
     if name not in known:

@@ -12,12 +12,10 @@ from rich.console import RenderableType
 
 from snugfit.comparison.compare import Comparison
 from snugfit.comparison.recipes import RecipeComparison
-from snugfit.evaluation.guide_result import GuideResult
 from snugfit.planning.fleet.gpu_plans import GpuPlans
 from snugfit.planning.fleet.prices import Prices
 from snugfit.planning.plan import Plan
 from snugfit.report import compare, measurement, prediction
-from snugfit.report.evaluation import guide, guide_plot
 from snugfit.report.page.bars import BarGroup, bars, timeline
 from snugfit.report.page.memory import memory_over_step
 from snugfit.report.page.modules import modules_at_peak
@@ -63,14 +61,14 @@ def write_page(path: Path, result: object) -> None:
 
 
 def draw_plot(path: Path, result: object) -> None:
-    """Draws the answer and its pictures as one `.png` or `.svg` file; the guide in its two panels."""
-    form = path.suffix[1:]
-    if isinstance(result, GuideResult):
-        content = guide_plot.summary(result, form)
-    else:
-        parts = parts_of(result)
-        content = plot(parts.title, parts.lines, parts.pictures, _uncertain(parts), form)
-    write_atomically(path, content)
+    """Draw the answer and its pictures as one `.png` or `.svg` file."""
+    write_atomically(path, plot_bytes(result, path.suffix[1:]))
+
+
+def plot_bytes(result: object, form: str) -> bytes:
+    """Return the answer and its pictures as a `png` or an `svg` file."""
+    parts = parts_of(result)
+    return plot(parts.title, parts.lines, parts.pictures, _uncertain(parts), form)
 
 
 def notebook_cell(result: object) -> str:
@@ -94,8 +92,8 @@ def has_pictures(kind: type) -> bool:
 
 
 def parts_of(result: object) -> PageParts:
-    """What a page shows of this result."""
-    return _PARTS[type(result)](result)
+    """Return the page of this result: of a feature's, the parts themselves are given."""
+    return result if isinstance(result, PageParts) else _PARTS[type(result)](result)
 
 
 def draw_prediction(one: Prediction) -> list[Picture]:
@@ -213,27 +211,6 @@ def _of_gpu_plans(several: GpuPlans) -> PageParts:
     return PageParts(gpu_plans.question(several), lines, pictures if known else [], report, doubts)
 
 
-def _of_guide(result: GuideResult) -> PageParts:
-    pictures = []
-    for what, unit, series in (
-        ("GPU memory", ", in GiB", guide_plot.memory_series(result)),
-        ("Samples per second", "", guide_plot.speed_series(result)),
-    ):
-        values = [
-            BarGroup(
-                row.name,
-                [one.values[number] for one in series],
-                row.why_refused,
-                [one.ranges[number] if one.ranges else None for one in series],
-            )
-            for number, row in enumerate(result.rows)
-        ]
-        names, title = [one.label for one in series], f"{what} of the guide's experiments{unit}"
-        pictures += [bars(title, values, names, "{:.2f}".format)] if names else []
-    title = f"The single-GPU guide's experiments on {result.gpu}"
-    return PageParts(title, [], pictures, guide.render(result), result.doubts)
-
-
 def _seconds_range(speed: StepSpeed | None) -> tuple[float, float] | None:
     if speed is None or speed.low_seconds is None or speed.high_seconds is None:
         return None
@@ -251,5 +228,4 @@ _PARTS: dict[type, Callable[[Any], PageParts]] = {
     Measurement: _of_measurement,
     Comparison: _of_comparison,
     GpuPlans: _of_gpu_plans,
-    GuideResult: _of_guide,
 }

@@ -14,13 +14,11 @@ from rich.console import RenderableType
 
 from snugfit.comparison.compare import Comparison
 from snugfit.comparison.recipes import RecipeComparison
-from snugfit.evaluation.guide_result import GuideResult
 from snugfit.measurement.doctor import Doctor
 from snugfit.planning.fleet.gpu_plans import GpuPlans
 from snugfit.planning.lengths.length_plan import LengthPlan
 from snugfit.planning.plan import Plan
 from snugfit.report import compare, doctor, measurement, prediction
-from snugfit.report.evaluation import guide
 from snugfit.report.pictures import has_pictures, notebook_cell
 from snugfit.report.plan import gpu_plans, lengths, plan
 from snugfit.report.text.terminal import as_html, as_text
@@ -35,7 +33,6 @@ _RENDERERS: dict[type, Callable[[Any], RenderableType]] = {
     Plan: plan.render,
     LengthPlan: lengths.render,
     GpuPlans: gpu_plans.render,
-    GuideResult: guide.render,
     Doctor: doctor.render,
 }
 

@@ -15,7 +15,7 @@ dotted and say where they are set:
     layers.float8               torchao's recipe for the products of their linear layers, in a script
     environment.PYTORCH_...     a variable of the process
     parallel.*                  how several processes train together, in words of our own: other libraries say
-                                it partly in their launchers' files (`exchange/processes.py`)
+                                it partly in their launchers' files
 
 A value is what it must be, or `Setting("n")`: whatever it is there becomes the technique's setting `n`.
 """

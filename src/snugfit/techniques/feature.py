@@ -2,8 +2,8 @@
 
 A feature is a folder of `features/` that can be deleted. Its `feature.py` has one subclass of `Feature`, with
 what the feature adds: handlers of its fields of `Setup` (`fields.py`), techniques, and overrides of the
-methods that simulation and search call on every feature. The core imports no feature and names none: it calls
-`wishes()`, `features()` and `hooks()`.
+methods that the command line, simulation and search call on every feature. The core imports no feature and
+names none: it calls `wishes()`, `features()` and `hooks()`.
 
 Listing features imports no torch. A feature imports its own modules within the methods that need them.
 """
@@ -13,15 +13,16 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from snugfit.techniques.technique import Slot
 from snugfit.techniques.wish import FOLDER, FeatureError, feature_names
 
 if TYPE_CHECKING:
+    from snugfit.job.job import Job
     from snugfit.techniques.setup import Setup
 
 
@@ -59,6 +60,17 @@ class InstallStage(IntEnum):
     """The process is configured."""
 
 
+class Configuration(Protocol):
+    """A user's own configuration that a feature read."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The job and the recipe that it describes, by the keys of a job file."""
+
+    def show(self) -> None:
+        """Print on stderr how each key was used."""
+
+
 class Feature:
     """One deletable folder. Subclasses override what they need."""
 
@@ -70,6 +82,50 @@ class Feature:
 
     needs: ClassVar[Mapping[str, str]] = {}
     """By module of a technique, another feature that it imports; without that, the technique is left out."""
+
+    # ---- the command line ----
+
+    removed_options: ClassVar[Mapping[tuple[str, str], str]] = {}
+    """By command and option of earlier versions: what to use instead."""
+
+    def commands(self) -> Sequence[Callable[..., Any]]:
+        """Return functions that become subcommands of their names."""
+        return ()
+
+    def documents(self) -> Mapping[str, type]:
+        """Return, by command, the class whose `to_json` it prints, for `docs/json.md`."""
+        return {}
+
+    def options(self, command: str) -> Sequence[inspect.Parameter]:
+        """Return the options that this command about a job takes beside its own."""
+        return ()
+
+    def rewrite_words(self, words: Sequence[str], declared: Collection[str]) -> Sequence[str]:
+        """Return the words of a command line in the options that its command declares."""
+        return words
+
+    def further_options(self, declared: Collection[str]) -> Collection[str]:
+        """Return names that `rewrite_words` replaces for such a command; an error suggests them."""
+        return ()
+
+    def advice_on_file(self, document: Mapping[Any, Any]) -> str:
+        """Return advice for a job file with these foreign keys; empty where they are of no known tool."""
+        return ""
+
+    def read_configuration(self, flags: Mapping[str, Any], settings: dict[str, Any]) -> Configuration | None:
+        """Return the configuration that the options of a command give. The `settings` of its job file and
+        flags go before it, and gain those of its flags. Raises `UsageError`."""
+        return None
+
+    def check_options(self, command: str, flags: Mapping[str, Any], job: Job, gpus: int) -> None:
+        """Raise `UsageError`, before long work begins, for options that this command cannot fulfil."""
+
+    def take_answer(self, flags: Mapping[str, Any], job: Job, recipe: str | None, gpus: int) -> None:
+        """Use the recipe that a command found for so many GPUs; None where nothing fits."""
+
+    def next_steps(self, plan: Any, configuration: Configuration | None) -> Mapping[str, str]:
+        """Return, by title, lines that put the recipe of a plan to use."""
+        return {}
 
     # ---- running a step ----
 

@@ -10,11 +10,15 @@ import functools
 import importlib
 import importlib.util
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar, cast
+from importlib import resources
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from snugfit.errors import SnugfitError
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
 
 T = TypeVar("T")
 
@@ -75,6 +79,13 @@ def feature_names() -> tuple[str, ...]:
     """Return the folders of all features, sorted."""
     roots = importlib.import_module(FOLDER).__path__
     return tuple(sorted(one.name for one in pkgutil.iter_modules(roots) if one.ispkg))
+
+
+def feature_files(folder: str) -> Iterator[Traversable]:
+    """Yield the files in the subfolders of features that have this name."""
+    for name in feature_names():
+        subfolder = resources.files(f"{FOLDER}.{name}") / folder
+        yield from subfolder.iterdir() if subfolder.is_dir() else ()
 
 
 @functools.cache

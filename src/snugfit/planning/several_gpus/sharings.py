@@ -15,7 +15,7 @@ from snugfit.job.job import Job
 from snugfit.planning.keep import Kept
 from snugfit.prediction.several_gpus.communication import GPUS_PER_HOST
 from snugfit.techniques import roster
-from snugfit.techniques.setup import ParallelWish, Setup
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import axes_of
 from snugfit.techniques.technique import Slot, Technique
 
@@ -64,14 +64,6 @@ def of_slot(job: Job, slot: Slot, fixed: Kept) -> Iterator[Technique]:
     for kind in roster.techniques():
         if kind.slot is slot and not kind.missing_package() and not kind.planning_objection(job):
             yield from kind.settings(job)
-
-
-def wish_of(sharing: Sharing) -> ParallelWish | None:
-    """What these techniques ask of several processes."""
-    setup = Setup()
-    for technique in sharing:
-        setup = technique.install(setup)
-    return setup.parallel
 
 
 def _choices(

@@ -1,1 +1,1 @@
-"""The guide and accuracy draws, as tables, plots and pages."""
+"""Accuracy of drawn jobs as tables, plots and pages."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from snugfit.planning.plan import Choice, Plan, Reason
 from snugfit.report.plan.next_steps import next_steps
@@ -13,13 +14,16 @@ from snugfit.report.text.pace import pace, show_tokens
 from snugfit.report.text.page import Page, Sentence
 from snugfit.units import GIB, show_bytes, show_per_cent, show_seconds
 
+if TYPE_CHECKING:
+    from snugfit.techniques.feature import Configuration
+
 LEAST_STARTUP = 0.05
 """Seconds: a smaller difference in start-up time is not reported."""
 
 
-def render(plan: Plan, *, everything: bool = False, target: str = "") -> Page:
-    """The whole report of one plan; the front whole where `everything` is asked for. `target` is what an
-    export is for, where the user came with another tool's file."""
+def render(plan: Plan, *, everything: bool = False, configuration: Configuration | None = None) -> Page:
+    """Return the whole report of one plan; the front whole where `everything` is asked for. The plan began
+    from the user's own `configuration`, if there was one."""
     return Page(
         [Sentence(question(plan), "heading"), Sentence(answer(plan), "good" if plan.fits else "bad")],
         headroom(plan),
@@ -29,7 +33,7 @@ def render(plan: Plan, *, everything: bool = False, target: str = "") -> Page:
         changes(plan),
         [front(plan, everything=everything), *([refusals(plan)] if plan.refused else [])],
         plan.cures,
-        (Sentence(line, "command" if ": snugfit " in line else "") for line in next_steps(plan, target)),
+        [Sentence(one, "command" if ": snugfit " in one else "") for one in next_steps(plan, configuration)],
         [looked_at(plan)],
         (Sentence(f"Uncertain: {doubt}", "uncertain") for doubt in _doubts(plan)),
     )

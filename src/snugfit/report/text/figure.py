@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-BLUE, LIGHT_BLUE, GREEN, ORANGE, RED = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00"
+BLUE, LIGHT_BLUE, ORANGE = "#0072B2", "#56B4E9", "#E69F00"
 """Okabe and Ito's colours, which the colour-blind can tell apart."""
 
 FONT = "DejaVu Sans"

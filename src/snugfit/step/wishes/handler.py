@@ -206,5 +206,5 @@ class Handler:
         return {}
 
     def script(self, value: Any, context: ScriptContext) -> dict[str, Any]:
-        """The values of an exported script's template (`exchange/scripts/`) that say it."""
+        """Return the values of an exported script's template that express the field."""
         return {}

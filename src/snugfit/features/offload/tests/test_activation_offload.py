@@ -7,7 +7,6 @@ import contextlib
 import copy
 import gc
 import importlib
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ import test_accelerate
 import test_fit_law
 from kept import kept
 from snugfit.errors import RecipeError
-from snugfit.exchange.read import read_arguments
 from snugfit.features.offload import activations as activation_offload
 from snugfit.features.offload.activations import ActivationOffload, Travelling, offload_activations
 from snugfit.features.offload.fields import OffloadWish
@@ -420,26 +418,6 @@ def test_a_slow_link_makes_the_step_longer_and_is_named() -> None:
     assert slow.step_seconds > slow.link_seconds > 10 * fast.link_seconds
     assert any(kernel.operator == AWAIT_COPY for kernel in trace.kernels)
     assert not any(kernel.recomputed for kernel in trace.kernels if kernel.operator in COPIES)
-
-
-# ---- other libraries -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def read_back(tmp_path: Path) -> Any:
-    def recipe_of(arguments: dict[str, Any]) -> str:
-        file = tmp_path / "arguments.json"
-        file.write_text(json.dumps({"output_dir": "x", **arguments}))
-        return str(read_arguments(file).settings["recipe"])
-
-    return recipe_of
-
-
-def test_what_transformers_and_trl_call_it_is_read(read_back: Any) -> None:
-    kwargs = {"offload": True, "every_n_layers": 2, "use_reentrant": False}
-    offloading = {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
-    assert "every_nth_layer + host(checkpoints)" in read_back(offloading)
-    assert "host(all)" in read_back({"activation_offloading": True, "packing_strategy": "bfd"})
 
 
 # ---- planned ---------------------------------------------------------------------------------------------

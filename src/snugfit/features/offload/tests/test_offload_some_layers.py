@@ -19,7 +19,6 @@ import test_fit_law
 from small_models import small_job
 from small_runs import killed_in, losses, small_run
 from snugfit.errors import RecipeError
-from snugfit.exchange.export import export
 from snugfit.features.offload import activations as activation_offload
 from snugfit.features.offload.activations import Travelling, offload_activations
 from snugfit.features.offload.fields import OffloadWish
@@ -214,12 +213,6 @@ def test_the_wish_goes_through_json() -> None:
     assert str(Recipe.parse("host(all)")) == "host(all)"
     with pytest.raises(RecipeError, match="layers is 0"):
         Recipe.parse("host(all, layers=0)")
-
-
-@pytest.mark.parametrize("target", ["hf", "torch", "trl"])
-def test_an_export_refuses_it_by_name(target: str) -> None:
-    with pytest.raises(RecipeError, match=r"host\(all, layers=1\)"):
-        export(small_job("gpt2", 2), Recipe.parse("host(all, layers=1)"), target)
 
 
 # ---- rehearsed ---------------------------------------------------------------------------------------------

@@ -22,8 +22,6 @@ from fitted import classified, copy_of, fitted, losses_of, model_of, trainer_of
 from kept import kept
 from small_models import small_job
 from snugfit.errors import RecipeError
-from snugfit.exchange.export import export
-from snugfit.exchange.read import read_arguments
 from snugfit.features.quantized.float8 import convertible, put_back
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
@@ -39,7 +37,6 @@ from snugfit.step.build import build_model
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot
-from test_exchange_export import STEPS, job_in, namespace, ours, samples
 from test_law_fidelity import LEARNED, STEPS_TO_LEARN, HighOrLow, job_to_learn, least_loss, run
 from test_law_loops import foreach_as_on_a_gpu, hold  # noqa: F401
 from test_law_rehearsed_equals_real import hold_to_reports
@@ -295,58 +292,6 @@ def test_a_users_trainer_trains_with_it_and_without_it_again(tmp_path: Path) -> 
     sixteen, eight = (losses_of(trainer) for trainer in trainers.values())
     assert sixteen != eight
     assert eight == pytest.approx(sixteen, rel=0.2)
-
-
-# ---- other libraries ---------------------------------------------------------------------------------------
-
-
-@installed
-@pytest.mark.parametrize("recipe", BOTH)
-@pytest.mark.parametrize("to", ["hf", "torch", "accelerate"])
-def test_a_script_converts_the_same_layers(to: str, recipe: str, tmp_path: Path) -> None:
-    from torchao.float8.float8_linear import Float8Linear
-
-    job = job_in(tmp_path / "model")
-    files = export(job, Recipe.parse(recipe), to).files
-    name, text = next((name, text) for name, text in files.items() if name.endswith(".py"))
-    scope: dict[str, Any] = {}
-    exec(compile(text, name, "exec"), scope)
-    model = scope["build_model"](*(() if to == "hf" else (torch.device("cpu"),)))
-    ours = build_model(job, Recipe.parse(recipe).setup(), torch.device("meta"))
-    converted = [
-        {name: module.config for name, module in one.named_modules() if isinstance(module, Float8Linear)}
-        for one in (model, ours)
-    ]
-    assert converted[0] == converted[1] != {}
-    if to == "hf":
-        file = tmp_path / name
-        file.write_text(text)
-        assert read_arguments(file).settings["recipe"] == recipe
-
-
-@installed
-@pytest.mark.whole
-def test_an_exported_loop_trains_as_ours(tmp_path: Path) -> None:
-    job = job_in(tmp_path / "model", "llama")
-    script = namespace(export(job, Recipe.parse("fp8"), "torch"), "train.py")
-    torch.manual_seed(0)
-    _, losses = script["train"](samples(job, "fp8"), STEPS, device="cpu", shuffle=False)
-    assert losses == ours(job, "fp8", "plain")
-
-
-@pytest.mark.parametrize("to", ["axolotl", "llamafactory"])
-def test_tools_that_cannot_say_it_refuse_it_by_name(to: str, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"fp8: .*other layers"):
-        export(job_in(tmp_path / "model", "llama"), Recipe.parse("fp8"), to)
-
-
-def test_accelerate_s_own_word_is_read_and_the_difference_is_said(tmp_path: Path) -> None:
-    file = tmp_path / "accelerate.yaml"
-    file.write_text("distributed_type: 'NO'\nmixed_precision: fp8\nfp8_config: {backend: AO}\n")
-    reading = read_arguments(file)
-    assert reading.settings["recipe"] == "fp8"
-    assert not reading.refused
-    assert [line for line in reading.differs if "first and the last" in line.says]
 
 
 TALKATIVE = """

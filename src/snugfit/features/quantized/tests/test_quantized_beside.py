@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from test_exchange_dialects import LLAMA_FACTORY, UNSLOTH
+from test_exchange_read import keys, read
+from test_finetuning_tools import exported, job_in
 
 from kept import kept
 from small_models import small_job
@@ -16,9 +19,6 @@ from snugfit.planning.search.space import space_of
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot
-from test_exchange_dialects import LLAMA_FACTORY, UNSLOTH
-from test_exchange_read import keys, read
-from test_finetuning_tools import exported, job_in
 from tiers import slow_but
 
 # ---- other techniques --------------------------------------------------------------------------------------

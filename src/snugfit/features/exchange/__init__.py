@@ -1,0 +1,1 @@
+"""Configurations of other libraries: read, checked, and written for a recipe."""

@@ -1,0 +1,361 @@
+"""What in a user's configuration conflicts, does nothing, or has another name now.
+
+The facts stand in `findings.json` with their sources; this file applies them. Whether a name is gone is never
+taken from there alone: the installed library is asked which names it has, so renames that its version has not
+made yet are not reported.
+
+    conflict    the library will refuse it, or the run will fail
+    unknown     the installed version has no such name
+    renamed     it has another one
+    removed     it has none any more
+    no effect   it changes nothing as the file stands
+    trap        it works, and does something else than most people expect
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+
+from snugfit.errors import did_you_mean
+from snugfit.features.exchange import installed
+from snugfit.features.exchange.dialect import as_word, dialect, flatten
+from snugfit.features.exchange.document import Document, open_document
+from snugfit.features.exchange.python_call import Unknown
+from snugfit.features.exchange.values import wrong_values
+from snugfit.report.text.table import table
+from snugfit.report.text.terminal import words
+
+_CONDITIONS: Mapping[str, Callable[[Any, Any, Mapping[str, Any]], bool]] = {
+    "not": lambda value, listed, force: value not in listed,
+    "in": lambda value, listed, force: value in listed,
+    "above": lambda value, bound, force: isinstance(value, int | float) and value > bound,
+    "like": lambda value, pattern, force: fnmatchcase(str(value), pattern),
+    "unlike": lambda value, patterns, force: not any(fnmatchcase(str(value), one) for one in patterns),
+    "unequal": lambda value, other, force: bool(value != force.get(other)),
+}
+"""What a rule may ask of a value, with the rule's operand and everything that is in force."""
+
+_EXPONENT = re.compile(r"[-+]?\d+e[-+]?\d+", re.IGNORECASE)
+"""A number that YAML 1.1, and so PyYAML, reads as text: it wants a point before the exponent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fix:
+    """What to change in the file."""
+
+    set: Mapping[str, Any] = field(default_factory=dict)
+    """New values by dotted key."""
+
+    remove: tuple[str, ...] = ()
+    """Dotted keys to delete."""
+
+    rename: Mapping[str, str] = field(default_factory=dict)
+    """Top-level keys with their new names; the values stay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that is wrong, idle or surprising in the file."""
+
+    kind: str
+    """`conflict`, `unknown`, `renamed`, `removed`, `no effect` or `trap`."""
+
+    keys: tuple[str, ...]
+    """The keys that it is about."""
+
+    says: str
+    """Why, and what to write instead."""
+
+    fix: Fix | None = None
+    """None where only the user can decide."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """A configuration file with its findings."""
+
+    document: Document
+    """The file as it was read."""
+
+    findings: tuple[Finding, ...]
+    """In the order of the kinds above, and of the file."""
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Arguments that a script computes while it runs: they are not checked."""
+        return tuple(
+            key if key.startswith("**") else f"{key}={value}"
+            for key, value in flatten(self.document.values)
+            if isinstance(value, Unknown)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The findings as the document of `snugfit check --json`."""
+        return {
+            "schema": 1,
+            "what": "check",
+            "path": str(self.document.path),
+            "kind": dialect(self.document.dialect).title,
+            "findings": [
+                {
+                    "kind": one.kind,
+                    "keys": list(one.keys),
+                    "says": one.says,
+                    "fix": None if one.fix is None else {
+                        "set": dict(one.fix.set), "remove": list(one.fix.remove),
+                        "rename": dict(one.fix.rename),
+                    },
+                }
+                for one in self.findings
+            ],
+            "unread": list(self.unread),
+        }  # fmt: skip
+
+
+def check(path: Path) -> Checked:
+    """The findings of the file at `path`; raises `UsageError` when it is no configuration."""
+    return check_document(open_document(path))
+
+
+def check_document(document: Document) -> Checked:
+    """The findings of a file that has been read."""
+    facts = _facts(document.dialect)
+    values = document.values
+    findings = [*_find_renamed(values, facts), *_find_removed(values, facts)]
+    findings += [*_find_old_values(document, facts), *_find_unknown(document, facts)]
+    findings += [*_find_wrong_batches(document), *_find_wrong_mesh(document)]
+    if document.dialect == "trainer":
+        known = {key for finding in findings for key in finding.keys}
+        wrong = ((key, says) for key, says in wrong_values(values) if key not in known)
+        findings += [Finding(kind="conflict", keys=(key,), says=says) for key, says in wrong]
+    if (
+        document.format != "python" or document.dialect == "trainer"
+    ):  # other rules are about a file, not a call
+        findings += _apply_rules(document, facts)
+    kinds = ("conflict", "unknown", "renamed", "removed", "no effect", "trap")
+    return Checked(document=document, findings=tuple(sorted(findings, key=lambda one: kinds.index(one.kind))))
+
+
+@cache
+def _facts(name: str) -> dict[str, Any]:
+    text = files("snugfit.features.exchange").joinpath("findings.json").read_text(encoding="utf-8")
+    nothing: dict[str, Any] = {"renamed": {}, "removed": {}, "values": {}, "rules": []}
+    facts: dict[str, Any] = json.loads(text).get(name, nothing)
+    return facts
+
+
+@cache
+def _installed_names(name: str) -> frozenset[str]:
+    """The argument names that the installed library has; empty where it takes any."""
+    if name == "trainer":
+        return frozenset(installed.defaults())
+    if name == "accelerate":
+        from dataclasses import fields
+
+        from accelerate.commands.config.config_args import ClusterConfig
+
+        return frozenset(one.name for one in fields(ClusterConfig))
+    return frozenset()
+
+
+def _find_renamed(values: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[Finding]:
+    known = _installed_names("trainer") if facts is _facts("trainer") else frozenset()
+    for old, entry in facts["renamed"].items():
+        new, translated = entry["to"], entry.get("values")
+        if old not in values or (known and new not in known):
+            continue
+        if known and old in known and (not entry.get("alias") or new in values or values[old] is None):
+            continue  # the installed version has the name, or is told both and listens to the newer one
+        note = f"; {entry['note']}" if "note" in entry else ""
+        value = as_word(values[old])
+        fix: Fix | None = Fix(remove=(old,))
+        if translated is None and new not in values:
+            fix = Fix(rename={old: new})
+        elif translated and isinstance(values[old], Unknown):
+            fix = None
+        elif translated and value in translated and new not in values:
+            fix = Fix(remove=(old,), set={new: translated[value]})
+            note = f"={translated[value]!r}"
+        yield Finding(kind="renamed", keys=(old,), says=f"its name is {new}{note}", fix=fix)
+
+
+def _find_removed(values: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[Finding]:
+    known = _installed_names("trainer")
+    for name, why in facts["removed"].items():
+        if name in values and name not in known:
+            yield Finding(kind="removed", keys=(name,), says=why, fix=Fix(remove=(name,)))
+
+
+def _find_old_values(document: Document, facts: Mapping[str, Any]) -> Iterator[Finding]:
+    """Values that have another name now, and numbers that YAML reads as text."""
+    for key, meanings in facts["values"].items():
+        value = document.values.get(key)
+        if isinstance(value, str) and value in meanings:
+            new = meanings[value]
+            yield Finding(kind="renamed", keys=(key,), says=f"{value} is {new} now", fix=Fix(set={key: new}))
+    for key, value in flatten(document.values) if document.format == "yaml" else ():
+        if isinstance(value, str) and _EXPONENT.fullmatch(value):
+            says = (
+                f"YAML reads {value} as text, because there is no decimal point: {float(value)!r} is read "
+                "as a number"
+            )
+            yield Finding(kind="trap", keys=(key,), says=says, fix=Fix(set={key: float(value)}))
+
+
+def _find_unknown(document: Document, facts: Mapping[str, Any]) -> Iterator[Finding]:
+    known = _installed_names(document.dialect)
+    if not known or (document.format == "python" and document.dialect != "trainer"):
+        return
+    reported = {*facts["renamed"], *facts["removed"], "dynamo_backend"}
+    known_elsewhere = {"predict_with_generate", "sortish_sampler"}
+    fine = known | reported | known_elsewhere
+    for key in document.values:
+        if key in fine or "." in key or key.startswith(("*", "generation_")):
+            continue
+        says = f"{_library(document.dialect)} has no such argument.{did_you_mean(key, known)}"
+        yield Finding(kind="unknown", keys=(key,), says=says)
+
+
+def _library(name: str) -> str:
+    from importlib.metadata import version
+
+    return installed.version() if name == "trainer" else f"{name} {version(name)}"
+
+
+def _find_wrong_batches(document: Document) -> Iterator[Finding]:
+    """DeepSpeed's three numbers of a batch: the whole is the product of the other two and of the GPUs."""
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    if document.dialect != "deepspeed":
+        return
+    whole, micro, pieces = (document.values.get(name) for name in names)
+    numbers = [one for one in (whole, micro, pieces) if type(one) is int and one > 0]
+    if len(numbers) == 3 and numbers[0] % (numbers[1] * numbers[2]):
+        says = f"{whole} samples cannot be split evenly over GPUs with {micro} x {pieces} each"
+        yield Finding(kind="conflict", keys=names, says=says, fix=Fix(remove=names[:1]))
+
+
+def _find_wrong_mesh(document: Document) -> Iterator[Finding]:
+    """accelerate's mesh of processes, whose axes multiply to their number."""
+    mesh, processes = document.values.get("parallelism_config"), document.values.get("num_processes")
+    if document.dialect != "accelerate" or not isinstance(mesh, Mapping) or type(processes) is not int:
+        return
+    sizes = {key: value for key, value in mesh.items() if key.endswith("_size") and type(value) is int}
+    if sizes and math.prod(sizes.values()) != processes:
+        says = f"its sizes multiply to {math.prod(sizes.values())}, and num_processes is {processes}"
+        yield Finding(kind="conflict", keys=tuple(f"parallelism_config.{key}" for key in sizes), says=says)
+
+
+def _processes(document: Document) -> dict[str, int]:
+    """How many processes DeepSpeed's three numbers come to, where they stand in the file."""
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    values = (document.values.get(name) for name in names)
+    numbers = [one for one in values if isinstance(one, int) and one > 0]
+    if document.dialect != "deepspeed" or len(numbers) < len(names):
+        return {}
+    whole, micro, pieces = numbers
+    return {"processes": whole // (micro * pieces)}
+
+
+def _apply_rules(document: Document, facts: Mapping[str, Any]) -> Iterator[Finding]:
+    renamed = {old: entry["to"] for old, entry in facts["renamed"].items() if "values" not in entry}
+    own = {new: old for old, new in renamed.items() if old in document.values and new not in document.values}
+    given = {renamed.get(key, key): value for key, value in document.values.items() if value is not None}
+    usual = _defaults_of(document.dialect)
+    given = dict(_all_keys(given))
+    force = {**usual, **given, **_processes(document)}
+    for rule in facts["rules"]:
+        when = rule.get("when", {})
+        named = rule.get("given", [])
+        if not all(key in given and given[key] != usual.get(key) for key in named):
+            continue
+        if not all(_holds(condition, force.get(key), force) for key, condition in when.items()):
+            continue
+        keys = [rule["key"]] if "key" in rule else [*named, *(key for key in when if key in given)]
+        yield Finding(
+            kind=rule["kind"],
+            keys=tuple(dict.fromkeys(_in_file(key, own) for key in keys)),
+            says=rule["says"],
+            fix=_fix(rule.get("fix"), force, own),
+        )
+
+
+def _all_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key and, dotted, every key within."""
+    for key, value in values.items():
+        yield f"{prefix}{key}", value
+        if isinstance(value, Mapping):
+            yield from _all_keys(value, f"{prefix}{key}.")
+
+
+def _defaults_of(name: str) -> dict[str, Any]:
+    """The defaults that are in force in a file of this kind."""
+    if name != "trainer":
+        return {}
+    return {
+        **installed.defaults(),
+        "activation_checkpointing": False,
+        "activation_checkpointing_kwargs": None,
+    }
+
+
+def _holds(condition: Any, value: Any, force: Mapping[str, Any]) -> bool:
+    """Whether a value meets a rule's condition: the value itself, or one of the words of `_CONDITIONS`."""
+    if isinstance(value, Unknown):
+        return False
+    if not isinstance(condition, Mapping):
+        return bool(value == condition) and isinstance(value, bool) == isinstance(condition, bool)
+    ((word, operand),) = condition.items()
+    return _CONDITIONS[word](value, operand, force)
+
+
+def _fix(fix: Mapping[str, Any] | None, force: Mapping[str, Any], own: Mapping[str, str]) -> Fix | None:
+    if fix is None:
+        return None
+    values = {**fix.get("set", {}), **{key: force[other] for key, other in fix.get("copy", {}).items()}}
+    values |= {new: force[old] for old, new in fix.get("move", {}).items()}
+    return Fix(
+        set={_in_file(key, own): value for key, value in values.items()},
+        remove=tuple(_in_file(key, own) for key in [*fix.get("remove", ()), *fix.get("move", {})]),
+    )
+
+
+def _in_file(key: str, own: Mapping[str, str]) -> str:
+    """The key as the file calls it, which may still be an old name."""
+    head, dot, rest = key.partition(".")
+    return f"{own.get(head, head)}{dot}{rest}"
+
+
+def render_check(checked: Checked) -> RenderableType:
+    """The findings, the gravest first, each with its cure."""
+    title = dialect(checked.document.dialect).title
+    head = f"{checked.document.path} ({title})"
+    unread = [
+        words(f"Not checked, because the script computes it while it runs: {', '.join(checked.unread)}.")
+    ]
+    notes = unread if checked.unread else []
+    if not checked.findings:
+        return Group(words(f"{head}: nothing found."), *notes)
+    rows = [(one.kind, ", ".join(one.keys), one.says, _cure(one)) for one in checked.findings]
+    count = f"{len(rows)} finding{'s' if len(rows) > 1 else ''}"
+    return Group(words(f"{head}: {count}."), table(("Kind", "What", "Why", "Cure"), rows), *notes)
+
+
+def _cure(finding: Finding) -> str:
+    fix = finding.fix
+    if fix is None:
+        return "by hand"
+    done = [f"rename {old} to {new}" for old, new in fix.rename.items()]
+    done += [f"remove {key}" for key in fix.remove]
+    done += [f"write {key}={as_word(value)}" for key, value in fix.set.items()]
+    return "; ".join(done)

@@ -1,0 +1,171 @@
+"""Arguments as `HfArgumentParser` takes them: `--per_device_train_batch_size 4 --bf16 --optim=adamw_torch`.
+
+Two command lines are read by the same rules: that of our own commands, where such a flag stands among ours
+(`split_flags`), and the one in a shell file that starts a training script (`read_shell`): `python run_clm.py
+...`, `torchrun ... run_clm.py ...`, `accelerate launch ... run_clm.py ...`, `trl sft ...` and
+`llamafactory-cli train ...`. Nothing is run, and nothing is asked of the shell: a variable is known when the
+file gives it one plain value.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from snugfit.errors import UsageError
+from snugfit.features.exchange.dialect import dialect
+from snugfit.features.exchange.python_call import Unknown
+from snugfit.features.exchange.values import field_kinds
+from snugfit.techniques import roster
+
+SEVERAL = ("lora_target_modules", "report_to", "label_names", "lora_modules_to_save")
+"""Arguments that take all words up to the next flag."""
+
+TASKS = {
+    "run_clm": "causal-lm", "run_mlm": "masked-lm", "run_glue": "sequence-classification",
+    "run_classification": "sequence-classification", "run_ner": "token-classification",
+    "run_summarization": "seq2seq-lm", "run_translation": "seq2seq-lm", "run_t5_mlm": "seq2seq-lm",
+    "run_image_classification": "image-classification", "sft": "causal-lm",
+}  # fmt: skip
+"""By the name of transformers' and TRL's example scripts: the task whose head they train."""
+
+LAUNCHERS = ("python", "python3", "torchrun", "accelerate", "trl", "llamafactory-cli", "deepspeed")
+LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
+"""What `python -m` starts that starts a script itself."""
+
+_ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+
+
+def split_flags(words: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the words without transformers' flags, and these, each with its value as `key=value`. Our `own`
+    flags and unknown ones stay."""
+    declared: list[str] = []
+    foreign: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, value = word.partition("=")
+        name = flag[2:].replace("-", "_")
+        if flag.startswith("--") and flag not in own and is_argument(name):
+            foreign.append(f"{name}={value if equals else _take_value(name, rest)}")
+        else:
+            declared.append(word)
+    return declared, foreign
+
+
+def parse_pairs(pairs: Sequence[str]) -> dict[str, Any]:
+    """Arguments by name, of texts `key=value`."""
+    return {key: _scalar(key, value) for key, _, value in (pair.partition("=") for pair in pairs)}
+
+
+def is_argument(name: str) -> bool:
+    """Whether this is an argument of transformers' Trainer, or one that its example scripts have."""
+    table = dialect("script")
+    return bool(name in argument_names() or table.refusal(name) or table.reason_to_ignore(name))
+
+
+def argument_names() -> set[str]:
+    """The arguments that have a name of their own; further ones are read by a pattern."""
+    named = (key for kind in roster.techniques() for one in kind.counterparts for key in one.arguments)
+    return {*dialect("script").words(), *named, "per_device_train_batch_size"}
+
+
+def read_shell(text: str, where: str) -> tuple[str, dict[str, Any]]:
+    """The dialect and the arguments of the one training command in a shell file. Raises `UsageError` when
+    there is none, or more than one."""
+    variables: dict[str, str] = {}
+    commands: list[list[str]] = []
+    for line in text.replace("\\\n", " ").splitlines():
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            raise UsageError(
+                f"{where}: a line is not a shell command ({error}): {line.strip()[:60]}"
+            ) from None
+        words = [_with_variables(word, variables) for word in words if word != "export"]
+        while words and (assigned := _ASSIGNMENT.fullmatch(words[0])):
+            variables[assigned[1]] = assigned[2]
+            words.pop(0)
+        names = [word.rpartition("/")[2] for word in words]
+        if any(name in LAUNCHERS for name in names[:4]) and any(word.startswith("--") for word in words):
+            commands.append(words)
+    if len(commands) != 1:
+        many = f"{len(commands)}; keep one" if commands else "none"
+        raise UsageError(
+            f"{where}: a shell file must have one command that starts training ({', '.join(LAUNCHERS)}), "
+            f"but this one has {many}."
+        )
+    return _read_command(commands[0])
+
+
+def _read_command(words: list[str]) -> tuple[str, dict[str, Any]]:
+    """The dialect and the arguments of one command: first the launcher's own, then the script's."""
+    scripts = [
+        at
+        for at, word in enumerate(words)
+        if word.endswith(".py")
+        or word in ("sft", "train")
+        or (word == "-m" and words[at + 1 : at + 2] != [] and words[at + 1] not in LAUNCHER_MODULES)
+    ]
+    start = scripts[0] + (words[scripts[0]] == "-m") if scripts else 0
+    name = words[start].rpartition("/")[2].removesuffix(".py")
+    arguments = {f"launcher.{key}": value for key, value in _flags(words[:start]).items()}
+    arguments |= _flags(words[start + 1 :])
+    if task := TASKS.get(name.removesuffix("_no_trainer")):
+        arguments.setdefault("job.task", task)
+    if "llamafactory-cli" in words:
+        return "llamafactory", arguments
+    if name == "sft" and not {"dtype", "torch_dtype"} & set(arguments):
+        arguments["job.dtype"] = "float32"  # the default of TRL's `ModelConfig`
+    return ("sft" if name == "sft" else "script"), arguments
+
+
+def _flags(words: list[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    rest = list(words)
+    while rest:
+        flag, equals, value = rest.pop(0).partition("=")
+        if not flag.startswith("--"):
+            continue
+        name = flag[2:].replace("-", "_")
+        values[name] = _scalar(name, value if equals else _take_value(name, rest))
+    return values
+
+
+def _take_value(name: str, rest: list[str]) -> str:
+    """The value that follows a flag, taken off `rest`; a switch needs none."""
+    values: list[str] = []
+    while rest and not rest[0].startswith("--") and (not values or name in SEVERAL):
+        if _is_switch(name) and rest[0].lower() not in ("true", "false", "1", "0", "yes", "no"):
+            break
+        values.append(rest.pop(0))
+    return " ".join(values) or "true"
+
+
+def _is_switch(name: str) -> bool:
+    meaning = dialect("script").becomes.get(name)
+    is_flag = isinstance(meaning, dict) and "true" in meaning and meaning.keys() <= {"true", "false", "null"}
+    return field_kinds().get(name) is bool or is_flag
+
+
+def _scalar(name: str, text: str) -> Any:
+    """A word of the command line as the value that it writes."""
+    if "$" in text:
+        return Unknown(text)
+    if name in SEVERAL and " " in text:
+        return text.split()
+    if _is_switch(name):
+        return text.lower() in ("true", "1", "yes")
+    try:
+        return json.loads(text.lower() if text in ("True", "False") else text, parse_constant=str)
+    except ValueError:
+        return text
+
+
+def _with_variables(word: str, variables: dict[str, str]) -> str:
+    """The word with the variables that the file gave a plain value."""
+    return _VARIABLE.sub(lambda one: variables.get(one[1] or one[2], one[0]), word)

@@ -1,0 +1,194 @@
+"""`snugfit check` and `snugfit export`, and the options that other commands gain: `--arguments`, those of
+transformers, and `--export`.
+
+`check` ends with exit code 3 when something was found, so that a script can ask.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from snugfit.cli import arguments as given
+from snugfit.errors import UsageError
+
+if TYPE_CHECKING:
+    from snugfit.features.exchange.export import Export
+    from snugfit.job.job import Job
+
+Recipe = Annotated[str, typer.Argument(help='Techniques: "bf16 + every_layer + micro_batches(4)", or plain.')]
+Target = Annotated[
+    Literal["hf", "accelerate", "torch", "deepspeed", "trl", "axolotl", "llamafactory"],
+    typer.Option(
+        "--to",
+        help="hf: TrainingArguments. accelerate: a loop with accelerate and its config. torch: a plain "
+        "PyTorch loop. deepspeed: a loop around its engine and its config. trl: a script for TRL. axolotl, "
+        "llamafactory: their YAML files.",
+    ),
+]
+Into = Annotated[
+    tuple[str, Path] | None,
+    typer.Option(
+        "--export",
+        metavar="KIND DIR",
+        help="Write the answer into a folder, for hf, accelerate, torch, deepspeed, trl, axolotl or "
+        "llamafactory.",
+    ),
+]
+File = Annotated[
+    Path,
+    typer.Argument(
+        help="TrainingArguments (JSON, YAML, or a .py file that calls it), or a config of accelerate, "
+        "DeepSpeed or axolotl."
+    ),
+]
+ArgumentsFile = Annotated[
+    Path | None,
+    given.option(
+        given.JOB,
+        "Read your configuration: TrainingArguments or SFTConfig (JSON, YAML, .py), a shell script that "
+        "starts training, an unsloth script, or a config of accelerate, DeepSpeed, axolotl or "
+        "LLaMA-Factory.",
+        "--arguments",
+    ),
+]
+TRAINER_ARGUMENT = "--trainer-argument"
+"""The hidden option in which transformers' own arguments are gathered, as `key=value`."""
+TrainerArguments = Annotated[list[str] | None, typer.Option(TRAINER_ARGUMENT, hidden=True)]
+Output = Annotated[Path | None, typer.Option(help="Write the files into this folder. \\[print them]")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
+
+
+FOUND = 3
+
+
+def _every_job(*, arguments_file: ArgumentsFile = None, trainer_arguments: TrainerArguments = None) -> None:
+    """The options of each command about a job."""
+
+
+def _one_answer(*, export: Into = None) -> None:
+    """The option of commands that answer with a recipe."""
+
+
+def options(command: str) -> list[inspect.Parameter]:
+    """Return the options that a command about a job gains; `export` has its recipe already."""
+    added: list[Callable[..., None]] = [] if command == "export" else [_every_job]
+    added += [_one_answer] if command in ("plan", "predict") else []
+    return [one for owner in added for one in inspect.signature(owner, eval_str=True).parameters.values()]
+
+
+def export(
+    recipe: Recipe,
+    *,
+    to: Target,
+    gpus: given.Gpus = None,
+    mesh: given.Mesh = None,
+    output: Output = None,
+    force: Force = False,
+    as_json: given.AsJson = False,
+    **about_job: Any,
+) -> int:
+    """Write a recipe for transformers' Trainer, accelerate, torch, DeepSpeed, TRL, axolotl or
+    LLaMA-Factory."""
+    from snugfit.cli.request import Request
+    from snugfit.features.exchange.export import export as write
+    from snugfit.report.text.files import writable_folder, write_new
+    from snugfit.report.text.terminal import show_json
+
+    if output is None and force:
+        raise UsageError("--force overwrites files in the folder of --output, but --output is missing.")
+    if output is not None:
+        writable_folder(output)
+    request = Request.read({**about_job, "recipe": recipe, "gpus": gpus, "mesh": mesh})
+    exported = write(request.job, request.recipe, to, request.gpus)
+    if output is not None:
+        files = {output / name: text for name, text in exported.files.items()}
+        write_new(files, force=force)
+        _tell(exported, output)
+    if as_json:
+        show_json(exported.to_json())
+    elif output is None:
+        typer.echo("\n".join(f"# ---- {name}\n{text}" for name, text in exported.files.items()), nl=False)
+    return 0
+
+
+_RECIPE, *_OWN, _ = inspect.signature(export, eval_str=True).parameters.values()
+_JOB = given.job_parameters("export", without=("padding", "phase", "recipe", "loop", "gpu"))
+export.__signature__ = inspect.Signature([_RECIPE, *_JOB, *_OWN])  # type: ignore[attr-defined]
+
+
+def check_export(command: str, flags: Mapping[str, Any], job: Job, gpus: int) -> None:
+    """Raise `UsageError`, before long work begins, for options beside `--export` that make several answers,
+    for a target that cannot train this job, and for a folder that cannot be written or has files by these
+    names which were not exported for that target."""
+    if not flags.get("export"):
+        return
+    if flags.get("compare"):
+        raise UsageError("--export writes one recipe. Leave --compare out.")
+    if command == "plan" and (flags["gpus"] or gpus != 1):
+        raise UsageError("A plan with --gpus does not take --export. Leave it out.")
+    if flags.get("verify"):
+        raise UsageError(
+            "--export and --verify cannot be used together, because --verify may find another answer. "
+            "Give one of them."
+        )
+    _check_folder(job, *flags["export"])
+
+
+def _check_folder(job: Job, target: str, folder: Path) -> None:
+    from snugfit.features.exchange.export import FILES, check_target
+    from snugfit.report.text.files import writable_folder
+
+    check_target(job, target)
+    writable_folder(folder)
+    existing = [folder / name for name in FILES[target] if (folder / name).exists()]
+    head = existing[0].read_bytes()[:4000].decode(errors="replace") if existing else ""
+    if existing and (existing[0].name != FILES[target][0] or f"(--export {target})" not in head):
+        raise UsageError(
+            f"{', '.join(map(str, existing))}: exists already and is not an export for {target}. "
+            "Name another folder."
+        )
+
+
+def write_export(flags: Mapping[str, Any], job: Job, recipe: str | None, gpus: int) -> None:
+    """Write the recipe where `--export` says, for so many GPUs."""
+    if not flags.get("export"):
+        return
+    from snugfit.features.exchange.export import export as write
+    from snugfit.report.text.files import write_new
+    from snugfit.techniques.recipe import Recipe as Parsed
+
+    if recipe is None:
+        typer.echo("Nothing was exported, because nothing fits.", err=True)
+        return
+    target, folder = flags["export"]
+    exported = write(job, Parsed.parse(recipe), target, gpus)
+    _check_folder(job, target, folder)
+    write_new({folder / name: text for name, text in exported.files.items()}, force=True)
+    _tell(exported, folder)
+
+
+def _tell(exported: Export, folder: Path) -> None:
+    """Says on stderr what was written, and what is not quite as predicted."""
+    for name in exported.files:
+        given.say_written(folder / name)
+    if exported.note:
+        typer.echo(f"Note: {exported.note}", err=True)
+
+
+def check(file: File, *, as_json: given.AsJson = False) -> int:
+    """Say what in a configuration file conflicts, does nothing, or was renamed."""
+    from snugfit.features.exchange.check import check as check_file
+    from snugfit.features.exchange.check import render_check
+    from snugfit.report.text.terminal import show, show_json
+
+    checked = check_file(file)
+    if as_json:
+        show_json(checked.to_json())
+    else:
+        show(render_check(checked))
+    return FOUND if checked.findings else 0

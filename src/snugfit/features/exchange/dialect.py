@@ -1,0 +1,166 @@
+"""The words of the libraries whose files are read: tables, one file each in `dialects/`.
+
+A table translates a library's keys into the one vocabulary that techniques and jobs know: transformers'
+arguments by dotted name (`techniques/counterpart.py`), and `job.*` for what belongs to the job. The rest of a
+table says, key by key, why something may be ignored, and what has no counterpart and must not be.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+DIALECTS = ("axolotl", "llamafactory", "accelerate", "deepspeed", "sft", "script", "trainer")
+"""In the order in which they are recognised: the more particular words first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """The keys of one library's configuration files, with their meaning here."""
+
+    title: str
+    """What users call such a file."""
+
+    source: str
+    """Where the table is from."""
+
+    loop: str
+    """The loop that such a file is run by."""
+
+    known_by: list[str]
+    """Top-level keys that only such files have, or that all of them have."""
+
+    becomes: Mapping[str, Any]
+    """Key to key, or value by value to arguments; `*` is the key that any other value goes to."""
+
+    ignored: Mapping[str, list[str]]
+    """By reason: keys that are ignored."""
+
+    refused: list[dict[str, Any]]
+    """Keys without a counterpart: `keys` are patterns as `fnmatch` reads them, `but` values that ask for
+    nothing, and `why` is what is missing in snugfit."""
+
+    only_with: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Keys that do nothing unless another has a certain value, or one of several; both may be patterns."""
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What holds when a file does not say it, beyond `TrainingArguments`' own defaults."""
+
+    export: str = ""
+    """The target of an export that whoever has such a file runs; empty where that is `hf`."""
+
+    four_bits: Mapping[str, Any] = field(default_factory=dict)
+    """Parts of module names by `model_type` (`*` for any other one), where weights are in 4 bits. `recast`:
+    embeddings and heads that return to the dtype of the computation. `whole`: layers that stay unquantized.
+    """
+
+    together: list[dict[str, Any]] = field(default_factory=list)
+    """What several keys mean together: where all of `when` hold, `becomes` is added."""
+
+    groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Defaults that hold as soon as one key of a group is there."""
+
+    differs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """By key and value: what is not quite the same here."""
+
+    auto: str = ""
+    """What the value `auto` means; empty where it means nothing special."""
+
+    extends: str = ""
+    """The dialect whose words are understood too; empty where the table stands alone."""
+
+    unsaid: Mapping[str, Any] = field(default_factory=dict)
+    """Keys with the values that the library itself gives them when a file does not."""
+
+    unknown_keys: str = ""
+    """Why a key that is not in the table may be ignored; empty where it may not."""
+
+    note: str = ""
+    """What is never quite the same here; empty where nothing is."""
+
+    @property
+    def of_trainer(self) -> bool:
+        """Whether these are `TrainingArguments` in the main, with others beside them."""
+        return self is dialect("trainer") or bool(self.extends)
+
+    def translate(self, key: str, value: Any) -> dict[str, Any] | None:
+        """The arguments that a key with this value stands for; None when the table has none."""
+        meaning = self.becomes.get(key)
+        if isinstance(meaning, str):
+            return {meaning: value}
+        if meaning is not None and (written := as_word(value)) in meaning:
+            return dict(meaning[written])
+        if meaning is not None and "*" in meaning:
+            other = meaning["*"]
+            return dict(other) if isinstance(other, Mapping) else {other: value}
+        is_grouped = value is not None and any(key in group for group in self.groups.values())
+        return {key: value} if is_grouped else None
+
+    def idle(self, key: str, document: Mapping[str, Any]) -> str | None:
+        """The `key = value` without which this key does nothing; None when it acts."""
+        for pattern, needed in self.only_with.items():
+            if fnmatchcase(key, pattern) and key not in needed:
+                for other, value in needed.items():
+                    values = value if isinstance(value, list) else [value]
+                    if not any(fnmatchcase(name, other) and document[name] in values for name in document):
+                        return f"{other} = {' or '.join(map(as_word, values))}"
+        return None
+
+    def reason_to_ignore(self, key: str) -> str | None:
+        """Why this key may be ignored; None when it may not."""
+        return next((why for why, keys in self.ignored.items() if _matches(key, keys)), None)
+
+    def refusal(self, key: str) -> Mapping[str, Any] | None:
+        """The entry of `refused` that is about this key."""
+        return next((one for one in self.refused if _matches(key, one["keys"])), None)
+
+    def words(self) -> list[str]:
+        """Every key that the table knows, patterns left out: what a misspelt key may have meant."""
+        lists = [*self.ignored.values(), *(one["keys"] for one in self.refused), list(self.becomes)]
+        return sorted({key for keys in lists for key in keys if "*" not in key})
+
+
+@cache
+def dialect(name: str) -> Dialect:
+    """The table called `name`, read once. The Trainer's refusals hold wherever its arguments turn up."""
+    text = files("snugfit.features.exchange").joinpath("dialects", f"{name}.json").read_text(encoding="utf-8")
+    table = json.loads(text)
+    if "extends" in table:
+        base = dialect(table["extends"])
+        for key in ("becomes", "defaults", "groups", "differs", "only_with", "unsaid"):
+            table[key] = {**getattr(base, key), **table.get(key, {})}
+        table["together"] = [*base.together, *table.get("together", ())]
+        own = table.get("ignored", {})
+        table["ignored"] = own | {why: [*own.get(why, ()), *keys] for why, keys in base.ignored.items()}
+        table["refused"] = [*table.get("refused", ()), *base.refused]
+    return Dialect(**table)
+
+
+def recognise(document: Mapping[str, Any]) -> str | None:
+    """The dialect that a file with these top-level keys is written in; None when no dialect has them."""
+    return next((name for name in DIALECTS if set(dialect(name).known_by) & set(document)), None)
+
+
+def flatten(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value, in order; a list is a value, and so is an empty mapping."""
+    for key, value in document.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def as_word(value: Any) -> str:
+    """A value as tables and messages write it: text as it is, the rest as JSON does."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, default=str)
+
+
+def _matches(key: str, patterns: list[str]) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in patterns)

@@ -1,0 +1,58 @@
+"""A configuration file as data: its keys and values, which library's they are, and where it came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from snugfit.errors import UsageError
+from snugfit.features.exchange.command_line import read_shell
+from snugfit.features.exchange.dialect import DIALECTS, dialect, recognise
+from snugfit.features.exchange.python_call import read_script
+from snugfit.user_files import load_json, load_yaml, read_text
+
+FORMATS = {
+    ".json": "json", ".yaml": "yaml", ".yml": "yaml", ".py": "python", ".sh": "shell", ".bash": "shell",
+    ".sbatch": "shell", ".slurm": "shell",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """A user's configuration file."""
+
+    path: Path
+    """Where the file is."""
+
+    format: str
+    """`json`, `yaml`, `python` or `shell`."""
+
+    dialect: str
+    """The library whose keys these are."""
+
+    values: dict[str, Any]
+    """Keys and values as the file has them."""
+
+
+def open_document(path: Path) -> Document:
+    """The file at `path`; raises `UsageError` when it is none, or when no library known here would read
+    it."""
+    if path.is_dir():
+        names = sorted(file.name for file in path.iterdir() if file.suffix.lower() in FORMATS)
+        shown = f"Name one of its files: {', '.join(names[:8])}" if names else "Name a file"
+        raise UsageError(f"{path}: this is a folder, and one configuration file is read. {shown}.")
+    if path.suffix.lower() not in FORMATS:
+        raise UsageError(f"{path}: its name must end in {', '.join(FORMATS)}, which says what it is.")
+    text, kind = read_text(path), FORMATS[path.suffix.lower()]
+    if kind in ("python", "shell"):
+        caller, arguments = (read_script if kind == "python" else read_shell)(text, str(path))
+        return Document(path=path, format=kind, dialect=caller, values=arguments)
+    values = load_json(text, str(path)) if kind == "json" else load_yaml(text, str(path))
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise UsageError(f"{path}: a configuration must be one mapping of names to values.")
+    name = recognise(values)
+    if name is None:
+        known = "; ".join(f"{dialect(name).title}: {dialect(name).known_by[0]}" for name in DIALECTS)
+        raise UsageError(f"{path}: none of its keys belongs to a known configuration ({known}, ...).")
+    return Document(path=path, format=kind, dialect=name, values=values)

@@ -1,0 +1,183 @@
+"""A job and a recipe as files that other libraries run.
+
+    hf           training_arguments.py (a `TrainingArguments` call and the model), training_arguments.json
+    accelerate   train.py (the loop on accelerate), accelerate_config.yaml
+    torch        train.py (the loop, on torch and transformers alone)
+    deepspeed    train.py (the loop around DeepSpeed's engine), ds_config.json
+    trl, axolotl, llamafactory   files of the tools that fine-tune language models (`finetuning_tools.py`)
+
+The first four run as a loop of snugfit (`trainer`, `accelerate`, `plain`, and `plain` again), step for step.
+What the Trainer is told comes from what each technique says of itself (`Technique.counterparts`); what the
+scripts do comes from the Setup's wishes. A wish that a target cannot express is refused by the technique's
+name, and nothing is written then.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import RecipeError, UsageError, did_you_mean
+from snugfit.features.exchange import finetuning_tools
+from snugfit.features.exchange.script import samples_at_once, script_values, setup_on, write_script
+from snugfit.features.exchange.trainer_arguments import (
+    EACH_MEAN_ALIKE,
+    MESH,
+    ONE_LABEL,
+    divides_by_labels,
+    training_arguments,
+)
+from snugfit.step.wishes.engine.config import bucket_sizes, width_of
+from snugfit.techniques.deepspeed_zero import zero_section
+from snugfit.techniques.technique import Slot
+from snugfit.techniques.translate import write_arguments
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+    from snugfit.techniques.recipe import Recipe
+
+FILES = {
+    "hf": ("training_arguments.py", "training_arguments.json"),
+    "accelerate": ("train.py", "accelerate_config.yaml"),
+    "torch": ("train.py",),
+    "deepspeed": ("train.py", "ds_config.json"),
+    "trl": ("sft.py",),
+    "axolotl": ("axolotl.yaml",),
+    "llamafactory": ("llamafactory.yaml",),
+}
+"""By target, the names of its files; the first says in its head who wrote it, and for which target."""
+
+TARGETS = tuple(FILES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """What was written for a target."""
+
+    to: str
+    """The target, one of `TARGETS`."""
+
+    files: Mapping[str, str]
+    """Text by file name."""
+
+    note: str = ""
+    """What is not quite as predicted when the target runs it; empty where nothing is."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object, as the command prints it."""
+        return {"schema": 1, "what": "export", "to": self.to, "files": dict(self.files)}
+
+
+def check_target(job: Job, to: str) -> None:
+    """Raises `UsageError` for a target that is unknown, or that cannot train this job in any recipe."""
+    if to not in TARGETS:
+        raise UsageError(f"Unknown target {to!r}.{did_you_mean(to, TARGETS)} Targets: {', '.join(TARGETS)}.")
+    if not job.trains:
+        raise UsageError("phase is evaluate, but an export is for training. Leave phase out.")
+    if job.model.module is not None:
+        raise UsageError(f"{job.model.name} exists only in Python, so a script could not build it.")
+    if to in finetuning_tools.TOOLS:
+        finetuning_tools.check_task(job, to)
+
+
+def export(job: Job, recipe: Recipe, to: str, gpus: int = 1) -> Export:
+    """The files for a target, for so many GPUs. Raises `RecipeError` for what the target cannot express, and
+    `UsageError` for a number of GPUs that the recipe or the batch does not go with."""
+    check_target(job, to)
+    samples_at_once(job, recipe, gpus)
+    recipe.check(job, installed=False)
+    if to in finetuning_tools.TOOLS:
+        if gpus > 1:
+            raise RecipeError(
+                f"{recipe[Slot.SHARDING]} cannot be exported to {to}: its files were compared on one GPU "
+                "only.\nExport to hf, accelerate or torch."
+            )
+        text = finetuning_tools.TOOLS[to](job, recipe)
+        return Export(to=to, files={FILES[to][0]: text}, note=finetuning_tools.NOTES[to])
+    if to == "hf":
+        return _for_the_trainer(job, recipe, gpus)
+    script = script_values(job, recipe, to, write_arguments(recipe)[0], gpus=gpus)
+    if to == "deepspeed":
+        script["config"] = deepspeed_config(job, recipe, gpus)
+    files = {"train.py": write_script(to, script)}
+    if to == "accelerate":
+        files["accelerate_config.yaml"] = launch_config(script)
+    if to == "deepspeed":
+        files["ds_config.json"] = json.dumps(script["config"], indent=2) + "\n"
+    return Export(to=to, files=files, note=script["note"])
+
+
+def _for_the_trainer(job: Job, recipe: Recipe, gpus: int) -> Export:
+    arguments = training_arguments(job, recipe, gpus=gpus)
+    script = script_values(
+        job, recipe, "hf", write_arguments(recipe)[0], training_arguments=arguments, gpus=gpus
+    )
+    if gpus > 1 and job.task not in ONE_LABEL and not divides_by_labels(job):
+        script["note"] = ". ".join(filter(None, (script["note"], EACH_MEAN_ALIKE)))
+    files = {"training_arguments.py": write_script("hf", script)}
+    if MESH not in arguments:
+        files["training_arguments.json"] = json.dumps(arguments, indent=2) + "\n"
+    return Export(to="hf", files=files, note=script["note"])
+
+
+def deepspeed_config(job: Job, recipe: Recipe, gpus: int) -> dict[str, Any]:
+    """What `deepspeed.initialize` is given on so many GPUs; empty where its engine runs no such recipe."""
+    setup = setup_on(recipe, gpus)
+    wish = setup.sharding
+    if wish is None:
+        return {}
+    return {
+        "train_batch_size": job.batch_size,
+        "train_micro_batch_size_per_gpu": samples_at_once(job, recipe, gpus),
+        "gradient_accumulation_steps": setup.micro_batches,
+        "gradient_clipping": job.clip or 0.0,
+        "bf16": {"enabled": wish.dtype == "bfloat16"},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": zero_section(wish, bucket_sizes(width_of(job.transformers_config()))),
+    }
+
+
+def launch_config(script: Mapping[str, Any]) -> str:
+    """The YAML file beside a script with these values (`script_values`)."""
+    import yaml
+
+    config = {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": "NO",
+        "downcast_bf16": "no",
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "mixed_precision": script["mixed"],
+        "num_machines": 1,
+        "num_processes": script["gpus"],
+        "use_cpu": False,
+    }
+    parallel = script["parallel"]
+    if parallel:
+        config |= (
+            _fsdp_settings(parallel)
+            if parallel["weights"] == "sharded"
+            else {"distributed_type": "MULTI_GPU"}
+        )
+    text: str = yaml.safe_dump(config, sort_keys=True)
+    return text
+
+
+def _fsdp_settings(parallel: Mapping[str, Any]) -> dict[str, Any]:
+    """FSDP2, whose groups are the layers; several copies are a mesh of accelerate's `ParallelismConfig`."""
+    fsdp = {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_transformer_layer_cls_to_wrap": ",".join(parallel["layers"]),
+        "fsdp_reshard_after_forward": parallel["reshard"] != "none",
+        "fsdp_offload_params": parallel["on_host"],
+        "fsdp_cpu_ram_efficient_loading": False,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    }
+    if "replicate" not in parallel["mesh"]:
+        return {"distributed_type": "FSDP", "fsdp_config": fsdp}
+    mesh = {f"parallelism_config_dp_{axis}_size": count for axis, count in parallel["mesh"].items()}
+    return {"distributed_type": "FSDP", "fsdp_config": fsdp, "parallelism_config": mesh}

@@ -1,0 +1,90 @@
+"""Configurations of other libraries: read as a job and a recipe, checked, and written for a recipe."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from snugfit.errors import UsageError
+from snugfit.techniques.feature import Configuration, Feature
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+_NO_DIFF = "snugfit check writes no diff any more. Its table lists each cure, and --json gives it as `fix`."
+
+
+class Exchange(Feature):
+    """Add the commands `check` and `export`, and the options `--arguments`, `--export` and transformers'."""
+
+    removed_options: ClassVar[Mapping[tuple[str, str], str]] = {
+        ("check", "--output"): _NO_DIFF,
+        ("check", "--force"): _NO_DIFF,
+    }
+
+    def commands(self) -> Sequence[Callable[..., Any]]:
+        """Return the functions of `snugfit check` and `snugfit export`."""
+        from snugfit.features.exchange.commands import check, export
+
+        return (check, export)
+
+    def options(self, command: str) -> Sequence[inspect.Parameter]:
+        """Return `--arguments` and the gathered flags of transformers, and `--export` of one answer."""
+        from snugfit.features.exchange.commands import options
+
+        return options(command)
+
+    def rewrite_words(self, words: Sequence[str], declared: Collection[str]) -> Sequence[str]:
+        """Gather the flags of transformers into the hidden option, where a command has that."""
+        from snugfit.features.exchange.commands import TRAINER_ARGUMENT
+
+        if TRAINER_ARGUMENT not in declared or not any(word.startswith("--") for word in words):
+            return words
+        from snugfit.features.exchange.command_line import split_flags
+
+        words, foreign = split_flags(words, declared)
+        return [word for pair in foreign for word in (TRAINER_ARGUMENT, pair)] + words
+
+    def further_options(self, declared: Collection[str]) -> Collection[str]:
+        """Return the flags of transformers."""
+        from snugfit.features.exchange.command_line import argument_names
+        from snugfit.features.exchange.commands import TRAINER_ARGUMENT
+
+        return argument_names() if TRAINER_ARGUMENT in declared else ()
+
+    def advice_on_file(self, document: Mapping[Any, Any]) -> str:
+        """Return the option that reads a whole file of another library."""
+        from snugfit.features.exchange.dialect import dialect, recognise
+
+        name = recognise(document) if len(document) > 1 else None
+        return f"This looks like {dialect(name).title}: read such a file with --arguments." if name else ""
+
+    def read_configuration(self, flags: Mapping[str, Any], settings: dict[str, Any]) -> Configuration | None:
+        """Return the file of `--arguments` with the flags of transformers."""
+        if not flags.get("trainer_arguments") and not flags.get("arguments_file"):
+            if (model := str(flags.get("model"))).endswith(".py"):
+                raise UsageError(f"{model} is not a model. To read a training script: --arguments {model}.")
+            return None
+        from snugfit.features.exchange.read import read_request
+
+        return read_request(flags, settings)
+
+    def check_options(self, command: str, flags: Mapping[str, Any], job: Job, gpus: int) -> None:
+        """Raise `UsageError` for an export that cannot be written."""
+        from snugfit.features.exchange.commands import check_export
+
+        check_export(command, flags, job, gpus)
+
+    def take_answer(self, flags: Mapping[str, Any], job: Job, recipe: str | None, gpus: int) -> None:
+        """Write the files of `--export`."""
+        from snugfit.features.exchange.commands import write_export
+
+        write_export(flags, job, recipe, gpus)
+
+    def next_steps(self, plan: Any, configuration: Configuration | None) -> Mapping[str, str]:
+        """Return the arguments of a Trainer, and an export for the tool that the user came with."""
+        from snugfit.features.exchange.next_steps import next_steps
+        from snugfit.techniques.recipe import Recipe
+
+        return next_steps(plan.job, Recipe.parse(plan.best.recipe), getattr(configuration, "export", ""))

@@ -1,0 +1,56 @@
+"""A plan's answer as arguments of a Trainer, and as a command that exports it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import RecipeError, SnugfitError
+from snugfit.features.exchange.export import export
+from snugfit.features.exchange.trainer_arguments import training_arguments
+from snugfit.report.plan.next_steps import job_words
+from snugfit.step.applier import refuse_unsupported
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+_TITLES = {"trl": "For TRL", "axolotl": "For axolotl", "llamafactory": "For LLaMA-Factory"}
+
+
+def next_steps(job: Job, recipe: Recipe, target: str) -> Mapping[str, str]:
+    """Return the arguments of a Trainer and an export for the `target` whose file the user came with, else
+    for the Trainer or torch, as far as these can express the recipe."""
+    steps: dict[str, str] = {}
+    with suppress(SnugfitError):  # the Trainer has nothing that means it
+        arguments = ", ".join(f"{k}={v!r}" for k, v in _changed_arguments(job, recipe).items())
+        steps["In a Trainer"] = f"TrainingArguments({arguments})"
+    for to in filter(None, (target, "hf", "torch")):
+        with suppress(SnugfitError):  # this target cannot express it
+            if to == "torch":
+                refuse_unsupported("script", recipe.setup())
+            if to != "hf":  # importing transformers to write a file that nobody reads would take seconds
+                export(job, recipe, to)
+            elif not steps:
+                continue
+            words = f"{shlex.quote(str(recipe))} {job_words(job)}"
+            return steps | {
+                _TITLES.get(to, "As a script"): f"snugfit export {words} --to {to} --output FOLDER"
+            }
+    return steps
+
+
+def _changed_arguments(job: Job, recipe: Recipe) -> dict[str, Any]:
+    """The arguments that differ from the plain recipe's, with the size of a batch. Raises `RecipeError` where
+    they are not the whole recipe."""
+    if (wish := recipe.setup().compile) is not None and wish.what == "layers":
+        raise RecipeError(f"{recipe[Slot.ENGINE]} is a call of the model's layers, and no argument.")
+    plain, arguments = training_arguments(job, Recipe()), training_arguments(job, recipe)
+    return {
+        name: value
+        for name, value in arguments.items()
+        if plain.get(name) != value or name == "per_device_train_batch_size"
+    }

@@ -1,0 +1,394 @@
+"""A user's configuration as a job and a recipe to start from, with an account of every key.
+
+    took      what became of it here
+    differs   taken, and not quite the same here
+    ignored   passed by, and why no byte or second of a step depends on it
+    refused   without a counterpart, though it changes the memory or the mathematics of a step
+
+Everything goes through one vocabulary (`techniques/counterpart.py`): the dialect's table translates keys into
+it, `TrainingArguments`' own defaults fill what is not said, and slot by slot the techniques say which of them
+is meant. A key that no table knows is refused too: guessing would be silence about something that may matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from snugfit.errors import UsageError, did_you_mean
+from snugfit.features.exchange import installed
+from snugfit.features.exchange.account import Line, Reading
+from snugfit.features.exchange.command_line import parse_pairs
+from snugfit.features.exchange.dialect import Dialect, as_word, dialect, flatten
+from snugfit.features.exchange.document import Document, open_document
+from snugfit.features.exchange.processes import (
+    BY,
+    COPIES,
+    GPUS,
+    HOSTS,
+    OF_THEIR_NUMBER,
+    PER_HOST,
+    RAW,
+    SHARDS,
+    read_processes,
+)
+from snugfit.features.exchange.python_call import Unknown
+from snugfit.techniques import roster
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.roster import advice
+from snugfit.techniques.technique import Technique
+from snugfit.techniques.translate import SlotReading, read_slots
+
+MICRO_BATCH, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
+_JOB = "job."
+
+
+def read_arguments(
+    path: Path | None,
+    flags: Mapping[str, Any] | None = None,
+    *,
+    options: Collection[str] = (),
+    gpus: int | None = None,
+) -> Reading:
+    """The job and the recipe in a user's file, and in transformers' arguments on the command line, which go
+    before the file's. `options` are the arguments that the run itself listens to, and that become settings;
+    so many `gpus` go before the number that the file says. Raises `UsageError` when the file is none that is
+    known.
+
+    What has no counterpart does not raise here: it stands in `refused`.
+    """
+    document = Document(path=Path("the command line"), format="shell", dialect="script", values={})
+    return _Reader(open_document(path) if path else document, flags or {}, options, gpus).reading()
+
+
+def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading | None:
+    """The user's own configuration, and transformers' arguments among the flags. These go before a job file,
+    and `settings` gets them; those of the run alone are no configuration. Raises `UsageError` for what they
+    ask and cannot be predicted, unless a flag or the job file overrides it, and for such an argument beside
+    one of ours that says something else."""
+    from snugfit.cli.jobfile import settings_from, training_keys
+
+    given = parse_pairs(flags.get("trainer_arguments") or ())
+    options = training_keys() if "dataset" in flags else {}  # which only a command has that trains
+    settings |= settings_from({key: given.pop(key) for key in [*given] if key in options}, "command line")
+    if not given and not flags.get("arguments_file"):
+        return None
+    gpus = settings.get("gpus")
+    reading = read_arguments(
+        flags.get("arguments_file"), given, options=options, gpus=gpus if type(gpus) is int else None
+    )
+    reading.refuse(settings)
+    settings_from({key: reading.settings[key] for key in options if key in reading.settings}, reading.path)
+    for key, name in reading.by_flags.items():
+        said_twice = flags.get(key) is not None or key == "recipe"
+        if said_twice and settings.get(key, reading.settings[key]) != reading.settings[key]:
+            raise UsageError(
+                f"--{name} {given[name]} and {key.replace('_', ' ')} {settings[key]} contradict each other."
+                " Give one of them."
+            )
+        settings[key] = reading.settings[key]
+    return reading
+
+
+@dataclass
+class _Reader:
+    """One file on its way into a `Reading`."""
+
+    document: Document
+    flags: Mapping[str, Any]
+    options: Collection[str]
+    named_gpus: int | None
+    gpus: int = 1
+    arguments: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    said_by: dict[str, str] = field(default_factory=dict)
+    took: list[Line] = field(default_factory=list)
+    differs: list[Line] = field(default_factory=list)
+    ignored: list[Line] = field(default_factory=list)
+    refused: list[Line] = field(default_factory=list)
+
+    def reading(self) -> Reading:
+        table = dialect(self.document.dialect)
+        written = dict(flatten(_with_parts(self.document.values)))
+        given = {**table.unsaid, **written}
+        for key, value in given.items():
+            if key in written or not table.idle(key, given):
+                self._translate(key, value, table, given)
+        for rule in table.together:
+            if all(given.get(key) == value for key, value in rule["when"].items()):
+                origin = next(iter(rule["when"].items()))
+                self.arguments |= rule["becomes"]
+                self.origins |= dict.fromkeys(rule["becomes"], origin)
+        for key, value in self.flags.items():
+            self._translate(key, value, dialect("script"), self.flags)
+        if table.note:
+            self.differs.append(Line(key=table.title, value="", says=table.note))
+        self._fill_defaults(table)
+        self._processes()
+        decided = self._recipe()
+        self._job()
+        for key, value in self.arguments.items():
+            if key in self.origins and key not in decided:
+                self._account(key, value)
+        self.settings.setdefault("loop", table.loop)
+        return Reading(
+            path=str(self.document.path),
+            title=table.title,
+            export=table.export,
+            settings=self.settings,
+            by_flags={key: name for key, name in self.said_by.items() if name in self.flags},
+            took=tuple(dict.fromkeys(self.took)),
+            differs=tuple(dict.fromkeys(self.differs)),
+            ignored=tuple(dict.fromkeys(self.ignored)),
+            refused=tuple(dict.fromkeys(self.refused)),
+        )
+
+    def _translate(self, key: str, value: Any, table: Dialect, given: Mapping[str, Any]) -> None:
+        """Puts a key into the common vocabulary, or into one of the accounts."""
+        if key in self.options:
+            self.settings[key] = value
+            self._line(self.took, key, value, f"{key} of the run")
+            return
+        if table.auto and value == "auto":
+            self._line(self.ignored, key, value, f"auto is {table.auto}")
+            return
+        if needed := table.idle(key, given):
+            self._line(self.ignored, key, value, f"it has no effect without {needed}")
+            return
+        meaning = table.translate(key, value)
+        if meaning is None and self._is_an_argument(key, table):
+            meaning = dialect("trainer").translate(key, value)
+        if meaning is not None:
+            newer = [name for name in meaning if name in given and given[name] is not None and name != key]
+            for name, one in meaning.items():
+                if name not in newer:
+                    self.arguments[name], self.origins[name] = one, (key, value)
+            if note := table.differs.get(key, {}).get(as_word(value)):
+                self._line(self.differs, key, value, note)
+            return
+        if note := table.differs.get(key, {}).get(as_word(value)):
+            self._line(self.differs, key, value, note)
+        elif table.of_trainer or self._is_an_argument(key, table):
+            if value is not None or key not in self.arguments:
+                self.arguments[key], self.origins[key] = value, (key, value)
+        else:
+            self._account_in(table, key, value)
+
+    @staticmethod
+    def _is_an_argument(key: str, table: Dialect) -> bool:
+        """Whether another dialect's key that its own table does not know is one of `TrainingArguments`."""
+        known = table.refusal(key) is None and table.reason_to_ignore(key) is None
+        return known and key.split(".", maxsplit=1)[0] in installed.defaults()
+
+    def _fill_defaults(self, table: Dialect) -> None:
+        trainer = dialect("trainer")
+        whole = {**installed.defaults(), **trainer.defaults, **table.defaults}
+        for prefix, group in trainer.groups.items():
+            if any(key.startswith(f"{prefix}.") for key in self.arguments):
+                whole |= group
+        whole |= {key: value for key, value in self.arguments.items() if not _unset(key, value, whole)}
+        for key in ("lora.target_modules", "optim_target_modules"):
+            if key in whole:
+                whole[key] = _names(whole[key], is_pattern=key == "optim_target_modules")
+        self.arguments = whole
+
+    def _processes(self) -> None:
+        """What the raw words about processes come to, in their place."""
+        said = {key: self.arguments[key] for key in self.origins if key in self.arguments}
+        processes = read_processes(self.arguments, said, self.named_gpus)
+        self.gpus = processes.gpus
+        origins = {key: self.origins.pop(key) for key in RAW if key in self.origins}
+        for key in RAW:
+            self.arguments.pop(key, None)
+        for lines, pairs in ((self.refused, processes.refused), (self.differs, processes.differs)):
+            for key, says in pairs:
+                instead = "gpus" if says in OF_THEIR_NUMBER else "recipe"
+                self._line(lines, *origins.get(key, (key, "")), says, instead=instead)
+        counted = next((origins[key] for key in (GPUS, PER_HOST, SHARDS) if key in origins), None)
+        if self.gpus > 1:
+            self.settings["gpus"] = self.gpus
+            if counted and self.named_gpus is None:
+                self._line(self.took, *counted, f"{self.gpus} GPUs")
+                self.said_by["gpus"] = counted[0]
+        elif counted and not processes.refused:
+            self._line(self.ignored, *counted, "it is one GPU")
+        wrong = {key for key, _ in processes.refused}
+        for key in (HOSTS, COPIES, SHARDS):
+            if key in origins and origins[key] != counted and key not in wrong:
+                self._line(self.took, *origins[key], f"of {self.gpus} GPUs")
+        if BY in origins and not processes.words and not wrong and self.gpus == 1:
+            self._line(self.ignored, *origins[BY], "it is one GPU")
+        origin = origins.get(processes.asked_by) or counted or ("gpus", self.gpus)
+        self.arguments |= processes.words
+        self.origins |= dict.fromkeys(processes.words, origin)
+        if BY not in processes.words:  # what would say more of it says nothing
+            for key in [key for key in self.arguments if key.startswith("parallel.")]:
+                self.arguments.pop(key)
+                if key in self.origins:
+                    self._line(self.ignored, *self.origins.pop(key), "nothing is shared with other processes")
+
+    def _recipe(self) -> set[str]:
+        """The recipe into the settings; gives the arguments that decided it."""
+        techniques: list[Technique] = []
+        decided: set[str] = set()
+        for slot in read_slots(self.arguments):
+            own = [key for key in slot.keys if key in self.origins]
+            decided |= set(own)
+            if slot.technique is None:
+                self.refused += self._unmet(slot)
+                continue
+            techniques.append(slot.technique)
+            self._tell(slot, slot.technique, own)
+        self.settings["recipe"] = str(Recipe(tuple(techniques)))
+        return decided
+
+    def _tell(self, slot: SlotReading, technique: Technique, own: list[str]) -> None:
+        asked = [key for key in own if not self._is_default(key)] or ([] if technique.plain else own)
+        for key in asked:
+            self._line(self.took, *self.origins[key], str(technique))
+            self.said_by["recipe"] = self.origins[key][0]
+            if slot.note:
+                self._line(self.differs, *self.origins[key], slot.note)
+        if not own and not technique.plain:
+            key = slot.keys[0]
+            self.took.append(Line(key=key, value=f"{as_word(self.arguments[key])} (default)",
+                                  says=str(technique)))  # fmt: skip
+
+    def _unmet(self, slot: SlotReading) -> Iterator[Line]:
+        """Nothing in this slot is asked for in such a way: which arguments are to blame."""
+        blamed = [key for key in slot.keys if key in self.origins and not self._is_default(key)]
+        unsure = [key for key in blamed if isinstance(self.origins[key][1], Unknown)]
+        for key in unsure or blamed or slot.keys[:1]:
+            name, value = self.origins.get(key, (key, self.arguments.get(key)))
+            if unsure:
+                yield Line(key=name, value=str(value), says=_COMPUTED, instead="recipe")
+                continue
+            rest = [other for other in blamed if other != key]
+            together = f" together with {', '.join(rest)}" if rest else ""
+            names = ", ".join(one.name for one in roster.techniques() if one.slot is slot.slot)
+            says = f"no {slot.slot} here does this{together}. There are {names}"
+            hint = advice(value) if isinstance(value, str) else None
+            yield Line(key=name, value=as_word(value), says=hint or says, instead="recipe")
+
+    def _job(self) -> None:
+        for key in [name for name in self.arguments if name.startswith(_JOB)]:
+            value = self.arguments.pop(key)
+            name, given = self.origins.get(key, (key, value))
+            if isinstance(value, Unknown):
+                field_ = key.removeprefix(_JOB)
+                self.refused.append(Line(key=name, value=str(value), says=_COMPUTED, instead=field_))
+                continue
+            field_ = key.removeprefix(_JOB)
+            self.settings[field_] = _number(value) if field_ in ("learning_rate", "clip") else value
+            self.said_by[field_] = name
+            self._line(self.took, name.removeprefix(_JOB), given, f"{field_} {self.settings[field_]}")
+        self._batch()
+
+    def _batch(self) -> None:
+        """The global batch: micro-batch x accumulation, on each GPU."""
+        micro, pieces = self.arguments.get(MICRO_BATCH), self.arguments.get(ACCUMULATION)
+        name, given = self.origins.get(MICRO_BATCH, (MICRO_BATCH, micro))
+        if micro is None:
+            return
+        if type(micro) is not int or type(pieces) is not int:
+            unknown = isinstance(micro, Unknown) or isinstance(pieces, Unknown)
+            says = _COMPUTED if unknown else "a batch must be a whole number of samples"
+            self._line(self.refused, name, given, says, instead="batch_size")
+            return
+        whole = self.settings.setdefault("batch_size", micro * pieces * self.gpus)
+        gpus = "one GPU" if self.gpus == 1 else f"{self.gpus} GPUs"
+        if whole != micro * pieces * self.gpus:
+            of_all = "" if self.gpus == 1 else f" on each of {gpus}"
+            says = f"{micro} in {pieces} pieces{of_all} is not the global batch of {whole}"
+            self._line(self.refused, name, given, says, instead="batch_size")
+        else:
+            default = "" if MICRO_BATCH in self.origins else " (default)"
+            if not default:
+                self.said_by["batch_size"] = name
+            self._line(self.took, name, f"{as_word(given)}{default}", f"batch_size {whole} on {gpus}")
+
+    def _account(self, key: str, value: Any) -> None:
+        """What to say of an argument that decided nothing: it is a default, it may be passed by, or not."""
+        name, given = self.origins[key]
+        if key in (MICRO_BATCH, ACCUMULATION) or key.startswith(_JOB) or self._is_default(key):
+            return
+        table = dialect(self.document.dialect)
+        table = dialect("script") if name in self.flags else table
+        self._account_in(table if table.of_trainer else dialect("trainer"), key, value, name, given)
+
+    def _account_in(
+        self, table: Dialect, key: str, value: Any, name: str | None = None, given: Any = None
+    ) -> None:
+        name, given = (name, given) if name else (key, value)
+        refusal = table.refusal(key)
+        if refusal and not any(value == one and type(value) is type(one) for one in refusal["but"]):
+            unsure = ". Whether it is on is computed while the script runs"
+            says = refusal["why"] + (unsure if isinstance(value, Unknown) else "")
+            self._line(self.refused, name, given, says)
+        elif reason := table.reason_to_ignore(key):
+            self._line(self.ignored, name, given, reason)
+        elif (
+            refusal is None
+            and table.unknown_keys
+            and key.split(".", maxsplit=1)[0] not in installed.defaults()
+        ):
+            self._line(self.ignored, name, given, table.unknown_keys)
+        elif refusal is None:
+            known = [*installed.defaults(), *table.words(), *dialect("trainer").words()]
+            guess = did_you_mean(key, known) if key not in known else ""
+            self._line(self.refused, name, given, f"snugfit does not know this key.{guess}")
+
+    def _is_default(self, key: str) -> bool:
+        """Whether an argument says what holds anyway."""
+        value = self.origins[key][1] if self.origins[key][0] == key else self.arguments.get(key)
+        known = {**installed.defaults(), **dialect("trainer").defaults}
+        return key in known and (value == known[key] or _unset(key, value, known))
+
+    @staticmethod
+    def _line(lines: list[Line], key: str, value: Any, says: str, *, instead: str = "recipe") -> None:
+        shown = str(value) if isinstance(value, Unknown) else as_word(value)
+        lines.append(Line(key=key, value=shown, says=says, instead=instead))
+
+
+_COMPUTED = "it is computed while the script runs. Set it with a flag, or write the value"
+
+
+def _names(value: Any, *, is_pattern: bool) -> Any:
+    """Names of modules, one by one. A text that `is_pattern` to transformers stays one, but for its word for
+    all linear layers."""
+    if isinstance(value, str) and is_pattern:
+        word = value.replace("_", "-")
+        return (word,) if word == "all-linear" else value
+    if isinstance(value, list | str):
+        return tuple(map(str, value.split(",") if isinstance(value, str) else value))
+    return value
+
+
+def _with_parts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`optim_args` as its parts: transformers keeps `momentum=0.9,nesterov=true` in one text."""
+    parts = values.get("optim_args")
+    if not isinstance(parts, str) or "=" not in parts:
+        return dict(values)
+    pairs = (part.partition("=")[::2] for part in parts.replace(" ", "").split(","))
+    return {
+        **values,
+        "optim_args": {name: int(value) if value.isdecimal() else _number(value) for name, value in pairs},
+    }
+
+
+def _number(value: Any) -> Any:
+    """Text as the number it writes: PyYAML reads `1e-5` as text, and the libraries convert it later."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def _unset(key: str, value: Any, known: Mapping[str, Any]) -> bool:
+    """None, where None stands for the default: a file that `to_json_string` wrote is full of these."""
+    return value is None and known.get(key) is not None

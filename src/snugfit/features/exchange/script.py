@@ -1,0 +1,147 @@
+"""The Setup's wishes as Python text: what the templates in `scripts/` are filled with.
+
+What a wish is as Python stands with its handler (`step/wishes/`). One that names another library's function
+becomes a call of it. Where `install` names a function of snugfit's own, the technique gives the lines that do
+the same without snugfit (`Technique.code`); where it gives none, and where a wish has no library behind it,
+the technique is refused by name.
+"""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from snugfit.features.exchange import installed
+from snugfit.job.architectures import HEADS
+from snugfit.job.model import CLASSIFICATION
+from snugfit.step.applier import script_fields
+from snugfit.step.wishes.handler import ScriptContext
+from snugfit.step.wishes.python_text import literal
+from snugfit.techniques.setup import ParallelWish, Setup
+from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+    from snugfit.techniques.recipe import Recipe
+
+
+def script_values(
+    job: Job,
+    recipe: Recipe,
+    to: str,
+    dotted: Mapping[str, Any],
+    *,
+    training_arguments: Mapping[str, Any] | None = None,
+    gpus: int = 1,
+) -> dict[str, Any]:
+    """Everything that a template may write, by the name that it has there; texts are Python already, unless
+    the template says `literal`, and `to` is the target. With `training_arguments` the loop is the
+    Trainer's."""
+    context = ScriptContext(
+        job=job,
+        setup=setup_on(recipe, gpus),
+        recipe=recipe,
+        target=to,
+        trainer=training_arguments is not None,
+        library=installed.version(),
+        checkpointing_name=installed.checkpointing_name(),
+        checkpointing_options=installed.checkpointing_options(),
+    )
+    wishes = script_fields(context)
+    wishes.setdefault("parallel", None)
+    arguments = {"dtype": "", **wishes["model_arguments"], **_config_arguments(job)}  # dtype stands first
+    return {
+        "recipe": str(recipe),
+        "task": job.task.value,
+        "writer": writer(to),
+        "model": folder_or_id(job),
+        "auto": HEADS[job.task][0],
+        "environment": {k.partition(".")[2]: v for k, v in dotted.items() if k.startswith("environment.")},
+        "shifted": job.task == "causal-lm",  # the first token of a sequence is not predicted
+        "batch_size": job.batch_size,
+        "gpus": gpus,
+        "joins": to == "deepspeed" or (to == "torch" and wishes["parallel"] is not None),
+        "note": "",
+        "learning_rate": job.learning_rate,
+        "clip": job.clip,
+        "training_arguments": training_arguments or {},
+        "quantizing": (),
+        "widening": (),
+        "adapting": (),
+        "preparing": (),
+        "kernels": (),
+        "converting": (),
+        "compiling": (),
+        "checkpointing": (),
+        **wishes,
+        "model_arguments": arguments,
+    }
+
+
+def setup_on(recipe: Recipe, gpus: int) -> Setup:
+    """The recipe's Setup on so many GPUs; DeepSpeed's engine may ask its launcher how many there are. Raises
+    `UsageError` for a number that the recipe cannot train on."""
+    setup = recipe.setup()
+    asks_launcher = setup.sharding is not None and not hasattr(setup.sharding, "ranks")
+    return setup if asks_launcher else on_gpus(setup, gpus)
+
+
+def samples_at_once(job: Job, recipe: Recipe, gpus: int) -> int:
+    """Samples of a micro-batch on one GPU. Raises `UsageError` for a batch that cannot be cut so evenly."""
+    setup = setup_on(recipe, gpus)
+    if setup.sharding is not None:
+        setup = replace(setup, sharding=None, parallel=ParallelWish(ranks=gpus))
+    return job_of_rank(job, setup).batch_size // setup.micro_batches
+
+
+def write_script(template: str, script: Mapping[str, Any]) -> str:
+    """The text of the script with these `script_values`; it is Python that compiles."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("snugfit.features.exchange", "scripts"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    environment.filters["literal"] = literal
+    environment.filters["wrapped"] = lambda line: "\n".join(textwrap.wrap(line, 100, break_on_hyphens=False))
+    text = environment.get_template(f"{template}.j2").render(script=script).lstrip("\n")
+    compile(text, f"{template}.py", "exec")
+    return text
+
+
+def writer(to: str) -> str:
+    """Who wrote a file, and for which target: what the head of a file says."""
+    from snugfit.versions import __version__
+
+    return f"snugfit {__version__} (--export {to}) for {installed.version()}"
+
+
+def folder_or_id(job: Job) -> str:
+    """A path without the name of the file, a hub id as it is."""
+    name = job.model.name
+    if job.model.origin == "path" and name.endswith(".json"):
+        return os.path.dirname(name) or "."
+    return name
+
+
+def _config_arguments(job: Job) -> dict[str, str]:
+    """What the job's config says and the model's own does not."""
+    from transformers import AutoConfig
+
+    config, arguments = job.transformers_config(), dict[str, str]()
+    facts = job.model.config
+    plain = AutoConfig.for_model(facts.pop("model_type"), **facts)
+    if job.task in CLASSIFICATION:
+        arguments["num_labels"] = repr(config.num_labels)
+    for name in ("pad_token_id", "decoder_start_token_id"):
+        value = getattr(config, name, None)
+        if value is not None and getattr(plain, name, None) is None:
+            arguments[name] = repr(value)
+    return arguments

@@ -1,0 +1,131 @@
+"""A recipe as `TrainingArguments`, in the words of the installed transformers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import RecipeError
+from snugfit.features.exchange import installed
+from snugfit.features.exchange.script import samples_at_once, setup_on
+from snugfit.job.architectures import class_of
+from snugfit.step.compiling import layer_names
+from snugfit.techniques.deepspeed_zero import AUTO, zero_section
+from snugfit.techniques.translate import write_arguments
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+    from snugfit.techniques.recipe import Recipe
+    from snugfit.techniques.technique import Technique
+
+_ELSEWHERE = ("model", "layers", "functorch", "lora", "environment")
+"""Where dotted arguments are set that are no field of `TrainingArguments`."""
+
+
+ONE_LABEL = ("sequence-classification", "image-classification")
+"""Tasks whose samples have one label each, so that all GPUs have as many."""
+
+MESH = "parallelism_config"
+"""The argument that is an object of accelerate's, and so of no JSON file."""
+
+
+def training_arguments(job: Job, recipe: Recipe, to: str = "hf", gpus: int = 1) -> dict[str, Any]:
+    """What the installed `TrainingArguments` takes on so many GPUs. Raises `RecipeError`, which names the
+    target `to`, for what it cannot say."""
+    dotted, unsaid = write_arguments(recipe)
+    if unsaid:
+        lines = [f"{technique}: {_why_unsaid(technique)}." for technique in unsaid]
+        raise RecipeError(
+            "\n".join(
+                [
+                    f"This recipe cannot be exported to {to}:",
+                    *lines,
+                    "Leave it out, or export to accelerate or torch, which can do more. snugfit train takes "
+                    "it as it is.",
+                ]
+            )
+        )
+    clip = {} if job.clip is None else {"max_grad_norm": job.clip}
+    arguments: dict[str, Any] = {
+        "output_dir": "trainer_output",
+        "per_device_train_batch_size": samples_at_once(job, recipe, gpus),
+        "learning_rate": job.learning_rate,
+        "lr_scheduler_type": "constant",
+        **clip,
+    }
+    for key, value in dotted.items():
+        head, _, part = key.partition(".")
+        if head in _ELSEWHERE:
+            continue
+        if part and value is None:
+            continue  # the library's own default
+        if part:
+            arguments.setdefault(head, {})[part] = value
+        else:
+            arguments[head] = value
+    if gpus > 1:
+        arguments |= _on_several(job, recipe, gpus, arguments)
+    if MESH in arguments:
+        copies = gpus // int(arguments[MESH]["dp_shard_size"])
+        arguments[MESH] = {"dp_replicate_size": copies, **arguments[MESH]}
+    return _as_installed(arguments)
+
+
+EACH_MEAN_ALIKE = (
+    "This model's loss is a mean that is not divided by the labels of the whole batch, and the Trainer would "
+    "count it once for each GPU. average_tokens_across_devices=False has it not do so; the means of the GPUs "
+    "then count alike, however many labels each has"
+)
+"""`Trainer.compute_loss` multiplies by the number of processes under `average_tokens_across_devices`."""
+
+
+def divides_by_labels(job: Job) -> bool:
+    """Whether the code of this job's model hands its loss the number of labels of the whole batch."""
+    model = class_of(job.task, job.transformers_config())
+    return "loss_function(" in inspect.getsource(model.forward)
+
+
+def _on_several(job: Job, recipe: Recipe, gpus: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said beside the recipe's arguments, or otherwise than there, where several processes train."""
+    more: dict[str, Any] = {}
+    if wish := setup_on(recipe, gpus).sharding:
+        section = {"zero_optimization": zero_section(wish, dict.fromkeys(AUTO, "auto"))}
+        more["deepspeed"] = arguments["deepspeed"] | section
+    if job.task in ONE_LABEL or not divides_by_labels(job):
+        more["average_tokens_across_devices"] = False
+    if "fsdp_config" in arguments:  # by itself accelerate goes by `_no_split_modules`, BERT's embeddings too
+        more["fsdp_config"] = arguments["fsdp_config"] | {
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "transformer_layer_cls_to_wrap": [*layer_names(job)],
+        }
+        if arguments["fsdp_config"]["cpu_offload"]:  # the norm of gradients is summed on the host too
+            more["ddp_backend"] = "cpu:gloo,cuda:nccl"
+    return more
+
+
+def _why_unsaid(technique: Technique) -> str:
+    """Why no arguments mean this technique: there are none, or what they mean differs."""
+    notes = [counterpart.note for counterpart in technique.counterparts]
+    return notes[0] if notes and all(notes) else "TrainingArguments have no setting for it"
+
+
+def _as_installed(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same in the words of the installed version: checkpointing was renamed before 5.23, and learnt to
+    leave layers out; arguments of an optimizer are one text."""
+    if "optim_args" in arguments:
+        parts = arguments["optim_args"]
+        arguments["optim_args"] = ",".join(f"{name}={value}" for name, value in parts.items())
+    new, name = installed.CHECKPOINTING, installed.checkpointing_name()
+    options = arguments.get(f"{new}_kwargs", {})
+    for option, idle in (("every_n_layers", 1), ("offload", False)):
+        if options.get(option, idle) == idle:
+            options.pop(option, None)
+        elif option not in installed.checkpointing_options():
+            raise RecipeError(
+                f"{installed.version()} has no option {option} for checkpointing. Update it, or choose "
+                "another checkpointing technique (snugfit techniques)."
+            )
+    if name != new:
+        arguments = {key.replace(new, name): value for key, value in arguments.items()}
+    return arguments

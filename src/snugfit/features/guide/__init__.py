@@ -1,0 +1,1 @@
+"""The experiments of Hugging Face's single-GPU guide."""

@@ -1,0 +1,24 @@
+"""The experiments of Hugging Face's single-GPU guide: predicted, measured and as published."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from snugfit.techniques.feature import Feature
+
+
+class Guide(Feature):
+    """Add the command `guide` and the software profile of its published figures."""
+
+    def commands(self) -> Sequence[Callable[..., Any]]:
+        """Return the function of `snugfit guide`."""
+        from snugfit.features.guide.command import guide
+
+        return (guide,)
+
+    def documents(self) -> Mapping[str, type]:
+        """Return the document of `snugfit guide`."""
+        from snugfit.features.guide.result import GuideResult
+
+        return {"guide --json": GuideResult}

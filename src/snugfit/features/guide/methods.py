@@ -1,0 +1,151 @@
+"""The guide's first table and its small ones, read off the suite's results instead of being stated.
+
+The guide says of each method whether it helps speed and memory. Here bytes are the prediction's difference to
+vanilla; speed is what was measured, where nothing was measured what was published, otherwise what is
+predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from snugfit.features.guide.result import GuideResult, GuideRow
+from snugfit.features.guide.suite import VANILLA, Method, baselines, methods
+from snugfit.results.footprint import Kind
+from snugfit.units import MIB, show_mib
+
+UNKNOWN = ""
+
+NO_DIFFERENCE = 0.02
+"""A smaller share than this is no difference: steps vary by about as much."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodLine:
+    """What one method does to speed and memory, by one experiment."""
+
+    method: str
+    """What the guide calls it."""
+
+    experiment: str
+    """The experiment that shows it; empty where none does."""
+
+    memory: float | None
+    """Share of vanilla's bytes that it adds (negative: saves), predicted."""
+
+    speed: float | None
+    """Share of vanilla's samples per second that it adds."""
+
+    speed_from: str
+    """`measured`, `published`, `predicted`, or nothing."""
+
+    guide_speed: str
+    """The guide's word on speed."""
+
+    guide_memory: str
+    """The guide's word on memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLine:
+    """GPU memory at one stage of the vanilla experiment."""
+
+    stage: str
+    """`idle`, `context`, `weights`, `training`."""
+
+    predicted_bytes: int | None
+    """On the GPU that the result is for."""
+
+    published: tuple[tuple[str, int], ...]
+    """Machine and bytes, as printed."""
+
+
+def helps(change: float | None, *, less_is_better: bool) -> str:
+    """`Yes`, `No`, or `?` for a change that is not known."""
+    if change is None:
+        return "?"
+    gain = -change if less_is_better else change
+    return "Yes" if gain > NO_DIFFERENCE else "No"
+
+
+def method_lines(result: GuideResult) -> tuple[MethodLine, ...]:
+    """The guide's first table, from the rows."""
+    rows = {row.name: row for row in result.rows}
+    return tuple(
+        _method_line(method, rows[name] if name else None, result.vanilla)
+        for method in methods()
+        for name in method.experiments or ("",)
+    )
+
+
+def _method_line(method: Method, row: GuideRow | None, vanilla: GuideRow) -> MethodLine:
+    speed, origin = _speed(row, vanilla) if row else (None, "")
+    return MethodLine(
+        method=method.method,
+        experiment=row.name if row else "",
+        memory=change(row.predicted_bytes, vanilla.predicted_bytes) if row else None,
+        speed=speed,
+        speed_from=origin,
+        guide_speed=method.speed,
+        guide_memory=method.memory,
+    )
+
+
+def _speed(row: GuideRow, vanilla: GuideRow) -> tuple[float | None, str]:
+    if row.timing and vanilla.timing:
+        return change(row.timing.samples_per_second, vanilla.timing.samples_per_second), "measured"
+    before = {then.published.machine: then.published.samples_per_second for then in vanilla.then}
+    for then in row.then:
+        printed = then.published
+        if printed.samples_per_second and before.get(printed.machine):
+            return change(printed.samples_per_second, before[printed.machine]), "published"
+    speed_now, base = row.predicted_speed, vanilla.predicted_speed
+    if speed_now and base:
+        return change(speed_now.samples_per_second, base.samples_per_second), "predicted"
+    return None, ""
+
+
+def change(part: float | None, whole: float | None) -> float | None:
+    """The share of `whole` by which `part` is more; None when either is not known."""
+    return None if part is None or not whole else part / whole - 1
+
+
+def stage_lines(result: GuideResult) -> Iterator[StageLine]:
+    """Idle, context, weights, training: the guide's four readings of NVML, from vanilla's prediction."""
+    footprint = result.vanilla.predicted
+    context = footprint.context_bytes if footprint else None
+    weights = None
+    if footprint and context is not None:
+        weights = context + footprint.kinds.get(Kind.WEIGHTS, 0)
+    for stage, size, published_as in (
+        ("idle", 0, "idle"),
+        ("context", context, "one tiny tensor on the GPU (context and kernels)"),
+        ("weights", weights, "model weights loaded"),
+    ):
+        printed = tuple((line.machine, line.mib * MIB) for line in baselines() if line.what == published_as)
+        yield StageLine(stage=stage, predicted_bytes=size, published=printed)
+    trained = tuple((then.published.machine, then.published_bytes) for then in result.vanilla.then)
+    yield StageLine(
+        stage=f"training ({VANILLA})", predicted_bytes=result.vanilla.predicted_bytes, published=trained
+    )
+
+
+def show_rate(samples_per_second: float | None) -> str:
+    """Return samples per second with two digits; empty where they are not known."""
+    return f"{samples_per_second:.2f}" if samples_per_second else UNKNOWN
+
+
+def show_size(size: int | None) -> str:
+    """Return a size in MiB; empty where it is not known."""
+    return UNKNOWN if size is None else show_mib(size)
+
+
+def show_share(part: float | None, whole: float | None, places: int = 1) -> str:
+    """Return `change` in percent."""
+    return show_with_sign(change(part, whole), places)
+
+
+def show_with_sign(share: float | None, places: int = 1) -> str:
+    """Return a share in percent, with its sign; empty where it is not known."""
+    return UNKNOWN if share is None else f"{100 * share:+.{places}f} %"

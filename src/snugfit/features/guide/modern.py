@@ -1,0 +1,122 @@
+"""Today's best recipe for each of the guide's experiments: the same job, and no more memory than it takes.
+
+One plan answers for all experiments on one job. Its front has, for each amount of memory, the fastest recipe
+that fits; of two that differ by less than 3 % of their bytes it may have the faster alone. Where this GPU
+cannot run an experiment, or it does not fit, all of the GPU's memory may be used.
+
+Plans are made by a caller: planning is on the same floor as this room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from snugfit.features.guide.predictions import PredictionRequest, predict_all
+from snugfit.features.guide.result import (
+    GuideResult,
+    GuideRow,
+    LargeModelRow,
+    ModernRow,
+    TakenInstead,
+)
+from snugfit.features.guide.suite import LargeModel, job_of, large_models, suite
+from snugfit.job.gpu import find_gpu
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+    from snugfit.results.prediction import Prediction
+    from snugfit.results.speed import StepSpeed
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontRecipe:
+    """A recipe of a plan's front, with what it takes."""
+
+    recipe: Recipe
+    needed_bytes: int
+    """What must be free on the GPU."""
+    speed: StepSpeed
+    """How fast its step is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedJob:
+    """What a plan for one job says."""
+
+    front: tuple[FrontRecipe, ...]
+    """Recipes than which no other is both as fast and as small."""
+    doubts: tuple[str, ...] = ()
+    """What is uncertain in it, as sentences."""
+
+
+def with_modern(result: GuideResult, plan_of: Callable[[Job], PlannedJob]) -> GuideResult:
+    """The result with the best recipe of today for each experiment. `plan_of` plans a job for the result's
+    GPU, and is asked once for each job that there is."""
+    jobs = {experiment.name: experiment.job() for experiment in suite()}
+    plans: dict[str, PlannedJob] = {}
+    for job in jobs.values():
+        if str(job.to_json()) not in plans:
+            plans[str(job.to_json())] = plan_of(job)
+    rows = [
+        _modern_row(row, plans[str(jobs[row.name].to_json())].front, result.memory_bytes)
+        for row in result.rows
+    ]
+    doubts = [doubt for planned in plans.values() for doubt in planned.doubts]
+    return replace(result, modern=tuple(rows), doubts=tuple(dict.fromkeys((*result.doubts, *doubts))))
+
+
+def _modern_row(row: GuideRow, front: Sequence[FrontRecipe], gpu_bytes: int | None) -> ModernRow:
+    """The fastest recipe of the front within the experiment's memory."""
+    memory = row.predicted_bytes if row.fits else gpu_bytes
+    modern = ModernRow(name=row.name, memory_bytes=memory)
+    fitting = [one for one in front if memory is None or one.needed_bytes <= memory]
+    if not fitting:
+        return replace(modern, why_none="no recipe of the plan is as small")
+    best = min(fitting, key=lambda one: one.speed.step_seconds)
+    then = row.predicted_speed if row.fits else None
+    if then and then.step_seconds <= best.speed.step_seconds:
+        return replace(modern, why_none="no recipe of the plan is faster in as little memory")
+    return replace(
+        modern,
+        recipe=str(best.recipe),
+        needed_bytes=best.needed_bytes,
+        speed=best.speed,
+        instead=() if row.refused else _instead(Recipe.parse(row.recipe), best.recipe),
+    )
+
+
+def _instead(then: Recipe, now: Recipe) -> tuple[TakenInstead, ...]:
+    return tuple(
+        TakenInstead(slot=slot.value, then=str(then[slot]), now=str(now[slot]))
+        for slot in Slot
+        if then[slot] != now[slot]
+    )
+
+
+def with_large_models(
+    result: GuideResult, *, workers: int = 1, tell: Callable[[str], None] = lambda about: None
+) -> GuideResult:
+    """The result with models for which the guide turns to DeepSpeed, each on a GPU of its own; `workers`
+    processes predict them, and `tell` hears of each."""
+    models = large_models()
+    requests = [
+        PredictionRequest(
+            about=model.name, job=job_of(model.job), recipe=model.recipe, gpu=find_gpu(model.gpu)
+        )
+        for model in models
+    ]
+    answers = predict_all(requests, workers=workers, tell=tell)
+    rows = [_large_model_row(model, answer) for model, answer in zip(models, answers, strict=True)]
+    doubts = [doubt for answer in answers if not isinstance(answer, str) for doubt in answer.doubts]
+    return replace(result, large_models=tuple(rows), doubts=tuple(dict.fromkeys((*result.doubts, *doubts))))
+
+
+def _large_model_row(model: LargeModel, answer: Prediction | str) -> LargeModelRow:
+    row = LargeModelRow(name=model.name, gpu=find_gpu(model.gpu).name, recipe=model.recipe, why=model.why)
+    if isinstance(answer, str):
+        return replace(row, refused=answer)
+    return replace(row, needed_bytes=answer.needed_bytes, fits=answer.fits, speed=answer.speed)

@@ -1,0 +1,133 @@
+"""Bytes per parameter of every optimizer, beside the guide's rule of thumb.
+
+The rule is a sum of constants: 6 bytes for weights in mixed precision, 4 for gradients, 8, 4 or 2 for the
+optimizer's states; 18 to train, 6 to infer. Here each figure is read off a rehearsed step of a real model,
+on a batch so small that activations hardly count: what is there at the peak, by kind, over the number of
+parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from snugfit.errors import RecipeError
+from snugfit.features.guide.predictions import PredictionRequest
+from snugfit.features.guide.suite import anatomy, job_of
+from snugfit.job.job import Phase
+from snugfit.results.footprint import Kind
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.roster import techniques
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    from snugfit.job.gpu import Gpu
+    from snugfit.job.job import Job
+    from snugfit.results.prediction import Prediction
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Of a weight, by its dtype."""
+PURE = "bf16_pure"
+"""The precision of optimizers that take none but its weights."""
+INFERENCE = "inference"
+"""In the optimizer's place for an evaluation, which has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerParameter:
+    """Bytes per parameter of one optimizer on one model, at the peak of a step on a tiny batch."""
+
+    model: str
+    optimizer: str
+    """The technique's name, or `inference`."""
+    precision: str = ""
+    """The precision that it was predicted in."""
+    weights: float = 0.0
+    """Without the copies that autocast makes."""
+    copies: float = 0.0
+    """Autocast's 16-bit copies that are there at the peak."""
+    gradients: float = 0.0
+    states: float = 0.0
+    rest: float = 0.0
+    """Everything else at the peak: temporaries of the update above all."""
+    peak: str = ""
+    """The phase that the peak is in."""
+    rule_states: float | None = None
+    """The guide's bytes for these states; None where it has no rule."""
+    rule_total: float | None = None
+    """The guide's bytes in total."""
+    refused: str = ""
+    """Why there is no prediction."""
+
+    @property
+    def total(self) -> float:
+        """The sum of all kinds, in bytes per parameter."""
+        return self.weights + self.copies + self.gradients + self.states + self.rest
+
+
+def per_parameter_requests(gpu: Gpu) -> list[PredictionRequest]:
+    """One for every optimizer of the roster, and one for inference, on each of the guide's models."""
+    precision = anatomy()["precision"]
+    requests = []
+    for facts in anatomy()["jobs"]:
+        job = job_of(facts)
+        for technique in techniques():
+            if technique.slot is Slot.OPTIMIZER:
+                recipe = _recipe_of(technique.name, job, precision)
+                requests.append(PredictionRequest(about=technique.name, job=job, recipe=recipe, gpu=gpu))
+        job = job_of({**facts, "phase": Phase.EVALUATE})
+        requests.append(PredictionRequest(about=INFERENCE, job=job, recipe=precision, gpu=gpu))
+    return requests
+
+
+def _recipe_of(optimizer: str, job: Job, precision: str) -> str:
+    """This optimizer in the guide's precision, or in bfloat16 throughout where it takes no other weights."""
+    recipes = [f"{one} + {optimizer}" for one in (precision, PURE)]
+    return next((one for one in recipes if _goes(one, job)), recipes[0])
+
+
+def _goes(recipe: str, job: Job) -> bool:
+    try:
+        Recipe.parse(recipe).check(job, installed=False)
+    except RecipeError:
+        return False
+    return True
+
+
+def per_parameter(
+    requests: Sequence[PredictionRequest], answers: Sequence[Prediction | str]
+) -> tuple[PerParameter, ...]:
+    """One line for each of `per_parameter_requests` and its answer."""
+    return tuple(_line(request, answer) for request, answer in zip(requests, answers, strict=True))
+
+
+def _trained_dtype(request: PredictionRequest) -> str:
+    return Recipe.parse(request.recipe).setup().trained_dtype(request.job)
+
+
+def _line(request: PredictionRequest, answer: Prediction | str) -> PerParameter:
+    rule = anatomy()["rule"]
+    precision = Recipe.parse(request.recipe)[Slot.PRECISION].name
+    line = PerParameter(model=request.job.model.name, optimizer=request.about, precision=precision)
+    if request.about == INFERENCE:
+        line = replace(line, rule_states=0, rule_total=rule["inference"])
+    elif request.about in rule["states_of"]:
+        states = rule["states_of"][request.about]
+        line = replace(line, rule_states=states, rule_total=rule["weights"] + rule["gradients"] + states)
+    if isinstance(answer, str):
+        return replace(line, refused=answer)
+    footprint = answer.footprint
+    kinds = dict(footprint.kinds)
+    parameters = kinds[Kind.WEIGHTS] / BYTES[_trained_dtype(request)]
+    parts = (Kind.WEIGHTS, Kind.CACHES, Kind.GRADIENTS, Kind.OPTIMIZER_STATES)
+    weights, copies, gradients, states = (kinds.pop(kind, 0) / parameters for kind in parts)
+    return replace(
+        line,
+        weights=weights,
+        copies=copies,
+        gradients=gradients,
+        states=states,
+        rest=sum(kinds.values()) / parameters,
+        peak=footprint.at.phase if footprint.at else "",
+    )

@@ -1,0 +1,126 @@
+"""Memory and speed of all experiments as bars: predicted, measured and published side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from snugfit.features.guide.result import GuideResult, GuideRow, ModernRow, PublishedPrediction
+from snugfit.features.guide.suite import machines
+from snugfit.features.guide.tables import render
+from snugfit.report.page.bars import BarGroup, bars
+from snugfit.report.page.picture import Picture
+from snugfit.report.pictures import PageParts
+from snugfit.results.speed import StepSpeed
+from snugfit.units import GIB
+
+Figure = StepSpeed | float | None
+
+
+class Series(NamedTuple):
+    """One colour of bars."""
+
+    label: str
+    """As the legend has it."""
+
+    values: tuple[float | None, ...]
+    """One for each experiment; None where there is none."""
+
+    ranges: tuple[tuple[float, float] | None, ...]
+    """Between which values each lies, where that is known."""
+
+
+def page_parts(result: GuideResult) -> PageParts:
+    """Return the page and the plot of a result."""
+    memory = memory_series(result)
+    pictures = [
+        _picture(
+            result, "GPU memory of the guide's experiments, in GiB", memory, _number(result.memory_bytes, GIB)
+        ),
+        _picture(result, "Samples per second of the guide's experiments", speed_series(result)),
+    ]
+    title = f"The single-GPU guide's experiments on {result.gpu}"
+    return PageParts(title, [], pictures, render(result), result.doubts)
+
+
+def _picture(
+    result: GuideResult, title: str, series: Sequence[Series], bound: float | None = None
+) -> Picture:
+    groups = [
+        BarGroup(
+            row.name,
+            [one.values[number] for one in series],
+            row.why_refused,
+            [one.ranges[number] for one in series],
+        )
+        for number, row in enumerate(result.rows)
+    ]
+    labels = [one.label for one in series]
+    words = f"memory, {result.gpu}"
+    return bars(title, groups, labels, "{:.2f}".format, bound=bound, bound_words=words)
+
+
+def memory_series(result: GuideResult) -> list[Series]:
+    """GiB of GPU memory: predicted, measured, published, and predicted for the published machine."""
+    return _series(
+        result,
+        lambda row: row.predicted_bytes,
+        lambda row: row.measured_bytes,
+        lambda row: row.needed_bytes,
+        lambda then: then.predicted_bytes,
+        lambda then: then.published_bytes,
+        unit=GIB,
+    )
+
+
+def speed_series(result: GuideResult) -> list[Series]:
+    """Samples per second: predicted with their spread, measured, published, and predicted for the published
+    machine."""
+    return _series(
+        result,
+        lambda row: row.predicted_speed,
+        lambda row: row.timing.samples_per_second if row.timing else None,
+        lambda row: row.speed,
+        lambda then: then.predicted_speed,
+        lambda then: then.published.samples_per_second,
+    )
+
+
+def _series(
+    result: GuideResult,
+    predicted: Callable[[GuideRow], Figure],
+    measured: Callable[[GuideRow], Figure],
+    today: Callable[[ModernRow], Figure],
+    predicted_then: Callable[[PublishedPrediction], Figure],
+    published: Callable[[PublishedPrediction], Figure],
+    unit: int = 1,
+) -> list[Series]:
+    """Return a series for each origin of figures that has one."""
+    rows, modern = result.rows, {row.name: row for row in result.modern}
+    figures: dict[str, list[Figure]] = {
+        f"predicted, {result.gpu}": [*map(predicted, rows)],
+        f"measured, {result.device}": [*map(measured, rows)],
+        f"today's best recipe, {result.gpu}": [
+            today(modern[row.name]) if row.name in modern else None for row in rows
+        ],
+    }
+    for machine in machines().values():
+        thens = [row.then_on(machine.name) for row in rows]
+        label = f"predicted, {machine.gpu}, {machine.software} software"
+        figures[label] = [predicted_then(then) if then else None for then in thens]
+        label = f"published, {machine.gpu or f'{machine.name}, GPU not named'}"
+        figures[label] = [published(then) if then else None for then in thens]
+    return [
+        Series(
+            label,
+            tuple(_number(one, unit) for one in values),
+            tuple(one.samples_range if isinstance(one, StepSpeed) else None for one in values),
+        )
+        for label, values in figures.items()
+        if any(one is not None for one in values)
+    ]
+
+
+def _number(figure: Figure, unit: int) -> float | None:
+    figure = figure.samples_per_second if isinstance(figure, StepSpeed) else figure
+    return None if figure is None else figure / unit

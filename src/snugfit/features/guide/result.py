@@ -1,0 +1,165 @@
+"""The result of the guide's suite: its experiments as predicted, measured and published."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from snugfit.documents import encode_fields
+from snugfit.features.guide.per_parameter import PerParameter
+from snugfit.features.guide.suite import VANILLA, Published, WithoutFigure, source
+from snugfit.results.footprint import Footprint, Timing
+from snugfit.results.speed import StepSpeed
+from snugfit.units import MIB
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedPrediction:
+    """A published figure, and the prediction for its machine under the software of its time."""
+
+    published: Published
+    predicted_bytes: int | None = None
+    """NVML bytes; None when the machine names no GPU."""
+    predicted_speed: StepSpeed | None = None
+    """None when the machine names no GPU, or its rates are not known."""
+
+    @property
+    def published_bytes(self) -> int:
+        """The printed MiB in bytes."""
+        return self.published.mib * MIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuideRow:
+    """One experiment as predicted, measured and published."""
+
+    name: str
+    recipe: str
+    loop: str
+    predicted: Footprint | None = None
+    """For the GPU that was named."""
+    fits: bool | None = None
+    """Whether it is predicted to fit there."""
+    predicted_speed: StepSpeed | None = None
+    """For the GPU that was named; None where its rates are not known."""
+    measured: Footprint | None = None
+    timing: Timing | None = None
+    """As measured on this machine."""
+    outcome: str | None = None
+    """How the measured run ended."""
+    then: tuple[PublishedPrediction, ...] = ()
+    """One for each published figure."""
+    refused: str = ""
+    """Why there is no prediction."""
+
+    @property
+    def predicted_bytes(self) -> int | None:
+        """Predicted use of the GPU: NVML bytes, or reserved ones where no context is known."""
+        return (self.predicted.nvml_bytes or self.predicted.reserved_bytes) if self.predicted else None
+
+    @property
+    def measured_bytes(self) -> int | None:
+        """Measured use of the GPU: NVML bytes, or reserved ones where NVML does not answer."""
+        return (self.measured.nvml_bytes or self.measured.reserved_bytes) if self.measured else None
+
+    @property
+    def why_refused(self) -> str:
+        """The reason alone, in one line."""
+        return self.refused.strip().rpartition("\n")[2]
+
+    def then_on(self, machine: str) -> PublishedPrediction | None:
+        """What was published of it on this machine, with its prediction; None where nothing was."""
+        return next((one for one in self.then if one.published.machine == machine), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakenInstead:
+    """A slot that today's recipe fills otherwise than the experiment."""
+
+    slot: str
+    """The slot's own name."""
+    then: str
+    """What the experiment has in it."""
+    now: str
+    """What today's recipe has in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModernRow:
+    """An experiment's job, and the fastest recipe of today within the memory that the experiment takes."""
+
+    name: str
+    """As the guide calls the experiment."""
+    memory_bytes: int | None
+    """What may be used: as much as the experiment takes, or all of a GPU that cannot run it."""
+    recipe: str = ""
+    """In the notation of recipes; empty where there is none faster."""
+    needed_bytes: int | None = None
+    """What it takes of the GPU."""
+    speed: StepSpeed | None = None
+    """How fast its step is."""
+    instead: tuple[TakenInstead, ...] = ()
+    """Slot by slot what it changes in the experiment's recipe, where that can run."""
+    why_none: str = ""
+    """Why there is no recipe."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargeModelRow:
+    """A large model with DeepSpeed or without, predicted."""
+
+    name: str
+    """Model and way of training."""
+    gpu: str
+    """The GPU that it is predicted for."""
+    recipe: str
+    why: str
+    """Why nothing has to be offloaded."""
+    needed_bytes: int | None = None
+    """What it takes of that GPU."""
+    fits: bool | None = None
+    """Whether it is predicted to fit."""
+    speed: StepSpeed | None = None
+    """Of its step; None where it is not predicted."""
+    refused: str = ""
+    """Why there is no prediction."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuideResult:
+    """The suite's rows and what follows from them."""
+
+    source: str = field(default_factory=source)
+    """The address of the page with the published figures."""
+    gpu: str
+    """The GPU that the predictions are for."""
+    memory_bytes: int | None
+    """Usable bytes of that GPU."""
+    rows: tuple[GuideRow, ...]
+    """The experiments, vanilla first."""
+    per_parameter: tuple[PerParameter, ...] = ()
+    """With `--optimizers`: bytes per parameter, by model and optimizer."""
+    without_figures: tuple[WithoutFigure, ...] = ()
+    """What the guide names and gives no figure of, chapter by chapter."""
+    modern: tuple[ModernRow, ...] = ()
+    """With `--modern`: the best recipe of today, experiment by experiment."""
+    large_models: tuple[LargeModelRow, ...] = ()
+    """With `--modern`: models for which the guide turns to DeepSpeed."""
+    device: str | None = None
+    """The device that was measured; None when nothing was."""
+    versions: Mapping[str, str]
+    """Of the packages that predicted."""
+    doubts: tuple[str, ...] = ()
+    """What is uncertain in the predictions, as sentences."""
+
+    @property
+    def vanilla(self) -> GuideRow:
+        """The row that the others are compared with."""
+        return next(row for row in self.rows if row.name == VANILLA)
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that `snugfit guide` writes."""
+        return {"schema": SCHEMA, "what": "guide", **encode_fields(self)}

@@ -1,0 +1,150 @@
+"""Runs the guide's suite: every experiment predicted, measured where there is a GPU, and as published.
+
+`run` asks three things of each experiment: what it would take on the GPU that was named, under the software
+that is installed; what it takes here, when it is measured; and, for each published figure whose machine names
+its GPU, what it would have taken there under the software of the time. An experiment that cannot be predicted
+(a technique that this GPU cannot do, a package that is missing) keeps its row and says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from snugfit.errors import SnugfitError
+from snugfit.features.guide.per_parameter import per_parameter, per_parameter_requests
+from snugfit.features.guide.predictions import PredictionRequest, RequestKey, predict_all
+from snugfit.features.guide.result import GuideResult, GuideRow, PublishedPrediction
+from snugfit.features.guide.suite import GuideExperiment, Published, machines, suite, without_figures
+from snugfit.job.gpu import find_gpu
+from snugfit.prediction.device import policy_for
+from snugfit.prediction.profile import Software
+from snugfit.techniques.recipe import Recipe
+
+if TYPE_CHECKING:
+    from snugfit.job.gpu import Gpu
+    from snugfit.results.prediction import Prediction
+
+Answers = dict[RequestKey, "Prediction | str"]
+"""Each request's prediction, or why there is none."""
+
+
+def run(
+    gpu: Gpu,
+    *,
+    measure: bool = False,
+    optimizers: bool = False,
+    ledger: Path | None = None,
+    workers: int = 1,
+    tell: Callable[[str], None] = lambda line: None,
+) -> GuideResult:
+    """The whole suite for `gpu`; with `measure` each experiment also runs here, in a process of its own, and
+    with `optimizers` the result has the bytes per parameter of each.
+
+    `workers` processes predict in parallel. `tell` is called with what is being done. Raises `SnugfitError`
+    when no experiment can be predicted, `GpuError` for a GPU that no step runs on.
+    """
+    policy_for(gpu, Software())  # which refuses a GPU that no step runs on
+    experiments = suite()
+    requests = [request for experiment in experiments for request in _requests(experiment, gpu)]
+    byte_requests = per_parameter_requests(gpu) if optimizers else []
+    predictions = predict_all([*requests, *byte_requests], workers=workers, tell=tell)
+    answers: Answers = {
+        request.key: prediction for request, prediction in zip(requests, predictions, strict=False)
+    }
+    rows = [_row(experiment, gpu, answers) for experiment in experiments]
+    if all(row.predicted is None for row in rows):
+        raise SnugfitError(f"No experiment of the guide could be predicted. The first: {rows[0].refused}")
+    device = None
+    if measure:
+        rows, device = _measure_all(rows, experiments, ledger, tell)
+    doubts = [
+        doubt
+        for request in requests
+        if request.gpu == gpu and not isinstance(prediction := answers[request.key], str)
+        for doubt in prediction.doubts
+    ]
+    return GuideResult(
+        gpu=gpu.name,
+        memory_bytes=gpu.memory_bytes,
+        rows=tuple(rows),
+        per_parameter=per_parameter(byte_requests, predictions[len(requests) :]),
+        without_figures=without_figures(),
+        device=device,
+        versions=dict(next(answer.versions for answer in predictions if not isinstance(answer, str))),
+        doubts=tuple(dict.fromkeys(doubts)),
+    )
+
+
+def _requests(experiment: GuideExperiment, gpu: Gpu) -> Iterator[PredictionRequest]:
+    """One for the GPU that was named, and one for each machine that published a result and names its GPU."""
+    yield _request(experiment, gpu)
+    for published in experiment.published:
+        request = _request_then(experiment, published)
+        if request is not None:
+            yield request
+
+
+def _request(experiment: GuideExperiment, gpu: Gpu, software: str = "installed") -> PredictionRequest:
+    return PredictionRequest(
+        about=experiment.name,
+        job=experiment.job(),
+        recipe=experiment.recipe,
+        gpu=gpu,
+        loop=experiment.loop,
+        software=software,
+    )
+
+
+def _request_then(experiment: GuideExperiment, published: Published) -> PredictionRequest | None:
+    """For the machine and the software of a published figure; None where it names no GPU."""
+    machine = machines()[published.machine]
+    if machine.gpu is None or machine.software is None:
+        return None
+    return _request(experiment, find_gpu(machine.gpu), machine.software)
+
+
+def _row(experiment: GuideExperiment, gpu: Gpu, answers: Answers) -> GuideRow:
+    row = GuideRow(
+        name=experiment.name,
+        recipe=experiment.recipe,
+        loop=experiment.loop,
+        then=tuple(_then(experiment, published, answers) for published in experiment.published),
+    )
+    answer = answers[_request(experiment, gpu).key]
+    if isinstance(answer, str):
+        return replace(row, refused=answer)
+    return replace(row, predicted=answer.footprint, fits=answer.fits, predicted_speed=answer.speed)
+
+
+def _then(experiment: GuideExperiment, published: Published, answers: Answers) -> PublishedPrediction:
+    request = _request_then(experiment, published)
+    answer = answers[request.key] if request else ""
+    if isinstance(answer, str):
+        return PublishedPrediction(published=published)
+    return PublishedPrediction(
+        published=published, predicted_bytes=answer.footprint.nvml_bytes, predicted_speed=answer.speed
+    )
+
+
+def _measure_all(
+    rows: list[GuideRow],
+    experiments: tuple[GuideExperiment, ...],
+    ledger: Path | None,
+    tell: Callable[[str], None],
+) -> tuple[list[GuideRow], str | None]:
+    """The rows, those measured here that could be predicted, and the device's name."""
+    from snugfit.measurement.measure import measure
+
+    measured_rows, device = [], None
+    for row, experiment in zip(rows, experiments, strict=True):
+        if row.refused:
+            measured_rows.append(row)
+            continue
+        tell(f"measuring {experiment.name}")
+        run = measure(experiment.job(), Recipe.parse(row.recipe), loop=row.loop, ledger=ledger)
+        device = run.device.name
+        measured_rows.append(replace(row, measured=run.footprint, timing=run.timing, outcome=run.outcome))
+    return measured_rows, device

@@ -1,0 +1,204 @@
+"""The guide's experiments as data: what was done, what was published, and the recipe for it in our notation.
+
+The figures are those of Hugging Face's "Efficient training on a single GPU" (transformers v4.25 docs),
+carried in `guide.json` with the machines that they come from. A published row belongs to a machine; a
+machine that names its GPU also says which software it ran, and only there can the row be predicted.
+
+The chapters on DeepSpeed and on torch.compile (the page's next revision) give no figures. What they name is
+listed with what has become of it, and where it is not predicted, with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
+
+VANILLA = "vanilla"
+"""The experiment that the others are compared with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A machine that published figures come from."""
+
+    name: str
+    """As `guide.json` calls it."""
+    gpu: str | None
+    """None where the authors name none."""
+    note: str
+    """What else is known of it."""
+    software: str | None = None
+    """The software profile of the time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """One published result of an experiment."""
+
+    machine: str
+    mib: int
+    """GPU memory in use after training, by NVML, in MiB."""
+    seconds: float | None = None
+    """Of the whole training."""
+    samples_per_second: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuideExperiment:
+    """One row of the suite: a name, a recipe, and what was published about it."""
+
+    name: str
+    """As the guide calls it."""
+    recipe: str
+    """In the notation of today's recipes."""
+    loop: str = "plain"
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the job that differ from the guide's own."""
+    published: tuple[Published, ...] = ()
+    """One result for each machine."""
+
+    def job(self) -> Job:
+        """The guide's job, with this experiment's changes."""
+        return job_of({**_guide()["job"], **self.changes})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One line of the guide's first table, in the guide's words."""
+
+    method: str
+    experiments: tuple[str, ...]
+    """Names of the experiments that show it; none where it is not predicted."""
+    speed: str
+    """Whether it helps speed."""
+    memory: str
+    """Whether it helps memory; brackets mean `hardly`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithoutFigure:
+    """What the guide names and gives no figure of."""
+
+    chapter: str
+    """Where it stands there: `torch.compile` or `DeepSpeed`."""
+    name: str
+    """As the guide calls it."""
+    guide: str
+    """What the guide says of it."""
+    status: str
+    """`predicted`, `not predicted`, or `gone`: what it names is no longer in torch."""
+    today: str
+    """What has become of it, and why there is no prediction."""
+    instead: str = ""
+    """Recipes that do its work today; empty where nothing of it concerns training."""
+    experiment: str = ""
+    """Name of the experiment that predicts it; empty where none does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargeModel:
+    """A model for which the guide turns to DeepSpeed, and a recipe with it or of today without."""
+
+    name: str
+    """Model and way of training."""
+    job: Mapping[str, Any]
+    """Its fields, as `job_of` takes them."""
+    gpu: str
+    """A GPU that it is meant to fit."""
+    recipe: str
+    """In the notation of recipes."""
+    why: str
+    """What is offloaded, or why nothing has to be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """GPU memory before any training, as published."""
+
+    machine: str
+    what: str
+    """What had happened until then."""
+    mib: int
+    """By NVML, in MiB."""
+
+
+def suite() -> tuple[GuideExperiment, ...]:
+    """The guide's experiments, vanilla first."""
+    return tuple(
+        GuideExperiment(
+            name=row["name"],
+            recipe=row["recipe"],
+            loop=row.get("loop", "plain"),
+            changes=row.get("job", {}),
+            published=tuple(Published(**printed) for printed in row["published"]),
+        )
+        for row in _guide()["experiments"]
+    )
+
+
+def machines() -> dict[str, Machine]:
+    """The machines of the published figures, by name."""
+    keys = ("gpu", "note", "software")
+    return {
+        name: Machine(name=name, **{key: facts[key] for key in keys if key in facts})
+        for name, facts in _guide()["machines"].items()
+    }
+
+
+def source() -> str:
+    """The address of the page with the published figures."""
+    return str(_guide()["source"])
+
+
+def baselines() -> tuple[Baseline, ...]:
+    """Memory before training, as published."""
+    return tuple(Baseline(**line) for line in _guide()["baselines"])
+
+
+def methods() -> tuple[Method, ...]:
+    """The guide's first table."""
+    return tuple(
+        Method(**{**line, "experiments": tuple(line["experiments"])}) for line in _guide()["methods"]
+    )
+
+
+def without_figures() -> tuple[WithoutFigure, ...]:
+    """What the chapters on torch.compile and DeepSpeed name."""
+    return tuple(WithoutFigure(**line) for line in _guide()["without_figures"])
+
+
+def large_models() -> tuple[LargeModel, ...]:
+    """The jobs that take the place of the guide's chapter on DeepSpeed."""
+    return tuple(LargeModel(**line) for line in _guide()["large_models"])
+
+
+def anatomy() -> Mapping[str, Any]:
+    """The guide's rules of bytes per parameter, the jobs that test them, and why they differ."""
+    return dict(_guide()["anatomy"])
+
+
+def own_gpu() -> str:
+    """The GPU that the guide's own figures come from."""
+    return next(machine.gpu for machine in machines().values() if machine.gpu)
+
+
+def job_of(facts: Mapping[str, Any]) -> Job:
+    """The job of a few fields, with its model by name and its task as text. The guide makes its models in
+    fp32."""
+    return Job(
+        **{"dtype": "float32", **facts, "model": Model.find(facts["model"]), "task": Task(facts["task"])}
+    )
+
+
+@cache
+def _guide() -> dict[str, Any]:
+    text = files("snugfit.features.guide").joinpath("guide.json").read_text(encoding="utf-8")
+    guide: dict[str, Any] = json.loads(text)
+    return guide
