@@ -25,6 +25,7 @@ from snugfit.planning.cost.timer import GpuTimers, SingleGpuTimer
 from snugfit.planning.fleet.search_gpus import _search as search_for_gpus
 from snugfit.planning.keep import kept_of
 from snugfit.planning.plan import NEARLY_AS_SMALL
+from snugfit.planning.search.best_first import BestFirst
 from snugfit.planning.search.recomputing import PEAK_SHARE, RecomputingKinds
 from snugfit.planning.search.search import plan, search
 from snugfit.planning.search.simpler import AS_FAST
@@ -579,7 +580,7 @@ def test_what_cannot_be_is_refused_before_any_work(
 @pytest.mark.whole
 def test_recipes_that_all_fail_after_the_screening_are_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefix tuning under one version of transformers: bounds could be told, and no recipe be rehearsed."""
-    monkeypatch.setattr(SearchState, "judge_all", lambda *arguments, **more: None)
+    monkeypatch.setattr(BestFirst, "run", lambda *arguments: None)
     with pytest.raises(SnugfitError, match="No recipe could be simulated"):
         plan(small_job("bert", 1), gpu="h200", fidelity="same", workers=1, keep=f"adamw + {FEW}")
 

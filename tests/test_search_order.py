@@ -10,7 +10,9 @@ from small_models import small_job
 from snugfit.planning.cost.figures import Bound, Figures
 from snugfit.planning.cost.parts import FullCheck
 from snugfit.planning.keep import kept_of
+from snugfit.planning.search.best_first import BestFirst
 from snugfit.planning.search.reasons import explain
+from snugfit.planning.search.recomputing import RecomputingKinds
 from snugfit.planning.search.screening import screen
 from snugfit.planning.search.some_layers import least_of_some
 from snugfit.planning.search.space import Space, space_of
@@ -87,29 +89,26 @@ def test_what_is_compiled_alike_goes_to_one_worker() -> None:
     assert len({repr(setup) for setup in alike if setup.compile}) == len(programs[0])
 
 
-def test_a_worker_that_would_wait_judges_ahead_and_no_more() -> None:
-    workers = Known(), Known()
-    candidates = [n for n, one in enumerate(space().candidates) if one.setup.compile is None]
-    state = SearchState(
-        space(), bounds={n: Bound(1, seconds_of(space().candidates[n].setup)) for n in candidates}
-    )
-    first, second, *_ = state.by_trace(candidates)
-    state.judge_all(WorkerPool(list(workers)), lambda what: None, among=first)
-    assert set(state.judged) == {*first, *second}
-    alone = SearchState(space(), bounds=dict(state.bounds))
-    alone.judge_all(WorkerPool([Known()]), lambda what: None, among=first)
-    assert set(alone.judged) == set(first)
+def run_best_first(workers: int) -> tuple[list[Known], SearchState]:
+    told = [Known() for _ in range(workers)]
+    state = SearchState(space())
+    kinds = RecomputingKinds([state], WorkerPool(list(told)), lambda what: None)
+    BestFirst(state, kinds, lambda what: None).run(WorkerPool(list(told)))
+    return told, state
 
 
-def test_what_is_much_slower_than_what_is_rehearsed_is_not_judged_ahead() -> None:
-    candidates = [n for n, one in enumerate(space().candidates) if one.setup.compile is None]
-    bounds = {n: Bound(1, seconds_of(space().candidates[n].setup)) for n in candidates}
-    state = SearchState(space(), bounds=bounds)
-    least = min(one.seconds for one in bounds.values())
-    assert state.ahead(least * 0.9).ask(0) is None
-    question = state.ahead(least).ask(0)
-    assert question is not None
-    assert bounds[question.number].seconds == least
+def test_one_worker_judges_the_fastest_and_nothing_that_it_dominates() -> None:
+    told, state = run_best_first(1)
+    fastest = min(range(len(space().candidates)), key=lambda n: seconds_of(space().candidates[n].setup))
+    assert state.front() == [fastest]
+    assert told[0].judged == [space().candidates[n].setup for n in state.judged]
+    assert {space().candidates[n].trace for n in state.judged} == {space().candidates[fastest].trace}
+
+
+def test_compiled_layers_are_lowered_by_one_worker_each() -> None:
+    told, _ = run_best_first(2)
+    programs = [{program_of(s) for s in (*one.screened, *one.judged) if s.compile} for one in told]
+    assert programs[0].isdisjoint(programs[1])
 
 
 def test_some_layers_are_bounded_by_a_bound_of_keeping_all() -> None:

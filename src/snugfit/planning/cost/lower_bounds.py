@@ -239,7 +239,9 @@ class _PassesBounds:
         recomputed and so keeps its input alone."""
         if len(self.fit.depths) < 2:
             return 0
-        layers = None if setup.checkpoint == EVERY_LAYER else 0
+        # autocast keeps copies of the layers' weights until the forward pass ends, compiled layers keep none
+        keeps_inputs = setup.checkpoint == EVERY_LAYER and setup.autocast is None
+        layers = None if keeps_inputs else 0
         return int(self._standing(setup) + self._rise(setup, outside_layers, layers=layers))
 
     def in_programs(self, setup: Setup) -> int:

@@ -41,7 +41,7 @@ from snugfit.planning.cost.figures import Bound
 from snugfit.planning.search.budgets import BUDGET_SHARE, Budgets
 from snugfit.planning.search.compiled_kinds import CompiledKinds
 from snugfit.planning.search.other_sizes import OtherSizes
-from snugfit.planning.search.screening import screen
+from snugfit.planning.search.screening import Screening, screen
 from snugfit.planning.search.some_layers import least_of_some, least_of_spans
 from snugfit.planning.search.state import MEMORY_RESOLUTION
 from snugfit.planning.search.twins import PEAK_SHARE, ROUNDING, OnGpus, Twins, is_below
@@ -67,11 +67,6 @@ NOTHING = Bound(0, 0.0)
 
 KINDS_AT_A_TIME = 8
 """Kinds of recomputing that are rehearsed before it is asked again which are needed."""
-
-
-AHEAD_SHARE = 0.25
-"""Share of the least seconds of what is rehearsed by which a candidate that is judged meanwhile may be slower
-(chosen)."""
 
 
 class RecomputingKinds:
@@ -104,6 +99,11 @@ class RecomputingKinds:
         """How many bounds there were after the last that were added."""
         self._none: dict[int, int | None] = {}
         """Of candidates that were asked about, the same without recomputing."""
+        self._on_the_way: dict[int, OnGpus] = {}
+        """Candidates that a worker screens now, with the least that was known of them before."""
+        self._bounds_hold = True
+        """False once a candidate took less than the least that had been known of it: then all kinds are
+        screened that have whole logits and no compiled layers that save memory."""
         for number, candidate in enumerate(self.space.candidates):
             setup = candidate.setup
             if _saves(setup):
@@ -135,29 +135,6 @@ class RecomputingKinds:
         `most` that may be fastest. Which candidates were given them."""
         needed = self._find_needed(is_needed, twins=twins)
         return self._screen(needed, is_needed, most, twins=twins)
-
-    def screen_fastest_first(
-        self,
-        is_needed: Callable[[int, OnGpus], bool],
-        judge_faster: Callable[[float], bool],
-        next_seconds: Callable[[], float],
-    ) -> None:
-        """Give the kinds that are needed their lower bounds, the fastest first, each once all that may be
-        faster was judged. `judge_faster` judges up to some seconds, and returns whether it judged anything;
-        `next_seconds` returns the seconds of what it would judge next. Screening a kind that may be faster
-        than that cannot be avoided."""
-        self._dominated.clear()
-        while needed := self._find_needed(is_needed, twins=False, lasting=True):
-            seconds = {kind: min(map(self._total_seconds, numbers)) for kind, numbers in needed.items()}
-            if judge_faster(min(seconds.values())):
-                continue
-            most = next_seconds()
-            soon = {kind: needed[kind] for kind in needed if seconds[kind] <= most}
-
-            def is_needed_soon(number: int, least: OnGpus, most: float = most) -> bool:
-                return self._total_seconds(number) <= most and is_needed(number, least)
-
-            self._screen(soon, is_needed_soon, KINDS_AT_A_TIME, twins=False)
 
     def _screen(
         self,
@@ -209,41 +186,44 @@ class RecomputingKinds:
             if self._is_known(number)
         )
 
-    def _find_needed(
-        self, is_needed: Callable[[int, OnGpus], bool], *, twins: bool, lasting: bool = False
-    ) -> dict[int, list[int]]:
+    def _find_needed(self, is_needed: Callable[[int, OnGpus], bool], *, twins: bool) -> dict[int, list[int]]:
         """By kind, those that wait and are needed; for many GPUs all of the kind that is to be looked at
-        first, for asking about each costs more than it saves. With `lasting`, what is not needed once is not
-        asked about again."""
-        needed: dict[int, list[int]] = {}
-        dominated = self._dominated if lasting else set[int]()
-
-        def may_be_needed(number: int) -> bool:
-            if number not in dominated and not is_needed(number, self._least(number)):
-                dominated.add(number)
-            return number not in dominated
-
-        for kind, numbers in self.waiting.items():
-            asked = (
-                number
-                for number in numbers
-                if may_be_needed(number)
-                and (twins or not self._saves_nothing(number))
-                and not self._budgets.are_idle(number)
-            )
-            if (first := next(asked, None)) is None:
-                continue
-            some = [first, *asked] if len(self.states) == 1 else numbers
-            if twins or not self._twins.stand_for(kind, some):
-                needed[kind] = some
+        first, for asking about each costs more than it saves."""
+        needed = {
+            kind: numbers
+            for kind in self.waiting
+            if (numbers := self._needed_of(kind, lambda n: is_needed(n, self._least(n)), twins=twins))
+        }
         if len(self.states) == 1 or twins:
             return needed
         firsts = (self._first_of(numbers[0]) for numbers in needed.values())
         return {kind: self.waiting[kind] for kind in (self.space.candidates[n].passes for n in firsts)}
 
+    def _needed_of(self, kind: int, may_be_needed: Callable[[int], bool], *, twins: bool) -> list[int]:
+        """Return the candidates of a waiting kind that are needed; with many GPUs all of them, if one is."""
+        numbers = self.waiting[kind]
+        needed = (
+            number
+            for number in numbers
+            if may_be_needed(number)
+            and (twins or not self._saves_nothing(number))
+            and not self._budgets.are_idle(number)
+        )
+        if (first := next(needed, None)) is None:
+            return []
+        some = [first, *needed] if len(self.states) == 1 else numbers
+        return some if twins or not self._twins.stand_for(kind, some) else []
+
     def _take(self, chosen: Iterable[int]) -> dict[int, OnGpus]:
         """Gives all of these that wait their lower bounds, with all that share their passes. By number, what
         was known of them before."""
+        if taken := self._take_out(chosen):
+            self.add(taken)
+        return taken
+
+    def _take_out(self, chosen: Iterable[int]) -> dict[int, OnGpus]:
+        """Take all of these that wait out of what waits, with all that share their passes and size. By
+        number, what is known of them."""
         candidates = self.space.candidates
         sizes = {candidates[number].sized: candidates[number].passes for number in chosen}
         taken: dict[int, OnGpus] = {}
@@ -252,8 +232,6 @@ class RecomputingKinds:
             taken |= {number: self._least(number) for number in numbers if candidates[number].sized in sizes}
             if left := [number for number in numbers if number not in taken]:
                 self.waiting[kind] = left
-        if taken:
-            self.add(taken, min(least[0].seconds for least in taken.values()))
         return taken
 
     def screen_smallest(self) -> None:
@@ -292,13 +270,15 @@ class RecomputingKinds:
     def _least_of_waiting(self, number: int) -> OnGpus | None:
         return self._least(number) if self._waits(number) else None
 
-    def add(self, numbers: Collection[int], least_seconds: float = 0.0) -> None:
-        """Gives these candidates their lower bounds, of which the fastest may take so many seconds."""
+    def add(self, numbers: Collection[int]) -> None:
+        """Gives these candidates their lower bounds."""
+        state = self.states[0] if len(self.states) == 1 else None
+        self._note(numbers, screen(self.space, self.pool, self.tell, numbers, state))
+
+    def _note(self, numbers: Collection[int], screening: Screening) -> set[int]:
+        """Note the bounds of these candidates; return the candidates of which more is known by that."""
         if len(self.states[0].bounds) != self._known:  # some could not be rehearsed after all
             self._least_known.clear()
-        state = self.states[0] if len(self.states) == 1 else None
-        ahead_seconds = least_seconds * (1 + AHEAD_SHARE)
-        screening = screen(self.space, self.pool, self.tell, numbers, state, ahead_seconds)
         kinds = {self.space.candidates[number].passes for number in numbers} - self._looked_at
         self._looked_at |= kinds
         for index, state in enumerate(self.states):
@@ -306,20 +286,107 @@ class RecomputingKinds:
             state.excluded += screening.excluded
             state.kinds += len(kinds)
         self._known = len(self.states[0].bounds)
-        self._forget_by(screening.bounds)
+        return self._forget_by(screening.bounds)
 
-    def _forget_by(self, learned: Iterable[int]) -> None:
-        """Forgets the least of all that depends on what was learned of these."""
+    def _forget_by(self, learned: Iterable[int]) -> set[int]:
+        """Forgets the least of all that depends on what was learned of these, and returns those."""
         waiting = [*learned]
+        forgotten = set[int]()
         while waiting:
             depend = self._by.pop(waiting.pop(), set())
             for number in depend:
                 self._least_known.pop(number, None)
             waiting += depend
+            forgotten |= depend
+        return forgotten
+
+    @property
+    def others(self) -> list[int]:
+        """The candidates of kinds that never waited and were not screened yet."""
+        done = self.waiting.keys() | self._looked_at
+        return [n for n, one in enumerate(self.space.candidates) if one.passes not in done]
 
     def add_others(self) -> None:
         """Gives the candidates that recompute nothing their lower bounds."""
-        self.add([n for n, one in enumerate(self.space.candidates) if one.passes not in self.waiting])
+        self.add(self.others)
+
+    # ---- one kind at a time ------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin a search in which what cannot matter once never matters again."""
+        self._dominated.clear()
+
+    def needed_of(self, kind: int) -> list[int]:
+        """Return the candidates of a waiting kind that may be on the front by what is known."""
+        if kind not in self.waiting:
+            return []
+        if not self._bounds_hold and not self.rank(kind):
+            return self._needed_of(kind, lambda number: True, twins=True)
+        return self._needed_of(kind, self._may_be_on_front, twins=False)
+
+    def _may_be_on_front(self, number: int) -> bool:
+        if number not in self._dominated and self.states[0].is_dominated(number, self._least(number)[0]):
+            self._dominated.add(number)
+        return number not in self._dominated
+
+    def least_seconds_of(self, numbers: Iterable[int]) -> float:
+        """Return the seconds that the fastest of these waiting candidates takes at least."""
+        return min(map(self._total_seconds, numbers))
+
+    def rank(self, kind: int) -> int:
+        """Return a number that is lower for a kind to screen earlier: what has whole logits or saves nothing
+        bounds the rest."""
+        first = self.waiting[kind][0]
+        return 2 * (first in self._whole) + self._is_compiled_saving(first)
+
+    def next_of(self, numbers: Sequence[int]) -> list[int]:
+        """Return what to screen next for these candidates of one kind, in one rehearsal; nothing while the
+        bounds of that are about to change."""
+        firsts = self._firsts_of(numbers)
+        candidates, first = self.space.candidates, min(firsts, key=self._total_seconds)
+        kind, program = candidates[first].passes, candidates[first].program
+        compiled = candidates[first].setup.compile is not None
+        alike = [
+            number
+            for number in firsts
+            if candidates[number].passes == kind and (not compiled or candidates[number].program == program)
+        ]
+        on_the_way = {candidates[number].passes for number in self._on_the_way}
+        awaited = on_the_way and {candidates[base].passes for n in alike for base in self._bases(n)}
+        return [] if on_the_way.intersection(awaited) else alike
+
+    def _bases(self, number: int) -> Iterator[int]:
+        """Yield candidates whose kinds bound this one, itself among them for its other sizes."""
+        alike = self._compiled.alike(number) if number in self._compiled else None
+        plainer = self._without.get(number), self._whole.get(number), self._without_checkpoints(number)
+        for base in (number, alike, *plainer, self._full.get(number)):
+            if base is not None:
+                yield base
+
+    def send(self, numbers: Sequence[int]) -> list[int]:
+        """Take these out of what waits, with all that share their rehearsal. `learn` gets the answer."""
+        taken = self._take_out(numbers)
+        self._on_the_way |= taken
+        return [*taken]
+
+    def learn(self, numbers: Sequence[int], screening: Screening) -> set[int]:
+        """Note the bounds of candidates that were sent; return the kinds of which more is known by that."""
+        known = {number: self._on_the_way.pop(number) for number in numbers if number in self._on_the_way}
+        learned = self._note(numbers, screening)
+        twins = self._twins.stand
+        self._twins.drop_if_misleading()
+        if self._is_any_below(known):
+            self._bounds_hold = False
+        if not self._bounds_hold or twins != self._twins.stand:
+            return {*self.waiting}
+        return {self.space.candidates[number].passes for number in learned}
+
+    def kinds_by(self, numbers: Iterable[int]) -> set[int]:
+        """Return the kinds whose bounds depend on these candidates."""
+        depend = itertools.chain.from_iterable(self._by.get(number, ()) for number in numbers)
+        return {self.space.candidates[number].passes for number in depend}
+
+    # ---- the least that is known -------------------------------------------------------------------------
 
     def screen_these(self, numbers: Iterable[int], is_needed: Callable[[Bound], bool]) -> None:
         """Give the kinds of these candidates their lower bounds, where they are needed by the least that is

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from snugfit.errors import SnugfitError
 from snugfit.planning.plan import Exclusion
 from snugfit.planning.search.progress import Progress, Tell
-from snugfit.planning.search.state import Judging, SearchState, exclusion
+from snugfit.planning.search.state import SearchState, exclusion
 from snugfit.prediction.worker_pool import Question, WorkerPool
 
 if TYPE_CHECKING:
@@ -34,49 +34,37 @@ def screen(
     tell: Tell = lambda what: None,
     numbers: Collection[int] | None = None,
     state: SearchState | None = None,
-    ahead_seconds: float = 0.0,
 ) -> Screening:
     """Gives every candidate its lower bounds, or some. One worker begins at each end of the list, which is in
     the order of what updates depend on, so that few updates are rehearsed in both. With a `state`, compiled
-    layers go to the worker that has some of them, and one that would only wait judges ahead what takes
-    so many seconds at most. Raises `SnugfitError` when nothing at all can be rehearsed."""
-    order = _groups_of(space, range(len(space.candidates)) if numbers is None else numbers)
+    layers go to the worker that has some of them. Raises `SnugfitError` when nothing at all can be
+    rehearsed."""
+    order = groups_by_passes(space, range(len(space.candidates)) if numbers is None else numbers)
     waiting = deque(range(len(order)))
     screening = Screening()
     tell(f"estimating {len(order)} kinds of steps")
     progress = Progress("screening", len(order), tell)
 
-    busy = set[int]()
-    ahead: Judging | None = None
-
     def ask(worker: int) -> Question | None:
-        nonlocal ahead
         for index in reversed(waiting) if worker % 2 else waiting:
             setups = [space.candidates[number].setup for number in order[index]]
             if state is None or setups[0].compile is None or state.is_for(worker, order[index][0]):
                 waiting.remove(index)
-                busy.add(index)
-                return Question(~index, "screen", (setups,))
-        if state is None or not busy:
-            return None
-        ahead = ahead or state.ahead(ahead_seconds)
-        return ahead.ask(worker)
+                return Question(index, "screen", (setups,))
+        return None
 
-    for asked in pool.answers(ask, helped=True):
-        if ahead is not None and asked.number in ahead.asked:
-            ahead.learn(asked)
-            continue
-        index, answer = ~asked.number, asked.value
-        busy.remove(index)
+    for answer in pool.answers(ask, helped=True):
         progress.step()
-        _note(screening, space, order[index], answer)
+        noted = note(space, order[answer.number], answer.value)
+        screening.bounds |= noted.bounds
+        screening.excluded += noted.excluded
     if numbers is None and not screening.bounds:
         why = screening.excluded[0].why if screening.excluded else "there is none"
         raise SnugfitError(f"No recipe could be simulated: {why}")
     return screening
 
 
-def _groups_of(space: Space, numbers: Collection[int]) -> list[list[int]]:
+def groups_by_passes(space: Space, numbers: Collection[int]) -> list[list[int]]:
     """Return these candidates by their kind of passes, and compiled ones by their size too."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for number in numbers:
@@ -86,11 +74,11 @@ def _groups_of(space: Space, numbers: Collection[int]) -> list[list[int]]:
     return sorted(groups.values(), key=lambda group: repr(space.candidates[group[0]].update))
 
 
-def _note(screening: Screening, space: Space, group: Sequence[int], answer: Any) -> None:
-    """Note the lower bounds of a group, or why some or all of it have none."""
+def note(space: Space, group: Sequence[int], answer: Any) -> Screening:
+    """Return the lower bounds of a group from a worker's answer, and why some or all of it have none."""
     if isinstance(answer, SnugfitError):
-        screening.excluded.append(exclusion(space, [*group], answer))
-        return
+        return Screening(excluded=[exclusion(space, [*group], answer)])
+    screening = Screening()
     refused: dict[str, list[int]] = defaultdict(list)
     for number, bounds in zip(group, answer, strict=True):
         if isinstance(bounds, SnugfitError):
@@ -101,3 +89,4 @@ def _note(screening: Screening, space: Space, group: Sequence[int], answer: Any)
         Exclusion(what=str(space.candidates[alike[0]].recipe), why=why, recipes=len(alike))
         for why, alike in refused.items()
     ]
+    return screening

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ from snugfit.planning.cost.startup_share import PlannedRun
 from snugfit.planning.keep import Free, Keep, kept_of
 from snugfit.planning.plan import SLOWEST, Pace, Plan, nearest_miss
 from snugfit.planning.request import fidelity_of, refuse_bad_request, start_of
+from snugfit.planning.search.best_first import BestFirst
 from snugfit.planning.search.grades import find_grades
 from snugfit.planning.search.progress import Tell, with_best
 from snugfit.planning.search.ranking import rank_best
@@ -50,7 +51,6 @@ from snugfit.techniques.technique import Fidelity
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
-    from snugfit.planning.cost.figures import Bound
     from snugfit.planning.cost.timer import Timer
     from snugfit.prediction.worker_pool import WorkerPool
     from snugfit.rehearsal.trace.trace import Trace
@@ -242,7 +242,6 @@ def search(
     the smallest there is, where that is asked for or nothing fits. `every_bound` gives what is not judged its
     lower bounds too. Raises `BelowLowerBound`."""
     recomputing = RecomputingKinds([state], pool, tell, budgets=every_bound)
-    recomputing.add_others()
     _judge_front(state, recomputing, pool, tell, every_bound=every_bound)
     if smallest or state.nothing_fits:
         state.judge_all(pool, tell, smallest=True)
@@ -258,25 +257,11 @@ def _judge_front(
     state: SearchState, recomputing: RecomputingKinds, pool: WorkerPool, tell: Tell, *, every_bound: bool
 ) -> None:
     """Judges whatever may be on the front, as far up as that goes."""
-
-    def may_matter(number: int, least: Sequence[Bound]) -> bool:
-        return not state.is_dominated(number, least[0])
-
-    def judge_faster(most_seconds: float) -> bool:
-        judged = len(state.judged) + len(state.excluded)
-        faster = [number for number in state.find_unjudged() if state.bounds[number].seconds <= most_seconds]
-        if faster:
-            state.judge_all(pool, tell, among=faster)
-        return len(state.judged) + len(state.excluded) > judged
-
-    def next_seconds() -> float:
-        return min((state.bounds[number].seconds for number in state.find_unjudged()), default=math.inf)
-
+    if every_bound:
+        recomputing.add_others()
     while every_bound and recomputing.screen(lambda number, least: True):
         pass
-    if not every_bound:
-        recomputing.screen_fastest_first(may_matter, judge_faster, next_seconds)
-    state.judge_all(pool, tell)
+    BestFirst(state, recomputing, tell).run(pool)
 
 
 def _timer_of(gpu: Gpu | None) -> Timer:

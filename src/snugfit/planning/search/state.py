@@ -21,7 +21,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from snugfit.planning.cost.figures import BelowLowerBound, Bound, Figures
 from snugfit.planning.plan import Choice, Counts, Exclusion
 from snugfit.planning.search.progress import Progress, Tell
 from snugfit.planning.search.space import Space
-from snugfit.prediction.worker_pool import Answer, Question, WorkerPool
+from snugfit.prediction.worker_pool import Question, WorkerPool
 from snugfit.rehearsal.device.policy import PoliciesDiffer
 
 TIME_BOUND_MARGIN = 0.001
@@ -92,19 +92,35 @@ class SearchState:
         *,
         skip: Callable[[int], bool] = lambda number: False,
         step: Callable[[bool], None] = lambda skips: None,
-        ahead: Iterable[list[int]] = (),
     ) -> None:
         """Judges these groups of one trace each, in this order, but for candidates of which `skip` holds when
         their turn comes; `step` hears of each group, and whether all of it was skipped. All that share their
-        passes go to one worker. Those `ahead` are for workers that would only wait for others. Raises
-        `BelowLowerBound`."""
-        due, further = Judging(self, groups, skip, step), Judging(self, ahead, skip)
+        passes go to one worker. Raises `BelowLowerBound`."""
+        waiting = deque(groups)
+        asked: dict[int, list[int]] = {}
 
         def ask(worker: int) -> Question | None:
-            return due.ask(worker) or (further.ask(worker) if due.asked else None)
+            set_aside: list[list[int]] = []
+            question = None
+            while waiting and question is None:
+                group = [number for number in waiting.popleft() if not skip(number)]
+                if group and not self.is_for(worker, group[0]):
+                    set_aside.append(group)
+                    continue
+                step(not group)
+                if group:
+                    asked[group[0]] = group
+                    setups = [self.space.candidates[number].setup for number in group]
+                    question = Question(group[0], "judge", (setups,))
+            waiting.extendleft(reversed(set_aside))
+            return question
 
         for answer in pool.answers(ask):
-            (due if answer.number in due.asked else further).learn(answer)
+            self.learn_group(asked.pop(answer.number), answer.value)
+
+    def may_be_for(self, worker: int, number: int) -> bool:
+        """Return whether no other worker rehearses what the candidate shares its layers or passes with."""
+        return self._worker_of.get(self.space.candidates[number].program, worker) == worker
 
     def is_for(self, worker: int, number: int) -> bool:
         """Return whether this worker rehearses the candidate: the first that may stays the only one, for it
@@ -114,6 +130,15 @@ class SearchState:
     def is_begun(self, number: int) -> bool:
         """Return whether a worker rehearsed something that shares its compiled layers with the candidate."""
         return self.space.candidates[number].program in self._worker_of
+
+    def learn_group(self, group: list[int], answer: Any) -> None:
+        """Note what these candidates of one trace take, or the error for which they cannot be judged. Raises
+        `BelowLowerBound`."""
+        if isinstance(answer, SnugfitError):
+            self.exclude(group, answer)
+            return
+        for number, (figures,) in zip(group, answer, strict=True):
+            self.learn(number, figures)
 
     def learn(self, number: int, figures: Figures) -> None:
         """This is what a candidate takes. Raises `BelowLowerBound` where that is less than it can take."""
@@ -136,17 +161,11 @@ class SearchState:
         for number in group:
             self.bounds.pop(number, None)
 
-    def judge_all(
-        self, pool: WorkerPool, tell: Tell, *, smallest: bool = False, among: Iterable[int] | None = None
-    ) -> None:
-        """Judges every trace, or those `among` some candidates, the fastest bound first, but for what is
-        dominated when its turn comes; with `smallest` the smallest bound first, but for what cannot be the
-        smallest. A worker that would only wait judges others ahead."""
+    def judge_all(self, pool: WorkerPool, tell: Tell, *, smallest: bool = False) -> None:
+        """Judges every trace, the fastest bound first, but for what is dominated when its turn comes; with
+        `smallest` the smallest bound first, but for what cannot be the smallest."""
         skip = self.cannot_be_smallest if smallest else self.is_dominated
-        some = None if among is None else set(among)
         groups = self._unjudged_groups(smallest=smallest)
-        further = [] if some is None else [group for group in groups if some.isdisjoint(group)]
-        groups = groups if some is None else [group for group in groups if not some.isdisjoint(group)]
         tell("checking")
         progress = Progress("checking", len(groups), tell)
 
@@ -155,22 +174,7 @@ class SearchState:
             due = sum(number in self.bounds and not skip(number) for number in left)
             progress.step(skips, due / max(1, len(left)))
 
-        self.judge(groups, pool, skip=skip, step=step, ahead=further)
-
-    def find_unjudged(self) -> Iterator[int]:
-        """Yield the candidates with lower bounds that are neither judged nor dominated."""
-        for number in self.bounds:
-            if number not in self.judged and not self.is_dominated(number):
-                yield number
-
-    def ahead(self, most_seconds: float) -> Judging:
-        """Return what is to be judged as far as is known, the fastest first, for workers that would wait.
-        What takes more than these seconds is likely to be dominated by what is screened meanwhile."""
-
-        def skip(number: int) -> bool:
-            return self.bounds[number].seconds > most_seconds or self.is_dominated(number)
-
-        return Judging(self, self._unjudged_groups(), skip)
+        self.judge(groups, pool, skip=skip, step=step)
 
     def _unjudged_groups(self, *, smallest: bool = False) -> list[list[int]]:
         def order(number: int) -> tuple[float, float]:
@@ -322,46 +326,3 @@ def exclusion(space: Space, group: list[int], error: SnugfitError) -> Exclusion:
         raise error
     recipe = space.candidates[group[0]].recipe
     return Exclusion(what=str(recipe), why=str(error).splitlines()[0], recipes=len(group))
-
-
-class Judging:
-    """Groups of one trace each that wait to be judged, in this order, but for candidates of which `skip`
-    holds when their turn comes; `step` hears of each group, and whether all of it was skipped."""
-
-    def __init__(
-        self,
-        state: SearchState,
-        groups: Iterable[list[int]],
-        skip: Callable[[int], bool],
-        step: Callable[[bool], None] = lambda skips: None,
-    ) -> None:
-        self.state, self._skip, self._step = state, skip, step
-        self._waiting = deque(groups)
-        self.asked: dict[int, list[int]] = {}
-        """By their first candidate, the groups that workers judge now."""
-
-    def ask(self, worker: int) -> Question | None:
-        """Return the next question for this worker: all that share their passes go to one."""
-        set_aside: list[list[int]] = []
-        question = None
-        while self._waiting and question is None:
-            group = [number for number in self._waiting.popleft() if not self._skip(number)]
-            if group and not self.state.is_for(worker, group[0]):
-                set_aside.append(group)
-                continue
-            self._step(not group)
-            if group:
-                self.asked[group[0]] = group
-                setups = [self.state.space.candidates[number].setup for number in group]
-                question = Question(group[0], "judge", (setups,))
-        self._waiting.extendleft(reversed(set_aside))
-        return question
-
-    def learn(self, answer: Answer) -> None:
-        """Note what a group takes, or that it cannot be judged. Raises `BelowLowerBound`."""
-        group = self.asked.pop(answer.number)
-        if isinstance(answer.value, SnugfitError):
-            self.state.exclude(group, answer.value)
-            return
-        for number, (figures,) in zip(group, answer.value, strict=True):
-            self.state.learn(number, figures)

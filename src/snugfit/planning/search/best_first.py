@@ -1,0 +1,196 @@
+"""The order of a search for one GPU: one queue of what to screen and what to judge.
+
+Each candidate with lower bounds has a least number of seconds, and so has each kind of passes that waits for
+them. The fastest comes first, for its result makes most of what is slower needless. A free worker takes what
+is slower than the tasks of other workers only up to `AHEAD_SHARE`. It takes no kind whose bounds depend on a
+result that another worker is about to have.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from snugfit.planning.search.screening import groups_by_passes, note
+from snugfit.prediction.worker_pool import Answer, Question
+
+if TYPE_CHECKING:
+    from snugfit.planning.search.progress import Tell
+    from snugfit.planning.search.recomputing import RecomputingKinds
+    from snugfit.planning.search.state import SearchState
+    from snugfit.prediction.worker_pool import WorkerPool
+
+AHEAD_SHARE = 1.0
+"""Share by which a task may be slower than those of other workers (chosen)."""
+
+
+class _SearchTask(NamedTuple):
+    """Candidates that a worker screens or judges."""
+
+    method: str
+    seconds: float
+    """Least seconds of the fastest; infinite for kinds that nothing bounds yet."""
+    numbers: list[int]
+
+
+class _Needed(NamedTuple):
+    """The candidates of a kind that are needed, after so many results."""
+
+    results: int
+    numbers: list[int]
+    seconds: float
+    """Least seconds of the fastest."""
+
+
+class BestFirst:
+    """Screen and judge all that may be on the front of a search for one GPU."""
+
+    def __init__(self, state: SearchState, kinds: RecomputingKinds, tell: Tell) -> None:
+        self.state, self.kinds, self.tell = state, kinds, tell
+        kinds.start()
+        self._tasks: dict[int, _SearchTask] = {}
+        """Tasks of the workers, by the number of the question."""
+        self._unbounded = deque(groups_by_passes(state.space, kinds.others))
+        """Kinds that nothing bounds: they are screened first."""
+        self._results = 0
+        self._needed: dict[int, _Needed] = {}
+        """By the kinds that wait, what was needed of them when they were last examined."""
+        self._stale = set(kinds.waiting)
+        """Kinds of which more is known since."""
+        self._complete = False
+        """True while no result came since all kinds were examined."""
+        self._groups: list[tuple[float, int, list[int]]] = []
+        """A heap of least seconds, bytes and numbers of candidates with one trace that wait to be judged."""
+        self._add_groups(number for number in state.bounds if number not in state.judged)
+
+    def run(self, pool: WorkerPool) -> None:
+        """Work until nothing is needed. Raises `BelowLowerBound`."""
+        self.tell(f"estimating {len(self._unbounded)} kinds of steps")
+        for answer in pool.answers(self._ask, helped=True):
+            self._learn(answer)
+            state = self.state
+            self.tell(f"{state.kinds} kinds of steps estimated, {len(state.judged)} recipes checked")
+
+    # ---- the next question -------------------------------------------------------------------------------
+
+    def _ask(self, worker: int) -> Question | None:
+        task = self._unbounded_task(worker) or self._fastest_task(worker)
+        if task is None:
+            return None
+        screens, first = task.method == "screen", task.numbers[0]
+        if not screens or self._is_compiled(first):
+            self.state.is_for(worker, first)
+        number = ~first if screens else first
+        self._tasks[number] = task
+        setups = [self.state.space.candidates[one].setup for one in task.numbers]
+        return Question(number, task.method, (setups,))
+
+    def _unbounded_task(self, worker: int) -> _SearchTask | None:
+        """Return a kind that nothing bounds. One worker begins at each end of the list, which is in the order
+        of what updates depend on, so that few updates are rehearsed in both."""
+        for group in reversed(self._unbounded) if worker % 2 else self._unbounded:
+            if self._may_screen(worker, group[0]):
+                self._unbounded.remove(group)
+                return _SearchTask("screen", math.inf, group)
+        return None
+
+    def _fastest_task(self, worker: int) -> _SearchTask | None:
+        """Return the task of the least seconds for this worker."""
+        now = min((task.seconds for task in self._tasks.values()), default=math.inf)
+        judged = self._next_judged(worker, now * (1 + AHEAD_SHARE))
+        most = judged.seconds if judged else now * (1 + AHEAD_SHARE)
+        screened = None if self._awaits_first_bounds() else self._next_screened(worker, most, now)
+        if screened is not None and judged is not None:
+            self._push_group(judged.numbers)
+        return screened or judged
+
+    def _awaits_first_bounds(self) -> bool:
+        return bool(self._unbounded) or any(task.seconds == math.inf for task in self._tasks.values())
+
+    def _next_judged(self, worker: int, most: float) -> _SearchTask | None:
+        passed, task = [], None
+        while self._groups and self._groups[0][0] <= most and task is None:
+            entry = heapq.heappop(self._groups)
+            numbers = [number for number in entry[-1] if not self.state.is_dominated(number)]
+            if numbers and self.state.may_be_for(worker, numbers[0]):
+                task = _SearchTask("judge", entry[0], numbers)
+            elif numbers:
+                passed.append(entry)
+        for entry in passed:
+            heapq.heappush(self._groups, entry)
+        return task
+
+    def _next_screened(self, worker: int, most: float, now: float) -> _SearchTask | None:
+        """Return a kind that may be faster than `most`. All of those must be screened, so what bounds others
+        comes first. Layers that are lowered first take long: they are not screened ahead of what others do
+        `now`."""
+        while True:
+            for kind in self._stale:
+                self._examine(kind)
+            self._stale.clear()
+            lowers_later = False
+            for *_, seconds, kind in self._kinds_below(most):
+                needed = self._examine(kind)
+                numbers = self.kinds.next_of(needed.numbers) if needed.seconds < most else []
+                if numbers and self._must_be_lowered(numbers[0]):
+                    lowers_later |= seconds > now
+                    numbers = [] if lowers_later else numbers
+                if numbers and self._may_screen(worker, numbers[0]):
+                    return _SearchTask("screen", seconds, self.kinds.send(numbers))
+            if self._complete or math.isfinite(most):
+                return None
+            self._stale, self._complete = set(self.kinds.waiting), True
+
+    def _kinds_below(self, most: float) -> list[tuple[bool, int, float, int]]:
+        """Return the kinds that may be faster, those to lower last: others may make them needless."""
+        waiting = self.kinds.waiting
+        return sorted(
+            (self._must_be_lowered(needed.numbers[0]), self.kinds.rank(kind), needed.seconds, kind)
+            for kind, needed in self._needed.items()
+            if needed.seconds < most and kind in waiting
+        )
+
+    def _examine(self, kind: int) -> _Needed:
+        """Return what is needed of a kind by what is known now."""
+        needed = self._needed.get(kind)
+        if needed is None or needed.results != self._results:
+            numbers = self.kinds.needed_of(kind)
+            seconds = self.kinds.least_seconds_of(numbers) if numbers else math.inf
+            needed = self._needed[kind] = _Needed(self._results, numbers, seconds)
+        return needed
+
+    def _may_screen(self, worker: int, number: int) -> bool:
+        return not self._is_compiled(number) or self.state.may_be_for(worker, number)
+
+    def _must_be_lowered(self, number: int) -> bool:
+        return self._is_compiled(number) and not self.state.is_begun(number)
+
+    def _is_compiled(self, number: int) -> bool:
+        return self.state.space.candidates[number].setup.compile is not None
+
+    # ---- the answers -------------------------------------------------------------------------------------
+
+    def _learn(self, answer: Answer) -> None:
+        task = self._tasks.pop(answer.number)
+        self._results += 1
+        self._complete = False
+        if task.method == "judge":
+            self.state.learn_group(task.numbers, answer.value)
+            kinds = self.kinds.kinds_by(task.numbers)
+        else:
+            screening = note(self.state.space, task.numbers, answer.value)
+            kinds = self.kinds.learn(task.numbers, screening)
+            self._add_groups(screening.bounds)
+        self._stale |= kinds
+
+    def _add_groups(self, numbers: Iterable[int]) -> None:
+        for group in self.state.by_trace(numbers):
+            self._push_group(group)
+
+    def _push_group(self, group: list[int]) -> None:
+        bounds = self.state.bounds
+        fastest = min((bounds[number].seconds, bounds[number].needed_bytes) for number in group)
+        heapq.heappush(self._groups, (*fastest, group))
