@@ -2,13 +2,12 @@
 
 Each Setup first gets its lower bounds (`Parts.screen`), but for kinds of recomputing that cannot matter
 (`recomputing.py`). Setups are judged in the order of their least seconds: put together in full, timed, and
-sent through the allocator. A kind that may be faster than all of them is screened before. A worker that would
-only wait judges ahead. A Setup that is dominated by one that was judged, by its lower bounds and up
-to a resolution of memory, is left out, unless it may fit where that one does not. So what remains is the
-Pareto front of the space, up to that resolution, and the fastest that fits, exactly: less memory can never
-give a faster plan. Where the smallest is asked for, or nothing fits, whatever could be smaller yet is judged
-too. Where a memory is given, the front ends a tenth beyond it; and at `SLOWEST` times the answer's seconds,
-unless the whole is asked for.
+sent through the allocator. A kind that may be faster than all of them is screened before (`best_first.py`).
+A Setup that is dominated by one that was judged, by its lower bounds and up to a resolution of memory, is
+left out, unless it may fit where that one does not. So what remains is the Pareto front of the space, up to
+that resolution, and the fastest that fits, exactly: less memory can never give a faster plan. Where the
+smallest is asked for, or nothing fits, whatever could be smaller yet is judged too. Where a memory is given,
+the front ends a tenth beyond it; and at `SLOWEST` times the answer's seconds, unless the whole is asked for.
 
 What is judged must never be less than its lower bound. Where it is, the model's layers do not grow as they
 seemed to, and the search starts again without shortcuts.
