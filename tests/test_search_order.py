@@ -105,6 +105,14 @@ def test_one_worker_judges_the_fastest_and_nothing_that_it_dominates() -> None:
     assert {space().candidates[n].trace for n in state.judged} == {space().candidates[fastest].trace}
 
 
+def test_a_slower_recipe_that_saves_little_is_left_out_unless_it_alone_fits() -> None:
+    for negligible, memory, is_left_out in ((300, None, True), (100, None, False), (300, 900, False)):
+        bounds = {0: Bound(1000, 1.0), 1: Bound(800, 2.0)}
+        state = SearchState(space(), bounds, memory_bytes=memory, negligible_bytes=negligible)
+        state.learn(0, Figures(1000, 1000, 1000, 0, 1.0))
+        assert state.is_dominated(1) == is_left_out
+
+
 def test_compiled_layers_are_lowered_by_one_worker_each() -> None:
     told, _ = run_best_first(2)
     programs = [{program_of(s) for s in (*one.screened, *one.judged) if s.compile} for one in told]

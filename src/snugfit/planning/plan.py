@@ -241,7 +241,7 @@ class Plan(Tabular):
 
     front: tuple[Choice, ...]
     """Recipes than which no other is both as fast and as small, the fastest first; in JSON and on pages those
-    that fit stand first. One that would be smaller than a faster one by less than `MEMORY_RESOLUTION` may be
+    that fit stand first. One that would be smaller than a faster one by less than 3 % or 160 MiB may be
     missing, the answer never; so are those slower than the answer by `SLOWEST` times, unless the whole front
     was asked for."""
 

@@ -38,7 +38,7 @@ from snugfit.planning.search.recomputing import RecomputingKinds
 from snugfit.planning.search.released import find_released
 from snugfit.planning.search.simpler import AS_FAST
 from snugfit.planning.search.space import Space, space_of
-from snugfit.planning.search.state import BEYOND_MEMORY, SearchState
+from snugfit.planning.search.state import BEYOND_MEMORY, NEGLIGIBLE_BYTES, SearchState
 from snugfit.prediction.device import doubts_about, policy_for
 from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.profile import Software, installed_versions
@@ -142,7 +142,8 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     job, memory, smallest = asked.job, asked.memory_bytes, asked.objective == "memory"
     listed = asked.ranked > 0  # any candidate may be among the best few
     bound = None if memory is None else memory - asked.headroom_bytes
-    state = SearchState(space, memory_bytes=bound, slowest=asked.slowest * (1 + AS_FAST))
+    slowest = asked.slowest * (1 + AS_FAST)
+    state = SearchState(space, memory_bytes=bound, negligible_bytes=NEGLIGIBLE_BYTES, slowest=slowest)
     tell = with_best(asked.tell, lambda: state.best_so_far(asked.objective, job.batch_size))
     search(state, pool, tell, smallest=smallest, every_bound=listed)
     looked_at = _look_further(asked, state, pool, tell)

@@ -41,6 +41,10 @@ MEMORY_RESOLUTION = 0.03
 """Of a recipe's bytes, by how much a slower one must be smaller to be worth listing: about what the allocator
 loses between the blocks of a step."""
 
+NEGLIGIBLE_BYTES = 160 << 20
+"""Bytes that a slower recipe must save at least to be worth listing (chosen). Segments of the allocator and
+workspaces of libraries cost a tiny model some 100 MiB that no lower bound contains."""
+
 BEYOND_MEMORY = 0.1
 """Of the memory, how far beyond it the front goes: near misses, for which a little more would be enough."""
 
@@ -65,6 +69,8 @@ class SearchState:
     """What the answer has to fit; None where nothing is asked to."""
     most_bytes: float = math.inf
     """Above this nothing is judged for the front; by default beyond the memory by `BEYOND_MEMORY`."""
+    negligible_bytes: int = 0
+    """Bytes that a slower one must save at least, beside `MEMORY_RESOLUTION`, to be worth listing."""
     slowest: float = math.inf
     """Times the seconds of the fastest that fits: what takes longer is not judged for the front."""
     screen_these: Callable[[Iterable[int], Callable[[Bound], bool]], None] = lambda numbers, is_needed: None
@@ -208,7 +214,11 @@ class SearchState:
         smallest = self._best[faster - 1][1]
         if self.memory_bytes is not None and least.needed_bytes <= self.memory_bytes < smallest:
             return False
-        return smallest * (1 - MEMORY_RESOLUTION) <= least.needed_bytes
+        return self._worth_listing(smallest) <= least.needed_bytes
+
+    def _worth_listing(self, needed_bytes: int) -> float:
+        """Return the most bytes of a slower recipe that is worth listing beside one with these."""
+        return min(needed_bytes * (1 - MEMORY_RESOLUTION), needed_bytes - self.negligible_bytes)
 
     def has_better_sibling(self, number: int, stands: Callable[[int], bool]) -> bool:
         """Whether a sibling was judged that is as fast by its lower bound, and `stands` for this one."""
@@ -230,7 +240,7 @@ class SearchState:
         needed = self.bounds[number].needed_bytes
 
         def stands(other: int) -> bool:
-            if self.bounds[other].needed_bytes * (1 - MEMORY_RESOLUTION) > needed:
+            if self._worth_listing(self.bounds[other].needed_bytes) > needed:
                 return False
             return self.fits(self.judged[other].needed_bytes) or not self.fits(needed)
 
