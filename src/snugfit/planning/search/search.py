@@ -244,9 +244,9 @@ def search(
     recomputing = RecomputingKinds([state], pool, tell, budgets=every_bound)
     _judge_front(state, recomputing, pool, tell, every_bound=every_bound)
     if smallest or state.nothing_fits:
-        state.judge_all(pool, tell, smallest=True)
+        state.judge_smallest(pool, tell)
         recomputing.screen(lambda number, least: least[0].needed_bytes <= state.smallest, twins=False)
-        state.judge_all(pool, tell, smallest=True)
+        state.judge_smallest(pool, tell)
     if state.nothing_fits:
         state.most_bytes = state.smallest * (1 + BEYOND_MEMORY)
         _judge_front(state, recomputing, pool, tell, every_bound=every_bound)

@@ -167,28 +167,19 @@ class SearchState:
         for number in group:
             self.bounds.pop(number, None)
 
-    def judge_all(self, pool: WorkerPool, tell: Tell, *, smallest: bool = False) -> None:
-        """Judges every trace, the fastest bound first, but for what is dominated when its turn comes; with
-        `smallest` the smallest bound first, but for what cannot be the smallest."""
-        skip = self.cannot_be_smallest if smallest else self.is_dominated
-        groups = self._unjudged_groups(smallest=smallest)
+    def judge_smallest(self, pool: WorkerPool, tell: Tell) -> None:
+        """Judge what may be the smallest, the smallest bound first. Raises `BelowLowerBound`."""
+        groups = self.by_trace(number for number in self.bounds if number not in self.judged)
+        groups.sort(key=lambda group: min(self.bounds[number][:2] for number in group))
         tell("checking")
         progress = Progress("checking", len(groups), tell)
 
         def step(skips: bool) -> None:
             left = [group[0] for group in groups[progress.done :: max(1, len(groups) // SAMPLED)]]
-            due = sum(number in self.bounds and not skip(number) for number in left)
+            due = sum(number in self.bounds and not self.cannot_be_smallest(number) for number in left)
             progress.step(skips, due / max(1, len(left)))
 
-        self.judge(groups, pool, skip=skip, step=step)
-
-    def _unjudged_groups(self, *, smallest: bool = False) -> list[list[int]]:
-        def order(number: int) -> tuple[float, float]:
-            needed_bytes, seconds, *_ = self.bounds[number]
-            return (needed_bytes, seconds) if smallest else (seconds, needed_bytes)
-
-        groups = self.by_trace(number for number in self.bounds if number not in self.judged)
-        return sorted(groups, key=lambda group: min(map(order, group)))
+        self.judge(groups, pool, skip=self.cannot_be_smallest, step=step)
 
     # ---- what is worth judging ---------------------------------------------------------------------------
 
