@@ -82,7 +82,7 @@ class BestFirst:
             return None
         screens, first = task.method == "screen", task.numbers[0]
         if not screens or self._is_compiled(first):
-            self.state.is_for(worker, first)
+            self.state.is_for(worker, first)  # from now on no other worker's
         number = ~first if screens else first
         self._tasks[number] = task
         setups = [self.state.space.candidates[one].setup for one in task.numbers]

@@ -154,7 +154,8 @@ def _refuse_packed(folder: Path, name: str, stored: Any) -> None:
 
 
 class _Slice(io.RawIOBase):
-    """Bytes of a file from an offset on, as a file."""
+    """Bytes of a file from an offset on, as a file. torch's `_ReaderView` seeks from the end in the wrong
+    direction, and `zipfile` begins there."""
 
     def __init__(self, file: Any, offset: int, length: int) -> None:
         super().__init__()
