@@ -48,6 +48,7 @@ def test_a_prediction_from_few_layers_is_the_whole_one(
     pytest.importorskip("peft" if "lora" in recipe else "bitsandbytes" if "8bit" in recipe else "torch")
     monkeypatch.setattr(few_layers, "DEEP", DEEP)
     monkeypatch.setattr(few_layers, "FEWEST_PERIODS", 2)
+    monkeypatch.setattr(few_layers, "WRITTEN_SHARE", 0)
     found: list[bool] = []
 
     def few(*asked: Any) -> Any:
@@ -70,6 +71,7 @@ def test_what_is_no_passes_and_update_is_rehearsed_in_full(
 ) -> None:
     monkeypatch.setattr(few_layers, "DEEP", 4)
     monkeypatch.setattr(few_layers, "FEWEST_PERIODS", 2)
+    monkeypatch.setattr(few_layers, "WRITTEN_SHARE", 0)
     job = small_job("bert", 9, batch_size=8)
     assert rehearse_from_few_layers(job, Recipe.parse("bf16").setup(), CUDA) is not None
     setup = room.on_gpus(Recipe.parse(recipe).setup(), 2 if recipe == "ddp" else 1)

@@ -11,6 +11,7 @@ from small_models import small_job
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.cost.figures import Bound
 from snugfit.planning.cost.parts import Parts
+from snugfit.planning.cost.short_passes import short_passes
 from snugfit.planning.cost.timer import GpuTimers
 from snugfit.planning.keep import kept_of
 from snugfit.planning.search.other_sizes import MOST_SAVED, PEAK_SHARE, OtherSizes
@@ -18,7 +19,7 @@ from snugfit.planning.search.space import Space, space_of
 from snugfit.planning.search.twins import Twins
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.profile import Software
-from snugfit.rehearsal.few_layers import passes_from_few_layers
+from snugfit.rehearsal.few_layers import RecordPasses, passes_from_few_layers
 from snugfit.rehearsal.splice import rehearse_passes
 from snugfit.techniques.loading import workers
 from snugfit.techniques.recipe import Recipe
@@ -109,10 +110,11 @@ def test_one_size_of_a_budget_bounds_a_larger_one_where_its_passes_decide() -> N
     assert OtherSizes(space(), bounds).least(large).needed_bytes == 0
 
 
-def test_gradients_that_share_a_block_are_written_out_from_few_layers() -> None:
-    job = small_job("bert", 10, batch_size=2)
+@pytest.mark.parametrize("record", [rehearse_passes, short_passes])
+def test_gradients_that_share_a_block_are_written_out_from_few_layers(record: RecordPasses) -> None:
+    job = small_job("bert", 16, batch_size=2)
     setup = Recipe.parse("bf16_master + fused").setup()
-    few, whole = passes_from_few_layers(job, setup, CUDA), rehearse_passes(job, setup, CUDA)
+    few, whole = passes_from_few_layers(job, setup, CUDA, record), record(job, setup, CUDA)
     assert few is not None
     assert len(whole.shared) > 10
     assert (few.trace, few.gradients, few.shared) == (whole.trace, whole.gradients, whole.shared)

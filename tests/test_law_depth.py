@@ -207,6 +207,21 @@ def test_a_compiled_model_of_few_layers_tells_of_a_deep_one(
     assert found.doubts == asked.doubts
 
 
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    "recipe",
+    slow_but(["bf16 + compiled + every_layer + micro_batches(2)", "fp16 + compiled + budget(0.5)"], 0),
+)
+def test_compiled_layers_of_few_tell_of_many(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
+    monkeypatch.setattr(few_layers, "DEEP", DEEP)
+    job, setup = job_of("bert", 2 * DEEP), setup_of(recipe)
+    found, asked = rehearse_from_few_layers(job, setup, CUDA), rehearse(job, setup, CUDA)
+    assert found is not None
+    assert figures(found) == figures(asked)
+    assert found.kernels == asked.kernels
+
+
 WRITTEN = [("Llama-3.2-1B", LONG), ("bert", {})]
 """Those that must not be refused."""
 
@@ -218,7 +233,7 @@ def test_what_inductor_decides_by_the_memory_of_a_program_is_noted() -> None:
     job, setup = job_of("gpt2", DEEP), setup_of(f"bf16 + {WHOLE}")
     depth = depth_of(job, setup)
     assert depth is not None
-    noted = few_layers._rehearse(depth, job, setup, CUDA, 1)
+    noted = few_layers._rehearse(depth, job, setup, CUDA, 1, rehearse_passes)
     assert noted.decisions
     assert all(one.timeline and one.orders for one in noted.decisions)
     assert any(one.reuses for one in noted.decisions)
@@ -233,9 +248,9 @@ class Asked:
         self._decisions = of or []
         monkeypatch.setattr(few_layers, "_rehearse", self._rehearse)
 
-    def _rehearse(self, depth: Any, job: Job, setup: Setup, policy: Any, layers: int) -> Any:
+    def _rehearse(self, depth: Any, job: Job, setup: Setup, policy: Any, layers: int, record: Any) -> Any:
         self.layers.append(layers)
-        part = rehearse_passes(depth.shallower(job, layers), replace(setup, compile=None), policy)
+        part = record(depth.shallower(job, layers), replace(setup, compile=None), policy)
         number = (len(self.layers) - 1) % 2  # the shallow model, or the deeper one
         return few_layers._Shallow(part, self._decisions[number : number + 1])
 

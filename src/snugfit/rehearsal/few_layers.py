@@ -14,16 +14,16 @@ deeper model is even or odd as the whole one is.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.job.config import LAYERS
-from snugfit.rehearsal.splice import Part, SharedBlock, record_passes, rehearse_update, splice
+from snugfit.rehearsal.splice import Part, SharedBlock, rehearse_passes, rehearse_update, splice
 from snugfit.rehearsal.trace.deepen import deepen, numbers_of
 from snugfit.rehearsal.trace.depth import Depth, depth_of, periodic_checkpoint
 from snugfit.rehearsal.trace.grow import Entry, grow
 from snugfit.rehearsal.trace.relative import without_layer_numbers
-from snugfit.rehearsal.trace.repeat import RECORDED_MICRO_BATCHES, RECORDED_STEPS
 from snugfit.techniques.feature import hooks
 from snugfit.techniques.setup import CompileWish, Setup
 
@@ -37,11 +37,18 @@ FEWEST_PERIODS = 3
 """Periods of layers of the shallow model: a first, a last, and one between."""
 
 DEEP = 28
-"""Layers of a model that nothing compiles from which on it is rehearsed with few. With fewer layers, writing
-them out takes as long as rehearsing them."""
+"""Layers of a model that is not one program from which on it is rehearsed with few. With fewer layers,
+writing them out takes as long as rehearsing them."""
+
+WRITTEN_SHARE = 0.5
+"""Share of the time of rehearsing a layer that writing it out takes (Llama-3.1-8B and GPT-2 XL, measured)."""
 
 IN_TURNS = 2
 """Of so many neighbouring layers, buffers take each other's places."""
+
+
+RecordPasses = Callable[["Job", Setup, "Policy"], Part]
+"""Records the passes of a job."""
 
 
 class _Shallow(NamedTuple):
@@ -54,7 +61,8 @@ class _Shallow(NamedTuple):
 def rehearse_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Trace | None:
     """The trace of this job's three steps, as `rehearse` gives it, from few layers; None where it is not
     known to be the same, or no less work."""
-    if setup.compile is None and (setup.capture is not None or not _is_deep(job)):
+    is_one_program = setup.compile is not None and setup.compile.what == "model"
+    if not is_one_program and (setup.capture is not None or not _is_deep(job)):
         return None
     passes = passes_from_few_layers(job, setup, policy)
     if passes is None:
@@ -70,40 +78,42 @@ def _is_deep(job: Job) -> bool:
     return any(type(count) is int and count >= DEEP for count in counts)
 
 
-def passes_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Part | None:
-    """The passes of this job, as `rehearse_passes` gives them, from few layers; None likewise."""
-    repeats = _repeats_layers(setup) if setup.compile is None else _compiles_all_layers(setup.compile)
-    return _deepened_passes(job, setup, policy) if repeats else None
-
-
-def _repeats_layers(setup: Setup) -> bool:
-    """Return whether an uncompiled step has passes of their own on one GPU that treat all layers alike."""
-    joined = setup.release, setup.parallel, setup.sharding
-    if any(joined) or setup.records_graphs:
-        return False
-    return all(are_alike(setup) for are_alike in hooks("treats_layers_alike"))
-
-
-def _compiles_all_layers(wish: CompileWish) -> bool:
-    """Return whether the model is one program, compiled without a budget and as `torch.compile` does it."""
-    has_defaults = (wish.backend, wish.mode) == (CompileWish.backend, CompileWish.mode)
-    return has_defaults and wish.what == "model" and wish.budget >= 1
-
-
-def _deepened_passes(job: Job, setup: Setup, policy: Policy) -> Part | None:
-    """The passes of this job, of few layers written out as many."""
+def passes_from_few_layers(
+    job: Job, setup: Setup, policy: Policy, record: RecordPasses = rehearse_passes
+) -> Part | None:
+    """The passes of this job, as `record` gives them, from few layers; None likewise."""
+    if not _repeats_layers(setup):
+        return None
     depth = depth_of(job, setup) if job.trains else None
     if depth is None:
         return None
     checkpoint, repeats = periodic_checkpoint(setup.checkpoint, depth.layers)
     period = math.lcm(depth.period, repeats)
     layers = _shallow_layers(depth.layers, period)
-    if 2 * layers + period >= depth.layers:
+    is_one_program = setup.compile is not None and setup.compile.what == "model"
+    written = 0 if is_one_program else depth.layers * WRITTEN_SHARE
+    if 2 * layers + period + written >= depth.layers:
         return None
     asked = replace(setup, checkpoint=checkpoint)
-    shallow, deeper = (_rehearse(depth, job, asked, policy, few) for few in (layers, layers + period))
+    shallow, deeper = (_rehearse(depth, job, asked, policy, few, record) for few in (layers, layers + period))
     periods = (depth.layers - layers) // period - 1
     return _deepen_passes(shallow, deeper, periods, compiled=setup.compile is not None)
+
+
+def _repeats_layers(setup: Setup) -> bool:
+    """Return whether a step has passes of their own on one GPU that treat all layers alike."""
+    joined = setup.release, setup.parallel, setup.sharding
+    if any(joined) or setup.records_graphs:
+        return False
+    if setup.compile is not None and not _compiles_layers_alike(setup.compile):
+        return False
+    return all(are_alike(setup) for are_alike in hooks("treats_layers_alike"))
+
+
+def _compiles_layers_alike(wish: CompileWish) -> bool:
+    """Return whether `torch.compile` does as by default, and no budget looks at all layers together."""
+    has_defaults = (wish.backend, wish.mode) == (CompileWish.backend, CompileWish.mode)
+    return has_defaults and (wish.what == "layers" or wish.budget >= 1)
 
 
 def _shallow_layers(layers: int, period: int) -> int:
@@ -113,29 +123,20 @@ def _shallow_layers(layers: int, period: int) -> int:
     return fewest + (layers - fewest - period) % (IN_TURNS * period)
 
 
-def _rehearse(depth: Depth, job: Job, setup: Setup, policy: Policy, layers: int) -> _Shallow:
+def _rehearse(
+    depth: Depth, job: Job, setup: Setup, policy: Policy, layers: int, record: RecordPasses
+) -> _Shallow:
     from snugfit.rehearsal.compiled.layers import decisions_of_programs
 
-    micro_batches = RECORDED_MICRO_BATCHES if setup.micro_batches > 1 else 1
     with decisions_of_programs() as decisions:
-        part = record_passes(
-            depth.shallower(job, layers), setup, policy, steps=RECORDED_STEPS, micro_batches=micro_batches
-        )
+        part = record(depth.shallower(job, layers), setup, policy)
     return _Shallow(part, decisions)
 
 
 def _deepen_passes(shallow: _Shallow, deeper: _Shallow, periods: int, *, compiled: bool) -> Part | None:
-    from snugfit.rehearsal.compiled.decisions import decides_alike
-
     if shallow.part.trace.doubts != deeper.part.trace.doubts:  # which may name layers, or count them
         return None
-    if shallow.part.varies or deeper.part.varies or len(shallow.decisions) != len(deeper.decisions):
-        return None
-    pairs = {
-        (id(few), id(more)): (few, more)
-        for few, more in zip(shallow.decisions, deeper.decisions, strict=True)
-    }
-    if not all(decides_alike(few, more, periods) for few, more in pairs.values()):
+    if shallow.part.varies or deeper.part.varies or not _decide_alike(shallow, deeper, periods):
         return None
     gradients = grow(_trained_parameters(shallow.part), _trained_parameters(deeper.part), periods)
     shared = _grow_shared_blocks(shallow.part, deeper.part, periods)
@@ -144,6 +145,19 @@ def _deepen_passes(shallow: _Shallow, deeper: _Shallow, periods: int, *, compile
         return None
     have = [deeper.part.has_gradient(one.like) for one in gradients]
     return Part(trace, tuple(number for number, has in enumerate(have) if has), shared=shared)
+
+
+def _decide_alike(shallow: _Shallow, deeper: _Shallow, periods: int) -> bool:
+    """Return whether Inductor decides in the deep model as in these two."""
+    from snugfit.rehearsal.compiled.decisions import decides_alike
+
+    few, more = ({id(one): one for one in model.decisions} for model in (shallow, deeper))
+    if few.keys() == more.keys():  # the programs of layers, each by itself
+        return True
+    if len(shallow.decisions) != len(deeper.decisions):
+        return False
+    pairs = {(id(one), id(other)): (one, other) for one, other in zip(shallow.decisions, deeper.decisions)}
+    return all(decides_alike(one, other, periods) for one, other in pairs.values())
 
 
 def _grow_shared_blocks(shallow: Part, deeper: Part, periods: int) -> tuple[SharedBlock, ...] | None:

@@ -29,7 +29,12 @@ from snugfit.planning.cost.periodic import (
 )
 from snugfit.planning.cost.same_trace import kernels_launched, trace_under, with_sizes
 from snugfit.planning.cost.shallow import ShallowJobs
-from snugfit.planning.cost.short_passes import MICRO_BATCHES, second_step_is_redundant, short_passes
+from snugfit.planning.cost.short_passes import (
+    MICRO_BATCHES,
+    second_step_is_redundant,
+    short_passes,
+    write_out,
+)
 from snugfit.planning.cost.startup_share import ENDLESS, PlannedRun, StartupShare, StartupShares
 from snugfit.planning.cost.timer import Timer, seconds_of
 from snugfit.planning.step_key import as_rehearsed, as_written, passes_key, step_key, timing_key, update_key
@@ -274,14 +279,13 @@ class Parts:
 
     def _whole_passes(self, setup: Setup) -> Part:
         def make() -> Part:
+            # the first step of compiled layers times their kernels, which no second one does
             is_short = setup.compile is None and self._second_step_is_redundant(setup)
-            if self.shallow_jobs.few and not is_short:
-                deepened = passes_from_few_layers(self.job, setup, self.policy)
-                if deepened is not None:
-                    return deepened
-            is_short = is_short or self._second_step_is_redundant(setup)
-            rehearse = short_passes if is_short else rehearse_passes
-            return rehearse(self.job, setup, self.policy)
+            record = short_passes if is_short else rehearse_passes
+            asked = self.job, setup, self.policy
+            few = passes_from_few_layers(*asked, record) if self.shallow_jobs.few else None
+            part = record(*asked) if few is None else few
+            return write_out(part) if is_short else part
 
         samples = self.job.batch_size // setup.micro_batches
         return self._remember(("passes", passes_key(setup), samples, setup.micro_batches > 1), make)

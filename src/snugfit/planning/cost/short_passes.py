@@ -33,16 +33,19 @@ SINCE_THE_LAST = ("modules", "views", "checkpoints", "intercepted", "programs", 
 
 
 def short_passes(job: Job, setup: Setup, policy: Policy) -> Part:
-    """What `rehearse_passes` gives, for passes whose second step is known to be redundant."""
-    micro_batches = min(setup.micro_batches, MICRO_BATCHES)
-    part = record_passes(job, setup, policy, steps=1, micro_batches=micro_batches)
+    """Record one step of the passes, with two micro-batches at most."""
+    return record_passes(job, setup, policy, steps=1, micro_batches=min(setup.micro_batches, MICRO_BATCHES))
+
+
+def write_out(part: Part) -> Part:
+    """Return what `rehearse_passes` gives, of short passes whose second step is known to be redundant."""
     return replace(part, trace=_write_out(part.trace))
 
 
 def second_step_is_redundant(job: Job, setup: Setup, policy: Policy) -> bool:
     """Whether the passes of this job, best on few layers, are the same when one step of them is recorded and
     when two are."""
-    short, full = short_passes(job, setup, policy), rehearse_passes(job, setup, policy)
+    short, full = write_out(short_passes(job, setup, policy)), rehearse_passes(job, setup, policy)
     return _without_first_step_kernels(short) == _without_first_step_kernels(full)
 
 

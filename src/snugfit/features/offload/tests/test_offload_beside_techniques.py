@@ -33,6 +33,7 @@ def test_what_it_does_not_go_with_is_named(recipe: str, why: str) -> None:
 def test_its_step_is_simulated_at_the_whole_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few_layers, "DEEP", 4)
     monkeypatch.setattr(few_layers, "FEWEST_PERIODS", 2)
+    monkeypatch.setattr(few_layers, "WRITTEN_SHARE", 0)
     deep, policy = small_job("bert", 9, batch_size=8), policy_for(find_gpu("h200"), Software())
     assert few_layers.rehearse_from_few_layers(deep, Recipe.parse("bf16").setup(), policy) is not None
     assert few_layers.rehearse_from_few_layers(deep, Recipe.parse("host(all)").setup(), policy) is None
