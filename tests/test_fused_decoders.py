@@ -24,7 +24,6 @@ from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import TRITON
 from snugfit.step.checkpointing import checkpoint_layers
-from snugfit.step.head import chunked_loss
 from snugfit.step.head.deferred_logits import defer_logits
 from snugfit.step.wishes.kernels.fused import use_fused
 from snugfit.techniques.recipe import Recipe
@@ -356,9 +355,10 @@ def test_the_loss_and_its_gradients_are_those_of_whole_logits(
     tokens: int, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With what the kernel does in plain torch; some tokens are ignored."""
-    monkeypatch.setattr(chunked_loss, "write_gradient", cross_entropy.reference)
-    monkeypatch.setattr(chunked_loss, "multiply", cross_entropy.reference_multiply)
-    monkeypatch.setattr(chunked_loss, "has_kernel", lambda tensor: True)
+    kernel = cross_entropy.CrossEntropyKernel
+    monkeypatch.setattr(kernel, "write_gradient", staticmethod(cross_entropy.reference))
+    monkeypatch.setattr(kernel, "multiply", staticmethod(cross_entropy.reference_multiply))
+    monkeypatch.setattr(kernel, "takes", lambda self, tensor: True)
     plain = small("llama")
     fused = copy.deepcopy(plain)
     use_fused(fused)

@@ -14,10 +14,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from snugfit.kernels.operators import define
-
-LOSS_KERNEL = "loss_kernel"
-"""The attribute of a head whose loss in chunks uses the kernel."""
+from snugfit.kernels.operators import define, has_kernel
 
 _CROSS_ENTROPY_GRADIENT = define(
     "cross_entropy_gradient(Tensor(a!) logits, Tensor labels, Tensor share, int ignore_index, *, Tensor(b!) "
@@ -61,3 +58,11 @@ def reference(
         summed = losses.sum()
     logits.copy_(torch.autograd.grad(summed, leaf, share.to(summed.dtype))[0])
     return losses.detach()
+
+
+class CrossEntropyKernel:
+    """The `LossKernel` of a loss in chunks."""
+
+    takes = staticmethod(has_kernel)
+    write_gradient = staticmethod(write_gradient)
+    multiply = staticmethod(multiply)

@@ -33,7 +33,8 @@ def use_fused(model: torch.nn.Module, recomputed_mlps: int = 0) -> None:
     product of gate and up again in the backward pass. Raises `RecipeError` for a model of which nothing is
     known, or that has no such MLP. A loss in chunks, which the model may get besides, knows by a mark of its
     head that it has a kernel."""
-    from snugfit.kernels.cross_entropy import LOSS_KERNEL
+    from snugfit.kernels.cross_entropy import CrossEntropyKernel
+    from snugfit.step.head.chunked_loss import LOSS_KERNEL
 
     changed = [name for patcher in PATCHERS for name in _patcher(patcher)(model)]
     if not changed:
@@ -46,7 +47,7 @@ def use_fused(model: torch.nn.Module, recomputed_mlps: int = 0) -> None:
     find_head: Any = getattr(model, "get_output_embeddings", None)
     head = find_head() if find_head else None
     if head is not None:
-        setattr(head, LOSS_KERNEL, True)
+        setattr(head, LOSS_KERNEL, CrossEntropyKernel())
 
 
 def _recompute_mlps(model: torch.nn.Module, count: int) -> None:
