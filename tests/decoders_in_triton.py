@@ -19,8 +19,8 @@ from unittest.mock import patch
 
 import torch
 
-from snugfit.kernels import column_sums, cross_entropy, gated_mlp, rms_norm, rotary
-from snugfit.kernels.rotary import Heads, Norms
+from snugfit.features.kernels.operations import column_sums, cross_entropy, gated_mlp, rms_norm, rotary
+from snugfit.features.kernels.operations.rotary import Heads, Norms
 from triton_cases import asks_all
 
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
@@ -48,7 +48,7 @@ def launch_on_the_cpu() -> None:
     """Has operators launch their programs also for tensors on the CPU, in Triton's interpreter. They stand
     under their own names, as constants or not."""
     for file, programs in FILES.items():
-        there = importlib.import_module(f"snugfit.kernels.programs.{programs}")
+        there = importlib.import_module(f"snugfit.features.kernels.operations.programs.{programs}")
         for name in list(vars(file)):
             program = getattr(there, name.lower().lstrip("_"), None)
             if (name.startswith("_") or file is column_sums) and callable(program):

@@ -17,11 +17,11 @@ from unittest.mock import patch
 
 import torch
 
-from snugfit.kernels import add_norm as norms
-from snugfit.kernels import bias_gelu as gelus
-from snugfit.kernels import column_sums as sums
-from snugfit.kernels import join_slopes as joins
-from snugfit.kernels.joint_linear import joint_linear, lay_side_by_side
+from snugfit.features.kernels.operations import add_norm as norms
+from snugfit.features.kernels.operations import bias_gelu as gelus
+from snugfit.features.kernels.operations import column_sums as sums
+from snugfit.features.kernels.operations import join_slopes as joins
+from snugfit.features.kernels.operations.joint_linear import joint_linear, lay_side_by_side
 from triton_cases import asks_all
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -54,7 +54,12 @@ def by_kernel(device: str, *, kernels: bool) -> Iterator[None]:
         for module in (norms, gelus, joins):
             undo.enter_context(patch.object(module, "has_kernel", lambda tensor: kernels))
         if device == "cpu" and kernels:
-            from snugfit.kernels.programs import add_norm, bias_gelu, column_sums, join_slopes
+            from snugfit.features.kernels.operations.programs import (
+                add_norm,
+                bias_gelu,
+                column_sums,
+                join_slopes,
+            )
 
             for module in (norms, gelus, joins):  # so that programs take turns though there are few rows
                 undo.enter_context(patch.object(module, "PARTIALS", 2))
@@ -191,7 +196,7 @@ def sums_are_those_of_torch(device: str) -> bool:
 
 def padded_attention_is_that_under_a_mask() -> bool:
     """On a GPU: what tokens give, and the gradients, without dropout."""
-    from snugfit.step.wishes.kernels import padded
+    from snugfit.features.kernels import attention
 
     mask = torch.ones((4, 77), dtype=torch.int64, device="cuda")
     mask[0, 50:], mask[1, :30], mask[2, 5:] = 0, 0, 0
@@ -202,8 +207,8 @@ def padded_attention_is_that_under_a_mask() -> bool:
     for stretches in (False, True):
         heads = [one.view(4, 77, 2, 64).transpose(1, 2) for one in joint.split(128, dim=-1)]
         if stretches:
-            keywords = {"cu_seq_lens_q": padded.stretches(mask), "max_length_q": 77}
-            out = padded.attend_in_stretches(torch.nn.Module(), heads, 0.0, 0.125, keywords)
+            keywords = {"cu_seq_lens_q": attention.stretches(mask), "max_length_q": 77}
+            out = attention.attend_in_stretches(torch.nn.Module(), heads, 0.0, 0.125, keywords)
         else:
             visible = mask.bool()[:, None, None, :]
             out = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=visible, scale=0.125)

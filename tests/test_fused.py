@@ -13,8 +13,8 @@ from bare_process import script_in_triton
 from kept import kept
 from small_models import small_job
 from snugfit.errors import RecipeError
+from snugfit.features.kernels.operations.bias_gelu import BLOCK_ROWS
 from snugfit.job.job import Job
-from snugfit.kernels.bias_gelu import BLOCK_ROWS
 from snugfit.planning.keep import Kept, kept_of
 from snugfit.planning.search.space import space_of
 from snugfit.rehearsal.device.policy import CudaPolicy

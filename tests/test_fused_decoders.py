@@ -15,8 +15,9 @@ import torch
 from bare_process import script_in_triton
 from small_models import small_job
 from snugfit.errors import RecipeError, UsageError
-from snugfit.kernels import cross_entropy
-from snugfit.kernels.joint_linear import joint_view
+from snugfit.features.kernels.fused_model import use_fused
+from snugfit.features.kernels.operations import cross_entropy
+from snugfit.features.kernels.operations.joint_linear import joint_view
 from snugfit.planning.keep import kept_of
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.predict import predict
@@ -25,7 +26,6 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import TRITON
 from snugfit.step.checkpointing import checkpoint_layers
 from snugfit.step.head.deferred_logits import defer_logits
-from snugfit.step.wishes.kernels.fused import use_fused
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import CheckpointWish, LogitsWish
 from third_step import hold_third_step

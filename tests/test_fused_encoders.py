@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from snugfit.errors import RecipeError
-from snugfit.kernels import seeds
-from snugfit.kernels.joint_linear import joint_view
+from snugfit.features.kernels import attention as attentions
+from snugfit.features.kernels.fused_model import use_fused
+from snugfit.features.kernels.operations import seeds
+from snugfit.features.kernels.operations.joint_linear import joint_view
 from snugfit.step.checkpointing import checkpoint_layers
-from snugfit.step.wishes.kernels import attention, padded
-from snugfit.step.wishes.kernels.fused import use_fused
 from snugfit.techniques.setup import CheckpointWish
 
 WIDE = {
@@ -145,15 +145,15 @@ def test_a_layer_with_an_adapter_is_called_as_it_is() -> None:
 @pytest.mark.parametrize("family", ["bert", "roberta", "electra", "distilbert"])
 def test_padded_batches_need_no_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding on the right, on both sides and none: tokens and all gradients are those under a mask."""
-    monkeypatch.setattr(padded, "HALVES", ("torch.float64",))
-    monkeypatch.setattr(padded, "has_kernel", lambda tensor: True)
-    called = []
+    monkeypatch.setattr(attentions, "HALVES", ("torch.float64",))
+    monkeypatch.setattr(attentions, "has_kernel", lambda tensor: True)
+    called, real = [], attentions.attend_in_stretches
 
     def attend(*arguments: Any) -> Any:
         called.append(arguments)
-        return padded.attend_in_stretches(*arguments)
+        return real(*arguments)
 
-    monkeypatch.setattr(attention, "attend_in_stretches", attend)
+    monkeypatch.setattr(attentions, "attend_in_stretches", attend)
     model = build(family)
     fused = copy.deepcopy(model)
     use_fused(fused)
@@ -172,10 +172,10 @@ def test_padded_batches_need_no_mask(family: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_mask_with_gaps_is_refused() -> None:
-    ends = padded.stretches(torch.tensor([[1, 1, 0], [0, 1, 0], [1, 1, 1], [0, 0, 0]]))
+    ends = attentions.stretches(torch.tensor([[1, 1, 0], [0, 1, 0], [1, 1, 1], [0, 0, 0]]))
     assert ends.tolist() == [0, 0, 2, 3, 4, 5, 6, 6, 9, 9, 9, 9, 12]
     with pytest.raises(RuntimeError, match=r"gaps among its tokens\. Take 'torch_kernels'"):
-        padded.stretches(torch.tensor([[1, 0, 1]]))
+        attentions.stretches(torch.tensor([[1, 0, 1]]))
 
 
 def test_a_batch_without_padding_goes_through_them_too() -> None:

@@ -19,6 +19,7 @@ from in_roster import are_in_roster
 from kept import kept
 from small_models import small_job
 from snugfit.errors import RecipeError
+from snugfit.features.kernels import liger_table
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.planning.keep import kept_of
@@ -34,7 +35,7 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import TRITON, Trace
 from snugfit.results.measurement import Measurement
 from snugfit.results.step_seconds import StepSeconds
-from snugfit.techniques import liger_table, roster
+from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
 from snugfit.units import MIB

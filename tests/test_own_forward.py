@@ -13,10 +13,10 @@ import torch
 
 from small_models import small_job
 from snugfit.errors import SnugfitError
+from snugfit.features.kernels import decoders, encoders
 from snugfit.job.build import instantiate
 from snugfit.step.head.deferred_logits import defer_logits
 from snugfit.step.own_forward import OwnForward, forward_of
-from snugfit.step.wishes.kernels import decoders, encoders
 from snugfit.techniques.setup import LogitsWish
 
 

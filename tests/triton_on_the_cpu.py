@@ -18,9 +18,9 @@ from triton.runtime import interpreter
 
 from reported import foreseen, reports
 from small_models import small_job
+from snugfit.features.kernels.liger_model import import_code, use_liger
 from snugfit.rehearsal.device.policy import CpuPolicy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.step.wishes.kernels.liger import import_code, use_liger
 from snugfit.techniques.recipe import Recipe
 
 CLOSE = 1e-6

@@ -19,9 +19,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from snugfit.techniques import liger_table
+from snugfit.features.kernels import liger_table
+from snugfit.features.kernels.fields import LigerWish
 from snugfit.techniques.counterpart import Counterpart, Setting
-from snugfit.techniques.setup import Call, Setup
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import ALL_LINEAR, Fidelity, Slot, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
@@ -77,9 +78,7 @@ class Liger(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Has Liger change the model's modules."""
-        return setup.with_fields(
-            kernels=Call(path="snugfit.step.wishes.kernels.liger:use_liger", arguments=self.set_parts)
-        )
+        return setup.with_fields(liger_kernels=LigerWish(parts=self.set_parts))
 
     @property
     def set_parts(self) -> dict[str, bool]:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from snugfit.kernels.column_sums import PARTIALS, add_partials
-from snugfit.kernels.operators import define, has_kernel
+from snugfit.features.kernels.operations.column_sums import PARTIALS, add_partials
+from snugfit.features.kernels.operations.operators import define, has_kernel
 
 BLOCK_COLUMNS = 1024
 """Columns that a program copies, at most (chosen)."""

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from snugfit.kernels.column_sums import add_partials
-from snugfit.kernels.operators import define, has_kernel
+from snugfit.features.kernels.operations.column_sums import add_partials
+from snugfit.features.kernels.operations.operators import define, has_kernel
 
 PROGRAMS = 528
 """Programs of a backward pass (chosen): four for each multiprocessor of an H100 or H200. Each writes a row

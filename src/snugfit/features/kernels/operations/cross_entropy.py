@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from snugfit.kernels.operators import define, has_kernel
+from snugfit.features.kernels.operations.operators import define, has_kernel
 
 _CROSS_ENTROPY_GRADIENT = define(
     "cross_entropy_gradient(Tensor(a!) logits, Tensor labels, Tensor share, int ignore_index, *, Tensor(b!) "

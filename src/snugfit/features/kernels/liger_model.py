@@ -18,9 +18,9 @@ from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
+from snugfit.features.kernels import liger_table
 from snugfit.hub_kernels import import_peft, no_hub_kernels
 from snugfit.step.own_forward import OwnForward
-from snugfit.techniques import liger_table
 
 if TYPE_CHECKING:
     import torch

@@ -1,26 +1,16 @@
-"""Products within our operations: of weights that lie side by side, and of gradients of weights."""
+"""Products within our operations: gradients of weights, and results that may be handed out again."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from snugfit.kernels.joint_linear import joint_view
-from snugfit.kernels.operators import has_kernel
+from snugfit.features.kernels.operations.operators import has_kernel
 
 NARROW = (torch.bfloat16, torch.float16)
 
 _KEEPING = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
 """Classes of the modes by which `torch.utils.checkpoint` keeps results of operators and hands them out."""
-
-
-def join_weights(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """All of them as one, along the first dimension, in this dtype: a view where they lie side by side and
-    have it."""
-    view = joint_view(tensors)
-    return (torch.cat([one.detach() for one in tensors]) if view is None else view).to(dtype)
 
 
 def results_are_kept() -> bool:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from snugfit.kernels.join_slopes import join_slopes
-from snugfit.kernels.operators import activation_dtype, autocast_device
+from snugfit.features.kernels.operations.join_slopes import join_slopes
+from snugfit.features.kernels.operations.operators import activation_dtype, autocast_device
 
 
 def lay_side_by_side(tensors: Sequence[torch.Tensor]) -> None:
@@ -44,6 +44,13 @@ def joint_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
+def join_weights(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Return all of them as one, along the first dimension, in this dtype: a view where they lie side by side
+    and have it."""
+    view = joint_view(tensors)
+    return (torch.cat([one.detach() for one in tensors]) if view is None else view).to(dtype)
+
+
 def joint_linear(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
@@ -64,8 +71,8 @@ class JointLinear(torch.autograd.Function):
         """The results, as views of one tensor."""
         weights, biases = tensors[:count], tensors[count:]
         dtype = activation_dtype(x)
-        weight = _joint(weights).to(dtype)
-        bias = _joint(biases).to(dtype) if biases else None
+        weight = join_weights(weights, dtype)
+        bias = join_weights(biases, dtype) if biases else None
         with torch.autocast(autocast_device(x), enabled=False):
             inner = x.to(dtype)
             joint = torch.nn.functional.linear(inner, weight, bias)
@@ -91,8 +98,3 @@ class JointLinear(torch.autograd.Function):
         if dbias is not None:
             dbiases = dbias.split(ctx.sizes)
         return dx, None, *dweights, *dbiases
-
-
-def _joint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    view = joint_view(tensors)
-    return torch.cat([one.detach() for one in tensors]) if view is None else view

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from snugfit.kernels.attention_inputs import Projections, attention_inputs
-from snugfit.kernels.gated_mlp import RECOMPUTES, gated_mlp
-from snugfit.kernels.joint_linear import lay_side_by_side
-from snugfit.kernels.operators import activation_dtype
-from snugfit.kernels.rms_norm import add_rms_norm
-from snugfit.kernels.rotary import Heads, Norms
+from snugfit.features.kernels.attention import attend
+from snugfit.features.kernels.operations.attention_inputs import Projections, attention_inputs
+from snugfit.features.kernels.operations.gated_mlp import RECOMPUTES, gated_mlp
+from snugfit.features.kernels.operations.joint_linear import lay_side_by_side
+from snugfit.features.kernels.operations.operators import activation_dtype
+from snugfit.features.kernels.operations.rms_norm import add_rms_norm
+from snugfit.features.kernels.operations.rotary import Heads, Norms
 from snugfit.step.own_forward import OwnForward
-from snugfit.step.wishes.kernels.attention import attend
 
 SLIDING, CAPPED = "sliding_window", "attn_logit_softcapping"
 

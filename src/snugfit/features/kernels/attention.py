@@ -1,4 +1,4 @@
-"""Attention of encoders over padded batches without a matrix of a mask, and without a wait for the device.
+"""Attention as transformers' models call it, and of padded encoders without a matrix of a mask.
 
 Each row of a batch is up to three stretches: padding, tokens, padding. Attention within each, by
 FlashAttention's kernels for sequences of several lengths, gives tokens what a mask would give them. Where
@@ -11,9 +11,11 @@ gaps among its tokens has no such stretches: the device checks that, and ends th
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from snugfit.kernels.operators import activation_dtype, has_kernel
+from snugfit.features.kernels.operations.operators import activation_dtype, has_kernel
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +24,30 @@ HALVES = ("torch.bfloat16", "torch.float16")
 """What the kernels compute in."""
 
 GAPS = "fused: a mask has gaps among its tokens. Take 'torch_kernels'."
+
+
+def attend(
+    module: Any,
+    heads: Sequence[torch.Tensor],
+    mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float,
+    keywords: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return attention of queries, keys and values (B, heads, S, width) as (B, S, heads * width), and the
+    scores where the implementation has them. The model's config names it. `keywords` are those that the
+    module was called with."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    dropout = dropout if module.training else 0.0
+    implementation = module.config._attn_implementation
+    if implementation == "sdpa" and keywords.get("cu_seq_lens_q") is not None:
+        return attend_in_stretches(module, heads, dropout, scaling, keywords), None
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    run = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
+    query, key, value = heads
+    out, scores = run(module, query, key, value, mask, dropout=dropout, scaling=scaling, **keywords)
+    return out.reshape(*out.shape[:-2], -1), scores
 
 
 def without_mask(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -64,14 +90,14 @@ def stretches(mask: torch.Tensor) -> torch.Tensor:
 
 
 def attend_in_stretches(
-    module: Any, heads: list[torch.Tensor], dropout: float, scaling: float, keywords: dict[str, Any]
+    module: Any, heads: Sequence[torch.Tensor], dropout: float, scaling: float, keywords: dict[str, Any]
 ) -> torch.Tensor:
     """Attention of queries, keys and values (B, heads, S, width): (B, S, heads * width)."""
-    from snugfit.step.wishes.padding_free.attention import attend
+    from snugfit.step.wishes.padding_free.attention import attend as attend_in_pieces
 
     batch, _, length, _ = heads[0].shape
     query, key, value = (one.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2) for one in heads)
-    out, _ = attend(
+    out, _ = attend_in_pieces(
         module, query, key, value, dropout=dropout, scaling=scaling, is_causal=False,
         cu_seq_lens_q=keywords["cu_seq_lens_q"], max_length_q=keywords["max_length_q"],
     )  # fmt: skip

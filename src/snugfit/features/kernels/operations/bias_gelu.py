@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from snugfit.kernels.column_sums import PARTIALS, add_partials
-from snugfit.kernels.operators import define, has_kernel
+from snugfit.features.kernels.operations.column_sums import PARTIALS, add_partials
+from snugfit.features.kernels.operations.operators import define, has_kernel
 
 BLOCK_COLUMNS = 1024
 """Columns that a program computes, at most: with 512 its backward kernel took longer (docs/log.md)."""

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from snugfit.kernels.operators import activation_dtype
-from snugfit.kernels.products import join_weights, results_are_kept, weight_gradient
-from snugfit.kernels.rms_norm import rows_again, rows_to_keep
-from snugfit.kernels.rotary import Angles, Heads, Norms, rotate, rotate_backward
+from snugfit.features.kernels.operations.joint_linear import join_weights
+from snugfit.features.kernels.operations.operators import activation_dtype
+from snugfit.features.kernels.operations.products import results_are_kept, weight_gradient
+from snugfit.features.kernels.operations.rms_norm import rows_again, rows_to_keep
+from snugfit.features.kernels.operations.rotary import Angles, Heads, Norms, rotate, rotate_backward
 
 
 class Projections(NamedTuple):

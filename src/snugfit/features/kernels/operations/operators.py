@@ -89,7 +89,7 @@ def _launch(program: str, name: str, *arguments: Any, **written: Any) -> None:
 def program_of(program: str, name: str) -> Callable[..., None]:
     """The function that launches kernels. Raises `RecipeError` where Triton cannot be imported."""
     try:
-        module = importlib.import_module(f"snugfit.kernels.programs.{program}")
+        module = importlib.import_module(f"{__package__}.programs.{program}")
     except ImportError as fault:
         raise RecipeError(
             f"The kernels of 'fused' are compiled by Triton, which cannot be imported: {fault}. Try: pip "

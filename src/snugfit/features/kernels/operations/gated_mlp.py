@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from snugfit.kernels.operators import activation_dtype, define, has_kernel
-from snugfit.kernels.products import join_weights, weight_gradient
-from snugfit.kernels.rms_norm import rows_again, rows_to_keep
+from snugfit.features.kernels.operations.joint_linear import join_weights
+from snugfit.features.kernels.operations.operators import activation_dtype, define, has_kernel
+from snugfit.features.kernels.operations.products import weight_gradient
+from snugfit.features.kernels.operations.rms_norm import rows_again, rows_to_keep
 
 RECOMPUTES = "recomputes_gate_and_up"
 """The attribute of a module whose MLP keeps no product."""

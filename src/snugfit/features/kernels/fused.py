@@ -26,9 +26,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from snugfit.features.kernels.fields import FusedWish
 from snugfit.techniques import roster
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.seeded_dropout import FUSED
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import PADDING_FREE, Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 ENCODERS = ("bert", "distilbert", "electra", "gpt2", "roberta", "vit")
-"""Model types of transformers that `step/wishes/kernels/encoders.py` knows."""
+"""Model types of transformers that `encoders.py` knows."""
 
 DECODERS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text")
-"""Those that `step/wishes/kernels/decoders.py` knows."""
+"""Those that `decoders.py` knows."""
 
 KNOWN = (*ENCODERS, *DECODERS)
 """All model types that some patcher knows."""
@@ -67,8 +67,7 @@ class Fused(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Has our kernels take the place of code of the model's modules."""
-        again = {"recomputed_mlps": self.recomputed_mlps} if self.recomputed_mlps else {}
-        return setup.with_fields(kernels=replace(FUSED, arguments=again))
+        return setup.with_fields(fused_kernels=FusedWish(recomputed_mlps=self.recomputed_mlps))
 
     def is_searched(self) -> bool:
         """Without layers that differ from the others, of which few would not tell."""

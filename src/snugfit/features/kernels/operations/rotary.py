@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from snugfit.kernels.column_sums import add_partials
-from snugfit.kernels.operators import define, has_kernel
+from snugfit.features.kernels.operations.column_sums import add_partials
+from snugfit.features.kernels.operations.operators import define, has_kernel
 
 PROGRAMS = 528
 """Programs of a backward pass with norms (chosen): each writes a row of sums."""

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from snugfit.kernels.column_sums import PARTIALS, add_partials
-from snugfit.kernels.operators import activation_dtype, define, has_kernel
-from snugfit.kernels.philox import keep_mask, scale, threshold
-from snugfit.kernels.seeds import CARRIED
+from snugfit.features.kernels.operations.column_sums import PARTIALS, add_partials
+from snugfit.features.kernels.operations.operators import activation_dtype, define, has_kernel
+from snugfit.features.kernels.operations.philox import keep_mask, scale, threshold
+from snugfit.features.kernels.operations.seeds import CARRIED
 
 TILE = 4096
 """Elements that a program of the backward kernel has at hand at once (chosen)."""

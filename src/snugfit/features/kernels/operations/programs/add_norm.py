@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from snugfit.kernels.add_norm import rows_at_once
-from snugfit.kernels.philox import scale
-from snugfit.kernels.programs.keeping import keep_tile
+from snugfit.features.kernels.operations.add_norm import rows_at_once
+from snugfit.features.kernels.operations.philox import scale
+from snugfit.features.kernels.operations.programs.keeping import keep_tile
 
 if TYPE_CHECKING:
     import torch

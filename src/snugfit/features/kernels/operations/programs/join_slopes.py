@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from snugfit.kernels.join_slopes import BLOCK_COLUMNS, BLOCK_ROWS
+from snugfit.features.kernels.operations.join_slopes import BLOCK_COLUMNS, BLOCK_ROWS
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from snugfit.kernels.operators import define
+from snugfit.features.kernels.operations.operators import define
 
 PARTIALS = 256
 """Programs that share the rows, at most (chosen: some two for each multiprocessor of a Hopper GPU)."""

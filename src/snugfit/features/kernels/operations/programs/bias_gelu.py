@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from snugfit.kernels.bias_gelu import BLOCK_COLUMNS, BLOCK_ROWS
+from snugfit.features.kernels.operations.bias_gelu import BLOCK_COLUMNS, BLOCK_ROWS
 
 if TYPE_CHECKING:
     import torch

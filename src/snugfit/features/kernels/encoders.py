@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 
-from snugfit.kernels.add_norm import add_norm
-from snugfit.kernels.bias_gelu import bias_gelu
-from snugfit.kernels.joint_linear import joint_linear, lay_side_by_side
-from snugfit.kernels.seeds import Seeds, checkpoint_around
+from snugfit.features.kernels.attention import attend, without_mask
+from snugfit.features.kernels.operations.add_norm import add_norm
+from snugfit.features.kernels.operations.bias_gelu import bias_gelu
+from snugfit.features.kernels.operations.joint_linear import joint_linear, lay_side_by_side
+from snugfit.features.kernels.operations.seeds import Seeds, checkpoint_around
 from snugfit.step.own_forward import OwnForward
-from snugfit.step.wishes.kernels.attention import attend
-from snugfit.step.wishes.kernels.padded import without_mask
 
 SITE = "fused_site"
 """The attribute of a module that holds its `Site`."""
@@ -55,7 +54,7 @@ class Patch:
     """Another forward pass for the modules of a class."""
 
     forward: Callable[..., Any] | None
-    """None for an encoder whose batches get no mask (`padded.py`)."""
+    """None for an encoder whose batches get no mask (`attention.py`)."""
     fits: Callable[[Any], bool] = lambda module: True
     """Whether this module of the class is as the forward pass takes it to be."""
     joins: tuple[str, ...] = ()
