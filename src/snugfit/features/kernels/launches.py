@@ -1,7 +1,7 @@
-"""Kernels that a library launches through Triton, noted in the place of being launched.
+"""Kernels that Liger launches through Triton, noted in the place of being launched.
 
-Everything else of such a library is Python that allocates with torch, and runs on shapes as it does on a
-GPU. A launch is noted with the kernel's name and the bytes that it moves: each tensor that the kernel loads
+Everything else of Liger is Python that allocates with torch, and runs on shapes as it does on a GPU. A launch
+is noted with the kernel's name and the bytes that it moves: each tensor that the kernel loads
 from once, and each that it stores to once, whether its blocks pass over it once or, with the second pass
 found in the cache, twice. Which of its tensors a kernel loads and stores stands in its source, where pointers
 are parameters that offsets are added to.
@@ -10,8 +10,9 @@ Liger asks its tensors' device for its type and compares that with "cuda", for h
 it makes and whether a product writes into a buffer that is there. On shapes the type is "meta"; so for the
 time of a rehearsal that constant is another in its functions.
 
-Of a kernel with several settings the first is launched. On a GPU Triton times them all before the first
-launch with each of its keys, which takes memory (`first_launches.py`).
+Of a kernel with several settings the first is launched. On a GPU Triton's autotuner times them all before the
+first launch with each of its keys, in every process. It flushes the cache with a buffer of one size on any
+GPU (`get_empty_cache_for_benchmark`, `triton/backends/nvidia/driver.py`), and clones what a kernel changes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from unittest.mock import patch
 
 from snugfit.rehearsal.device.autocast import SWITCH
 from snugfit.rehearsal.device.policy import ComparedPolicy, CudaPolicy, PoliciesDiffer
-from snugfit.rehearsal.record.first_launches import time_library_settings
+from snugfit.rehearsal.record.first_launches import times_anything
+from snugfit.units import MIB
 
 if TYPE_CHECKING:
     import torch
@@ -41,11 +43,14 @@ _OPERATORS = "liger_kernel.ops"
 _LOADS, _STORES = ("load",), ("store",)
 _BOTH = ("atomic_add", "atomic_max", "atomic_cas", "atomic_xchg")
 
+_FLUSHES = 256 * MIB
+"""Bytes of the buffer with which Triton's autotuner flushes a GPU's cache."""
+
 _Fact = TypeVar("_Fact")
 
 
-class Notes(Protocol):
-    """Who hears of launches."""
+class LaunchRecorder(Protocol):
+    """The part of a recorder that launches need."""
 
     def launch(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         """A kernel was launched."""
@@ -59,9 +64,8 @@ class Access(NamedTuple):
 
 
 @contextlib.contextmanager
-def triton_launches(policy: Policy, notes: Notes) -> Iterator[None]:
-    """Within it, Triton's kernels are noted and do not run. Nothing where Triton is not imported, or nobody
-    has Liger."""
+def triton_launches(policy: Policy, recorder: LaunchRecorder) -> Iterator[None]:
+    """Within it, Triton's kernels are noted and do not run. Nothing where Triton or Liger is not imported."""
     if "triton" not in sys.modules or _OPERATORS not in sys.modules:
         yield
         return
@@ -70,7 +74,7 @@ def triton_launches(policy: Policy, notes: Notes) -> Iterator[None]:
     from triton.runtime.jit import JITFunction
 
     def run(kernel: Any, *args: Any, **kwargs: Any) -> None:
-        _note(notes, kernel, args, kwargs)
+        _note(recorder, kernel, args, kwargs)
 
     timed: set[Hashable] = set()
 
@@ -79,7 +83,7 @@ def triton_launches(policy: Policy, notes: Notes) -> Iterator[None]:
         key = id(tuner), *_key_of(tuner, given)
         if isinstance(policy, CudaPolicy) and len(tuner.configs) > 1 and key not in timed:
             timed.add(key)
-            time_library_settings([given[name] for name in tuner.restore_value])
+            _time_settings([given[name] for name in tuner.restore_value])
         return tuner.fn.run(*args, **{**kwargs, **tuner.configs[0].all_kwargs()})
 
     with contextlib.ExitStack() as undo:
@@ -94,6 +98,15 @@ def triton_launches(policy: Policy, notes: Notes) -> Iterator[None]:
         yield
 
 
+def _time_settings(changes: Sequence[torch.Tensor]) -> None:
+    """Allocate and drop what timing takes, for a kernel that changes these tensors."""
+    import torch
+
+    if times_anything():
+        beside = [torch.empty(_FLUSHES, dtype=torch.uint8, device="meta")]
+        beside += [one.clone() for one in changes]
+
+
 def _key_of(tuner: Any, given: Mapping[str, Any]) -> tuple[Hashable, ...]:
     """What the settings of a kernel are chosen by (`Autotuner.run`, `triton/runtime/autotuner.py`)."""
     named = [given[name] for name in tuner.keys if name in given]
@@ -101,7 +114,7 @@ def _key_of(tuner: Any, given: Mapping[str, Any]) -> tuple[Hashable, ...]:
     return *named, *dtypes
 
 
-def _note(notes: Notes, kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _note(recorder: LaunchRecorder, kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     signature = inspect.signature(kernel.fn)
     given = {name: value for name, value in kwargs.items() if name in signature.parameters}
     arguments = signature.bind_partial(*args, **given).arguments
@@ -109,7 +122,7 @@ def _note(notes: Notes, kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str,
     access = _access(kernel.fn)
     loaded = [tensor for name, tensor in tensors.items() if name in access.loaded]
     stored = [tensor for name, tensor in tensors.items() if name in access.stored]
-    notes.launch(kernel.fn.__name__.strip("_"), loaded, stored)
+    recorder.launch(kernel.fn.__name__.strip("_"), loaded, stored)
 
 
 @functools.cache
