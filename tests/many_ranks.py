@@ -261,7 +261,6 @@ def warm() -> None:
     from packaging import requirements, tags  # noqa: F401
     from torch.utils import serialization  # noqa: F401
 
-    from snugfit.features.kernels.operations import cross_entropy  # noqa: F401
     from snugfit.features.offload import activations  # noqa: F401
     from snugfit.step.head import deferred_logits  # noqa: F401
     from snugfit.step.wishes import flash  # noqa: F401

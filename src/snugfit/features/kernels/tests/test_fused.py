@@ -13,15 +13,20 @@ from bare_process import script_in_triton
 from kept import kept
 from small_models import small_job
 from snugfit.errors import RecipeError
+from snugfit.features.kernels.fused_model import use_fused
 from snugfit.features.kernels.operations.bias_gelu import BLOCK_ROWS
+from snugfit.job.build import instantiate
 from snugfit.job.job import Job
 from snugfit.planning.keep import Kept, kept_of
 from snugfit.planning.search.space import space_of
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import TRITON, Trace
+from snugfit.step.head.deferred_logits import defer_logits
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import LogitsWish
 from snugfit.techniques.technique import Slot
+from test_own_forward import hold_copy
 from third_step import hold_third_step
 from tiers import crossed
 
@@ -68,6 +73,17 @@ def test_plans_look_at_it_where_it_knows_the_model() -> None:
     other = small_job("t5", 2)
     assert offered(other, kept_of(other, kept(but="kernels"))) == {"torch_kernels"}
     assert offered(job, kept_of(job, kept("fused", but="optimizer"))) == {"fused"}
+
+
+@pytest.mark.parametrize("family", ["bert", "llama", "gpt2"])
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+@pytest.mark.filterwarnings("ignore::snugfit.step.head.deferred_logits.LogitsComputedWhole")
+def test_a_copy_of_a_model_computes_with_its_own_weights(family: str, way: str) -> None:
+    model = instantiate(small_job(family, 1), dtype=None, attention="sdpa")
+    use_fused(model)
+    if family == "llama":
+        defer_logits(model, LogitsWish())
+    hold_copy(model, way)
 
 
 # ---- a rehearsal -----------------------------------------------------------------------------------------
@@ -174,5 +190,5 @@ def test_kernels_do_what_their_references_do(device: str, tmp_path: Path) -> Non
     """In Triton's interpreter, and on a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU, and SNUGFIT_TEST_GPU=1")
-    told = script_in_triton("fused_in_triton.py", device, tmp_path / "told")
+    told = script_in_triton(Path(__file__).with_name("fused_in_triton.py"), device, tmp_path / "told")
     assert "as the reference" in told

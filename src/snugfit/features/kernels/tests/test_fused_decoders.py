@@ -388,4 +388,4 @@ def test_the_kernels_do_what_the_references_do(device: str, tmp_path: Path) -> N
     """In Triton's interpreter, and on a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU, and SNUGFIT_TEST_GPU=1")
-    script_in_triton("decoders_in_triton.py", device, tmp_path / "told")
+    script_in_triton(Path(__file__).with_name("decoders_in_triton.py"), device, tmp_path / "told")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from in_roster import are_in_roster
 from kept import kept
@@ -35,6 +36,7 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import TRITON, Trace
 from snugfit.results.measurement import Measurement
 from snugfit.results.step_seconds import StepSeconds
+from snugfit.step.applier import set_process
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
@@ -63,6 +65,16 @@ def launches(trace: Trace) -> Counter[tuple[str, str]]:
         for kernel in trace.kernels
         if kernel.operator.startswith(TRITON)
     )
+
+
+def test_a_cpu_is_refused_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Recipe.parse("liger").setup()
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(RecipeError, match=r"liger: .*on GPUs alone. Take 'torch_kernels'"):
+        set_process(setup, torch.device("cpu"))
+    set_process(setup, torch.device("meta"))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    set_process(setup, torch.device("cpu"))
 
 
 # ---- which models ------------------------------------------------------------------------------------------
@@ -235,7 +247,7 @@ def test_compiling_its_kernels_is_part_of_the_start_up() -> None:
 
 # ---- what was measured -------------------------------------------------------------------------------------
 
-MEASURED = Path(__file__).parents[1] / "results" / "h200-2026-11-23" / "liger" / "runs.json"
+MEASURED = Path(__file__).parents[5] / "results" / "h200-2026-11-23" / "liger" / "runs.json"
 RUNS = [
     Measurement.from_json(run)
     for run in json.loads(MEASURED.read_text(encoding="utf-8"))["runs"]
@@ -325,10 +337,9 @@ def test_liger_is_faster_or_slower_as_it_was_measured() -> None:
 @pytest.mark.whole
 def test_on_the_cpu_gradients_and_allocations_are_those_of_a_real_step() -> None:
     """In Triton's interpreter, which a process of its own is told of."""
-    folder = Path(__file__).parent
     done = subprocess.run(
-        [sys.executable, str(folder / "triton_on_the_cpu.py")],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        [sys.executable, str(Path(__file__).with_name("liger_on_the_cpu.py"))],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.stdout.split("\n")[:2] == ["gradients agree", "allocations agree"], done.stderr[-3000:]
