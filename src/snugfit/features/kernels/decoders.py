@@ -19,7 +19,7 @@ import torch
 from snugfit.features.kernels.attention import attend
 from snugfit.features.kernels.operations.attention_inputs import Projections, attention_inputs
 from snugfit.features.kernels.operations.gated_mlp import RECOMPUTES, gated_mlp
-from snugfit.features.kernels.operations.joint_linear import lay_side_by_side
+from snugfit.features.kernels.operations.joint_linear import is_plain, lay_side_by_side
 from snugfit.features.kernels.operations.operators import activation_dtype
 from snugfit.features.kernels.operations.rms_norm import add_rms_norm
 from snugfit.features.kernels.operations.rotary import Heads, Norms
@@ -100,14 +100,9 @@ def _either(
     return forward(module, family, own, *arguments, **keywords)
 
 
-def _is_plain(layers: Sequence[Any], *, biased: bool | None = None) -> bool:
-    """Whether all are linear layers as torch has them, with a bias or without."""
-    return all(
-        type(layer) is torch.nn.Linear
-        and type(layer.weight) is torch.nn.Parameter
-        and (biased is None or biased == (layer.bias is not None))
-        for layer in layers
-    )
+def _are_plain(layers: Sequence[Any], *, biased: bool | None = None) -> bool:
+    """Return whether all linear layers are torch's own, with a bias or without."""
+    return all(is_plain(layer) and biased in (None, layer.bias is not None) for layer in layers)
 
 
 # ---- norms -----------------------------------------------------------------------------------------------
@@ -139,8 +134,8 @@ def _norm(
 
 def _fuse_attention(module: Any, family: DecoderFamily) -> bool:
     layers = module.q_proj, module.k_proj, module.v_proj
-    biased = layers[0].bias is not None if _is_plain(layers) else False
-    if not _is_plain(layers, biased=biased) or module.head_dim % 2:
+    biased = layers[0].bias is not None if _are_plain(layers) else False
+    if not _are_plain(layers, biased=biased) or module.head_dim % 2:
         return False
     lay_side_by_side([layer.weight for layer in layers])
     if biased:
@@ -161,7 +156,7 @@ def _attend(
 ) -> tuple[torch.Tensor, Any]:
     """The forward pass of the family's attention, its first half ours."""
     layers = self.q_proj, self.k_proj, self.v_proj
-    if not _is_plain(layers):
+    if not _are_plain(layers):
         return own(  # type: ignore[no-any-return]
             hidden_states, position_embeddings, attention_mask, past_key_values, **keywords
         )
@@ -205,7 +200,7 @@ def _remember(
 
 
 def _fuse_mlp(module: Any, family: DecoderFamily) -> bool:
-    if not _is_plain(_mlp_layers(module), biased=False) or _activation(module) not in TANH:
+    if not _are_plain(_mlp_layers(module), biased=False) or _activation(module) not in TANH:
         return False
     lay_side_by_side([module.gate_proj.weight, module.up_proj.weight])
     _replace(module, _gate, family)
@@ -225,7 +220,7 @@ def _activation(module: Any) -> str:
 
 def _gate(self: Any, family: DecoderFamily, own: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
     layers = _mlp_layers(self)
-    if not _is_plain(layers, biased=False):
+    if not _are_plain(layers, biased=False):
         return own(x)  # type: ignore[no-any-return]
     weights = [layer.weight for layer in layers]
     keeps = not getattr(self, RECOMPUTES, False)

@@ -18,7 +18,7 @@ import torch
 from snugfit.features.kernels.attention import attend, without_mask
 from snugfit.features.kernels.operations.add_norm import add_norm
 from snugfit.features.kernels.operations.bias_gelu import bias_gelu
-from snugfit.features.kernels.operations.joint_linear import joint_linear, lay_side_by_side
+from snugfit.features.kernels.operations.joint_linear import is_plain, joint_linear, lay_side_by_side
 from snugfit.features.kernels.operations.seeds import Seeds, checkpoint_around
 from snugfit.step.own_forward import OwnForward
 
@@ -93,12 +93,6 @@ def patch_of(kind: type[Any]) -> Patch | None:
 
 
 # ---- layers ----------------------------------------------------------------------------------------------
-
-
-def is_plain(layer: Any) -> bool:
-    """Whether a linear layer is torch's own, with nothing around it."""
-    hooks = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
-    return type(layer) is torch.nn.Linear and not hooks
 
 
 def product_of(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from snugfit.features.kernels.fields import FusedWish
 from snugfit.techniques import roster
-from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import PADDING_FREE, Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
@@ -59,7 +58,6 @@ class Fused(Technique):
         "the fusions of Ivanov et al., arXiv 2007.00072; dropout as in Tillet et al.'s Triton tutorials; "
         "Philox: Salmon et al., SC 2011"
     )
-    counterparts: ClassVar[tuple[Counterpart, ...]] = ()
 
     recomputed_mlps: int = between(0, 10_000, default=0)
     """Of decoders, layers whose product of gate and up is computed again in the backward pass, from the
@@ -75,9 +73,9 @@ class Fused(Technique):
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """The model must be known, its attention torch's, and nothing else change its code."""
-        if why := _why_not_covered(job):
+        if why := self.planning_objection(job):
             yield f"{why} Try 'torch_kernels'."
-        if self.recomputed_mlps and not _why_not_covered(job) and not _is_decoder(job):
+        elif self.recomputed_mlps and not _is_decoder(job):
             yield f"no gated MLP is in {job.model.name}. Try 'fused', or 'first_layers'."
         if not job.trains:
             yield "its kernels are those of training. Try 'torch_kernels'."
@@ -96,7 +94,7 @@ class Fused(Technique):
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
         """As it stands, for models that it knows."""
-        if not _why_not_covered(job):
+        if not cls.planning_objection(job):
             yield cls()
 
     def smaller(self, job: Job) -> Sequence[Self]:
@@ -107,24 +105,19 @@ class Fused(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """What it does not cover."""
-        return _why_not_covered(job)
+        """Return the reason why it does nothing for this job's model; empty where it does."""
+        module = job.model.module
+        if module is None:
+            model_type = str(job.model.config.get("model_type"))
+            known = model_type in KNOWN
+        else:
+            model_type = type(module).__name__
+            files = {type(one).__module__ for one in module.modules()}
+            names = {name.removesuffix("_text") for name in KNOWN}  # of files, which have other modules too
+            known = any(f"transformers.models.{name}.modeling_{name}" in files for name in names)
+        return "" if known else f"fused has no kernels for {model_type}. It covers {', '.join(KNOWN)}."
 
 
 def _is_decoder(job: Job) -> bool:
     """Whether a decoder's MLPs are gated; of a user's own module it shows when it is built."""
     return job.model.module is not None or job.model.config.get("model_type") in DECODERS
-
-
-def _why_not_covered(job: Job) -> str:
-    """Why it does nothing for this job's model; empty where it does."""
-    module = job.model.module
-    if module is None:
-        model_type = str(job.model.config.get("model_type"))
-        known = model_type in KNOWN
-    else:
-        model_type = type(module).__name__
-        files = {type(one).__module__ for one in module.modules()}
-        names = {name.removesuffix("_text") for name in KNOWN}  # of files, which have other modules besides
-        known = any(f"transformers.models.{name}.modeling_{name}" in files for name in names)
-    return "" if known else f"fused has no kernels for {model_type}. It covers {', '.join(KNOWN)}."

@@ -21,16 +21,16 @@ import ast
 import contextlib
 import functools
 import inspect
-import logging
 import sys
 import textwrap
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from types import FunctionType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
+from snugfit.hub_kernels import quiet
 from snugfit.rehearsal.device.autocast import SWITCH
-from snugfit.rehearsal.device.policy import ComparedPolicy, CudaPolicy, PoliciesDiffer
+from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.record.first_launches import times_anything
 from snugfit.units import MIB
 
@@ -38,22 +38,14 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.rehearsal.device.policy import Policy
+    from snugfit.rehearsal.record.recorder import Recorder
 
 _OPERATORS = "liger_kernel.ops"
-_LOADS, _STORES = ("load",), ("store",)
 _BOTH = ("atomic_add", "atomic_max", "atomic_cas", "atomic_xchg")
+_LOADS, _STORES = ("load", *_BOTH), ("store", *_BOTH)
 
 _FLUSHES = 256 * MIB
 """Bytes of the buffer with which Triton's autotuner flushes a GPU's cache."""
-
-_Fact = TypeVar("_Fact")
-
-
-class LaunchRecorder(Protocol):
-    """The part of a recorder that launches need."""
-
-    def launch(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
-        """A kernel was launched."""
 
 
 class Access(NamedTuple):
@@ -64,7 +56,7 @@ class Access(NamedTuple):
 
 
 @contextlib.contextmanager
-def triton_launches(policy: Policy, recorder: LaunchRecorder) -> Iterator[None]:
+def triton_launches(policy: Policy, recorder: Recorder) -> Iterator[None]:
     """Within it, Triton's kernels are noted and do not run. Nothing where Triton or Liger is not imported."""
     if "triton" not in sys.modules or _OPERATORS not in sys.modules:
         yield
@@ -90,9 +82,7 @@ def triton_launches(policy: Policy, recorder: LaunchRecorder) -> Iterator[None]:
         for kind in (JITFunction, InterpretedFunction):
             undo.enter_context(patch.object(kind, "run", run))
         undo.enter_context(patch.object(Autotuner, "run", run_first))
-        undo.enter_context(
-            _quiet("transformers.configuration_utils")
-        )  # of an attribute that Liger still reads
+        undo.enter_context(quiet("transformers.configuration_utils"))  # of what Liger still reads
         if isinstance(policy, CudaPolicy):
             undo.enter_context(_as_on(policy))
         yield
@@ -114,7 +104,7 @@ def _key_of(tuner: Any, given: Mapping[str, Any]) -> tuple[Hashable, ...]:
     return *named, *dtypes
 
 
-def _note(recorder: LaunchRecorder, kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _note(recorder: Recorder, kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     signature = inspect.signature(kernel.fn)
     given = {name: value for name, value in kwargs.items() if name in signature.parameters}
     arguments = signature.bind_partial(*args, **given).arguments
@@ -146,8 +136,8 @@ def _access(function: Any) -> Access:
     for call in ast.walk(tree):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.args:
             pointers = _pointers(call.args[0], roots)
-            loaded |= pointers if call.func.attr in (*_LOADS, *_BOTH) else set()
-            stored |= pointers if call.func.attr in (*_STORES, *_BOTH) else set()
+            loaded |= pointers if call.func.attr in _LOADS else set()
+            stored |= pointers if call.func.attr in _STORES else set()
     return Access(frozenset(loaded), frozenset(stored))
 
 
@@ -169,11 +159,10 @@ def _as_on(policy: CudaPolicy) -> Iterator[None]:
     autocast_dtype = torch.get_autocast_dtype
 
     def properties(device: Any = None) -> SimpleNamespace:
-        count = _same_on_all(policy, lambda one: one.multiprocessors)
-        return SimpleNamespace(multi_processor_count=count)
+        return SimpleNamespace(multi_processor_count=policy.common(lambda one: one.multiprocessors))
 
     def capability(device: Any = None) -> tuple[int, int]:
-        return _same_on_all(policy, lambda one: one.capability)
+        return policy.common(lambda one: one.capability)
 
     def dtype_of(device_type: str) -> torch.dtype:
         return autocast_dtype(SWITCH if device_type in ("cuda", "meta") else device_type)
@@ -200,23 +189,3 @@ def _as_on(policy: CudaPolicy) -> Iterator[None]:
             constants = tuple("meta" if one == "cuda" else one for one in code.co_consts)
             function.__code__ = code.replace(co_consts=constants)
         yield
-
-
-@contextlib.contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-def _same_on_all(policy: CudaPolicy, fact: Callable[[CudaPolicy], _Fact]) -> _Fact:
-    """This fact of the GPU. Raises `PoliciesDiffer` where GPUs that are rehearsed together differ in it."""
-    if any(fact(peer) != fact(policy) for peer in policy.peers):
-        raise PoliciesDiffer("GPUs that are simulated together launch Liger's kernels otherwise.")
-    if isinstance(policy, ComparedPolicy):
-        policy.sizes.update({other: None for other in policy.compared if fact(other) != fact(policy)})
-    return fact(policy)

@@ -88,14 +88,13 @@ class Liger(Technique):
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Liger must know the model; its loss is a causal language model's, and there can be one only."""
-        known = liger_table.parts_by_model_type()
-        if why := _why_not_covered(job):
+        if why := self.planning_objection(job):
             yield f"{why} Try 'torch_kernels'."
-        if not job.trains or _model_type(job) not in known:
+        if why or not job.trains:
             return
         if recipe[Slot.ENGINE].install(Setup()).compile is not None:
             yield f"{recipe[Slot.ENGINE]} compiles what Liger would replace, and was not tried with it."
-        parts = known[_model_type(job)]
+        parts = liger_table.parts_by_model_type()[_model_type(job)]
         for part in sorted(self.set_parts.keys() - parts):
             yield f"Liger has no {part} for {_model_type(job)}; it has {', '.join(sorted(parts))}."
         adapted = recipe[Slot.ADAPTERS].adapted_modules(job)
@@ -130,13 +129,13 @@ class Liger(Technique):
     def settings(cls, job: Job) -> Iterator[Self]:
         """Without Liger's loss, beside which `chunked_loss` may stand: that was 7 % faster for 7 % more bytes
         (Llama-3.2-1B, 2 x 2048 tokens)."""
-        if _model_type(job) in liger_table.parts_by_model_type():
+        if not cls.planning_objection(job):
             yield cls(fused_linear_cross_entropy=False)
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
         """What Liger does not cover."""
-        return _why_not_covered(job)
+        return liger_table.why_not_covered(_model_type(job))
 
 
 def _has_its_loss(job: Job) -> bool:
@@ -149,10 +148,3 @@ def _model_type(job: Job) -> str:
     if module is None:
         return str(job.model.config.get("model_type"))
     return str(getattr(getattr(module, "config", None), "model_type", type(module).__name__))
-
-
-def _why_not_covered(job: Job) -> str:
-    """Why Liger does nothing for this job's model; empty where it does."""
-    if _model_type(job) in liger_table.parts_by_model_type():
-        return ""
-    return liger_table.says_not_covered(_model_type(job))

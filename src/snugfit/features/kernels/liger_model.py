@@ -21,6 +21,7 @@ from snugfit.errors import RecipeError
 from snugfit.features.kernels import liger_table
 from snugfit.hub_kernels import import_peft, no_hub_kernels
 from snugfit.step.own_forward import OwnForward
+from snugfit.versions import version_of
 
 if TYPE_CHECKING:
     import torch
@@ -52,8 +53,8 @@ def use_liger(model: torch.nn.Module, **parts: bool) -> None:
     wrapped: Any = model
     base = wrapped.get_base_model() if hasattr(model, "peft_config") else wrapped
     model_type = str(getattr(getattr(base, "config", None), "model_type", type(base).__name__))
-    if model_type not in liger_table.parts_by_model_type():
-        raise RecipeError(liger_table.says_not_covered(model_type))
+    if why := liger_table.why_not_covered(model_type):
+        raise RecipeError(why)
     kinds = dict.fromkeys(type(module) for module in base.modules())
     files = dict.fromkeys(kind.__module__ for kind in kinds if kind.__module__.startswith(_FILES))
     names = {name: dict(vars(sys.modules[name])) for name in files}
@@ -63,8 +64,9 @@ def use_liger(model: torch.nn.Module, **parts: bool) -> None:
         changed = {name: _changed_functions(sys.modules[name], before) for name, before in names.items()}
         bound = {kind: vars(kind)["forward"] for kind in forwards if vars(kind)["forward"] != forwards[kind]}
     except (ImportError, AttributeError, TypeError, ValueError) as error:
+        version = version_of("liger-kernel")
         raise RecipeError(
-            f"Liger {_version()} fails on {type(base).__name__}: {error}. Try 'torch_kernels'."
+            f"Liger {version} fails on {type(base).__name__}: {error}. Try 'torch_kernels'."
         ) from error
     finally:
         for name, before in names.items():
@@ -78,12 +80,6 @@ def use_liger(model: torch.nn.Module, **parts: bool) -> None:
     for name, functions in changed.items():
         if functions:
             _bind(base, sys.modules[name], functions)
-
-
-def _version() -> str:
-    from snugfit.versions import version_of
-
-    return version_of("liger-kernel") or ""
 
 
 def _changed_functions(file: ModuleType, before: Mapping[str, Any]) -> dict[str, Any]:

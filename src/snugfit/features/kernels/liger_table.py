@@ -32,9 +32,12 @@ def parts_by_model_type() -> Mapping[str, frozenset[str]]:
     return _read(folder.joinpath("transformers", "monkey_patch.py").read_text(encoding="utf-8"))
 
 
-def says_not_covered(model_type: str) -> str:
-    """That Liger does nothing for such a model, and for which it does."""
-    families = sorted({name.split("_")[0].rstrip("0123456789.") for name in parts_by_model_type()})
+def why_not_covered(model_type: str) -> str:
+    """Return the reason why Liger does nothing for such a model; empty where it does."""
+    known = parts_by_model_type()
+    if model_type in known:
+        return ""
+    families = sorted({name.split("_")[0].rstrip("0123456789.") for name in known})
     return f"Liger has no kernels for {model_type}. It covers {', '.join(families)}."
 
 

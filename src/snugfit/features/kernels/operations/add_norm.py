@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from snugfit.features.kernels.operations.column_sums import PARTIALS, add_partials
+from snugfit.features.kernels.operations.column_sums import add_partials, empty_partials
 from snugfit.features.kernels.operations.operators import activation_dtype, define, has_kernel
 from snugfit.features.kernels.operations.philox import keep_mask, scale, threshold
 from snugfit.features.kernels.operations.seeds import CARRIED
@@ -177,15 +177,13 @@ def _backward_by_kernel(
     form: Form,
     kinds: Wanted,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    columns, drops_first = total.size(-1), seed is not None and not form.drops_last
-    rows = total.numel() // columns
+    drops_first = seed is not None and not form.drops_last
     apart = drops_first or kinds.residual_dtype is not kinds.x_dtype
     dresidual = torch.empty_like(total, dtype=kinds.residual_dtype)
     dx = torch.empty_like(total, dtype=kinds.x_dtype) if apart else None
     partials = None
     if kinds.has_sums:
-        programs = min(-(-rows // rows_at_once(columns)), PARTIALS)
-        partials = total.new_empty((3 if kinds.has_bias else 2, programs, columns), dtype=torch.float32)
+        partials = empty_partials(total, 3 if kinds.has_bias else 2, rows_at_once(total.size(-1)))
     add_norm_backward(
         *slopes, total, statistics, weight, seed, form.site, form.drops, form.drops_last,
         dresidual=dresidual, dx=dx, partials=partials,

@@ -6,12 +6,11 @@ the bias is a by-product of the kernel that computes the product's.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
-from snugfit.features.kernels.operations.column_sums import PARTIALS, add_partials
+from snugfit.features.kernels.operations.column_sums import add_partials, empty_partials
 from snugfit.features.kernels.operations.operators import define, has_kernel
 
 BLOCK_COLUMNS = 1024
@@ -62,16 +61,10 @@ class BiasGelu(torch.autograd.Function):
             dx, dbias = backward_in_torch(dy, x, bias, ctx.by_tanh)
         else:
             dx = torch.empty_like(x)
-            partials = x.new_empty((1, programs(x), x.size(-1)), dtype=torch.float32)
+            partials = empty_partials(x, 1, BLOCK_ROWS)
             bias_gelu_backward(dy, x, bias, ctx.by_tanh, dx=dx, partials=partials)
             dbias = add_partials(partials, bias.dtype)[0] if ctx.needs_input_grad[1] else None
         return dx, dbias, None
-
-
-def programs(x: torch.Tensor) -> int:
-    """Programs of the backward kernel that share the rows."""
-    rows = x.numel() // x.size(-1)
-    return max(1, min(-(-rows // BLOCK_ROWS), PARTIALS))
 
 
 # ---- plain torch -----------------------------------------------------------------------------------------
@@ -87,15 +80,10 @@ def backward_in_torch(
     dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, by_tanh: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of `x` (..., H) and of `bias` (H)."""
-    value = _sum(x, bias)
-    if by_tanh:
-        factor, cubic = math.sqrt(2 / math.pi), 0.044715
-        bent = torch.tanh(factor * (value + cubic * value**3))
-        slope = (1 + bent) / 2 + value / 2 * (1 - bent * bent) * factor * (1 + 3 * cubic * value * value)
-    else:
-        density = torch.exp(-value * value / 2) / math.sqrt(2 * math.pi)
-        slope = (1 + torch.erf(value / math.sqrt(2))) / 2 + value * density
-    dx = dy.to(value.dtype) * slope
+    leaf = _sum(x, bias).detach().requires_grad_()
+    with torch.enable_grad():
+        y = torch.nn.functional.gelu(leaf, approximate="tanh" if by_tanh else "none")
+    (dx,) = torch.autograd.grad(y, leaf, dy.to(leaf.dtype))
     return dx.to(x.dtype), dx.flatten(0, -2).sum(0).to(bias.dtype)
 
 

@@ -17,6 +17,15 @@ PARTIALS = 256
 column_sums = define("column_sums(Tensor partials, *, Tensor(a!) sums) -> ()", "column_sums")
 
 
+def empty_partials(like: torch.Tensor, kinds: int, at_once: int) -> torch.Tensor:
+    """Return room (kinds, P, columns) for the sums of P programs over rows of `like` (..., columns), of which
+    a program has so many at hand at once."""
+    columns = like.size(-1)
+    rows = like.numel() // columns
+    programs = max(1, min(-(-rows // at_once), PARTIALS))
+    return like.new_empty((kinds, programs, columns), dtype=torch.float32)
+
+
 def add_partials(partials: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The sums of partials (K, P, columns) over P: (K, columns) of this dtype, by one kernel."""
     sums = partials.new_empty((partials.size(0), partials.size(2)), dtype=dtype)

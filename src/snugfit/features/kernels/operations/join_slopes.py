@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from snugfit.features.kernels.operations.column_sums import PARTIALS, add_partials
+from snugfit.features.kernels.operations.column_sums import add_partials, empty_partials
 from snugfit.features.kernels.operations.operators import define, has_kernel
 
 BLOCK_COLUMNS = 1024
@@ -38,10 +38,7 @@ def join_slopes(
     columns = first.size(-1)
     rows = first.numel() // columns
     joint = first.new_empty((rows, 3 * columns))
-    partials = None
-    if bias_dtype is not None:
-        programs = max(1, min(-(-rows // BLOCK_ROWS), PARTIALS))
-        partials = first.new_empty((1, programs, 3 * columns), dtype=torch.float32)
+    partials = None if bias_dtype is None else empty_partials(joint, 1, BLOCK_ROWS)
     copy_slopes(*(one.contiguous() for one in slopes), joint=joint, partials=partials)
     if partials is None or bias_dtype is None:
         return joint, None

@@ -17,6 +17,12 @@ from snugfit.features.kernels.operations.join_slopes import join_slopes
 from snugfit.features.kernels.operations.operators import activation_dtype, autocast_device
 
 
+def is_plain(layer: Any) -> bool:
+    """Return whether a linear layer is torch's own, with nothing around it."""
+    is_own = type(layer) is torch.nn.Linear and type(layer.weight) is torch.nn.Parameter
+    return is_own and not (layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
+
+
 def lay_side_by_side(tensors: Sequence[torch.Tensor]) -> None:
     """Moves the data of parameters of one dtype and equal last dimensions into one buffer, in this order."""
     if joint_view(tensors) is not None or len({(one.dtype, one.device) for one in tensors}) > 1:
