@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 from snugfit.techniques import roster
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Slot
-from snugfit.techniques.wish import used_wishes, wishes
+from snugfit.techniques.wish import wishes
 
 
 def seeds_dropout(setup: Setup) -> bool:
     """Return whether dropout beside attention has seeds, so that a layer drops the same when it is computed
     again."""
-    return any(wish.seeded_models for wish in used_wishes(setup))
+    return any(wish.seeded_models and wish.of(setup) != wish.default for wish in wishes())
 
 
 def may_be_seeded(model_type: object) -> bool:
@@ -19,6 +21,7 @@ def may_be_seeded(model_type: object) -> bool:
     return any(model_type in wish.seeded_models for wish in wishes())
 
 
+@functools.cache
 def try_seeds(advice: str) -> str:
     """Return this advice with the technique whose kernels have seeds in the place of `{}`; empty where no
     feature has one."""

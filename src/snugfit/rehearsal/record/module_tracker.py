@@ -13,8 +13,8 @@ mode, in Python, and is counted there: those that are handed their result never 
 
 An autograd Function that a library writes in Python, as Liger and bitsandbytes do, costs the host time beside
 what it launches, forward and backward, and is counted when it begins; so are those of features. Torch's own
-and those of the core are not: what they cost is in other constants, or they stand for a part of
-torch that is no Function on a GPU.
+and those of the core are not: what they cost is in other constants, or they stand for a part of torch that is
+no Function on a GPU.
 """
 
 from __future__ import annotations

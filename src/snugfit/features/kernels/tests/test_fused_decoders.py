@@ -254,6 +254,17 @@ def test_what_adapters_changed_runs_its_own_code() -> None:
             torch.testing.assert_close(got[1][name], gradient, rtol=2e-5, atol=2e-5)
 
 
+def test_a_hook_of_a_linear_layer_runs() -> None:
+    model = small("llama")
+    use_fused(model)
+    called = []
+    for name in ("self_attn.q_proj", "mlp.up_proj"):
+        layer = model.model.layers[0].get_submodule(name)
+        layer.register_forward_hook(lambda *_, name=name: called.append(name))
+    run(model)
+    assert called == ["self_attn.q_proj", "mlp.up_proj"]
+
+
 def test_frozen_weights_get_no_gradients() -> None:
     plain = small("qwen3")
     for name, weight in plain.named_parameters():
