@@ -29,7 +29,7 @@ FUSED = Wish[FusedWish | None](
     FusedWish | None,
     None,
     touches=("passes",),
-    packages=("triton", "snugfit.features.kernels"),
+    packages=("triton", "snugfit.features.kernels"),  # the start-up of two packages, as for Liger
     seeded_models=("bert", "distilbert", "electra", "roberta"),
 )
 """Modules that compute with snugfit's kernels; None leaves them as they are."""
