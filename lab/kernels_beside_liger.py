@@ -20,13 +20,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from snugfit.documents import write_document
-from snugfit.kernels.add_norm import add_norm
-from snugfit.kernels.attention_inputs import Projections, attention_inputs
-from snugfit.kernels.bias_gelu import bias_gelu
-from snugfit.kernels.gated_mlp import gated_mlp
-from snugfit.kernels.joint_linear import lay_side_by_side
-from snugfit.kernels.rms_norm import add_rms_norm
-from snugfit.kernels.rotary import Heads
+from snugfit.features.kernels.operations.add_norm import add_norm
+from snugfit.features.kernels.operations.attention_inputs import Projections, attention_inputs
+from snugfit.features.kernels.operations.bias_gelu import bias_gelu
+from snugfit.features.kernels.operations.cross_entropy import CrossEntropyKernel
+from snugfit.features.kernels.operations.gated_mlp import gated_mlp
+from snugfit.features.kernels.operations.joint_linear import lay_side_by_side
+from snugfit.features.kernels.operations.rms_norm import add_rms_norm
+from snugfit.features.kernels.operations.rotary import Heads
 from snugfit.step.head.chunked_loss import ChunkedCrossEntropy, Loss
 from snugfit.versions import versions
 
@@ -105,7 +106,7 @@ def parts_of_decoder(shapes: Shapes) -> dict[str, tuple[Side, Side]]:
 
     rows, head = made(batch * length, hidden), made(shapes.vocabulary, hidden, scale=0.02)
     labels = torch.randint(shapes.vocabulary, (batch * length,), device=CUDA)
-    loss = Loss(True, -100, 0.0, lambda logits: logits, by_kernel=True)
+    loss = Loss(True, -100, 0.0, lambda logits: logits, kernel=CrossEntropyKernel())
     return {
         "residual + RMSNorm": (
             Side(lambda *a: add_rms_norm(*a, 1e-5, HALF, from_one=False), (x, residual, scale)),

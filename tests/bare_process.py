@@ -51,16 +51,15 @@ def command(*words: str, stdout: Path) -> str:
     return stdout.read_text()
 
 
-def script_in_triton(name: str, device: str, stdout: Path) -> str:
-    """What a script beside this file writes that compares kernels: in Triton's interpreter, or on a GPU."""
-    return said_by(_run_in_triton, stdout, name, device)
+def script_in_triton(script: Path, device: str, stdout: Path) -> str:
+    """What a script writes that compares kernels: in Triton's interpreter, or on a GPU."""
+    return said_by(_run_in_triton, stdout, str(script), device)
 
 
-def _run_in_triton(name: str, device: str) -> int:
+def _run_in_triton(script: str, device: str) -> int:
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # which Triton reads when kernels are defined
         _prepare_language_once()
-    script = str(Path(__file__).with_name(name))
     sys.argv = [script, device]
     try:
         runpy.run_path(script, run_name="__main__")

@@ -262,7 +262,6 @@ def warm() -> None:
     from torch.utils import serialization  # noqa: F401
 
     from snugfit.features.offload import activations  # noqa: F401
-    from snugfit.kernels import cross_entropy  # noqa: F401
     from snugfit.step.head import deferred_logits  # noqa: F401
     from snugfit.step.wishes import flash  # noqa: F401
 

@@ -34,7 +34,7 @@ from snugfit.prediction.profile import installed_versions
 
 MARKER = "stored_rehearsals"
 ROOMS = (
-    "documents", "errors", "features", "hub_kernels", "job", "kernels", "rehearsal", "results", "step",
+    "documents", "errors", "features", "hub_kernels", "job", "rehearsal", "results", "step",
     "techniques", "units", "versions",
 )  # fmt: skip
 """Files and folders of the package on which a rehearsal depends: all that `rehearsal` imports. Of features

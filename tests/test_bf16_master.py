@@ -287,7 +287,7 @@ def test_the_kernel_does_what_the_reference_does(device: str, tmp_path: Path) ->
     """In Triton's interpreter, and on a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU, and SNUGFIT_TEST_GPU=1")
-    told = script_in_triton("masters_in_triton.py", device, tmp_path / "told")
+    told = script_in_triton(Path(__file__).with_name("masters_in_triton.py"), device, tmp_path / "told")
     assert "as the reference" in told
 
 

@@ -77,28 +77,29 @@ HEAVY_THEMSELVES = {
     "rehearsal/sharded/offloaded_shards.py",
     "rehearsal/sharded/ranks.py",
     "step/muon.py",
-    "kernels/attention_inputs.py",
-    "kernels/cross_entropy.py",
-    "kernels/join_slopes.py",
-    "kernels/gated_mlp.py",
-    "kernels/programs/cross_entropy.py",
-    "kernels/products.py",
-    "kernels/programs/gated.py",
-    "kernels/programs/join_slopes.py",
-    "kernels/programs/rms_norm.py",
-    "kernels/programs/rotary.py",
-    "kernels/rms_norm.py",
-    "kernels/rotary.py",
-    "step/wishes/kernels/decoders.py",
-    "kernels/add_norm.py",
-    "kernels/bias_gelu.py",
-    "kernels/column_sums.py",
-    "kernels/joint_linear.py",
-    "kernels/philox.py",
-    "kernels/programs/add_norm.py",
-    "kernels/programs/bias_gelu.py",
-    "kernels/seeds.py",
-    "step/wishes/kernels/encoders.py",
+    "features/kernels/operations/attention_inputs.py",
+    "features/kernels/operations/cross_entropy.py",
+    "features/kernels/operations/join_slopes.py",
+    "features/kernels/operations/gated_mlp.py",
+    "features/kernels/operations/programs/cross_entropy.py",
+    "features/kernels/operations/products.py",
+    "features/kernels/operations/programs/gated.py",
+    "features/kernels/operations/programs/join_slopes.py",
+    "features/kernels/operations/programs/rms_norm.py",
+    "features/kernels/operations/programs/rotary.py",
+    "features/kernels/operations/rms_norm.py",
+    "features/kernels/operations/rotary.py",
+    "features/kernels/decoders.py",
+    "features/kernels/operations/add_norm.py",
+    "features/kernels/operations/bias_gelu.py",
+    "features/kernels/operations/column_sums.py",
+    "features/kernels/operations/joint_linear.py",
+    "features/kernels/operations/philox.py",
+    "features/kernels/operations/programs/add_norm.py",
+    "features/kernels/operations/programs/bias_gelu.py",
+    "features/kernels/operations/seeds.py",
+    "features/kernels/encoders.py",
+    "features/kernels/fused_model.py",
 }
 """Their classes derive from torch's, or they run at every operator of a rehearsal."""
 
@@ -115,8 +116,7 @@ BELOW: dict[str, set[str]] = {
     "techniques": GROUND | {"job"},
 }
 BELOW["results"] = BELOW["techniques"] | {"techniques"}
-BELOW["kernels"] = {"errors"}
-BELOW["step"] = BELOW["results"] | {"results", "kernels"}
+BELOW["step"] = BELOW["results"] | {"results"}
 BELOW["rehearsal"] = BELOW["measurement"] = BELOW["data"] = BELOW["step"] | {"step"}
 BELOW["training"] = BELOW["data"] | {"data"}
 BELOW["prediction"] = BELOW["rehearsal"] | {"rehearsal"}

@@ -144,7 +144,7 @@ def test_kernels_of_one_weight_do_what_those_of_all_do(device: str, tmp_path: Pa
     """In Triton's interpreter, and on a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU, and SNUGFIT_TEST_GPU=1")
-    told = script_in_triton("one_weight_in_triton.py", device, tmp_path / "told")
+    told = script_in_triton(Path(__file__).with_name("one_weight_in_triton.py"), device, tmp_path / "told")
     assert "as all together" in told
 
 

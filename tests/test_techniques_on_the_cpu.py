@@ -5,13 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from fitted import classified, model_of, trainer_of
 from small_runs import events, small_run
 from snugfit import fit
-from snugfit.errors import RecipeError
-from snugfit.step.applier import set_process
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Technique
@@ -35,13 +32,3 @@ def test_a_run_on_the_cpu_has_the_lines(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path / "fit", model_of("bert"), classified(8), micro=(8, 1))
     fit(trainer, "fused", watch=lambda event: lines.append(event.get("text", "")))
     assert Recipe.parse("fused").lines_on_cpu()[0] in lines
-
-
-def test_liger_is_refused_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = Recipe.parse("liger").setup()
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(RecipeError, match=r"liger: .*on GPUs alone. Take 'torch_kernels'"):
-        set_process(setup, torch.device("cpu"))
-    set_process(setup, torch.device("meta"))
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    set_process(setup, torch.device("cpu"))

@@ -40,6 +40,19 @@ _IMPORTED: set[Hashable] = set()
 
 
 @contextlib.contextmanager
+def quiet(*names: str) -> Iterator[None]:
+    """Within it, these loggers log errors alone."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
+
+
+@contextlib.contextmanager
 def only_errors(once: Hashable = None) -> Iterator[None]:
     """Within it, bitsandbytes, torchao and what torchao has torch log are heard with errors alone. What is
     imported `once` is not imported again, so that nothing is done then: a rehearsal asks for a model's class
@@ -47,15 +60,10 @@ def only_errors(once: Hashable = None) -> Iterator[None]:
     if once in _IMPORTED:
         yield
         return
-    levels = {logger: logger.level for logger in map(logging.getLogger, _TALKATIVE)}
-    log_only_errors()
-    try:
+    with quiet(*_TALKATIVE):
         yield
-        if once is not None:
-            _IMPORTED.add(once)
-    finally:
-        for logger, level in levels.items():
-            logger.setLevel(level)
+    if once is not None:
+        _IMPORTED.add(once)
 
 
 def log_only_errors() -> None:

@@ -48,7 +48,6 @@ TOUCHES: Mapping[str, tuple[str, ...]] = {
     "attention": ("passes",),
     "matmul": ("matmul",),
     "masters": ("passes", "update"),
-    "kernels": ("passes",),
     "logits": ("passes",),
     "checkpoint": ("passes",),
     "compile": ("passes",),

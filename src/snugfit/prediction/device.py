@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from snugfit.errors import GpuError
 from snugfit.prediction.pinned import pinned_bytes
 from snugfit.prediction.profile import INSTALLED
-from snugfit.rehearsal.trace.trace import COPY_OUT, TRITON
+from snugfit.rehearsal.trace.trace import COPY_OUT
 from snugfit.step.wishes.engine.config import PROCESS_GROUP
+from snugfit.techniques.feature import hooks
 from snugfit.units import GIB, MIB, show_mib
 from snugfit.versions import version_of
 
@@ -41,11 +42,6 @@ technical specifications per compute capability."""
 SOLVER = 98 * MIB
 """NVML bytes that cuSOLVER adds, which decomposes matrices (`torch.linalg.svd`): two runs with galore on one
 H100 (results/h100-2026-11-25)."""
-
-EXPERT_KERNELS, EXPERTS = f"{TRITON}moe_", 120 * MIB
-"""NVML bytes that Liger's kernels for experts add: six runs of Mixtrals on H200s and H100s, which have 132
-multiprocessors each (results/accuracy-seed2411.json, -seed2511 and -seed2611). Why, we do not know: perhaps
-memory for registers that a configuration spills, which Triton tries among others."""
 
 LINK_STREAM = 70 * MIB
 """NVML bytes that the first stream beside torch's own adds, on one H200 (2026-11-23)."""
@@ -144,8 +140,8 @@ class ContextNeeds(NamedTuple):
     """Streams beside torch's own."""
     solver: bool = False
     """Whether it loads cuSOLVER."""
-    experts: bool = False
-    """Whether Liger's kernels for experts run."""
+    feature_bytes: int = 0
+    """Bytes that operators of features add."""
     graphs_bytes: int = 0
     """What the driver takes for CUDA graphs."""
 
@@ -159,7 +155,7 @@ class ContextNeeds(NamedTuple):
             pinned_bytes(trace.kernels),
             int(COPY_OUT in operators),
             any(block.operator.startswith("aten::_linalg_svd") for block in trace.blocks),
-            any(operator.startswith(EXPERT_KERNELS) for operator in operators),
+            sum(added(operators) for added in hooks("context_bytes")),
             graphs_bytes(trace.kernels),
         )
 
@@ -199,7 +195,7 @@ def context_for(
         (gpu.cudnn_bytes if gpu else None, USUAL_CUDNN, needs.cudnn),
     )
     total = group + sum(usual if known is None else known for known, usual, taken in parts if taken)
-    total += SOLVER * needs.solver + EXPERTS * needs.experts + needs.graphs_bytes
+    total += SOLVER * needs.solver + needs.feature_bytes + needs.graphs_bytes
     if needs.pinned_bytes:
         total += LINK_STREAM * needs.streams + MAPPED_GIB * ((needs.pinned_bytes + ALREADY_PINNED) // GIB)
     if context is not None:

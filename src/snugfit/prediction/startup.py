@@ -173,12 +173,11 @@ def _count_of_triton(kernels: KernelSet) -> int:
 
 
 def count_packages(setup: Setup) -> int:
-    """How many packages beyond `OWN_PACKAGES` this Setup imports: its optimizer's, its features', and Triton
-    with the library whose kernels it compiles."""
+    """How many packages beyond `OWN_PACKAGES` this Setup imports: its optimizer's and its features'."""
     wish = setup.optimizer
     roots = {call.path.partition(".")[0] for call in (wish.factory, wish.prepare) if call}
     roots.update(*(used.packages for used in used_wishes(setup)))
-    return len(roots - OWN_PACKAGES) + 2 * (setup.kernels is not None)
+    return len(roots - OWN_PACKAGES)
 
 
 class ModelSize(NamedTuple):

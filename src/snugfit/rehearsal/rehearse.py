@@ -130,7 +130,6 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
     from snugfit.rehearsal.device.overrides import in_force
     from snugfit.rehearsal.device.policy import CudaPolicy
     from snugfit.rehearsal.record.cuda_names import CudaNames, cuda_names, makes_on_the_host
-    from snugfit.rehearsal.record.triton_launches import triton_launches
 
     import_code(step.setup)  # before it is overridden
     kind = _recorder_class(step.setup)
@@ -150,8 +149,7 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
         stack.enter_context(_programs(step.setup, policy, recorder, notes))
         stack.enter_context(in_force(policy, notes))
         for overrides in hooks("simulation_overrides"):
-            stack.enter_context(overrides(policy))
-        stack.enter_context(triton_launches(policy, recorder))
+            stack.enter_context(overrides(policy, recorder))
         if step.job.model.module is not None and is_compiled(step.job.model.module):
             recorder.doubt(COMPILED)
         if step.job.model.module is not None and isinstance(policy, CudaPolicy):

@@ -29,7 +29,6 @@ from snugfit.step.wishes.model import (
     AttentionHandler,
     CheckpointHandler,
     CompileHandler,
-    KernelsHandler,
     LogitsHandler,
     WeightsDtypeHandler,
 )
@@ -54,7 +53,6 @@ CORE_HANDLERS: tuple[Handler, ...] = (
     WeightsDtypeHandler(),
     MatmulHandler(),
     MastersHandler(),
-    KernelsHandler(),
     LogitsHandler(),
     CompileHandler(),
     CheckpointHandler(),

@@ -9,7 +9,7 @@ activations are not kept, because where attention is not fused they are its scor
 
 Attention with dropout is computed again. It draws random numbers: an operator that is handed its result draws
 none, and each dropout after it would have another mask than in the forward pass. Where no dropout after it
-draws any, because each has a seed of its own (`kernels/seeds.py`), attention is kept, and a layer that draws
+draws any (`techniques/seeded_dropout.py`), attention is kept, and a layer that draws
 besides is refused.
 """
 

@@ -139,8 +139,9 @@ class Feature:
         """Return after how many of `layers` layers the treatment of layers repeats."""
         return 1
 
-    def simulation_overrides(self, policy: Any) -> AbstractContextManager[None]:
-        """Return a context in which operators of the feature run on shapes as on the policy's device."""
+    def simulation_overrides(self, policy: Any, recorder: Any) -> AbstractContextManager[None]:
+        """Return a context in which operators of the feature run on shapes as on the policy's device. Kernels
+        that torch does not launch are given to `recorder.launch`."""
         return nullcontext()
 
     def tensors_beside(self, weight: Any) -> Sequence[tuple[Any, str]]:
@@ -151,6 +152,12 @@ class Feature:
     def treats_layers_alike(self, setup: Setup) -> bool:
         """Return whether a step of few layers shows what each further layer adds."""
         return True
+
+    # ---- predicting a step ----
+
+    def context_bytes(self, operators: Collection[str]) -> int:
+        """Return bytes beside the allocator's that NVML counts for these operators of a step."""
+        return 0
 
     # ---- searching a plan ----
 

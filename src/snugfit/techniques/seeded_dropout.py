@@ -1,17 +1,29 @@
-"""Whose kernels draw dropout from seeds of their own, and not from torch's generators: our own."""
+"""Kernels that draw dropout from seeds of their own, and not from torch's generators: those of features."""
 
 from __future__ import annotations
 
-from snugfit.techniques.setup import Call, Setup
+import functools
 
-FUSED = Call(path="snugfit.step.wishes.kernels.fused:use_fused")
-"""What a Setup wishes with our kernels."""
-
-ALL_SEEDED = ("bert", "distilbert", "electra", "roberta")
-"""Model types of transformers whose dropout beside attention is all drawn by these kernels."""
+from snugfit.techniques import roster
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Slot
+from snugfit.techniques.wish import wishes
 
 
 def seeds_dropout(setup: Setup) -> bool:
-    """Whether dropout beside attention has seeds under this Setup, so that a layer drops the same when it is
-    computed again."""
-    return setup.kernels is not None and setup.kernels.path == FUSED.path
+    """Return whether dropout beside attention has seeds, so that a layer drops the same when it is computed
+    again."""
+    return any(wish.seeded_models and wish.of(setup) != wish.default for wish in wishes())
+
+
+def may_be_seeded(model_type: object) -> bool:
+    """Return whether all dropout beside attention of such a model has seeds under some kernels."""
+    return any(model_type in wish.seeded_models for wish in wishes())
+
+
+@functools.cache
+def try_seeds(advice: str) -> str:
+    """Return this advice with the technique whose kernels have seeds in the place of `{}`; empty where no
+    feature has one."""
+    in_slot = [one for one in roster.techniques() if one.slot is Slot.KERNELS]
+    return next((advice.format(one.name) for one in in_slot if seeds_dropout(one().alone)), "")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from snugfit.documents import decode_fields
 from snugfit.job.dtype import LOST_BELOW, dtype_name
-from snugfit.techniques.wish import Call as Call  # noqa: PLC0414 - exported: optimizers and kernels are Calls
+from snugfit.techniques.wish import Call as Call  # noqa: PLC0414 - exported: optimizers are Calls
 from snugfit.techniques.wish import used_wishes, wishes
 
 if TYPE_CHECKING:
@@ -299,10 +299,6 @@ class CoreSetup:
     masters: bool = False
     """adapt: weights that train, in whichever dtype they are loaded, become bfloat16, and the optimizer keeps
     what that leaves of them in 16 bits, so that it updates them in 32."""
-
-    kernels: Call | None = None
-    """checkpoint: `kernels(model, **arguments)` has modules of the model compute with other kernels; None
-    leaves them as they are."""
 
     logits: LogitsWish | None = None
     """checkpoint: of how many tokens a language model's logits exist at a time; None computes them whole."""

@@ -68,6 +68,9 @@ class Wish(Generic[T]):
     """Whether it freezes the model's weights and adds others, in fp32, that train."""
     packages: tuple[str, ...] = ()
     """Packages that a step with it imports."""
+    seeded_models: tuple[str, ...] = ()
+    """Types of models in which it gives all dropout beside attention seeds of its own: a layer drops the same
+    when it is computed again."""
 
     def of(self, setup: Any) -> T:
         """Return the value in this `Setup`."""

@@ -269,7 +269,7 @@ def _trainer_arguments(job: Job, recipe: Recipe, to: str) -> dict[str, Any]:
     arguments = training_arguments(job, recipe, to)
     if to != "trl":
         arguments.pop("use_liger_kernel")
-    if recipe.setup().kernels is not None:
+    if not recipe[Slot.KERNELS].plain:
         why = f"how {to} runs these kernels and which loss it takes with them was not compared"
         raise _refusal(to, recipe[Slot.KERNELS], why)
     if recipe.setup().compile is not None and to != "trl":

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.rehearsal.device.autocast import KEY, overriding
-from snugfit.rehearsal.device.policy import ComparedPolicy, CudaPolicy, PoliciesDiffer
+from snugfit.rehearsal.device.policy import CudaPolicy
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy
@@ -58,7 +58,7 @@ def _product(policy: Policy, fused: Callable[..., Any]) -> Callable[..., Any]:
     import torch
 
     ops: Any = torch.ops.bitsandbytes
-    on_gpu = isinstance(policy, CudaPolicy)
+    gpu = policy if isinstance(policy, CudaPolicy) else None
 
     def gemm_4bit(
         keyset: Any,
@@ -74,7 +74,7 @@ def _product(policy: Policy, fused: Callable[..., Any]) -> Callable[..., Any]:
         absmax_offset: Any = None,
     ) -> Any:
         rows = inputs.numel() // inputs.shape[-1]
-        if on_gpu and _is_fused(policy, inputs.dtype, rows, tuple(shape), blocksize):
+        if gpu and _is_fused(gpu, inputs.dtype, rows, tuple(shape), blocksize):
             scales = (absmax_8bit, absmax_code, absmax_offset)
             return fused(keyset, inputs, packed, shape, absmax, blocksize, quant_type, bias, *scales)
         nested = None
@@ -83,7 +83,7 @@ def _product(policy: Policy, fused: Callable[..., Any]) -> Callable[..., Any]:
                 absmax_8bit, absmax, absmax_code, _NESTED_BLOCK, torch.float32
             )
             absmax = nested + absmax_offset
-        if not on_gpu:
+        if not gpu:
             nested = None  # freed here; on a GPU a name holds it until the product is there
         weight = ops.dequantize_4bit.default(packed, absmax, blocksize, quant_type, shape, inputs.dtype)
         with (
@@ -96,20 +96,12 @@ def _product(policy: Policy, fused: Callable[..., Any]) -> Callable[..., Any]:
     return gemm_4bit
 
 
-def _is_fused(policy: Any, dtype: Any, rows: int, shape: tuple[int, int], blocksize: int) -> bool:
+def _is_fused(policy: CudaPolicy, dtype: Any, rows: int, shape: tuple[int, int], blocksize: int) -> bool:
     """Whether one kernel does it. Raises `PoliciesDiffer` where GPUs that are rehearsed together differ."""
     if shape[1] % blocksize:
         return False
 
-    def choice(one: CudaPolicy) -> bool:
-        return fuses(one.multiprocessors, *one.capability, dtype, rows, *shape)
-
-    fused = choice(policy)
-    if any(choice(peer) != fused for peer in policy.peers):
-        raise PoliciesDiffer("GPUs that are simulated together unpack 4-bit weights in different kernels.")
-    if isinstance(policy, ComparedPolicy):
-        policy.sizes.update({other: None for other in policy.compared if choice(other) != fused})
-    return fused
+    return policy.common(lambda one: fuses(one.multiprocessors, *one.capability, dtype, rows, *shape))
 
 
 @functools.cache

@@ -13,7 +13,7 @@ is computed anyway cost nothing. How many these are follows from the line as wel
 (`mixture.py`). Where that makes a step faster by more than would be called as fast, such a mixture is
 rehearsed, and first: where it fits, the least grade is mostly no longer worth looking for.
 
-Of `fused`, layers whose largest product is computed again are looked for likewise, between none of them and
+Of kernels, layers whose largest product is computed again are looked for likewise, between none of them and
 all (`Technique.smaller`): a part of a layer costs fewer seconds for a byte than the whole of it.
 
 A technique that is kept for all layers, as `host(all)`, is looked for with fewer of them.

@@ -25,7 +25,7 @@ from snugfit.units import MIB
 if TYPE_CHECKING:
     import torch
 
-_Choice = TypeVar("_Choice", str, bool)
+_Choice = TypeVar("_Choice", bound=Hashable)
 
 
 class PoliciesDiffer(SnugfitError):
@@ -136,8 +136,16 @@ class CudaPolicy(Policy):
 
     def choose_attention(self, operands: attention_choice.Operands) -> str:
         """As `sdp_utils.cpp` decides for this capability."""
-        kernels = {one._attention_kernels for one in (self, *self.peers)}
-        return _only_choice({attention_choice.choose_on_cuda(operands, fused) for fused in kernels})
+        return self.common(lambda one: attention_choice.choose_on_cuda(operands, one._attention_kernels))
+
+    def common(self, fact: Callable[[CudaPolicy], _Choice]) -> _Choice:
+        """Return a fact of this GPU. Raises `PoliciesDiffer` where that of a peer is another."""
+        facts = {fact(one) for one in (self, *self.peers)}
+        if len(facts) > 1:
+            raise PoliciesDiffer(
+                f"GPUs that are simulated together run different kernels: {sorted(map(str, facts))}."
+            )
+        return facts.pop()
 
     @property
     def attention_order(self) -> Sequence[str]:
@@ -180,8 +188,8 @@ class CudaPolicy(Policy):
         """For bfloat16 on sm_90 and sm_100. Else the ends of the groups are read on the host, and each group
         is a product of its own: so profiles of fp32 on an H200 show it. Other architectures are taken to be
         alike; nothing was measured on them."""
-        majors = {one.capability[0] for one in (self, *self.peers)}
-        return _only_choice({str(dtype) == "torch.bfloat16" and major in _FUSING_GROUPS for major in majors})
+        is_fused = str(dtype) == "torch.bfloat16"
+        return self.common(lambda one: is_fused and one.capability[0] in _FUSING_GROUPS)
 
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
         """Reductions, attention and embedding backward: see `scratch.py`."""
@@ -199,13 +207,6 @@ class CudaPolicy(Policy):
         if with_bias or operator == "aten::_scaled_mm":
             return (cublas, Buffer("cuBLASLt workspace", 1_048_576))
         return (cublas,)
-
-
-def _only_choice(choices: set[_Choice]) -> _Choice:
-    """What all choose; raises `PoliciesDiffer` where they do not agree."""
-    if len(choices) > 1:
-        raise PoliciesDiffer(f"GPUs that are simulated together run different kernels: {sorted(choices)}.")
-    return choices.pop()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,13 +233,11 @@ class ComparedPolicy(CudaPolicy):
             noting._note(other, "", policy.workspaces("aten::addmm"), other.workspaces("aten::addmm"))
         return noting
 
-    def choose_attention(self, operands: attention_choice.Operands) -> str:
-        """This GPU's; which others choose another is noted."""
-        chosen = super().choose_attention(operands)
-        self.sizes.update(
-            {other: None for other in self.compared if other.choose_attention(operands) != chosen}
-        )
-        return chosen
+    def common(self, fact: Callable[[CudaPolicy], _Choice]) -> _Choice:
+        """Return a fact of this GPU. GPUs for which it is another are noted."""
+        own = super().common(fact)
+        self.sizes.update({other: None for other in self.compared if fact(other) != own})
+        return own
 
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
         """This GPU's; that of the others is noted."""
@@ -247,12 +246,6 @@ class ComparedPolicy(CudaPolicy):
             if self.sizes[other] is not None:
                 self._note(other, f"{operator}: ", scratch, other.scratch(operator, arguments, out))
         return scratch
-
-    def fuses_groups(self, dtype: torch.dtype) -> bool:
-        """As this GPU does; which others do otherwise is noted."""
-        fuses = super().fuses_groups(dtype)
-        self.sizes.update({other: None for other in self.compared if other.fuses_groups(dtype) != fuses})
-        return fuses
 
     @property
     def resident_threads(self) -> int:

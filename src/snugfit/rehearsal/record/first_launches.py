@@ -4,9 +4,6 @@ It flushes the GPU's cache before each launch with a buffer of its size (`Induct
 and changes copies of what the kernel changes (`CachingAutotuner.bench`; where they would not fit beside, they
 go to the host). A process whose cache on the disk knows the settings does not.
 
-Triton's own autotuner, which times kernels that libraries wrote, does so in every process, and its buffer is
-of one size on any GPU (`get_empty_cache_for_benchmark`, `triton/backends/nvidia/driver.py`).
-
 Only a first step holds this, and beside it no optimizer states yet. So what bounds a step from below, passes
 and their optimizer's states together, leaves it out.
 """
@@ -17,15 +14,10 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from snugfit.units import MIB
-
 if TYPE_CHECKING:
     import torch
 
     from snugfit.rehearsal.device.policy import Policy
-
-TRITON_FLUSHES = 256 * MIB
-"""Bytes of the buffer with which Triton's autotuner flushes a GPU's cache."""
 
 _TIMED: list[bool] = [True]
 
@@ -43,16 +35,6 @@ def time_settings(policy: Policy, changes: Sequence[torch.Tensor]) -> None:
     if nbytes and times_anything():
         beside = [torch.empty(nbytes, dtype=torch.uint8, device="meta")]
         beside += [torch.empty_like(one) for one in changes if one.numel() * one.itemsize <= nbytes]
-
-
-def time_library_settings(restored: Sequence[torch.Tensor]) -> None:
-    """Allocates and drops what Triton's autotuner takes, for a library's kernel that changes these tensors:
-    it clones them before each launch."""
-    import torch
-
-    if times_anything():
-        beside = [torch.empty(TRITON_FLUSHES, dtype=torch.uint8, device="meta")]
-        beside += [one.clone() for one in restored]
 
 
 @contextlib.contextmanager

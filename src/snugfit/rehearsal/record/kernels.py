@@ -341,8 +341,8 @@ def cost_by_lengths(
     """Correct the FLOPs of attention over sequences of several lengths, where their ends are known.
 
     FlashAttention's kernels for them compute squares of `TILE` queries and keys. On shapes, torch's formula
-    takes each sequence as long as the longest. A padded row of an encoder is three sequences, two of them
-    short or empty (`step/wishes/kernels/padded.py`), so the formula gives three times too much and more.
+    takes each sequence as long as the longest. A padded row of an encoder may be three sequences, two of them
+    short or empty, so the formula gives three times too much and more.
     """
     at = _ENDS.get(operator)
     if cost is None or at is None or args[at] is None:

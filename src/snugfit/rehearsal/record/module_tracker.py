@@ -12,9 +12,9 @@ rehearsal those pairs are counted. Of selective checkpointing's layers each oper
 mode, in Python, and is counted there: those that are handed their result never reach the recorder.
 
 An autograd Function that a library writes in Python, as Liger and bitsandbytes do, costs the host time beside
-what it launches, forward and backward, and is counted when it begins; so are those of our own kernels.
-Torch's own and others of ours are not: what they cost is in other constants, or they stand for a part of
-torch that is no Function on a GPU.
+what it launches, forward and backward, and is counted when it begins; so are those of features. Torch's own
+and those of the core are not: what they cost is in other constants, or they stand for a part of torch that is
+no Function on a GPU.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from unittest.mock import patch
 
 import torch
 
+from snugfit.techniques.wish import FOLDER
+
 Hook = Callable[[Any], Any]
 
-_NO_LIBRARY, _OUR_KERNELS = ("torch.", "snugfit."), "snugfit.kernels."
+_NO_LIBRARY, _COUNTED = ("torch.", "snugfit."), f"{FOLDER}."
 """Where autograd Functions stand that are not counted, and which of these are counted all the same."""
 
 
@@ -162,4 +164,4 @@ class ModuleTracker:
 
 def _is_counted(function: type[Any]) -> bool:
     where = function.__module__
-    return where.startswith(_OUR_KERNELS) or not where.startswith(_NO_LIBRARY)
+    return where.startswith(_COUNTED) or not where.startswith(_NO_LIBRARY)

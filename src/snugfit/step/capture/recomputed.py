@@ -3,8 +3,9 @@
 torch's checkpoints keep the states of the random number generators before a layer, and set them again before
 it is recomputed. The state of a GPU's generator cannot be read while work is recorded, nor set back by what a
 graph plays. A layer that draws no random numbers needs neither; nor does one whose dropout draws from a seed
-that is kept (`kernels/seeds.py`), nor attention whose results are kept (`step/selective.py`). So a recorded
-pass leaves the GPU's generator alone, and a recomputation that asks it for numbers cannot be recorded.
+that is kept (`techniques/seeded_dropout.py`), nor attention whose results are kept (`step/selective.py`). So
+a recorded pass leaves the GPU's generator alone, and a recomputation that asks it for numbers cannot be
+recorded.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ of hidden states and head as ever:
 
 1. logits of the chunk, and what the model does to them (Gemma's soft cap, Granite's scale);
 2. their loss in 32 bits, and its gradient with respect to the head's own output: by autograd, or by a kernel
-   that writes it in their place, where the model has kernels of ours (`kernels/cross_entropy.py`);
+   that writes it in their place, where the head carries one (`LossKernel`);
 3. from it the chunk's rows of the hidden states' gradient, and its share of the head's, which is added up.
 
 The backward pass only multiplies both by the gradient that it is handed. Each sum is the one of whole logits;
@@ -29,19 +29,37 @@ whose buffers a rehearsal does not see, and this code runs on every torch that s
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
 
-from snugfit.kernels.cross_entropy import multiply, write_gradient
-from snugfit.kernels.operators import has_kernel
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 
 FP16_SCALE = 4096.0
 """What float16 gradients of the mean loss are multiplied by until the backward pass (chosen): above what
 vanishes (6e-8), and far below what overflows (65,504)."""
+
+
+LOSS_KERNEL = "loss_kernel"
+"""The attribute of a head that holds the `LossKernel` of its logits."""
+
+
+class LossKernel(Protocol):
+    """Kernels by which a GPU makes a chunk's loss and gradient, of any dtype."""
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Return whether they compute with this tensor."""
+
+    def write_gradient(
+        self, logits: torch.Tensor, labels: torch.Tensor, share: torch.Tensor, ignore_index: int
+    ) -> torch.Tensor:
+        """Return the loss of each token (T,) in 32 bits. Logits (T, V) become the gradient of `share` times
+        the sum of the losses."""
+
+    def multiply(self, values: torch.Tensor, factor: torch.Tensor) -> None:
+        """Multiply a contiguous tensor in place by a scalar on its device, in 32 bits."""
 
 
 class Loss(NamedTuple):
@@ -53,8 +71,8 @@ class Loss(NamedTuple):
     label_smoothing: float
     scores: Callable[[torch.Tensor], torch.Tensor]
     """What the model makes of the head's output, (tokens, V)."""
-    by_kernel: bool = False
-    """Whether a GPU makes loss and gradient in one kernel: of scores that are the logits, in any dtype."""
+    kernel: LossKernel | None = None
+    """Makes loss and gradient of scores that are the logits, where it takes them."""
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -77,8 +95,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         given = (hidden, weight, bias)
         wide = torch.promote_types(dtype, torch.float32)
         matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
-        by_kernel = loss.by_kernel and has_kernel(hidden)
-        gradients = _empty_gradients(ctx.needs_input_grad, hidden, matrix, offset, zeros=not by_kernel)
+        kernel = loss.kernel if loss.kernel and loss.kernel.takes(hidden) else None
+        gradients = _empty_gradients(ctx.needs_input_grad, hidden, matrix, offset, zeros=kernel is None)
         count = (labels != loss.ignore_index).sum().to(wide)
         scale = FP16_SCALE if dtype == torch.float16 else 1.0
         share = scale / count.clamp(min=1)
@@ -87,19 +105,19 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             rows = slice(begin, begin + tokens)
             some = hidden[rows].to(dtype)
             logits = functional.linear(some, matrix, offset)
-            if by_kernel:
-                total += write_gradient(logits, labels[rows], share, loss.ignore_index).sum()
+            if kernel:
+                total += kernel.write_gradient(logits, labels[rows], share, loss.ignore_index).sum()
                 gradient = logits
             else:
                 gradient = _gradient_in_torch(logits, labels[rows], loss, share, total)
             del logits
-            _add(gradients, gradient, rows, some, matrix, is_first=by_kernel and not begin)
+            _add(gradients, gradient, rows, some, matrix, is_first=kernel is not None and not begin)
             del gradient, some
         ctx.gradients = [
             sum_of_chunks if sum_of_chunks is None or like is None else sum_of_chunks.to(like.dtype)
             for sum_of_chunks, like in zip(gradients, given, strict=True)
         ]
-        ctx.by_kernel = by_kernel
+        ctx.kernel = kernel
         ctx.factor = 1 / scale if loss.mean else count.clamp(min=1) / scale
         return total / count if loss.mean else total
 
@@ -115,8 +133,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         factor = gradient * ctx.factor
         for sum_of_chunks in gradients:
-            if sum_of_chunks is not None and ctx.by_kernel:
-                multiply(sum_of_chunks, factor)
+            if sum_of_chunks is not None and ctx.kernel:
+                ctx.kernel.multiply(sum_of_chunks, factor)
             elif sum_of_chunks is not None:
                 sum_of_chunks.mul_(factor)
         return (*gradients, None, None, None, None)

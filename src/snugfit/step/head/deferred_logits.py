@@ -27,8 +27,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from snugfit.errors import RecipeError
-from snugfit.kernels.cross_entropy import LOSS_KERNEL
-from snugfit.step.head.chunked_loss import ChunkedCrossEntropy, Loss
+from snugfit.step.head.chunked_loss import LOSS_KERNEL, ChunkedCrossEntropy, Loss, LossKernel
 from snugfit.step.own_forward import OwnForward
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
@@ -70,8 +69,8 @@ class Head(NamedTuple):
     """So many to a chunk."""
     dtype: torch.dtype
     """That the product is computed in."""
-    by_kernel: bool = False
-    """Whether a GPU makes a chunk's loss and gradient in one kernel of ours."""
+    kernel: LossKernel | None = None
+    """Makes a chunk's loss and gradient on a GPU."""
 
 
 class DeferredLogits(torch.Tensor):
@@ -229,8 +228,8 @@ def _cross_entropy(
     if input.dim() != 2 or target.dim() != 1:
         return None
     head = input.head
-    by_kernel = head.by_kernel and input.only_cast and not label_smoothing
-    loss = Loss(reduction == "mean", ignore_index, label_smoothing, input.scores, by_kernel)
+    kernel = head.kernel if input.only_cast and not label_smoothing else None
+    loss = Loss(reduction == "mean", ignore_index, label_smoothing, input.scores, kernel)
     value: torch.Tensor = ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         input.hidden, head.weight, head.bias, target, loss, head.tokens, head.dtype
     )
@@ -271,9 +270,9 @@ def _plain_or_deferred(
     """A head's logits; `before` is the forward pass that it had in place of its class's."""
     if not head.training or not torch.is_grad_enabled():
         return torch.nn.Linear.forward(head, input) if before is None else before(input)
-    dtype, by_kernel = _product_dtype(input), hasattr(head, LOSS_KERNEL)
-    tokens = wish.tokens_at_once(head.out_features, dtype.itemsize if by_kernel else 4)
-    return DeferredLogits(input, Head(head.weight, head.bias, tokens, dtype, by_kernel))
+    dtype, kernel = _product_dtype(input), getattr(head, LOSS_KERNEL, None)
+    tokens = wish.tokens_at_once(head.out_features, dtype.itemsize if kernel else 4)
+    return DeferredLogits(input, Head(head.weight, head.bias, tokens, dtype, kernel))
 
 
 def _product_dtype(hidden: torch.Tensor) -> torch.dtype:

@@ -7,7 +7,6 @@ when changed later. A user's model stands already, and is changed by its own swi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from snugfit.errors import RecipeError
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.job.job import Job
-    from snugfit.techniques.setup import Call, CheckpointWish, CompileWish, LogitsWish, Setup
+    from snugfit.techniques.setup import CheckpointWish, CompileWish, LogitsWish, Setup
 
 
 class AttentionHandler(Handler):
@@ -160,62 +159,6 @@ def dtype_of(model: Any) -> str:
     """The dtype of its floating-point weights, by torch's name; `mixed` where they have several."""
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     return dtype_name(next(iter(dtypes))) if len(dtypes) == 1 else "mixed"
-
-
-USE_LIGER = ":use_liger"
-"""The end of the path of the function that applies Liger."""
-
-
-class KernelsHandler(Handler):
-    """Modules that compute with other kernels than torch's."""
-
-    wish, slot, stage = "kernels", Slot.KERNELS, InstallStage.REPLACE
-
-    def import_code(self, value: Call | None) -> None:
-        """Liger is imported, with Triton, or our operators, before anything is timed or overridden."""
-        if value is not None:
-            import_module(value.path.partition(":")[0]).import_code()
-
-    def set_process(self, value: Call | None, device: torch.device) -> None:
-        """Kernels that a device has no compiler for are refused before anything is built."""
-        from snugfit.step.wishes.kernels.liger import refuse_without_triton
-
-        if value is not None and value.path.endswith(USE_LIGER):
-            refuse_without_triton(device)
-
-    def wrap(self, value: Call | None, model: Any) -> None:
-        """The wished function changes the model's modules."""
-        if value is not None:
-            value.run(model)
-
-    def around_rehearsal(self, value: Call | None, *, on_gpu: bool) -> Context | None:
-        """On a CPU our operations are plain torch."""
-        from snugfit.kernels.operators import rehearsed_on_the_cpu
-
-        return None if value is None or on_gpu else rehearsed_on_the_cpu
-
-    def change(self, value: Call | None, live: LiveTraining) -> Iterator[str]:
-        """As when it is built."""
-        if value is not None:
-            self.wrap(value, live.model)
-            yield f"kernels are those of {live.technique(self.slot)}"
-
-    def script(self, value: Call | None, context: ScriptContext) -> dict[str, Any]:
-        """As a call of the function that the Trainer calls, which is told of it in its arguments."""
-        if value is None:
-            return {}
-        if not value.path.endswith(USE_LIGER):
-            raise context.refusal(self.slot, "its kernels are snugfit's own code")
-        if context.trainer:
-            return {}
-        options = "".join(f", {name}={given}" for name, given in value.arguments.items())
-        return {
-            "kernels": (
-                "from liger_kernel.transformers import _apply_liger_kernel_to_instance",
-                "",
-                f"_apply_liger_kernel_to_instance(model=model{options})",
-            )
-        }
 
 
 class LogitsHandler(Handler):

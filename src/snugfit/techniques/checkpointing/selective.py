@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from snugfit.job.job import dropout_among
 from snugfit.job.kv_prefix import dropped_prefix
 from snugfit.job.limits import NO_SEQUENCE
-from snugfit.techniques.seeded_dropout import ALL_SEEDED, seeds_dropout
+from snugfit.techniques.seeded_dropout import may_be_seeded, seeds_dropout, try_seeds
 from snugfit.techniques.setup import CheckpointWish, Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
@@ -39,9 +39,9 @@ class Selective(Technique):
     elsewhere: ClassVar = ("selective_checkpointing", "selective_activation_checkpointing")
 
     what: What
-    """What is kept: `attention` (fused attention; with dropout only in a step that is `captured`, of `fused`
-    kernels), `products` (attention, products with
-    weights and convolutions) or `every_other_product` (attention and every second of these)."""
+    """What is kept: `attention` (fused attention; with dropout only in a step that is `captured`, of kernels
+    with seeds for other dropout), `products` (attention, products with weights and convolutions) or
+    `every_other_product` (attention and every second of these)."""
 
     def install(self, setup: Setup) -> Setup:
         """Makes each layer a span of its own that keeps the results of some operators: also attention with
@@ -61,14 +61,8 @@ class Selective(Technique):
     def warnings_beside(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Attention with dropout is computed again, but in a step that is recorded and whose other dropout
         has seeds."""
-        is_recorded = recipe[Slot.ENGINE].alone.capture is not None
-        if is_recorded and seeds_dropout(recipe[Slot.KERNELS].alone):
-            return
-        if dropout := job.stated_dropout(of="att"):
-            yield (
-                f"attention has dropout ({dropout}), so it is computed again and not kept, unless the step "
-                "has 'fused + captured'."
-            )
+        if why := self.planned_without(job, recipe):
+            yield f"{why}."
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
@@ -77,7 +71,7 @@ class Selective(Technique):
         stated = {} if job.model.module is not None else job.model.config
         short = job.task in NO_SEQUENCE or job.sequence_length < _stated_width(stated)
         if dropout := dropout_among(stated, of="att") if short else job.stated_dropout(of="att"):
-            if stated.get("model_type") in ALL_SEEDED:  # the one kind of recomputing that can be recorded
+            if may_be_seeded(stated.get("model_type")):  # the one kind of recomputing that can be recorded
                 return ""
             return f"attention has dropout ({dropout}), so it is computed again and not kept"
         if short or job.sequence_length < _width(job):
@@ -91,7 +85,7 @@ class Selective(Technique):
     def settings(cls, job: Job) -> Iterator[Self]:
         """Attention alone where it can be kept. The others are for who names them: recomputing fewer layers
         takes less time than keeping all products."""
-        lost = job.stated_dropout(of="att") and job.model.config.get("model_type") not in ALL_SEEDED
+        lost = job.stated_dropout(of="att") and not may_be_seeded(job.model.config.get("model_type"))
         yield cls(what="products" if lost else "attention")
 
     def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:
@@ -100,7 +94,8 @@ class Selective(Technique):
         is_seeded = seeds_dropout(recipe[Slot.KERNELS].alone)
         if not dropout or (is_seeded and recipe[Slot.ENGINE].alone.capture is not None):
             return ""
-        return f"attention has dropout ({dropout}), so it is kept in steps with 'fused + captured' alone"
+        unless = try_seeds(", unless the step has '{} + captured'")
+        return f"attention has dropout ({dropout}), so it is computed again and not kept{unless}"
 
 
 def _stated_width(facts: Mapping[str, Any]) -> int:

@@ -17,7 +17,7 @@ graphs have one memory, which is as large as what the longest needs.
 What a graph cannot do is ask: code that reads a number from the device, as many routers of experts do, cannot
 be recorded. Such a step stays as it is, and says so. Nor can a layer be recomputed that draws random
 numbers, for the state of a GPU's generator cannot be set back there: with checkpointing, models without
-dropout are recorded, and with dropout those of which `fused` has a seed for each dropout and `selective`
+dropout are recorded, and with dropout those whose kernels have a seed for each dropout while `selective`
 keeps attention. With optimizers that compute on the host (bitsandbytes', Adafactor, Muon) the passes are
 played, and the update is launched as ever.
 
@@ -31,7 +31,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from snugfit.techniques.seeded_dropout import seeds_dropout
+from snugfit.techniques.seeded_dropout import seeds_dropout, try_seeds
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import CaptureWish, Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
@@ -74,6 +74,10 @@ class Captured(Technique):
         if wish is not None and not by_seeds and (dropout := job.stated_dropout()):
             yield (
                 f"{again} computes layers with dropout again ({dropout}), and a step that is recorded cannot "
-                "draw the same numbers twice. Leave one of them out, or try 'fused + selective(attention)', "
-                "which keeps attention and has a seed for other dropout."
+                "draw the same numbers twice. Leave one of them out"
+                + try_seeds(
+                    ", or try '{} + selective(attention)', which keeps attention and has a seed for other "
+                    "dropout"
+                )
+                + "."
             )

@@ -4,9 +4,9 @@ Logits of 4,096 tokens over a vocabulary of 128,256 take 1 GiB in bfloat16, and 
 copy in 32 bits, their softmax and its gradient: for small models more than everything else. The peak moves to
 the end of the forward pass, where all activations live and gradients of the head are made already.
 
-Beside `fused` a kernel makes a chunk's loss and writes its gradient in the place of its logits, of which
-nothing else is made: chunks of 16 bits have twice as many tokens there, and the gradient of the head is added
-to half as often.
+Where a head carries a kernel (`LossKernel`), it makes a chunk's loss and writes its gradient in the place of
+its logits. Nothing else is made of them: chunks of 16 bits have twice as many tokens there, and the gradient
+of the head is added to half as often.
 
 The sums are the same. Where products are computed in 16 bits, the gradient of the head is rounded once a
 chunk and not once a step, also where weights are float32 under autocast.
@@ -54,8 +54,8 @@ class ChunkedLoss(Technique):
     )
 
     tokens: int | None = between(1, 1 << 20, default=None)
-    """Tokens at a time; by default the power of two whose logits take up to 256 MiB in 32 bits, or, where
-    `fused` writes their gradient in their place, as they are."""
+    """Tokens at a time; by default the power of two whose logits take up to 256 MiB in 32 bits, or, where a
+    kernel writes their gradient in their place, as they are."""
 
     def install(self, setup: Setup) -> Setup:
         """Has the head's logits computed as the loss needs them."""

@@ -24,7 +24,6 @@ from snugfit.step.build import build_model
 from snugfit.techniques.recipe import Recipe
 from test_dtype import job_of as dtype_job
 from test_dtype import tiny
-from test_liger import llama
 from test_sharding import with_deepspeed
 
 installed = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
@@ -253,7 +252,7 @@ def test_liger_s_arguments_are_read_and_written(tmp_path: Path) -> None:
     recipe = Recipe.parse(str(reading.settings["recipe"]))
     assert "liger(rope=false)" in str(recipe)
     assert not reading.refused
-    written = training_arguments(llama(), recipe)
+    written = training_arguments(small_job("llama", 3), recipe)
     assert (written["use_liger_kernel"], written["liger_kernel_config"]) == (True, {"rope": False})
 
 

@@ -8,10 +8,10 @@ norm of all gradients is that of the norms of each. Where all are alike, torch's
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
+
+from snugfit.hub_kernels import quiet
 
 if TYPE_CHECKING:
     import torch
@@ -58,21 +58,9 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
     tensors = list(tensors)
     if len(split(tensors, mesh)) == 1:
         return torch.nn.utils.get_total_norm(tensors, norm_type)
-    with _quiet():
+    with quiet("torch.distributed.tensor._redistribute"):  # advice to sum along both axes at once
         norms = [whole(torch.nn.utils.get_total_norm(part, norm_type)) for part in split(tensors, spread)]
     return torch.nn.utils.get_total_norm(norms, norm_type)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Within it torch does not advise to sum one number along both axes of a mesh at once."""
-    logger = logging.getLogger("torch.distributed.tensor._redistribute")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def gradient_norm(optimizer: Any, weights: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -1,0 +1,104 @@
+"""Attention as transformers' models call it, and of padded encoders without a matrix of a mask.
+
+Each row of a batch is up to three stretches: padding, tokens, padding. Attention within each, by
+FlashAttention's kernels for sequences of several lengths, gives tokens what a mask would give them. Where
+stretches end is computed on the device, as many of them for every batch, so nothing waits and a captured step
+takes any padding. What padding gets is another than under a mask; nothing that counts reads it.
+
+Padding is computed all the same (`padding_free` drops it), but not by attention among tokens. A mask with
+gaps among its tokens has no such stretches: the device checks that, and ends the run there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from snugfit.features.kernels.operations.operators import activation_dtype, has_kernel
+
+if TYPE_CHECKING:
+    import torch
+
+HALVES = ("torch.bfloat16", "torch.float16")
+"""What the kernels compute in."""
+
+GAPS = "fused: a mask has gaps among its tokens. Take 'torch_kernels'."
+
+
+def attend(
+    module: Any,
+    heads: Sequence[torch.Tensor],
+    mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float,
+    keywords: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return attention of queries, keys and values (B, heads, S, width) as (B, S, heads * width), and the
+    scores where the implementation has them. The model's config names it. `keywords` are those that the
+    module was called with."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    dropout = dropout if module.training else 0.0
+    implementation = module.config._attn_implementation
+    if implementation == "sdpa" and keywords.get("cu_seq_lens_q") is not None:
+        return attend_in_stretches(module, heads, dropout, scaling, keywords), None
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    run = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
+    query, key, value = heads
+    out, scores = run(module, query, key, value, mask, dropout=dropout, scaling=scaling, **keywords)
+    return out.reshape(*out.shape[:-2], -1), scores
+
+
+def without_mask(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """A forward pre-hook of an encoder: in the place of a mask (B, S), where stretches end. Calls that it
+    does not know keep their mask, and all do on a CPU, which has no such kernels."""
+    mask = keywords.get("attention_mask")
+    if mask is None or mask.dim() != 2 or not model.training or len(arguments) > 1:
+        return None
+    if keywords.get("cu_seq_lens_q") is not None or not has_kernel(mask) or not takes(model):
+        return None
+    ends = {"cu_seq_lens_q": stretches(mask), "max_length_q": mask.size(1)}
+    return arguments, {**keywords, "attention_mask": None, **ends}
+
+
+def takes(model: Any) -> bool:
+    """Whether the kernels know this encoder's attention: in 16 bits, no decoder's, no head too wide."""
+    from snugfit.step.wishes.padding_free.attention import WIDEST, WIDTH_IN
+
+    config = model.config
+    width = config.hidden_size // config.num_attention_heads
+    dtype = activation_dtype(next(model.parameters()))
+    known = config._attn_implementation == "sdpa" and not getattr(config, "is_decoder", False)
+    return known and str(dtype) in HALVES and width <= WIDEST and width % WIDTH_IN == 0
+
+
+def stretches(mask: torch.Tensor) -> torch.Tensor:
+    """Where stretches of the flattened batch begin and the last ends: (3 B + 1,), int32, for a mask (B, S) of
+    zeros and ones. A mask with gaps among its ones fails on its device."""
+    import torch
+
+    rows, length = mask.shape
+    tokens = mask.ne(0).to(torch.int32)
+    count = tokens.sum(1, dtype=torch.int32)  # (B,)
+    changes = tokens.diff(dim=1).abs().sum(1) + tokens[:, 0] + tokens[:, -1]
+    torch._assert_async((changes <= 2).all(), GAPS)
+    first = tokens.argmax(1).to(torch.int32)
+    begin = torch.arange(0, rows * length, length, dtype=torch.int32, device=mask.device)
+    ends = torch.stack([begin + first, begin + first + count, begin + length], dim=1).flatten()
+    return torch.nn.functional.pad(ends, (1, 0))
+
+
+def attend_in_stretches(
+    module: Any, heads: Sequence[torch.Tensor], dropout: float, scaling: float, keywords: dict[str, Any]
+) -> torch.Tensor:
+    """Attention of queries, keys and values (B, heads, S, width): (B, S, heads * width)."""
+    from snugfit.step.wishes.padding_free.attention import attend as attend_in_pieces
+
+    batch, _, length, _ = heads[0].shape
+    query, key, value = (one.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2) for one in heads)
+    out, _ = attend_in_pieces(
+        module, query, key, value, dropout=dropout, scaling=scaling, is_causal=False,
+        cu_seq_lens_q=keywords["cu_seq_lens_q"], max_length_q=keywords["max_length_q"],
+    )  # fmt: skip
+    return out.reshape(batch, length, -1)

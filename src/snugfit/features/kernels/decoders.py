@@ -1,0 +1,272 @@
+"""Decoders whose modules our kernels know: Llama, Qwen2, Qwen3, Mistral, and Gemma's three.
+
+What stands between the products of a layer becomes three kernels: the addition of a branch to the stream with
+the norm that follows, the rotation of queries and keys, and the gated activation. The products of queries,
+keys and values are one, and so are those of gate and up: their weights are laid behind one another in memory.
+
+A module that is not as it was written, because an adapter or a quantization took the place of one of its
+layers, runs its own code; so does every module outside training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from snugfit.features.kernels.attention import attend
+from snugfit.features.kernels.operations.attention_inputs import Projections, attention_inputs
+from snugfit.features.kernels.operations.gated_mlp import RECOMPUTES, gated_mlp
+from snugfit.features.kernels.operations.joint_linear import is_plain, lay_side_by_side
+from snugfit.features.kernels.operations.operators import activation_dtype
+from snugfit.features.kernels.operations.rms_norm import add_rms_norm
+from snugfit.features.kernels.operations.rotary import Heads, Norms
+from snugfit.step.own_forward import OwnForward
+
+SLIDING, CAPPED = "sliding_window", "attn_logit_softcapping"
+
+
+class DecoderFamily(NamedTuple):
+    """What is particular to the modules of one file of transformers."""
+
+    prefix: str
+    """With which the names of its classes begin."""
+    extras: tuple[str, ...] = ()
+    """Attributes of the attention, or of its config, that it hands to the function which attends."""
+    from_one: bool = False
+    """Whether norms multiply by one plus what is learnt."""
+    norms_branches: bool = False
+    """Whether what a branch gives is normed before it is added to the stream."""
+
+
+FAMILIES = {
+    "llama": DecoderFamily("Llama"),
+    "qwen2": DecoderFamily("Qwen2", (SLIDING,)),
+    "qwen3": DecoderFamily("Qwen3", (SLIDING,)),
+    "mistral": DecoderFamily("Mistral", (SLIDING,)),
+    "gemma": DecoderFamily("Gemma", from_one=True),
+    "gemma2": DecoderFamily("Gemma2", (SLIDING, CAPPED), from_one=True, norms_branches=True),
+    "gemma3": DecoderFamily("Gemma3", (SLIDING,), from_one=True, norms_branches=True),
+}
+"""By the name of their file, `modeling_NAME.py`."""
+
+NAMES = {SLIDING: "sliding_window", CAPPED: "softcap"}
+"""What the function that attends calls them."""
+
+TANH = {"silu": False, "swish": False, "gelu_pytorch_tanh": True}
+"""Activations that a kernel knows, by transformers' name: whether it is that of a tanh."""
+
+
+def fuse(model: torch.nn.Module) -> list[str]:
+    """Gives known modules of this model our forward passes; the names of their classes, once each."""
+    changed: dict[str, None] = {}
+    for module in model.modules():
+        if "forward" in vars(module):  # another's, or ours from before
+            continue
+        for part, fuse_part in _PARTS.items():
+            family = _family(module, part)
+            if family is not None and fuse_part(module, family):
+                changed[type(module).__name__] = None
+        norm = getattr(module, "norm", None)
+        family = _family(norm, "RMSNorm")
+        if family is not None and "forward" not in vars(norm):
+            _replace(norm, _norm, family)
+            changed[type(norm).__name__] = None
+    return list(changed)
+
+
+def _family(module: Any, part: str) -> DecoderFamily | None:
+    """The family of which a module is this part; None for every other module."""
+    name = type(module).__module__.rpartition(".modeling_")[2]
+    family = FAMILIES.get(name)
+    known = family is not None and type(module).__module__ == f"transformers.models.{name}.modeling_{name}"
+    return family if known and family and type(module).__name__ == family.prefix + part else None
+
+
+def _replace(module: Any, forward: Callable[..., Any], family: DecoderFamily) -> None:
+    """In training this forward pass, which takes the module, its family and its own forward pass first;
+    elsewhere the module's own."""
+    module.forward = OwnForward(partial(_either, forward, family), module)
+
+
+def _either(
+    forward: Callable[..., Any], family: DecoderFamily, module: Any, *arguments: Any, **keywords: Any
+) -> Any:
+    own = partial(type(module).forward, module)
+    if not module.training:
+        return own(*arguments, **keywords)
+    return forward(module, family, own, *arguments, **keywords)
+
+
+def _are_plain(layers: Sequence[Any], *, biased: bool | None = None) -> bool:
+    """Return whether all linear layers are torch's own, with a bias or without."""
+    return all(is_plain(layer) and biased in (None, layer.bias is not None) for layer in layers)
+
+
+# ---- norms -----------------------------------------------------------------------------------------------
+
+
+def _eps(norm: Any) -> float:
+    return float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
+
+
+def _add_and_norm(
+    branch: torch.Tensor, stream: torch.Tensor | None, norm: Any, family: DecoderFamily
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The stream with a branch added to it, and its norm in the dtype of the products to come."""
+    whole = branch if stream is None else stream
+    dtype = activation_dtype(whole)
+    if dtype == whole.dtype and not family.from_one:
+        dtype = torch.promote_types(dtype, norm.weight.dtype)
+    return add_rms_norm(branch, stream, norm.weight, _eps(norm), dtype, from_one=family.from_one)
+
+
+def _norm(
+    self: Any, family: DecoderFamily, own: Callable[..., Any], hidden_states: torch.Tensor
+) -> torch.Tensor:
+    return _add_and_norm(hidden_states, None, self, family)[1]
+
+
+# ---- attention -------------------------------------------------------------------------------------------
+
+
+def _fuse_attention(module: Any, family: DecoderFamily) -> bool:
+    layers = module.q_proj, module.k_proj, module.v_proj
+    biased = layers[0].bias is not None if _are_plain(layers) else False
+    if not _are_plain(layers, biased=biased) or module.head_dim % 2:
+        return False
+    lay_side_by_side([layer.weight for layer in layers])
+    if biased:
+        lay_side_by_side([layer.bias for layer in layers])
+    _replace(module, _attend, family)
+    return True
+
+
+def _attend(
+    self: Any,
+    family: DecoderFamily,
+    own: Callable[..., Any],
+    hidden_states: torch.Tensor,
+    position_embeddings: Any = None,
+    attention_mask: torch.Tensor | None = None,
+    past_key_values: Any = None,
+    **keywords: Any,
+) -> tuple[torch.Tensor, Any]:
+    """The forward pass of the family's attention, its first half ours."""
+    layers = self.q_proj, self.k_proj, self.v_proj
+    if not _are_plain(layers):
+        return own(  # type: ignore[no-any-return]
+            hidden_states, position_embeddings, attention_mask, past_key_values, **keywords
+        )
+    width = self.head_dim
+    heads = Heads(self.q_proj.out_features // width, self.k_proj.out_features // width, width)
+    norms = None
+    if hasattr(self, "q_norm"):
+        norms = Norms(self.q_norm.weight, self.k_norm.weight, _eps(self.q_norm), family.from_one)
+    weights = Projections(
+        [layer.weight for layer in layers], [layer.bias for layer in layers if layer.bias is not None]
+    )
+    query, key, value = attention_inputs(hidden_states, position_embeddings, heads, weights, norms)
+    if past_key_values is not None:
+        key, value = _remember(past_key_values, key, value, self.layer_idx)
+    extras = {NAMES[name]: getattr(self, name, getattr(self.config, name, None)) for name in family.extras}
+    options = extras | keywords
+    if self.config._attn_implementation == "sdpa":
+        options.pop("cu_seq_lens_q", None)  # which sdpa does not read, and which means an encoder's stretches
+    given, scores = attend(
+        self, (query, key, value), attention_mask, self.attention_dropout, self.scaling, options
+    )
+    return self.o_proj(given.contiguous()), scores
+
+
+def _remember(
+    cache: Any, key: torch.Tensor, value: torch.Tensor, index: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a cache gives for this layer. transformers' models make one in training too, and an empty one
+    copies what it is given; here it remembers it as it lies."""
+    layers = getattr(cache, "layers", ())
+    layer = layers[index] if index < len(layers) else None
+    is_simple = type(cache).__name__ == "DynamicCache" and type(layer).__name__ == "DynamicLayer"
+    if layer is None or not is_simple or layer.is_initialized or cache.offloading:
+        return cache.update(key, value, index)  # type: ignore[no-any-return]
+    layer.dtype, layer.device, layer.is_initialized = key.dtype, key.device, True
+    layer.keys, layer.values = key, value
+    return key, value
+
+
+# ---- the MLP ---------------------------------------------------------------------------------------------
+
+
+def _fuse_mlp(module: Any, family: DecoderFamily) -> bool:
+    if not _are_plain(_mlp_layers(module), biased=False) or _activation(module) not in TANH:
+        return False
+    lay_side_by_side([module.gate_proj.weight, module.up_proj.weight])
+    _replace(module, _gate, family)
+    setattr(module, RECOMPUTES, False)
+    return True
+
+
+def _mlp_layers(module: Any) -> tuple[Any, ...]:
+    return module.gate_proj, module.up_proj, module.down_proj
+
+
+def _activation(module: Any) -> str:
+    return str(
+        getattr(module.config, "hidden_activation", None) or getattr(module.config, "hidden_act", None)
+    )
+
+
+def _gate(self: Any, family: DecoderFamily, own: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+    layers = _mlp_layers(self)
+    if not _are_plain(layers, biased=False):
+        return own(x)  # type: ignore[no-any-return]
+    weights = [layer.weight for layer in layers]
+    keeps = not getattr(self, RECOMPUTES, False)
+    return gated_mlp(x, *weights, tanh=TANH[_activation(self)], keeps=keeps)
+
+
+# ---- the layer -------------------------------------------------------------------------------------------
+
+
+def _fuse_layer(module: Any, family: DecoderFamily) -> bool:
+    names = ["input_layernorm", "post_attention_layernorm"]
+    if family.norms_branches:
+        names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    if not all(_family(getattr(module, name, None), "RMSNorm") == family for name in names):
+        return False
+    _replace(module, _run_layer, family)
+    return True
+
+
+def _run_layer(
+    self: Any,
+    family: DecoderFamily,
+    own: Callable[..., Any],
+    hidden_states: torch.Tensor,
+    *others: Any,
+    **keywords: Any,
+) -> torch.Tensor:
+    """The forward pass of the family's layer, each addition but the last in one kernel with a norm. What is
+    given by place has another place in each family, and is left to the layer's own."""
+    if others:
+        return own(hidden_states, *others, **keywords)  # type: ignore[no-any-return]
+    stream, normed = _add_and_norm(hidden_states, None, self.input_layernorm, family)
+    branch, _ = self.self_attn(hidden_states=normed, **keywords)
+    before_mlp = self.post_attention_layernorm
+    if family.norms_branches:
+        _, branch = _add_and_norm(branch, None, self.post_attention_layernorm, family)
+        before_mlp = self.pre_feedforward_layernorm
+    stream, normed = _add_and_norm(branch, stream, before_mlp, family)
+    from_mlp: torch.Tensor = self.mlp(normed)
+    if family.norms_branches:
+        _, from_mlp = _add_and_norm(from_mlp, None, self.post_feedforward_layernorm, family)
+    return stream + from_mlp
+
+
+_PARTS: dict[str, Callable[[Any, DecoderFamily], bool]] = {
+    "Attention": _fuse_attention,
+    "MLP": _fuse_mlp,
+    "DecoderLayer": _fuse_layer,
+}

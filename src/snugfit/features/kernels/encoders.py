@@ -1,0 +1,374 @@
+"""Encoders whose modules our kernels know: BERT, RoBERTa, ELECTRA, DistilBERT, ViT; and GPT-2.
+
+Modules are matched by the name of their class and of the family's folder in transformers, so that no model's
+file is imported which the process does not use. Each that is known gets a forward pass of its own over the
+same parameters, bound to the instance; what it does not know of a call (a cache of keys and values), it
+leaves to the model's own code. A linear layer that is none of torch's own any more, because an adapter stands
+around it or a hook waits there, is called as the model would call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from snugfit.features.kernels.attention import attend, without_mask
+from snugfit.features.kernels.operations.add_norm import add_norm
+from snugfit.features.kernels.operations.bias_gelu import bias_gelu
+from snugfit.features.kernels.operations.joint_linear import is_plain, joint_linear, lay_side_by_side
+from snugfit.features.kernels.operations.seeds import Seeds, checkpoint_around
+from snugfit.step.own_forward import OwnForward
+
+SITE = "fused_site"
+"""The attribute of a module that holds its `Site`."""
+
+STREAM = "fused_stream"
+"""The attribute of a norm's result that holds it again, for the residual to come (`add_norm`). Between two
+layers there is the model's own code, which hands the result on; where it makes another tensor of it, that is
+the residual."""
+
+BY_TANH = {"GELUActivation": False, "GELU": False, "NewGELUActivation": True, "GELUTanh": True}
+"""Activations that are GELU, by the names of their classes: whether they are its form by tanh."""
+
+
+@dataclass
+class Site:
+    """Where a module's dropout gets its numbers from."""
+
+    seeds: Seeds
+    number: int
+
+    def draw(self, module: Any, probability: float, stream: torch.Tensor) -> dict[str, Any]:
+        """The arguments of an operation that say what it drops; nothing in evaluation. `stream` is the
+        residual stream that comes in."""
+        if not module.training or not probability:
+            return {}
+        return {"dropout": probability, "seed": self.seeds.draw(stream), "site": self.number}
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Another forward pass for the modules of a class."""
+
+    forward: Callable[..., Any] | None
+    """None for an encoder whose batches get no mask (`attention.py`)."""
+    fits: Callable[[Any], bool] = lambda module: True
+    """Whether this module of the class is as the forward pass takes it to be."""
+    joins: tuple[str, ...] = ()
+    """Its linear layers of which one product is made."""
+
+
+def fuse(model: torch.nn.Module) -> list[str]:
+    """Gives known modules of this model our forward passes; the names of their classes, once each."""
+    seeds, changed = Seeds(), dict[str, None]()
+    for number, module in enumerate(model.modules()):
+        patch = patch_of(type(module))
+        if patch is None or not patch.fits(module):
+            continue
+        if patch.forward is None:
+            if SITE not in vars(module):
+                module.register_forward_pre_hook(without_mask, with_kwargs=True)
+            setattr(module, SITE, Site(seeds, number))
+            continue
+        setattr(module, SITE, Site(seeds, number))
+        changed[type(module).__name__] = None
+        layers = [getattr(module, name) for name in patch.joins]
+        if layers and all(map(is_plain, layers)):
+            lay_side_by_side([layer.weight for layer in layers])
+            if layers[0].bias is not None:
+                lay_side_by_side([layer.bias for layer in layers])
+        module.forward = OwnForward(patch.forward, module)
+    return list(changed)
+
+
+def patch_of(kind: type[Any]) -> Patch | None:
+    """The patch for a class of transformers; None for one that is not known."""
+    parts = kind.__module__.split(".")
+    if parts[:2] != ["transformers", "models"] or len(parts) < 4:
+        return None
+    return PATCHES.get((parts[2], kind.__name__))
+
+
+# ---- layers ----------------------------------------------------------------------------------------------
+
+
+def product_of(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What a linear layer gives, and the bias that is yet to be added, where that can be left to a kernel."""
+    if is_plain(layer):
+        return torch.nn.functional.linear(x, layer.weight), layer.bias
+    if type(layer).__name__ == "Conv1D" and "forward" not in vars(layer):
+        return torch.matmul(x, layer.weight), layer.bias
+    return layer(x), None
+
+
+def activate(layer: Any, activation: Any, x: torch.Tensor) -> torch.Tensor:
+    """GELU, or another activation, of what a linear layer gives."""
+    product, bias = product_of(layer, x)
+    by_tanh = BY_TANH.get(type(activation).__name__)
+    if by_tanh is None or bias is None:
+        y: torch.Tensor = activation(product if bias is None else product + bias)
+        return y
+    return bias_gelu(product, bias, by_tanh=by_tanh)
+
+
+def norm_with_stream(
+    x: torch.Tensor, residual: torch.Tensor, norm: torch.nn.LayerNorm, **options: Any
+) -> torch.Tensor:
+    """The norm of a residual and what a branch gives (B, S, H). The residual is taken as it was before it was
+    rounded for products, where the norm that made it has left that beside it (`STREAM`); it is taken away
+    when it is read, for the rounded result stays until the backward pass. Within a checkpoint no norm leaves
+    any, for a layer's input is kept there with all that stands beside it. Nor is one read there that a norm
+    outside has left: the layer would not find it when it is computed again."""
+    exact = vars(residual).pop(STREAM, residual)
+    if checkpoint_around():
+        rounded: torch.Tensor = add_norm(x, residual, norm, **options)
+        return rounded
+    normed: torch.Tensor
+    normed, stream = add_norm(x, exact, norm, gives_stream=True, **options)
+    setattr(normed, STREAM, stream)
+    return normed
+
+
+def is_layer_norm(*names: str) -> Callable[[Any], bool]:
+    """Whether these modules of a module are torch's LayerNorm over the last dimension, with both weights."""
+
+    def fits(module: Any) -> bool:
+        norms = [getattr(module, name) for name in names]
+        return all(
+            type(norm) is torch.nn.LayerNorm and len(norm.normalized_shape) == 1 and norm.bias is not None
+            for norm in norms
+        )
+
+    return fits
+
+
+# ---- BERT and what is built like it ----------------------------------------------------------------------
+
+
+def embed_bert(
+    self: Any,
+    input_ids: torch.Tensor | None = None,
+    token_type_ids: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    inputs_embeds: torch.Tensor | None = None,
+    past_key_values_length: int = 0,
+) -> torch.Tensor:
+    """Words, positions and types, normed: (B, S, H). A pass of the model begins."""
+    words = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+    if position_ids is None and hasattr(self, "create_position_ids_from_input_ids"):  # RoBERTa
+        position_ids = (
+            self.create_position_ids_from_inputs_embeds(words, self.padding_idx)
+            if input_ids is None
+            else self.create_position_ids_from_input_ids(input_ids, self.padding_idx, past_key_values_length)
+        )
+    types = self.token_type_embeddings
+    if token_type_ids is not None:
+        words = words + types(token_type_ids)
+    places = embed_positions(self, words, position_ids, past_key_values_length)
+    if token_type_ids is None:
+        places = places + types.weight[0]
+    return norm_embeddings(self, words, places)
+
+
+def embed_distilbert(
+    self: Any,
+    input_ids: torch.Tensor,
+    inputs_embeds: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Words and positions, normed: (B, S, H). A pass of the model begins."""
+    words = inputs_embeds if input_ids is None else self.word_embeddings(input_ids)
+    assert words is not None
+    return norm_embeddings(self, words, embed_positions(self, words, position_ids))
+
+
+def embed_positions(
+    module: Any, words: torch.Tensor, position_ids: torch.Tensor | None, first: int = 0
+) -> torch.Tensor:
+    """The embedded positions, (S, H) where they are those of every sequence, else (B, S, H)."""
+    table = module.position_embeddings
+    if position_ids is None:
+        weight: torch.Tensor = table.weight[first : first + words.size(1)]
+        return weight
+    places: torch.Tensor = table(position_ids)
+    return places[0] if places.size(0) == 1 else places
+
+
+def embeds_plainly(module: Any) -> bool:
+    """Whether a module of embeddings is normed by torch's LayerNorm and has torch's own tables."""
+    tables = [one for name, one in module.named_children() if name.endswith("_embeddings")]
+    return is_layer_norm("LayerNorm")(module) and all(type(one) is torch.nn.Embedding for one in tables)
+
+
+def norm_embeddings(module: Any, words: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Dropout of the norm of their sum: (B, S, H)."""
+    site: Site = getattr(module, SITE)
+    site.seeds.begin()
+    drop = site.draw(module, module.dropout.p, words)
+    return norm_with_stream(words, places, module.LayerNorm, drops_last=True, **drop)
+
+
+def attend_bert(
+    self: Any,
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    past_key_values: Any = None,
+    **keywords: Any,
+) -> Any:
+    """Attention over one product's queries, keys and values."""
+    if past_key_values is not None:
+        return type(self).forward(
+            self, hidden_states, attention_mask, past_key_values=past_key_values, **keywords
+        )
+    heads = project((self.query, self.key, self.value), hidden_states, self.attention_head_size)
+    return attend(self, heads, attention_mask, self.dropout.p, self.scaling, keywords)
+
+
+def project(layers: Sequence[Any], x: torch.Tensor, width: int) -> list[torch.Tensor]:
+    """Queries, keys and values (B, heads, S, width) of linear layers over (B, S, H), by one product where all
+    are torch's own."""
+    biases = [layer.bias for layer in layers if getattr(layer, "bias", None) is not None]
+    if not all(map(is_plain, layers)) or len(biases) not in (0, len(layers)):
+        results: Iterable[torch.Tensor] = [layer(x) for layer in layers]
+    else:
+        results = joint_linear(x, [layer.weight for layer in layers], biases)
+    return [one.view(*x.shape[:-1], -1, width).transpose(1, 2) for one in results]
+
+
+def close_bert(self: Any, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
+    """The norm of a residual and what a linear layer gives, some of it dropped."""
+    product, bias = product_of(self.dense, hidden_states)
+    drop = getattr(self, SITE).draw(self, self.dropout.p, input_tensor)
+    return norm_with_stream(product, input_tensor, self.LayerNorm, bias=bias, **drop)
+
+
+def widen_bert(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """The feed-forward layer's first half."""
+    return activate(self.dense, self.intermediate_act_fn, hidden_states)
+
+
+# ---- DistilBERT ------------------------------------------------------------------------------------------
+
+
+def attend_distilbert(
+    self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **keywords: Any
+) -> Any:
+    """Attention over one product's queries, keys and values, and its output's product."""
+    heads = project((self.q_lin, self.k_lin, self.v_lin), hidden_states, self.attention_head_size)
+    out, scores = attend(self, heads, attention_mask, self.dropout.p, self.scaling, keywords)
+    return self.out_lin(out), scores
+
+
+def run_distilbert_layer(
+    self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **keywords: Any
+) -> torch.Tensor:
+    """A layer: each half's norm with its residual."""
+    attended, _ = self.attention(hidden_states, attention_mask=attention_mask, **keywords)
+    hidden = norm_with_stream(attended, hidden_states, self.sa_layer_norm)
+    ffn = self.ffn
+    product, bias = product_of(ffn.lin2, activate(ffn.lin1, ffn.activation, hidden))
+    drop = getattr(self, SITE).draw(self, ffn.dropout.p, hidden_states)
+    return norm_with_stream(product, hidden, self.output_layer_norm, bias=bias, **drop)
+
+
+# ---- models that norm before a layer: ViT, GPT-2 ---------------------------------------------------------
+
+
+def embed_vit(self: Any, *arguments: Any, **keywords: Any) -> Any:
+    """The model's own embeddings. A pass of the model begins."""
+    getattr(self, SITE).seeds.begin()
+    return type(self).forward(self, *arguments, **keywords)
+
+
+def attend_vit(
+    self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **keywords: Any
+) -> Any:
+    """Attention over one product's queries, keys and values, and its output's product."""
+    heads = project((self.q_proj, self.k_proj, self.v_proj), hidden_states, self.head_dim)
+    out, scores = attend(self, heads, attention_mask, self.attention_dropout, self.scaling, keywords)
+    return self.o_proj(out), scores
+
+
+def run_vit_layer(
+    self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **keywords: Any
+) -> torch.Tensor:
+    """A layer: the second norm with the first residual."""
+    normed = add_norm(hidden_states, None, self.layernorm_before)
+    attended, _ = self.attention(normed, attention_mask, **keywords)
+    drop = getattr(self, SITE).draw(self, self.dropout.p, hidden_states)
+    normed, hidden = add_norm(attended, hidden_states, self.layernorm_after, gives_sum=True, **drop)
+    closed: torch.Tensor = self.dropout(self.mlp(normed)) + hidden
+    return closed
+
+
+def run_vit_mlp(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Both halves of the feed-forward layer."""
+    closed: torch.Tensor = self.fc2(activate(self.fc1, self.activation_fn, hidden_states))
+    return closed
+
+
+def run_gpt2_layer(
+    self: Any,
+    hidden_states: torch.Tensor,
+    past_key_values: Any = None,
+    attention_mask: torch.Tensor | None = None,
+    encoder_hidden_states: torch.Tensor | None = None,
+    encoder_attention_mask: torch.Tensor | None = None,
+    use_cache: bool | None = False,
+    **keywords: Any,
+) -> torch.Tensor:
+    """A layer without cross-attention: the second norm with the first residual."""
+    normed = add_norm(hidden_states, None, self.ln_1)
+    attended, _ = self.attn(
+        normed,
+        past_key_values=past_key_values,
+        attention_mask=attention_mask,
+        use_cache=use_cache,
+        **keywords,
+    )
+    normed, hidden = add_norm(attended, hidden_states, self.ln_2, gives_sum=True)
+    closed: torch.Tensor = hidden + self.mlp(normed)
+    return closed
+
+
+def run_gpt2_mlp(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Both halves of the feed-forward layer."""
+    closed: torch.Tensor = self.dropout(self.c_proj(activate(self.c_fc, self.act, hidden_states)))
+    return closed
+
+
+def _like_bert(family: str, prefix: str) -> dict[tuple[str, str], Patch]:
+    normed = is_layer_norm("LayerNorm")
+    return {
+        (family, f"{prefix}Model"): Patch(None),
+        (family, f"{prefix}Embeddings"): Patch(embed_bert, embeds_plainly),
+        (family, f"{prefix}SelfAttention"): Patch(attend_bert, joins=("query", "key", "value")),
+        (family, f"{prefix}SelfOutput"): Patch(close_bert, normed),
+        (family, f"{prefix}Intermediate"): Patch(widen_bert),
+        (family, f"{prefix}Output"): Patch(close_bert, normed),
+    }
+
+
+PATCHES: dict[tuple[str, str], Patch] = {
+    **_like_bert("bert", "Bert"),
+    **_like_bert("roberta", "Roberta"),
+    **_like_bert("electra", "Electra"),
+    ("distilbert", "DistilBertModel"): Patch(None),
+    ("distilbert", "Embeddings"): Patch(embed_distilbert, embeds_plainly),
+    ("distilbert", "DistilBertSelfAttention"): Patch(attend_distilbert, joins=("q_lin", "k_lin", "v_lin")),
+    ("distilbert", "TransformerBlock"): Patch(
+        run_distilbert_layer, is_layer_norm("sa_layer_norm", "output_layer_norm")
+    ),
+    ("vit", "ViTEmbeddings"): Patch(embed_vit),
+    ("vit", "ViTAttention"): Patch(attend_vit, joins=("q_proj", "k_proj", "v_proj")),
+    ("vit", "ViTLayer"): Patch(run_vit_layer, is_layer_norm("layernorm_before", "layernorm_after")),
+    ("vit", "ViTMLP"): Patch(run_vit_mlp),
+    ("gpt2", "GPT2Block"): Patch(
+        run_gpt2_layer, lambda one: not hasattr(one, "crossattention") and is_layer_norm("ln_1", "ln_2")(one)
+    ),
+    ("gpt2", "GPT2MLP"): Patch(run_gpt2_mlp),
+}
+"""By transformers' folder and class."""

@@ -1,0 +1,38 @@
+"""Fused kernels in the place of a model's own code."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+from snugfit.techniques.feature import Feature
+from snugfit.techniques.technique import Slot
+from snugfit.units import MIB
+
+EXPERT_KERNELS, EXPERTS = "triton::moe_", 120 * MIB
+"""NVML bytes that Liger's kernels for experts add: six runs of Mixtrals on H200s and H100s, which have 132
+multiprocessors each (results/accuracy-seed2411.json, -seed2511 and -seed2611). The cause is unknown: perhaps
+memory for registers that a configuration spills, which Triton tries among others."""
+
+
+class Kernels(Feature):
+    """Add the techniques `fused` and `liger`, and their handlers."""
+
+    techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {Slot.KERNELS: ("fused", "liger")}
+
+    def handlers(self) -> Sequence[Any]:
+        """Return the handlers of both fields."""
+        from snugfit.features.kernels.handlers import FusedHandler, LigerHandler
+
+        return FusedHandler(), LigerHandler()
+
+    def simulation_overrides(self, policy: Any, recorder: Any) -> AbstractContextManager[None]:
+        """Return a context in which Liger's kernels are recorded in place of a launch."""
+        from snugfit.features.kernels.launches import triton_launches
+
+        return triton_launches(policy, recorder)
+
+    def context_bytes(self, operators: Collection[str]) -> int:
+        """Return the bytes of Liger's kernels for experts."""
+        return EXPERTS * any(operator.startswith(EXPERT_KERNELS) for operator in operators)

@@ -1,0 +1,40 @@
+"""The fields of `Setup` that this feature adds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from snugfit.techniques.wish import Wish
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedWish:
+    """snugfit's kernels in a model's modules."""
+
+    recomputed_mlps: int = 0
+    """Number of gated MLPs, from the first, that compute the product of gate and up again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LigerWish:
+    """Liger's kernels in a model's modules."""
+
+    parts: Mapping[str, bool] = field(default_factory=dict)
+    """By part, whether it runs; of the others Liger's default decides."""
+
+
+FUSED = Wish[FusedWish | None](
+    "fused_kernels",
+    FusedWish | None,
+    None,
+    touches=("passes",),
+    packages=("triton", "snugfit.features.kernels"),  # the start-up of two packages, as for Liger
+    seeded_models=("bert", "distilbert", "electra", "roberta"),
+)
+"""Modules that compute with snugfit's kernels; None leaves them as they are."""
+
+LIGER = Wish[LigerWish | None](
+    "liger_kernels", LigerWish | None, None, touches=("passes",), packages=("triton", "liger_kernel")
+)
+"""Modules that compute with Liger's kernels; None leaves them as they are."""

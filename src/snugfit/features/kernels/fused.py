@@ -1,0 +1,123 @@
+"""snugfit's own kernels: what stands between a layer's products, in one kernel each, forward and backward.
+
+Dropout, residual and norm are one kernel, bias and GELU another. Masks of dropout are not kept but drawn
+again in the backward pass, from a seed that each forward pass draws by torch's own generator, so a run is
+resumed bit for bit. The products of queries, keys and values are one. Weights stay the model's own, under
+their own names. Products read what norms give in the dtype of the products; of encoders that norm after a
+layer the residual has 32 bits beside it, as under autocast.
+
+Of decoders, the addition of a branch and the norm behind it are one kernel, and so is the rotation of
+queries and keys, in place in the product that has them, and the gated activation. The stream of tokens stays
+in 32 bits where autocast leaves it there. Layers keep the stream, queries, keys and values, and the product
+of gate and up: what was normed and what the last product takes are made again. That product is the largest of
+them, and with `recomputed_mlps` so many layers, from the first, make it again too, which frees more bytes for
+a second than recomputing whole layers does. Beside `chunked_loss` a kernel writes the gradient of logits in
+their place. A layer that an adapter changed keeps its own code.
+
+Dropout draws other numbers than torch's does. Attention is torch's own: `sdpa`, which takes its fast kernels
+where a batch comes without a mask, or `padding_free`. A padded batch of an encoder in 16 bits gets the
+kernels for sequences of several lengths, and no mask is made; with `padding_free` its padding is not
+computed at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from snugfit.features.kernels.fields import FusedWish
+from snugfit.techniques import roster
+from snugfit.techniques.setting import between
+from snugfit.techniques.setup import PADDING_FREE, Setup
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+ENCODERS = ("bert", "distilbert", "electra", "gpt2", "roberta", "vit")
+"""Model types of transformers that `encoders.py` knows."""
+
+DECODERS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text")
+"""Those that `decoders.py` knows."""
+
+KNOWN = (*ENCODERS, *DECODERS)
+"""All model types that some patcher knows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fused(Technique):
+    """Runs snugfit's Triton kernels for norms, activations and dropout, and attention's products as one."""
+
+    fidelity: ClassVar = Fidelity.ROUNDS
+    needs: ClassVar = ("triton>=3.0",)
+    extra: ClassVar = "compile"
+    on_cpu: ClassVar = "runs as plain torch code: its kernels are for GPUs"
+    least_capability: ClassVar = (8, 0)  # older GPUs were not tried, and Triton drops them
+    source: ClassVar = (
+        "the fusions of Ivanov et al., arXiv 2007.00072; dropout as in Tillet et al.'s Triton tutorials; "
+        "Philox: Salmon et al., SC 2011"
+    )
+
+    recomputed_mlps: int = between(0, 10_000, default=0)
+    """Of decoders, layers whose product of gate and up is computed again in the backward pass, from the
+    first."""
+
+    def install(self, setup: Setup) -> Setup:
+        """Has our kernels take the place of code of the model's modules."""
+        return setup.with_fields(fused_kernels=FusedWish(recomputed_mlps=self.recomputed_mlps))
+
+    def is_searched(self) -> bool:
+        """Without layers that differ from the others, of which few would not tell."""
+        return not self.recomputed_mlps
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """The model must be known, its attention torch's, and nothing else change its code."""
+        if why := self.planning_objection(job):
+            yield f"{why} Try 'torch_kernels'."
+        elif self.recomputed_mlps and not _is_decoder(job):
+            yield f"no gated MLP is in {job.model.name}. Try 'fused', or 'first_layers'."
+        if not job.trains:
+            yield "its kernels are those of training. Try 'torch_kernels'."
+        if recipe[Slot.ENGINE].alone.compile is not None:
+            yield f"{recipe[Slot.ENGINE]} compiles what it would replace, and was not tried with it."
+        if recipe[Slot.ATTENTION].alone.attention not in ("sdpa", PADDING_FREE):
+            yield f"it wants torch's attention, and {recipe[Slot.ATTENTION]} is another. Take 'sdpa'."
+        if any(recipe[slot] != roster.plain(slot) for slot in roster.slots_of_several_gpus()):
+            yield "several processes do not share weights that lie side by side. Try 'torch_kernels'."
+
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """All layers make their product again where there are no more."""
+        if (layers := job.model.layers) and self.recomputed_mlps > layers:
+            yield f"{job.model.name} has {layers} layers, and all of them make the product again."
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """As it stands, for models that it knows."""
+        if not cls.planning_objection(job):
+            yield cls()
+
+    def smaller(self, job: Job) -> Sequence[Self]:
+        """One decoder layer's product of gate and up that is computed again, and more, up to all."""
+        if self.recomputed_mlps or job.model.module is not None or not _is_decoder(job):
+            return ()
+        return [replace(self, recomputed_mlps=k) for k in range(1, job.model.layers + 1)]
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """Return the reason why it does nothing for this job's model; empty where it does."""
+        module = job.model.module
+        if module is None:
+            model_type = str(job.model.config.get("model_type"))
+            known = model_type in KNOWN
+        else:
+            model_type = type(module).__name__
+            files = {type(one).__module__ for one in module.modules()}
+            names = {name.removesuffix("_text") for name in KNOWN}  # of files, which have other modules too
+            known = any(f"transformers.models.{name}.modeling_{name}" in files for name in names)
+        return "" if known else f"fused has no kernels for {model_type}. It covers {', '.join(KNOWN)}."
+
+
+def _is_decoder(job: Job) -> bool:
+    """Whether a decoder's MLPs are gated; of a user's own module it shows when it is built."""
+    return job.model.module is not None or job.model.config.get("model_type") in DECODERS

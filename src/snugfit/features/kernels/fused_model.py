@@ -1,0 +1,50 @@
+"""snugfit's own kernels in the place of a model's code, for the families that a patcher knows.
+
+A patcher (`encoders.py`, `decoders.py`) goes through a model's modules for classes of transformers that it
+lists by name. It gives those instances another forward pass over the same parameters. So a state dict keeps
+its names and shapes, other modules run as they were written, and no other model of the process is changed.
+
+Importing this module imports the operators. Triton is imported when the first kernel is launched.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from snugfit.errors import RecipeError
+from snugfit.features.kernels import decoders, encoders
+from snugfit.features.kernels.operations.cross_entropy import CrossEntropyKernel
+from snugfit.features.kernels.operations.gated_mlp import RECOMPUTES
+from snugfit.step.head.chunked_loss import LOSS_KERNEL
+
+
+def use_fused(model: torch.nn.Module, recomputed_mlps: int = 0) -> None:
+    """Put these kernels in the model's modules, and in its head for a loss in chunks.
+
+    So many gated MLPs, from the first, compute the product of gate and up again in the backward pass. Raises
+    `RecipeError` for a model without known modules, or without such an MLP.
+    """
+    if not [*encoders.fuse(model), *decoders.fuse(model)]:
+        raise RecipeError(
+            f"fused has no kernels for {type(model).__name__}: it knows none of its modules. Try "
+            "'torch_kernels'."
+        )
+    if recomputed_mlps:
+        _recompute_mlps(model, recomputed_mlps)
+    find_head: Any = getattr(model, "get_output_embeddings", None)
+    head = find_head() if find_head else None
+    if head is not None:
+        setattr(head, LOSS_KERNEL, CrossEntropyKernel())
+
+
+def _recompute_mlps(model: torch.nn.Module, count: int) -> None:
+    gated = [module for module in model.modules() if RECOMPUTES in vars(module)]
+    if not gated:
+        raise RecipeError(
+            f"fused(recomputed_mlps={count}): {type(model).__name__} has no gated MLP that 'fused' computes. "
+            "Try 'fused', or 'first_layers'."
+        )
+    for module in gated[:count]:
+        setattr(module, RECOMPUTES, True)

@@ -1,0 +1,94 @@
+"""Other kernels in the modules of a live or built model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from snugfit.features.kernels.fields import FUSED, LIGER
+from snugfit.step.wishes.handler import Handler
+from snugfit.techniques.feature import InstallStage
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.features.kernels.fields import FusedWish, LigerWish
+    from snugfit.step.wishes.handler import Context, LiveTraining, ScriptContext
+
+
+class KernelsHandler(Handler):
+    """Modules that compute with other kernels than torch's."""
+
+    slot, stage = Slot.KERNELS, InstallStage.REPLACE
+
+    def change(self, value: Any, live: LiveTraining) -> Iterator[str]:
+        """Replace kernels of a live model as of a built one."""
+        if value is not None:
+            self.wrap(value, live.model)
+            yield f"kernels are those of {live.technique(self.slot)}"
+
+
+class FusedHandler(KernelsHandler):
+    """snugfit's kernels, which are plain torch on a CPU."""
+
+    wish = FUSED.name
+    refused: ClassVar[Mapping[str, str]] = {"script": "its kernels are snugfit's own code"}
+
+    def import_code(self, value: FusedWish | None) -> None:
+        """Import the operators before anything is timed or overridden."""
+        if value is not None:
+            import snugfit.features.kernels.fused_model  # noqa: F401
+
+    def wrap(self, value: FusedWish | None, model: Any) -> None:
+        """Give modules other forward passes."""
+        if value is not None:
+            from snugfit.features.kernels.fused_model import use_fused
+
+            use_fused(model, value.recomputed_mlps)
+
+    def around_rehearsal(self, value: FusedWish | None, *, on_gpu: bool) -> Context | None:
+        """Run plain torch in a rehearsal of a CPU."""
+        from snugfit.features.kernels.operations.operators import rehearsed_on_the_cpu
+
+        return None if value is None or on_gpu else rehearsed_on_the_cpu
+
+
+class LigerHandler(KernelsHandler):
+    """Liger's kernels, which run on GPUs alone."""
+
+    wish = LIGER.name
+
+    def import_code(self, value: LigerWish | None) -> None:
+        """Import Liger and Triton before anything is timed or overridden."""
+        if value is not None:
+            from snugfit.features.kernels.liger_model import import_code
+
+            import_code()
+
+    def set_process(self, value: LigerWish | None, device: torch.device) -> None:
+        """Refuse a device without a compiler before anything is built."""
+        if value is not None:
+            from snugfit.features.kernels.liger_model import refuse_without_triton
+
+            refuse_without_triton(device)
+
+    def wrap(self, value: LigerWish | None, model: Any) -> None:
+        """Have Liger change the model's modules."""
+        if value is not None:
+            from snugfit.features.kernels.liger_model import use_liger
+
+            use_liger(model, **value.parts)
+
+    def script(self, value: LigerWish | None, context: ScriptContext) -> dict[str, Any]:
+        """Return the call of the function that the Trainer calls, whose arguments have it otherwise."""
+        if value is None or context.trainer:
+            return {}
+        options = "".join(f", {name}={given}" for name, given in value.parts.items())
+        return {
+            "kernels": (
+                "from liger_kernel.transformers import _apply_liger_kernel_to_instance",
+                "",
+                f"_apply_liger_kernel_to_instance(model=model{options})",
+            )
+        }

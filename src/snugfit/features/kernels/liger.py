@@ -1,0 +1,150 @@
+"""Liger-Kernel: fused Triton kernels in the place of a model's own code (Hsu et al., arXiv 2410.10989).
+
+Rotary embeddings, RMSNorm and the gated activation become one kernel each, which keep less for the backward
+pass and write gradients over what they read. The fused linear cross-entropy never has all logits: it takes
+some tokens at a time, and makes the gradients along with the loss, as `chunked_loss` does in plain torch. Its
+chunks are so small that their logits are no larger than the hidden states of all tokens. Each adds to the
+gradient of the head, which is read and written once a chunk: for small vectors and large vocabularies that
+takes longer than the logits did. So Llama-3.2-1B with weights in fp32 is slower with Liger, and in bfloat16
+faster, and faster still without Liger's loss (`results/h200-2026-11-23/liger`). The host waits for the device
+twice, where it counts labels and where it asks whether the loss was scaled.
+
+Which models it covers, and with which parts, is Liger's own table. Which of its parts run is its own default
+unless a setting says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from snugfit.features.kernels import liger_table
+from snugfit.features.kernels.fields import LigerWish
+from snugfit.techniques.counterpart import Counterpart, Setting
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import ALL_LINEAR, Fidelity, Slot, Technique, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+_PARTS = ("rope", "rms_norm", "swiglu", "geglu", "layer_norm", "fused_linear_cross_entropy")
+
+WITH_LOSS = "causal-lm"
+"""The task whose models Liger gives a loss of its own."""
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Keys of a config that give a number of experts."""
+
+EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
+"""Names of the weights of all experts together, in transformers' models."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Liger(Technique):
+    """Runs Liger's fused Triton kernels in the place of the model's own code, and its loss without logits."""
+
+    fidelity: ClassVar = Fidelity.ROUNDS
+    needs: ClassVar = ("liger-kernel>=0.8", "triton>=3.0")
+    extra: ClassVar = "liger"
+    source: ClassVar = "Hsu et al., arXiv 2410.10989; liger_kernel.transformers"
+    elsewhere: ClassVar = ("liger_kernel", "use_liger_kernel", "enable_liger_kernel")
+    counterparts: ClassVar = (
+        Counterpart(
+            arguments={
+                "use_liger_kernel": True,
+                **{f"liger_kernel_config.{part}": Setting(part) for part in _PARTS},
+            }
+        ),
+    )
+
+    rope: bool | None = None
+    """Rotary embeddings of queries and keys in one kernel."""
+
+    rms_norm: bool | None = None
+    """RMSNorm in one kernel, which keeps its input and one number a row."""
+
+    swiglu: bool | None = None
+    """The gated SiLU in one kernel, whose gradients take the place of what it kept."""
+
+    geglu: bool | None = None
+    """The gated GELU likewise."""
+
+    layer_norm: bool | None = None
+    """LayerNorm in one kernel, of models that see pictures."""
+
+    fused_linear_cross_entropy: bool | None = None
+    """The loss and the head's gradients for some tokens at a time."""
+
+    def install(self, setup: Setup) -> Setup:
+        """Has Liger change the model's modules."""
+        return setup.with_fields(liger_kernels=LigerWish(parts=self.set_parts))
+
+    @property
+    def set_parts(self) -> dict[str, bool]:
+        """The parts of which a setting says whether they run; of the others Liger's default does."""
+        values: dict[str, bool | None] = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {part: value for part, value in values.items() if value is not None}
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """Liger must know the model; its loss is a causal language model's, and there can be one only."""
+        if why := self.planning_objection(job):
+            yield f"{why} Try 'torch_kernels'."
+        if why or not job.trains:
+            return
+        if recipe[Slot.ENGINE].install(Setup()).compile is not None:
+            yield f"{recipe[Slot.ENGINE]} compiles what Liger would replace, and was not tried with it."
+        parts = liger_table.parts_by_model_type()[_model_type(job)]
+        for part in sorted(self.set_parts.keys() - parts):
+            yield f"Liger has no {part} for {_model_type(job)}; it has {', '.join(sorted(parts))}."
+        adapted = recipe[Slot.ADAPTERS].adapted_modules(job)
+        names = [adapted] if isinstance(adapted, str) else adapted
+        if self._replaces_experts(job) and not {ALL_LINEAR, *EXPERT_WEIGHTS}.isdisjoint(names):
+            yield (
+                f"{recipe[Slot.ADAPTERS]} adapts the weights of experts, which peft then wraps, and Liger's "
+                f"code does not find them there. Try '{replace(self, swiglu=False)}', or name other modules, "
+                "as in targets=q_proj|v_proj."
+            )
+        if self.fused_linear_cross_entropy is False:
+            return
+        off = replace(self, fused_linear_cross_entropy=False)
+        if not _has_its_loss(job):
+            yield f"Liger's loss is that of {WITH_LOSS}, and this is {job.task}. Try '{off}'."
+        elif recipe[Slot.HEAD].install(Setup()).logits is not None:
+            yield f"{recipe[Slot.HEAD]} and Liger's loss both take the head's place. Try '{off}'."
+
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """The first step of a model with experts takes minutes."""
+        if self._replaces_experts(job):
+            yield (
+                "its kernels for experts are timed in many settings in the first step of each process. That "
+                "took a Mixtral about two minutes on an H200, which the start-up's seconds leave out. Try "
+                "'liger(swiglu=false)' for a short run."
+            )
+
+    def _replaces_experts(self, job: Job) -> bool:
+        return self.swiglu is not False and any(job.model.config.get(key) for key in EXPERTS)
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """Without Liger's loss, beside which `chunked_loss` may stand: that was 7 % faster for 7 % more bytes
+        (Llama-3.2-1B, 2 x 2048 tokens)."""
+        if not cls.planning_objection(job):
+            yield cls(fused_linear_cross_entropy=False)
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """What Liger does not cover."""
+        return liger_table.why_not_covered(_model_type(job))
+
+
+def _has_its_loss(job: Job) -> bool:
+    """Whether the model is one for which Liger has a loss; of a module of the user's own nobody knows."""
+    return job.model.module is not None or job.task == WITH_LOSS
+
+
+def _model_type(job: Job) -> str:
+    module = job.model.module
+    if module is None:
+        return str(job.model.config.get("model_type"))
+    return str(getattr(getattr(module, "config", None), "model_type", type(module).__name__))

@@ -1,0 +1,128 @@
+"""Liger-Kernel applied to one model, and to nothing else of the process.
+
+`_apply_liger_kernel_to_instance`, Liger's own function, which the Trainer calls too, binds forward passes to
+the model's modules. It also changes names in transformers' files, such as `apply_rotary_pos_emb`: every model
+of the process would run Liger's from then on, also one that is rehearsed or trained in another recipe later.
+So the names are put back, and those modules of this model that look them up are given methods that find
+Liger's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import RecipeError
+from snugfit.features.kernels import liger_table
+from snugfit.hub_kernels import import_peft, no_hub_kernels
+from snugfit.step.own_forward import OwnForward
+from snugfit.versions import version_of
+
+if TYPE_CHECKING:
+    import torch
+
+_FILES = "transformers.models."
+
+
+def import_code() -> None:
+    """Imports Liger, and peft before it, for which it looks. What other devices' kernels lack is not logged:
+    Liger looks for them when a kernel is first used."""
+    import_peft()
+    with no_hub_kernels():
+        import liger_kernel.transformers  # noqa: F401
+    logging.getLogger("liger_kernel.backends").setLevel(logging.ERROR)
+
+
+def refuse_without_triton(device: torch.device) -> None:
+    """Raise `RecipeError` on a CPU, for which Triton compiles nothing; its interpreter is for tests."""
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RecipeError("liger: Liger's kernels run on GPUs alone. Take 'torch_kernels' on a CPU.")
+
+
+def use_liger(model: torch.nn.Module, **parts: bool) -> None:
+    """Has Liger's kernels run in this model's modules; `parts` are those that shall or shall not run where
+    Liger's default is another. Raises `RecipeError` for a model that Liger does not cover, or fails on."""
+    import_code()
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    wrapped: Any = model
+    base = wrapped.get_base_model() if hasattr(model, "peft_config") else wrapped
+    model_type = str(getattr(getattr(base, "config", None), "model_type", type(base).__name__))
+    if why := liger_table.why_not_covered(model_type):
+        raise RecipeError(why)
+    kinds = dict.fromkeys(type(module) for module in base.modules())
+    files = dict.fromkeys(kind.__module__ for kind in kinds if kind.__module__.startswith(_FILES))
+    names = {name: dict(vars(sys.modules[name])) for name in files}
+    forwards = {kind: vars(kind)["forward"] for kind in kinds if "forward" in vars(kind)}
+    try:
+        _apply_liger_kernel_to_instance(model=base, **parts)
+        changed = {name: _changed_functions(sys.modules[name], before) for name, before in names.items()}
+        bound = {kind: vars(kind)["forward"] for kind in forwards if vars(kind)["forward"] != forwards[kind]}
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        version = version_of("liger-kernel")
+        raise RecipeError(
+            f"Liger {version} fails on {type(base).__name__}: {error}. Try 'torch_kernels'."
+        ) from error
+    finally:
+        for name, before in names.items():
+            vars(sys.modules[name]).update(before)
+        for kind, forward in forwards.items():
+            if vars(kind)["forward"] != forward:
+                kind.forward = forward
+    for module in base.modules():
+        if type(module) in bound:
+            module.forward = OwnForward(bound[type(module)], module)
+    for name, functions in changed.items():
+        if functions:
+            _bind(base, sys.modules[name], functions)
+
+
+def _changed_functions(file: ModuleType, before: Mapping[str, Any]) -> dict[str, Any]:
+    """By name, functions of a file that are others than before. Classes that are others do not matter: they
+    are those of models that are built later."""
+    return {
+        name: value
+        for name, value in vars(file).items()
+        if isinstance(value, FunctionType) and before.get(name) is not value
+    }
+
+
+def _bind(model: torch.nn.Module, file: ModuleType, changed: Mapping[str, Any]) -> None:
+    """Gives the model's modules methods that find the changed functions of a file under the names that they
+    look up. Raises `RecipeError` where other functions of the file look them up."""
+    helpers = [value for value in vars(file).values() if isinstance(value, FunctionType)]
+    if any(_looks_up(helper, file, changed) for helper in helpers):
+        raise RecipeError(
+            f"Liger changes {', '.join(sorted(changed))} for every model of a process, and snugfit cannot do "
+            f"it for one {type(model).__name__}. Try liger(rope=false)."
+        )
+    names = {**vars(file), **changed}
+    kinds = dict.fromkeys(map(type, model.modules()))
+    affected = {kind: [one for one in _methods(kind) if _looks_up(one[1], file, changed)] for kind in kinds}
+    for module in model.modules():
+        for name, function in affected[type(module)]:
+            if name not in vars(module):
+                method = FunctionType(
+                    function.__code__, names, name, function.__defaults__, function.__closure__
+                )
+                method.__kwdefaults__ = function.__kwdefaults__
+                vars(module)[name] = OwnForward(method, module)
+
+
+def _methods(kind: type[Any]) -> Iterator[tuple[str, FunctionType]]:
+    """The methods of a class, without what was wrapped around them."""
+    names = dict.fromkeys(name for one in kind.__mro__ for name in vars(one))
+    for name in names:
+        method = inspect.getattr_static(kind, name)
+        function = getattr(method, "__wrapped__", method)
+        if isinstance(function, FunctionType):
+            yield name, function
+
+
+def _looks_up(function: FunctionType, file: ModuleType, changed: Mapping[str, Any]) -> bool:
+    return function.__globals__ is vars(file) and not changed.keys().isdisjoint(function.__code__.co_names)

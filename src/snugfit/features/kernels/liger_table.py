@@ -1,0 +1,55 @@
+"""Which models Liger-Kernel covers, and with which parts.
+
+Its own table and its functions' parameters say so, and are read from its source: importing it takes seconds.
+Where it is not installed, `liger_models.json` has what they say in the version that snugfit is tested with.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+_TABLE = "MODEL_TYPE_TO_APPLY_LIGER_FN"
+_NO_PARTS = {"model", "cross_entropy"}
+"""Parameters that are no part of it: the model itself, and a loss that is replaced for the whole process."""
+
+PACKAGED = Path(__file__).with_name("liger_models.json")
+
+
+@functools.cache
+def parts_by_model_type() -> Mapping[str, frozenset[str]]:
+    """By transformers' `model_type`, the parts that Liger has for it. Raises `AttributeError` where its
+    source has another form."""
+    spec = find_spec("liger_kernel")
+    if spec is None or not spec.submodule_search_locations:
+        packaged = json.loads(PACKAGED.read_text(encoding="utf-8"))
+        return {name: frozenset(parts) for name, parts in packaged.items()}
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    return _read(folder.joinpath("transformers", "monkey_patch.py").read_text(encoding="utf-8"))
+
+
+def why_not_covered(model_type: str) -> str:
+    """Return the reason why Liger does nothing for such a model; empty where it does."""
+    known = parts_by_model_type()
+    if model_type in known:
+        return ""
+    families = sorted({name.split("_")[0].rstrip("0123456789.") for name in known})
+    return f"Liger has no kernels for {model_type}. It covers {', '.join(families)}."
+
+
+def _read(source: str) -> Mapping[str, frozenset[str]]:
+    parts: dict[str, frozenset[str]] = {}
+    table: ast.Dict | None = None
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            parts[node.name] = frozenset(one.arg for one in node.args.args) - _NO_PARTS
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == _TABLE:
+            table = node.value if isinstance(node.value, ast.Dict) else None
+    if table is None:
+        raise AttributeError(f"liger_kernel's {_TABLE}")
+    pairs = zip(table.keys, table.values, strict=True)
+    return {ast.literal_eval(key): parts[ast.unparse(value)] for key, value in pairs if key is not None}

@@ -1,0 +1,124 @@
+"""Queries, keys and values of a decoder's attention: one product, normed and rotated where it lies.
+
+The three are views of one product (T, N), or where heads are normed of that and of what is rotated, as
+(B, heads, S, D): attention reads them as they lie. Backward their gradients become one of the product, and
+one more product gives the gradient of all three weights, whose parts are handed out, and one that of x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from snugfit.features.kernels.operations.joint_linear import join_weights
+from snugfit.features.kernels.operations.operators import activation_dtype
+from snugfit.features.kernels.operations.products import results_are_kept, weight_gradient
+from snugfit.features.kernels.operations.rms_norm import rows_again, rows_to_keep
+from snugfit.features.kernels.operations.rotary import Angles, Heads, Norms, rotate, rotate_backward
+
+
+class Projections(NamedTuple):
+    """What makes queries, keys and values, in this order."""
+
+    weights: Sequence[torch.Tensor]  # (heads * D, H) each
+    biases: Sequence[torch.Tensor]  # (heads * D,) each; none of them, or three
+
+
+def attention_inputs(
+    hidden: torch.Tensor,
+    angles: Angles,
+    heads: Heads,
+    projections: Projections,
+    norms: Norms | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values (B, heads, S, D) of hidden states (B, S, H)."""
+    scales: Sequence[torch.Tensor | None] = (None, None) if norms is None else norms[:2]
+    kind = None if norms is None else norms[2:]
+    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = AttentionInputs.apply(  # type: ignore[no-untyped-call]
+        hidden, *angles, heads, kind, *scales, *projections.weights, *projections.biases
+    )
+    return given
+
+
+class AttentionInputs(torch.autograd.Function):
+    """`attention_inputs`, in the dtype of autocast's products where it is on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        cosines: torch.Tensor,
+        sines: torch.Tensor,
+        heads: Heads,
+        kind: tuple[float, bool] | None,
+        query_scale: torch.Tensor | None,
+        key_scale: torch.Tensor | None,
+        *parameters: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Keeps the weights as they were multiplied, and the product where heads are normed; and of its input
+        that from which it is normed again."""
+        dtype = activation_dtype(hidden)
+        batch, length, _ = hidden.shape
+        rows = hidden.reshape(batch * length, -1).to(dtype)
+        matrix = join_weights(parameters[:3], dtype)
+        if len(parameters) > 3:
+            product = torch.addmm(join_weights(parameters[3:], dtype), rows, matrix.t())
+        else:
+            product = torch.mm(rows, matrix.t())
+        if kind is None and results_are_kept():
+            product = product.clone()  # which is rotated in place
+        angles = cosines.contiguous(), sines.contiguous()
+        turned = rotate(product, angles, length, heads, _norms(kind, query_scale, key_scale))
+        product_to_keep = product if kind is not None else None
+        *source, ctx.from_one = rows_to_keep(hidden, rows, needs_it=any(ctx.needs_input_grad[7:10]))
+        ctx.save_for_backward(matrix, *angles, query_scale, key_scale, product_to_keep, *source)
+        ctx.kind, ctx.hidden_dtype = kind, hidden.dtype
+        ctx.parameters = [(len(one), one.dtype) for one in parameters]
+        ends = [heads.queries * heads.width, (heads.queries + heads.keys) * heads.width]
+        parts = turned[:, : ends[0]], turned[:, ends[0] :], product[:, ends[1] :]
+        return tuple(part.view(batch, length, -1, heads.width).transpose(1, 2) for part in parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """One kernel over all three gradients, and a product for the weights and for the input each."""
+        matrix, cosines, sines, query_scale, key_scale, product, *source = ctx.saved_tensors
+        of_query, of_key, of_value = gradients
+        norms = _norms(ctx.kind, query_scale, key_scale)
+        of_product, *of_scales = rotate_backward(
+            (of_query, of_key, of_value), (cosines, sines), product, norms
+        )
+        of_scales = [
+            of_scale if needed else None
+            for of_scale, needed in zip(of_scales, ctx.needs_input_grad[5:7], strict=True)
+        ]
+        of_parameters = _of_parameters(ctx, of_product, source)
+        of_hidden = None
+        if ctx.needs_input_grad[0]:
+            batch, _, length, _ = of_query.shape
+            of_hidden = torch.mm(of_product, matrix).view(batch, length, -1).to(ctx.hidden_dtype)
+        return of_hidden, *[None] * 4, *of_scales, *of_parameters
+
+
+def _of_parameters(
+    ctx: Any, of_product: torch.Tensor, source: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """The gradients of weights, and of biases where there are some: parts of one tensor each."""
+    needed = ctx.needs_input_grad[7:]
+    sizes, dtypes = zip(*ctx.parameters, strict=True)
+    given: list[torch.Tensor | None] = [None] * len(needed)
+    if any(needed[:3]):
+        rows = rows_again(source, ctx.from_one, of_product.dtype)
+        given[:3] = weight_gradient(of_product, rows, dtypes[0]).split(list(sizes[:3]))
+    if any(needed[3:]):
+        given[3:] = of_product.sum(0).to(dtypes[3]).split(list(sizes[3:]))
+    return [one if asked else None for one, asked in zip(given, needed, strict=True)]
+
+
+def _norms(
+    kind: tuple[float, bool] | None, queries: torch.Tensor | None, keys: torch.Tensor | None
+) -> Norms | None:
+    if kind is None or queries is None or keys is None:
+        return None
+    return Norms(queries, keys, *kind)

@@ -1,0 +1,33 @@
+"""The second stage of sums over many rows: what each program of a kernel added up, together.
+
+The first stage of a gradient of a norm's weight or of a bias is a by-product of the kernel that has its terms
+at hand: each of its programs adds up its own rows, in fp32. Sums in two stages are the same in every run,
+which sums by atomic additions are not.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from snugfit.features.kernels.operations.operators import define
+
+PARTIALS = 256
+"""Programs that share the rows, at most (chosen: some two for each multiprocessor of a Hopper GPU)."""
+
+column_sums = define("column_sums(Tensor partials, *, Tensor(a!) sums) -> ()", "column_sums")
+
+
+def empty_partials(like: torch.Tensor, kinds: int, at_once: int) -> torch.Tensor:
+    """Return room (kinds, P, columns) for the sums of P programs over rows of `like` (..., columns), of which
+    a program has so many at hand at once."""
+    columns = like.size(-1)
+    rows = like.numel() // columns
+    programs = max(1, min(-(-rows // at_once), PARTIALS))
+    return like.new_empty((kinds, programs, columns), dtype=torch.float32)
+
+
+def add_partials(partials: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The sums of partials (K, P, columns) over P: (K, columns) of this dtype, by one kernel."""
+    sums = partials.new_empty((partials.size(0), partials.size(2)), dtype=dtype)
+    column_sums(partials, sums=sums)
+    return sums

@@ -1,0 +1,68 @@
+"""Cross-entropy of logits in one kernel, which writes their gradient in their place.
+
+In plain torch logits of 16 bits are cast to 32, their softmax is kept, and its gradient and that of the cast
+follow: six tensors of their size, all in 32 bits but two. Here a program goes over a token's logits twice,
+once for the sum of their exponentials and once for the gradient, and writes one number of loss.
+
+The gradients that a loss in chunks has put by are multiplied by the loss's own in the backward pass, which
+is one unless the batch is cut: then the kernel reads nothing else. torch's product of 16 bits with a number
+in 32 rounds that number to 16 bits on a GPU, and reads elements one by one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from snugfit.features.kernels.operations.operators import define, has_kernel
+
+_CROSS_ENTROPY_GRADIENT = define(
+    "cross_entropy_gradient(Tensor(a!) logits, Tensor labels, Tensor share, int ignore_index, *, Tensor(b!) "
+    "losses) -> ()",
+    "cross_entropy",
+)
+
+
+_MULTIPLY = define("multiply(Tensor(a!) values, Tensor factor) -> ()", "cross_entropy")
+
+
+def multiply(values: torch.Tensor, factor: torch.Tensor) -> None:
+    """Multiplies a contiguous tensor in place by a scalar on its device, in 32 bits."""
+    _MULTIPLY(values, factor)
+
+
+def reference_multiply(values: torch.Tensor, factor: torch.Tensor) -> None:
+    """The same in plain torch."""
+    values.copy_(values.to(torch.float32) * factor)
+
+
+def write_gradient(
+    logits: torch.Tensor, labels: torch.Tensor, share: torch.Tensor, ignore_index: int
+) -> torch.Tensor:
+    """The loss of each token (T,) in 32 bits; logits (T, V) become the gradient of `share` times the sum of
+    the losses. Tokens with the ignored label have none of both."""
+    losses = logits.new_empty(len(logits), dtype=torch.float32)
+    _CROSS_ENTROPY_GRADIENT(logits, labels, share, ignore_index, losses=losses)
+    return losses
+
+
+def reference(
+    logits: torch.Tensor, labels: torch.Tensor, share: torch.Tensor, ignore_index: int
+) -> torch.Tensor:
+    """The same in plain torch."""
+    with torch.enable_grad():
+        leaf = logits.detach().clone().requires_grad_()
+        losses = functional.cross_entropy(
+            leaf.to(torch.float32), labels, ignore_index=ignore_index, reduction="none"
+        )
+        summed = losses.sum()
+    logits.copy_(torch.autograd.grad(summed, leaf, share.to(summed.dtype))[0])
+    return losses.detach()
+
+
+class CrossEntropyKernel:
+    """The `LossKernel` of a loss in chunks."""
+
+    takes = staticmethod(has_kernel)
+    write_gradient = staticmethod(write_gradient)
+    multiply = staticmethod(multiply)

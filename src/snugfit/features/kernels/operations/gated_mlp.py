@@ -1,0 +1,149 @@
+"""The MLP of a decoder, down(act(gate(x)) * up(x)), which keeps the product of gate and up and nothing else,
+or not even that.
+
+Gate and up are one product (T, 2 * I). What the third product takes is computed again in the backward pass:
+by the same kernel that makes the gradients of gate and up, in the place of its own gradient. Those gradients
+take the place of gate and up, so one more product gives the gradient of both weights, and one that of x,
+which is normed again for it. A second backward pass through the same step is refused by autograd, which sees
+that what it has kept is another.
+
+Gate and up are the largest tensor that a decoder's layer keeps, and one product makes them again. So a module
+may be told to (`RECOMPUTES`), which frees more bytes for a second than recomputing whole layers does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from snugfit.features.kernels.operations.joint_linear import join_weights
+from snugfit.features.kernels.operations.operators import activation_dtype, define, has_kernel
+from snugfit.features.kernels.operations.products import weight_gradient
+from snugfit.features.kernels.operations.rms_norm import rows_again, rows_to_keep
+
+RECOMPUTES = "recomputes_gate_and_up"
+"""The attribute of a module whose MLP keeps no product."""
+
+_GATE = define("gate(Tensor product, bool tanh, *, Tensor(a!) out) -> ()", "gated")
+_GATE_BACKWARD = define(
+    "gate_backward(Tensor(a!) product, Tensor(b!) of_out, bool tanh, bool again) -> ()", "gated"
+)
+
+
+def gated_mlp(
+    hidden: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    tanh: bool,
+    keeps: bool = True,
+) -> torch.Tensor:
+    """Of hidden states (..., H) and weights (I, H), (I, H) and (H, I); by SiLU, or with `tanh` by GELU's
+    approximation. It `keeps` the product of gate and up for the backward pass, or makes it again there."""
+    given: torch.Tensor = GatedMLP.apply(  # type: ignore[no-untyped-call]
+        hidden, gate, up, down, tanh, keeps
+    )
+    return given
+
+
+class GatedMLP(torch.autograd.Function):
+    """`gated_mlp`, in the dtype of autocast's products where it is on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        down: torch.Tensor,
+        tanh: bool,
+        keeps: bool,
+    ) -> torch.Tensor:
+        """Keeps the product of gate and up where it is to, the weights as they were multiplied, and from what
+        its input is normed again."""
+        dtype = activation_dtype(hidden)
+        rows = hidden.reshape(-1, hidden.size(-1)).to(dtype)
+        wide, narrow = join_weights((gate, up), dtype), down.detach().to(dtype)
+        product = torch.mm(rows, wide.t())
+        out = torch.mm(activate(product, tanh), narrow.t())
+        needs_rows = not keeps or any(ctx.needs_input_grad[1:3])
+        *source, ctx.from_one = rows_to_keep(hidden, rows, needs_it=needs_rows)
+        ctx.save_for_backward(product if keeps else None, wide, narrow, *source)
+        ctx.tanh, ctx.hidden_dtype, ctx.weight_dtypes = tanh, hidden.dtype, (gate.dtype, down.dtype)
+        return out.view(*hidden.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Two products for the third weight, two for the first two together, and one kernel between; before
+        them the product that was not kept."""
+        product, wide, narrow, *source = ctx.saved_tensors
+        needs_hidden, needs_gate, needs_up, needs_down = ctx.needs_input_grad[:4]
+        rows = None
+        if product is None:
+            rows = rows_again(source, ctx.from_one, wide.dtype)
+            product = torch.mm(rows, wide.t())
+        of_out = gradient.reshape(-1, gradient.size(-1)).to(product.dtype)
+        between = torch.mm(of_out, narrow)
+        activate_backward(product, between, ctx.tanh, again=needs_down)
+        of_down = of_gate = of_up = of_hidden = None
+        if needs_down:
+            of_down = weight_gradient(of_out, between, ctx.weight_dtypes[1])
+        del between
+        if needs_gate or needs_up:
+            rows = rows_again(source, ctx.from_one, product.dtype) if rows is None else rows
+            of_gate, of_up = weight_gradient(product, rows, ctx.weight_dtypes[0]).chunk(2)
+        if needs_hidden:
+            of_hidden = torch.mm(product, wide).view(*gradient.shape[:-1], -1).to(ctx.hidden_dtype)
+        of_both = of_gate if needs_gate else None, of_up if needs_up else None
+        return of_hidden, *of_both, of_down, None, None
+
+
+# ---- the kernels ----------------------------------------------------------------------------------------
+
+
+def activate(product: torch.Tensor, tanh: bool) -> torch.Tensor:
+    """act(gate) * up of rows (T, 2 * I) that have gate and up."""
+    if not has_kernel(product):
+        return reference(product, tanh)
+    out = product.new_empty((len(product), product.size(1) // 2))
+    _GATE(product, tanh, out=out)
+    return out
+
+
+def activate_backward(product: torch.Tensor, of_out: torch.Tensor, tanh: bool, *, again: bool) -> None:
+    """Writes the gradients of gate and up in their place; with `again`, what `activate` gave in that of its
+    gradient (T, I)."""
+    if has_kernel(product):
+        _GATE_BACKWARD(product, of_out, tanh, again)
+    else:
+        reference_backward(product, of_out, tanh, again)
+    torch.autograd.graph.increment_version(product)
+
+
+def reference(product: torch.Tensor, tanh: bool) -> torch.Tensor:
+    """What the kernel computes, in plain torch."""
+    gate, up = product.chunk(2, dim=1)
+    return _act(gate, tanh) * up
+
+
+def reference_backward(product: torch.Tensor, of_out: torch.Tensor, tanh: bool, again: bool) -> None:
+    """What the backward kernel writes, in plain torch."""
+    wide = torch.promote_types(product.dtype, torch.float32)
+    gates, ups = product.chunk(2, dim=1)
+    gate, up, slope = (one.to(wide) for one in (gates, ups, of_out))
+    with torch.enable_grad():
+        leaf = gate.detach().requires_grad_()
+        value = _act(leaf, tanh)
+    (of_gate,) = torch.autograd.grad(value, leaf, slope * up)
+    of_up = slope * value.detach()
+    if again:
+        of_out.copy_(_act(gates, tanh) * ups)
+    gates.copy_(of_gate)
+    ups.copy_(of_up)
+
+
+def _act(gate: torch.Tensor, tanh: bool) -> torch.Tensor:
+    return functional.gelu(gate, approximate="tanh") if tanh else functional.silu(gate)

@@ -1,0 +1,45 @@
+"""Gradients of queries, keys and values as one, and the gradient of their bias, which is its column sums.
+
+Attention's backward pass gives three tensors, the products before it want one. The kernel that copies them
+has what the bias needs at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from snugfit.features.kernels.operations.column_sums import add_partials, empty_partials
+from snugfit.features.kernels.operations.operators import define, has_kernel
+
+BLOCK_COLUMNS = 1024
+"""Columns that a program copies, at most (chosen)."""
+
+BLOCK_ROWS = 4
+"""Rows that it has at hand at once (chosen)."""
+
+copy_slopes = define(
+    "copy_slopes(Tensor first, Tensor second, Tensor third, *, Tensor(a!) joint, Tensor(b!)? partials) -> ()",
+    "join_slopes",
+)
+
+
+def join_slopes(
+    slopes: Sequence[torch.Tensor], bias_dtype: torch.dtype | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gradients (..., N each) of linear layers with one input as (rows, all columns), and that of their
+    biases together (all columns) in this dtype; None has none."""
+    first = slopes[0]
+    alike = len(slopes) == 3 and all((one.shape, one.dtype) == (first.shape, first.dtype) for one in slopes)
+    if not alike or not has_kernel(first):
+        joint = torch.cat(tuple(slopes), dim=-1).flatten(0, -2)
+        return joint, None if bias_dtype is None else joint.sum(0).to(bias_dtype)
+    columns = first.size(-1)
+    rows = first.numel() // columns
+    joint = first.new_empty((rows, 3 * columns))
+    partials = None if bias_dtype is None else empty_partials(joint, 1, BLOCK_ROWS)
+    copy_slopes(*(one.contiguous() for one in slopes), joint=joint, partials=partials)
+    if partials is None or bias_dtype is None:
+        return joint, None
+    return joint, add_partials(partials, bias_dtype)[0]

@@ -1,0 +1,106 @@
+"""Several linear layers of one input as one product: queries, keys and values.
+
+The layers stay as they are, with weights and gradients of their own. Their weights are laid side by side in
+one buffer once, so that the joint weight is a view; where they were moved since, by a cast or another device,
+they are joined anew in every pass. In the backward pass one product makes all their gradients, of which each
+is a slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from snugfit.features.kernels.operations.join_slopes import join_slopes
+from snugfit.features.kernels.operations.operators import activation_dtype, autocast_device
+
+
+def is_plain(layer: Any) -> bool:
+    """Return whether a linear layer is torch's own, with nothing around it."""
+    is_own = type(layer) is torch.nn.Linear and type(layer.weight) is torch.nn.Parameter
+    return is_own and not (layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
+
+
+def lay_side_by_side(tensors: Sequence[torch.Tensor]) -> None:
+    """Moves the data of parameters of one dtype and equal last dimensions into one buffer, in this order."""
+    if joint_view(tensors) is not None or len({(one.dtype, one.device) for one in tensors}) > 1:
+        return
+    with torch.no_grad():
+        buffer = torch.cat([one.data for one in tensors])
+        start = 0
+        for one in tensors:
+            one.data = buffer[start : start + one.size(0)]
+            start += one.size(0)
+
+
+def joint_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """All of these as one tensor, along the first dimension, without a copy; None where they do not lie side
+    by side."""
+    first = tensors[0]
+    at, storage = first.storage_offset(), first.untyped_storage()._cdata
+    rows = 0
+    for one in tensors:
+        alike = (one.dtype, one.stride(), one.shape[1:]) == (first.dtype, first.stride(), first.shape[1:])
+        lies = one.untyped_storage()._cdata == storage and one.storage_offset() == at
+        if not (alike and lies and one.is_contiguous()):
+            return None
+        at, rows = at + one.numel(), rows + one.size(0)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+def join_weights(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Return all of them as one, along the first dimension, in this dtype: a view where they lie side by side
+    and have it."""
+    view = joint_view(tensors)
+    return (torch.cat([one.detach() for one in tensors]) if view is None else view).to(dtype)
+
+
+def joint_linear(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """The results (..., N) of linear layers with these weights (N, H) and biases (N; all or none), for one
+    `x` (..., H). They are views of one tensor, so consecutive rows of each lie apart. In autocast's dtype,
+    where that is on."""
+    results: tuple[torch.Tensor, ...] = JointLinear.apply(  # type: ignore[no-untyped-call]
+        x, len(weights), *weights, *biases
+    )
+    return results
+
+
+class JointLinear(torch.autograd.Function):
+    """One product forward, two backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, count: int, *tensors: torch.Tensor) -> Any:
+        """The results, as views of one tensor."""
+        weights, biases = tensors[:count], tensors[count:]
+        dtype = activation_dtype(x)
+        weight = join_weights(weights, dtype)
+        bias = join_weights(biases, dtype) if biases else None
+        with torch.autocast(autocast_device(x), enabled=False):
+            inner = x.to(dtype)
+            joint = torch.nn.functional.linear(inner, weight, bias)
+        ctx.save_for_backward(inner, weight)
+        ctx.dtypes = x.dtype, weights[0].dtype, biases[0].dtype if biases else None
+        ctx.sizes = [one.size(0) for one in weights]
+        return joint.split(ctx.sizes, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: torch.Tensor) -> Any:
+        """The gradients of `x`, and of each weight and bias a slice of one tensor."""
+        x, weight = ctx.saved_tensors
+        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        needs = ctx.needs_input_grad
+        count = len(ctx.sizes)
+        trains_bias = bias_dtype is not None and any(needs[2 + count :])
+        slope, dbias = join_slopes(slopes, bias_dtype if trains_bias else None)  # (rows, all columns)
+        dx = torch.mm(slope, weight).view(x.shape).to(x_dtype) if needs[0] else None
+        dweights: Sequence[torch.Tensor | None] = [None] * count
+        dbiases: Sequence[torch.Tensor | None] = [None] * count if bias_dtype else []
+        if any(needs[2 : 2 + count]):
+            dweights = torch.mm(slope.t(), x.flatten(0, -2)).to(weight_dtype).split(ctx.sizes)
+        if dbias is not None:
+            dbiases = dbias.split(ctx.sizes)
+        return dx, None, *dweights, *dbiases

@@ -1,0 +1,103 @@
+"""How an operation gets its operators: a schema, the program that it launches on a GPU, nothing on shapes.
+
+Operators are defined by torch's plain `Library`, which costs the host less a call than `custom_op` does. They
+return nothing: results are written into arguments after the schema's `*`, which a rehearsal takes for written
+and not read. Their names begin with `triton::`, as traces name kernels that Triton compiles when they are
+first launched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import RecipeError
+
+if TYPE_CHECKING:
+    import torch
+
+NAMESPACE = "triton"
+
+_ON_CPU: list[bool] = []
+
+
+def has_kernel(tensor: torch.Tensor) -> bool:
+    """Whether a kernel computes with it: on a GPU, or in the rehearsal of one. Elsewhere plain torch does."""
+    return tensor.is_cuda or (tensor.is_meta and not _ON_CPU)
+
+
+@contextlib.contextmanager
+def rehearsed_on_the_cpu() -> Iterator[None]:
+    """Within it, shapes go the way of a CPU: through plain torch."""
+    _ON_CPU.append(True)
+    try:
+        yield
+    finally:
+        _ON_CPU.pop()
+
+
+def activation_dtype(x: torch.Tensor) -> torch.dtype:
+    """What lies between a model's products: autocast's dtype where that is on, or that of `x`."""
+    import torch
+
+    kind = autocast_device(x)
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def autocast_device(x: torch.Tensor) -> str:
+    """The kind of device whose autocast counts; a rehearsal's is the CPU's."""
+    return "cpu" if x.is_meta else x.device.type
+
+
+def define(schema: str, program: str) -> Callable[..., None]:
+    """What runs the operator of this schema, without namespace: `add_norm(Tensor x, *, Tensor(a!) y) -> ()`.
+    On a GPU, where its first argument is, it calls the function of its name in `programs/PROGRAM.py` with all
+    of them, whose kernels write the tensors after `*`."""
+    import torch
+
+    name = schema.partition("(")[0]
+    library = _library()
+    library.define(schema)
+    library.impl(name, functools.partial(_launch, program, name), "CUDA")
+    library.impl(name, _write_nothing, "Meta")
+    operator: Callable[..., None] = getattr(getattr(torch.ops, NAMESPACE), name).default
+
+    def run(first: torch.Tensor, *arguments: Any, **written: Any) -> None:
+        if first.is_cuda:  # past torch's dispatcher, which would only cost the host time
+            program_of(program, name)(first, *arguments, **written)
+        else:
+            operator(first, *arguments, **written)
+
+    return run
+
+
+@functools.cache
+def _library() -> torch.library.Library:
+    import torch
+
+    return torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+def _launch(program: str, name: str, *arguments: Any, **written: Any) -> None:
+    program_of(program, name)(*arguments, **written)
+
+
+@functools.cache
+def program_of(program: str, name: str) -> Callable[..., None]:
+    """The function that launches kernels. Raises `RecipeError` where Triton cannot be imported."""
+    try:
+        module = importlib.import_module(f"{__package__}.programs.{program}")
+    except ImportError as fault:
+        raise RecipeError(
+            f"The kernels of 'fused' are compiled by Triton, which cannot be imported: {fault}. Try: pip "
+            "install triton, or the recipe 'torch_kernels'."
+        ) from None
+    launch: Callable[..., None] = getattr(module, name)
+    return launch
+
+
+def _write_nothing(*arguments: Any, **written: Any) -> None:
+    """On shapes nothing is computed; what is written was allocated before."""

@@ -1,0 +1,58 @@
+"""The kernel of `kernels/join_slopes.py`: a block of rows and columns of one of the three at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from snugfit.features.kernels.operations.join_slopes import BLOCK_COLUMNS, BLOCK_ROWS
+
+if TYPE_CHECKING:
+    import torch
+
+
+@triton.jit(do_not_specialize=("rows",))  # type: ignore[untyped-decorator]
+def copy_columns(  # type: ignore[no-untyped-def]
+    first, second, third, joint, partials, rows, columns,
+    SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Copies some columns of every so-many-th block of rows, and adds them up."""
+    which = tl.program_id(2)
+    source = first
+    if which == 1:
+        source = second
+    if which == 2:
+        source = third
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        slope = tl.load(source + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
+        to = row[:, None] * (3 * columns) + (which * columns + column)[None, :]
+        tl.store(joint + to, slope, mask=inside)
+        if SUMS:
+            total += tl.sum(slope.to(tl.float32), 0)
+    if SUMS:
+        to = tl.program_id(0) * 3 * columns + which * columns + column
+        tl.store(partials + to, total, mask=column < columns)
+
+
+def copy_slopes(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    third: torch.Tensor,
+    *,
+    joint: torch.Tensor,
+    partials: torch.Tensor | None,
+) -> None:
+    """Writes all three (..., N) behind one another (rows, 3 N), and partial sums (1, P, 3 N)."""
+    columns = first.size(-1)
+    rows = joint.size(0)
+    programs = triton.cdiv(rows, BLOCK_ROWS) if partials is None else partials.size(1)
+    copy_columns[(programs, triton.cdiv(columns, BLOCK_COLUMNS), 3)](
+        first, second, third, joint, partials, rows, columns,
+        SUMS=partials is not None, ROWS=BLOCK_ROWS, COLUMNS=BLOCK_COLUMNS, num_warps=4,
+    )  # fmt: skip

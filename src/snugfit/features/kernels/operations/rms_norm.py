@@ -1,0 +1,250 @@
+"""RMSNorm, with the addition of a residual before it: one kernel each way, which keeps the sum alone.
+
+A decoder adds what a branch gives to the stream of its tokens, and norms the sum for the next branch. The sum
+goes on as the stream, so it is there anyway; beside it one number a row is kept. Backward one kernel gives
+the gradient that the stream and the branch have in common, the stream's own added to it. The product that
+follows needs what it took once more, for its weight's gradient. It keeps none of it, but has it made again
+from the sum (`rows_again`), for a read and a write of its bytes.
+
+Numbers are those of transformers' modules: the norm is computed in 32 bits, rounded to the stream's dtype and
+multiplied by its scale (Llama), or multiplied by one plus the scale and then rounded (Gemma, `from_one`).
+Under autocast the stream stays in 32 bits, as there; what is normed is given in the dtype of the products
+that take it, to which autocast would cast it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from snugfit.features.kernels.operations.column_sums import add_partials
+from snugfit.features.kernels.operations.operators import define, has_kernel
+
+PROGRAMS = 528
+"""Programs of a backward pass (chosen): four for each multiprocessor of an H100 or H200. Each writes a row
+of sums."""
+
+_SOURCE = "normed_from"
+"""The attribute of a tensor that was normed which says of what."""
+
+_RMS_NORM_AGAIN = define(
+    "rms_norm_again(Tensor stream, Tensor scale, Tensor roots, bool from_one, *, Tensor(a!) normed) -> ()",
+    "rms_norm",
+)
+_RMS_NORM = define(
+    "rms_norm(Tensor stream, Tensor scale, float eps, bool from_one, *, Tensor(a!) normed, Tensor(b!) roots) "
+    "-> ()",
+    "rms_norm",
+)
+_ADD_RMS_NORM = define(
+    "add_rms_norm(Tensor branch, Tensor residual, Tensor scale, float eps, bool from_one, *, Tensor(a!) "
+    "stream, Tensor(b!) normed, Tensor(c!) roots) -> ()",
+    "rms_norm",
+)
+_RMS_NORM_BACKWARD = define(
+    "rms_norm_backward(Tensor of_normed, Tensor? of_stream, Tensor stream, Tensor scale, Tensor roots, bool "
+    "from_one, *, Tensor(a!) into, Tensor(b!)? into_branch, Tensor(c!)? sums, int programs) -> ()",
+    "rms_norm",
+)
+
+
+class Source(NamedTuple):
+    """All that it takes to norm a stream again."""
+
+    stream: torch.Tensor  # (..., H)
+    scale: torch.Tensor  # (H,)
+    roots: torch.Tensor  # (T,)
+    from_one: bool
+
+
+def add_rms_norm(
+    branch: torch.Tensor,
+    residual: torch.Tensor | None,
+    scale: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    *,
+    from_one: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The stream, residual + branch, and its norm in `dtype`, both (..., H); without a residual the branch
+    is the stream. What is normed knows its `Source`."""
+    stream, normed, roots = AddRMSNorm.apply(  # type: ignore[no-untyped-call]
+        branch, residual, scale, eps, dtype, from_one
+    )
+    setattr(normed, _SOURCE, Source(stream, scale, roots, from_one))
+    return stream, normed
+
+
+def rows_to_keep(hidden: torch.Tensor, rows: torch.Tensor, *, needs_it: bool) -> Sequence[Any]:
+    """What a product of hidden states keeps for the gradient of its weight: where they come from, or the rows
+    (T, H) that it took; nothing where no weight is to have one."""
+    source: Source | None = getattr(hidden, _SOURCE, None)
+    if not needs_it:
+        return (None,) * 4
+    return (rows, None, None, None) if source is None else source
+
+
+def rows_again(source: Sequence[torch.Tensor], from_one: bool | None, dtype: torch.dtype) -> torch.Tensor:
+    """The rows that a product took, from what it kept. `from_one` says how they are normed again; None where
+    they are there."""
+    if from_one is None:
+        return source[0]
+    stream, scale, roots = source
+    stream = _rows(stream)
+    if not has_kernel(stream):
+        return _scale_rows(stream, scale, roots, from_one, dtype)
+    normed = torch.empty_like(stream, dtype=dtype)
+    _RMS_NORM_AGAIN(stream, scale, roots, from_one, normed=normed)
+    return normed
+
+
+class AddRMSNorm(torch.autograd.Function):
+    """`add_rms_norm`, whose backward pass gives one gradient for both that were added."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        branch: torch.Tensor,
+        residual: torch.Tensor | None,
+        scale: torch.Tensor,
+        eps: float,
+        dtype: torch.dtype,
+        from_one: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Keeps the stream and the inverse root of each row's mean square, which it gives too."""
+        rows = _rows(branch)
+        if residual is None:
+            stream = branch
+            normed, roots = _norm(rows, scale, eps, dtype, from_one)
+        else:
+            summed, normed, roots = _add_and_norm(rows, _rows(residual), scale, eps, dtype, from_one)
+            stream = summed.view(branch.shape)
+        ctx.save_for_backward(stream, scale, roots)
+        ctx.from_one, ctx.branch_dtype = from_one, branch.dtype
+        ctx.residual_dtype = None if residual is None else residual.dtype
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(roots)
+        return stream, normed.view(branch.shape), roots
+
+    @staticmethod
+    def backward(
+        ctx: Any, of_stream: torch.Tensor | None, of_normed: torch.Tensor | None, _: None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """One kernel, and the sum of what its programs have of the scale's gradient."""
+        stream, scale, roots = ctx.saved_tensors
+        of_scale = None
+        gradient, of_branch = of_stream, None
+        if of_normed is not None:
+            gradient, of_branch, of_scale = _norm_backward(
+                _rows(of_normed), None if of_stream is None else _rows(of_stream), _rows(stream), scale,
+                roots, ctx.from_one, ctx.branch_dtype, ctx.needs_input_grad[2],
+            )  # fmt: skip
+            gradient = gradient.view(stream.shape)
+        if gradient is None:
+            return (None,) * 6
+        of_residual = None if ctx.residual_dtype is None else gradient.to(ctx.residual_dtype)
+        of_branch = gradient.to(ctx.branch_dtype) if of_branch is None else of_branch.view(stream.shape)
+        return of_branch, of_residual, of_scale, None, None, None
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.size(-1)).contiguous()
+
+
+# ---- one operator each way ------------------------------------------------------------------------------
+
+
+def _norm(
+    stream: torch.Tensor, scale: torch.Tensor, eps: float, dtype: torch.dtype, from_one: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of rows (T, H) in `dtype`, and their roots (T,)."""
+    if has_kernel(stream):
+        normed = torch.empty_like(stream, dtype=dtype)
+        roots = stream.new_empty(len(stream), dtype=torch.float32)
+        _RMS_NORM(stream, scale, eps, from_one, normed=normed, roots=roots)
+        return normed, roots
+    return reference(stream, scale, eps, dtype, from_one)
+
+
+def _add_and_norm(
+    branch: torch.Tensor,
+    residual: torch.Tensor,
+    scale: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    from_one: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sum of rows (T, H), and of it what `_norm` gives."""
+    if has_kernel(branch):
+        stream = torch.empty_like(branch, dtype=torch.promote_types(branch.dtype, residual.dtype))
+        normed = torch.empty_like(branch, dtype=dtype)
+        roots = branch.new_empty(len(branch), dtype=torch.float32)
+        _ADD_RMS_NORM(branch, residual, scale, eps, from_one, stream=stream, normed=normed, roots=roots)
+        return stream, normed, roots
+    stream = residual + branch
+    return stream, *reference(stream, scale, eps, dtype, from_one)
+
+
+def _norm_backward(
+    of_normed: torch.Tensor,
+    of_stream: torch.Tensor | None,
+    stream: torch.Tensor,
+    scale: torch.Tensor,
+    roots: torch.Tensor,
+    from_one: bool,
+    branch_dtype: torch.dtype,
+    scales: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of the stream; of the branch, where that has another dtype; and of the scale, where it
+    is asked for."""
+    if not has_kernel(stream):
+        gradient, of_scale = reference_backward(of_normed, of_stream, stream, scale, roots, from_one)
+        return gradient, None, of_scale if scales else None
+    programs = min(len(stream), PROGRAMS)
+    into = torch.empty_like(stream)
+    into_branch = None if branch_dtype == stream.dtype else torch.empty_like(stream, dtype=branch_dtype)
+    sums = stream.new_empty((programs, stream.size(1)), dtype=torch.float32) if scales else None
+    _RMS_NORM_BACKWARD(
+        of_normed, of_stream, stream, scale, roots, from_one, into=into, into_branch=into_branch, sums=sums,
+        programs=programs,
+    )  # fmt: skip
+    return into, into_branch, None if sums is None else add_partials(sums[None], scale.dtype)[0]
+
+
+def reference(
+    stream: torch.Tensor, scale: torch.Tensor, eps: float, dtype: torch.dtype, from_one: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel computes, in plain torch."""
+    wide = torch.promote_types(stream.dtype, torch.float32)
+    roots = torch.rsqrt(stream.to(wide).square().mean(-1) + eps)
+    return _scale_rows(stream, scale, roots, from_one, dtype), roots
+
+
+def _scale_rows(
+    stream: torch.Tensor, scale: torch.Tensor, roots: torch.Tensor, from_one: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    wide = roots.dtype
+    value = stream.to(wide) * roots[:, None]
+    if from_one:
+        return (value * (1.0 + scale.to(wide))).to(dtype)
+    return (value.to(stream.dtype).to(wide) * scale.to(wide)).to(dtype)
+
+
+def reference_backward(
+    of_normed: torch.Tensor,
+    of_stream: torch.Tensor | None,
+    stream: torch.Tensor,
+    scale: torch.Tensor,
+    roots: torch.Tensor,
+    from_one: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of stream and scale, in plain torch."""
+    wide = roots.dtype
+    value = stream.to(wide) * roots[:, None]
+    slope = of_normed.to(wide)
+    of_scale = (slope * value).sum(0).to(scale.dtype)
+    slope = slope * (1.0 + scale.to(wide) if from_one else scale.to(wide))
+    slope = (slope - value * (slope * value).mean(-1, keepdim=True)) * roots[:, None]
+    return (slope if of_stream is None else slope + of_stream.to(wide)).to(stream.dtype), of_scale
