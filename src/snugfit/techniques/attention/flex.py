@@ -34,6 +34,7 @@ class Flex(Technique):
     least_capability: ClassVar = (8, 0)
     needs: ClassVar = ("triton>=3.0",)
     extra: ClassVar = "compile"
+    unplanned: ClassVar = "one step of it was measured, so no plan chooses it by itself"
     source: ClassVar = "Dong et al., arXiv 2412.05496; torch.nn.attention.flex_attention"
     elsewhere: ClassVar = ("flex_attention", "flexattention")
     counterparts: ClassVar = (Counterpart(arguments={"model.attn_implementation": "flex_attention"}),)
@@ -60,11 +61,6 @@ class Flex(Technique):
     def settings(cls, job: Job) -> Iterator[Self]:
         """Nothing: no plan looks at it."""
         return iter(())
-
-    @classmethod
-    def planning_objection(cls, job: Job) -> str:
-        """Its seconds are an upper bound, and one step was measured."""
-        return "one step of it was measured, so no plan chooses it by itself"
 
 
 def _why_not(job: Job) -> str:
