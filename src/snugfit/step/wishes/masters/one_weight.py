@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from snugfit.step.wishes.adamw_in_pieces import STEP
 from snugfit.step.wishes.masters.adamw import MasterAdamW, Numbers, is_refused
 from snugfit.step.wishes.masters.block import NORM_PROGRAMS, NUMBERS
 from snugfit.step.wishes.masters.device_copy import DeviceCopy
@@ -28,6 +27,7 @@ from snugfit.step.wishes.masters.launches import (
 )
 from snugfit.step.wishes.masters.table import laid_out_as
 from snugfit.step.wishes.mesh.spread_tensors import clip_coefficient
+from snugfit.step.wishes.own_adamw import STEP
 
 OPERATORS.define(
     "adamw_of_weight(Tensor(a!) weight, Tensor(b!)[] states, Tensor gradient, Tensor numbers) -> ()"

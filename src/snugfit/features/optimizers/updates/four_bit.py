@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from snugfit.step.wishes.adamw_in_pieces import AdamWInPieces, WeightRows, gather, scatter
+from snugfit.features.optimizers.updates.pieces import AdamWInPieces, WeightRows, gather, scatter
 
 BLOCK = 128
 """Elements that share a scale (Li et al., section 5)."""
@@ -64,14 +64,17 @@ class FourBitAdamW(AdamWInPieces):
             )
         return state
 
-    def widen(self, piece: Sequence[WeightRows]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Looks codes up in their tables."""
-        first, second = (self._widen(piece, name) for name in MOMENTS)
-        return first, second
+    def widen(self, piece: Sequence[WeightRows], name: str) -> torch.Tensor:
+        """Read the values of codes from their table."""
+        parts = [rows.state[name] for rows in piece]
+        if not _is_packed(piece):
+            return gather(parts)
+        codes, scales = torch.cat(parts), torch.cat([rows.state[_scales(name)] for rows in piece])
+        return unpack(codes, scales, self._tables(name, codes.device).pairs)
 
-    def narrow(self, piece: Sequence[WeightRows], first: torch.Tensor, second: torch.Tensor) -> None:
-        """Takes the nearest of sixteen values."""
-        for name, exact in zip(MOMENTS, (first, second), strict=True):
+    def narrow(self, piece: Sequence[WeightRows], moments: tuple[torch.Tensor, ...]) -> None:
+        """Store the nearest of sixteen values."""
+        for name, exact in zip(MOMENTS, moments, strict=True):
             parts = [rows.state[name] for rows in piece]
             if not _is_packed(piece):
                 scatter(exact, parts)
@@ -79,13 +82,6 @@ class FourBitAdamW(AdamWInPieces):
             codes, scales = pack(exact, self._tables(name, exact.device).borders)
             _scatter(codes, parts)
             _scatter(scales, [rows.state[_scales(name)] for rows in piece])
-
-    def _widen(self, piece: Sequence[WeightRows], name: str) -> torch.Tensor:
-        parts = [rows.state[name] for rows in piece]
-        if not _is_packed(piece):
-            return gather(parts)
-        codes, scales = torch.cat(parts), torch.cat([rows.state[_scales(name)] for rows in piece])
-        return unpack(codes, scales, self._tables(name, codes.device).pairs)
 
     def _tables(self, name: str, device: torch.device) -> CodeTables:
         known = self.__dict__.setdefault("_known_tables", {})

@@ -7,15 +7,11 @@ new weights come back. Where a step has many micro-batches, that is a small part
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
 from snugfit.techniques.technique import Fidelity, Technique
-
-if TYPE_CHECKING:
-    from snugfit.job.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,26 +20,26 @@ class HostAdamW(Technique):
 
     fidelity: ClassVar = Fidelity.SAME
     family: ClassVar = "adamw"
+    unplanned: ClassVar = "plans leave it out, because it makes no step faster (--keep host_adamw allows it)"
+    caveat: ClassVar = (
+        "the seconds of its update are by hosts of one kind, whose eight threads updated 3.2e9 weights "
+        "in a second in fp32 and 4.5e9 in bfloat16; with fewer threads or slower memory it takes longer."
+    )
     source: ClassVar = (
         "Ren et al., ZeRO-Offload, arXiv 2101.06840; torch.optim.AdamW(fused=True) on the CPU. torchao's "
         "CPUOffloadOptimizer copies while the CPU computes, and keeps weights and gradients on the host too"
+    )
+    advice: ClassVar = dict.fromkeys(
+        ("cpu_offload", "offload_optimizer"),
+        "that is an argument of DeepSpeed, which is 'zero2' or 'zero3' here. Without it, 'host_adamw' and "
+        "'paged_adamw' keep optimizer states on the host, and 'host(all)' activations.",
     )
     elsewhere: ClassVar = ("host_states", "cpu_offload_optimizer", "cpu_adam", "deepspeed_cpu_adam")
 
     def install(self, setup: Setup) -> Setup:
         """Takes torch's AdamW with states and update on the host; the HF Trainer has no name for it."""
         return setup.with_fields(
-            optimizer=OptimizerWish(factory=Call(path="snugfit.step.wishes.updates.host_adamw:AdamWOnHost")),
+            optimizer=OptimizerWish(
+                factory=Call(path="snugfit.features.optimizers.updates.host:AdamWOnHost")
+            ),
         )
-
-    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """How fast a CPU updates was measured on one kind of host."""
-        yield (
-            "the seconds of its update are by hosts of one kind, whose eight threads updated 3.2e9 weights "
-            "in a second in fp32 and 4.5e9 in bfloat16; with fewer threads or slower memory it takes longer."
-        )
-
-    @classmethod
-    def planning_objection(cls, job: Job) -> str:
-        """A step with it is never faster."""
-        return f"plans leave it out, because it makes no step faster (--keep {cls.name} allows it)"

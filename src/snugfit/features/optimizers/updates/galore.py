@@ -24,44 +24,41 @@ workspace whose size only cuSOLVER knows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from snugfit.step.muon import BY_ADAMW, MatricesAndAdamW, adamw_direction, leave_to_adamw
+from snugfit.features.optimizers.updates.matrices import (
+    BY_ADAMW,
+    ProjectedAndAdamW,
+    adamw_direction,
+    leave_to_adamw,
+)
 
 ALL_LINEAR = "all-linear"
 """transformers' word for every linear layer, the head with them."""
 
 
-class GaloreOfMatrices(torch.optim.Optimizer):
-    """AdamW on each matrix's projected gradient."""
+class GaloreWithAdamW(ProjectedAndAdamW):
+    """GaLore for the matrices that are larger than its rank, and AdamW."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """One step of all matrices that have a gradient."""
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    _update(weight, weight.grad, self.state[weight], group)
+    further: ClassVar = {"rank": 128, "renew": 200, "scale": 0.25, "side": "std"}
 
-
-def _update(
-    weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
-) -> None:
-    """One matrix's step; nothing of its own size is made but where the singular vectors are found."""
-    state["step"] = state.get("step", 0) + 1
-    if (state["step"] - 1) % group["renew"] == 0:
-        state |= _singular_vectors(gradient, group["rank"], group["side"])
-    left, right = state.get("left"), state.get("right")
-    small = gradient if left is None else left.t() @ gradient
-    small = small if right is None else small @ right.t()
-    direction = adamw_direction(small, state, group)
-    if left is not None and right is not None:
-        direction = left @ direction
-    weight.mul_(1 - group["lr"] * group["weight_decay"])
-    factors = (direction, right) if right is not None else (left, direction)
-    weight.addmm_(*factors, alpha=-group["lr"] * group["scale"])
+    def update_matrix(
+        self, weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        """Update a matrix in its small space; only a decomposition makes tensors of the matrix's size."""
+        if (state["step"] - 1) % group["renew"] == 0:
+            state |= _singular_vectors(gradient, group["rank"], group["side"])
+        left, right = state.get("left"), state.get("right")
+        small = gradient if left is None else left.t() @ gradient
+        small = small if right is None else small @ right.t()
+        direction = adamw_direction(small, state, group)
+        if left is not None and right is not None:
+            direction = left @ direction
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        factors = (direction, right) if right is not None else (left, direction)
+        weight.addmm_(*factors, alpha=-group["lr"] * group["scale"])
 
 
 def _singular_vectors(gradient: torch.Tensor, rank: int, side: str) -> dict[str, torch.Tensor]:
@@ -75,36 +72,6 @@ def _singular_vectors(gradient: torch.Tensor, rank: int, side: str) -> dict[str,
         name: first[name].to(gradient.dtype, copy=True, memory_format=torch.contiguous_format)
         for name in sides
     }
-
-
-class GaloreWithAdamW(MatricesAndAdamW):
-    """GaLore for the matrices that are larger than its rank, and AdamW."""
-
-    of_matrices = ("lr", "weight_decay", "betas", "eps", "rank", "renew", "scale", "side")
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        weight_decay: float = 1e-2,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        rank: int = 128,
-        renew: int = 200,
-        scale: float = 0.25,
-        side: str = "std",
-    ) -> None:
-        """AdamW's numbers are torch's defaults, the others those of transformers."""
-        numbers = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
-        super().__init__(params, {**numbers, "rank": rank, "renew": renew, "scale": scale, "side": side})
-
-    def matrix_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Steps these matrices in their small spaces."""
-        return GaloreOfMatrices(groups, {})
-
-    def takes(self, weight: torch.Tensor, group: dict[str, Any]) -> bool:
-        """Takes no matrix that a projection would not make smaller."""
-        return super().takes(weight, group) and min(weight.shape) > group["rank"]
 
 
 def leave_others_to_adamw(model: torch.nn.Module, targets: Sequence[str] = ()) -> None:

@@ -10,8 +10,8 @@ import torch
 
 from fitted import model_of
 from small_models import small_job
-from snugfit.step.muon import MATRICES, leave_to_adamw
-from snugfit.step.wishes.apollo import GROWTH, ApolloOfMatrices, ApolloWithAdamW
+from snugfit.features.optimizers.updates.apollo import GROWTH, ApolloWithAdamW
+from snugfit.features.optimizers.updates.matrices import MATRICES, leave_to_adamw
 from snugfit.techniques.recipe import Recipe
 from third_step import hold_third_step
 from tiers import crossed
@@ -27,9 +27,7 @@ def seeded() -> None:
 def updates_of(gradients: list[torch.Tensor], rank: int, beta: float = 0.9) -> list[torch.Tensor]:
     """What each step takes from a matrix, in learning rates."""
     weight = torch.nn.Parameter(torch.zeros_like(gradients[0]))
-    optimizer = ApolloOfMatrices(
-        [{"params": [weight], **NUMBERS, "betas": (beta, 0.999), "rank": rank, "renew": 2}], {}
-    )
+    optimizer = ApolloWithAdamW([weight], **{**NUMBERS, "betas": (beta, 0.999)}, rank=rank, renew=2)
     taken = []
     for gradient in gradients:
         before, weight.grad = weight.detach().clone(), gradient
@@ -65,7 +63,7 @@ def test_no_update_grows_faster_than_it_may() -> None:
 @pytest.mark.whole
 def test_projections_are_drawn_anew_in_time() -> None:
     weight = torch.nn.Parameter(torch.zeros(20, 30))
-    optimizer = ApolloOfMatrices([{"params": [weight], **NUMBERS, "rank": 3, "renew": 2}], {})
+    optimizer = ApolloWithAdamW([weight], **NUMBERS, rank=3, renew=2)
     seen = []
     for _ in range(5):
         weight.grad = torch.ones(20, 30)

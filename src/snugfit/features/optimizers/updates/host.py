@@ -16,18 +16,10 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim.adamw import adamw
 
 from snugfit.errors import RecipeError
-from snugfit.step.host_link import MetaLink
-from snugfit.step.wishes.adamw_in_pieces import OwnAdamW
-
-STAGED_BYTES = 64 << 20
-"""Of weights, and as much of gradients, that are on the host at a time (chosen): small beside any model, and
-so large that a copy takes a hundred times as long as asking for it."""
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What torch's AdamW calls its states."""
+from snugfit.features.optimizers.updates.pieces import MOMENTS, FusedAdamW, fused_adamw, pieces
+from snugfit.step.host_link import STAGED_BYTES, MetaLink
 
 
 class WeightSlice(NamedTuple):
@@ -56,27 +48,21 @@ class HostMemory:
         return self._bytes[:STAGED_BYTES], self._bytes[STAGED_BYTES:]
 
 
-class AdamWOnHost(OwnAdamW):
+class AdamWOnHost(FusedAdamW):
     """torch's AdamW, whose states and update are the host's."""
 
     @cached_property
     def _memory(self) -> HostMemory:
         return HostMemory()
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """One step over all weights that have gradients."""
-        if closure is not None:
-            raise ValueError("AdamW on the host takes no closure: it computes no loss")
-        for group in self.param_groups:
-            parts = [
-                part for weight in group["params"] if weight.grad is not None for part in self._parts(weight)
-            ]
-            for piece in pieces(parts):
-                if piece[0].weight.is_meta:
-                    _tell(piece)
-                else:
-                    self._update(piece, group)
+    def update_weights(self, weights: list[torch.Tensor], group: dict[str, Any]) -> None:
+        """Update weights of one dtype and device together."""
+        parts = [part for weight in weights for part in self._parts(weight)]
+        for piece in pieces(parts, _kind, lambda part: part.weight.nbytes, STAGED_BYTES):
+            if piece[0].weight.is_meta:
+                _tell(piece)
+            else:
+                self._update(piece, group)
 
     def _parts(self, weight: torch.Tensor) -> Iterator[WeightSlice]:
         """A weight's elements in the order of its memory, with one step more than it has."""
@@ -100,43 +86,15 @@ class AdamWOnHost(OwnAdamW):
             gradient.copy_(part.gradient, non_blocking=True)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-        adamw(
-            weights,
-            gradients,
-            [part.moments[0] for part in piece],
-            [part.moments[1] for part in piece],
-            [],
-            [torch.tensor(float(part.step - 1), device="cpu") for part in piece],
-            foreach=False,
-            fused=True,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        moments = ([part.moments[number] for part in piece] for number in range(len(MOMENTS)))
+        steps = [torch.tensor(float(part.step - 1), device="cpu") for part in piece]
+        fused_adamw([weights, gradients, *moments], steps, group)
         for part, weight in zip(piece, weights, strict=True):
             part.weight.copy_(weight, non_blocking=True)
 
 
-def pieces(parts: list[WeightSlice]) -> Iterator[list[WeightSlice]]:
-    """The parts in their order, as many of one dtype and device at a time as are staged together."""
-    piece: list[WeightSlice] = []
-    size = 0
-    for part in parts:
-        alike = not piece or (part.weight.dtype, part.weight.device) == (
-            piece[0].weight.dtype,
-            piece[0].weight.device,
-        )
-        if piece and (not alike or size + part.weight.nbytes > STAGED_BYTES):
-            yield piece
-            piece, size = [], 0
-        piece.append(part)
-        size += part.weight.nbytes
-    if piece:
-        yield piece
+def _kind(part: WeightSlice) -> tuple[torch.dtype, torch.device]:
+    return part.weight.dtype, part.weight.device
 
 
 def _staging_of(piece: list[WeightSlice], memory: torch.Tensor) -> list[torch.Tensor]:

@@ -16,12 +16,10 @@ from collections.abc import Sequence
 
 import torch
 
-from snugfit.step.wishes.adamw_in_pieces import AdamWInPieces, WeightRows, gather, scatter
+from snugfit.features.optimizers.updates.pieces import MOMENTS, AdamWInPieces, WeightRows, gather, scatter
 
 LOW_BITS = 1 << 16
 """What the lower half of a number in 32 bits, which bfloat16 has no room for, counts to."""
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class StochasticAdamW(AdamWInPieces):
@@ -31,14 +29,13 @@ class StochasticAdamW(AdamWInPieces):
         """Makes zeros in the weight's dtype."""
         return {name: torch.zeros_like(weight, memory_format=torch.preserve_format) for name in MOMENTS}
 
-    def widen(self, piece: Sequence[WeightRows]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies them into 32 bits."""
-        first, second = (gather([rows.state[name] for rows in piece]) for name in MOMENTS)
-        return first, second
+    def widen(self, piece: Sequence[WeightRows], name: str) -> torch.Tensor:
+        """Copy a moment into 32 bits."""
+        return gather([rows.state[name] for rows in piece])
 
-    def narrow(self, piece: Sequence[WeightRows], first: torch.Tensor, second: torch.Tensor) -> None:
-        """Rounds them by chance."""
-        for name, exact in zip(MOMENTS, (first, second), strict=True):
+    def narrow(self, piece: Sequence[WeightRows], moments: tuple[torch.Tensor, ...]) -> None:
+        """Round both moments by chance."""
+        for name, exact in zip(MOMENTS, moments, strict=True):
             parts = [rows.state[name] for rows in piece]
             scatter(round_by_chance(exact) if parts[0].dtype is torch.bfloat16 else exact, parts)
 

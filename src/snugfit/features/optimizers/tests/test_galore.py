@@ -15,14 +15,14 @@ from cpu_scratch import compared
 from fitted import model_of
 from reported import foreseen, reports
 from small_models import small_job
+from snugfit.features.optimizers.updates.galore import GaloreWithAdamW, leave_others_to_adamw
+from snugfit.features.optimizers.updates.matrices import MATRICES
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.results.footprint import Kind
-from snugfit.step.muon import MATRICES
-from snugfit.step.wishes.galore import GaloreOfMatrices, GaloreWithAdamW, leave_others_to_adamw
 from snugfit.techniques.recipe import Recipe
 from tiers import crossed
 
@@ -40,8 +40,7 @@ def seeded() -> None:
 def stepped(gradients: list[torch.Tensor], rank: int, renew: int = 2, side: str = "std") -> Any:
     """A matrix and its optimizer, after a step by each gradient."""
     weight = torch.nn.Parameter(torch.ones_like(gradients[0]))
-    group = {"params": [weight], **NUMBERS, "rank": rank, "renew": renew, "side": side}
-    optimizer = GaloreOfMatrices([group], {})
+    optimizer = GaloreWithAdamW([weight], **NUMBERS, rank=rank, renew=renew, side=side)
     for gradient in gradients:
         weight.grad = gradient
         optimizer.step()

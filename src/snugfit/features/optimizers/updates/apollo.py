@@ -14,11 +14,11 @@ Nothing of the authors' package, whose licence forbids commercial use, was read.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from snugfit.step.muon import MatricesAndAdamW, adamw_direction
+from snugfit.features.optimizers.updates.matrices import ProjectedAndAdamW, adamw_direction
 
 GROWTH = 1.01
 """How many times as long as the last one an update may be."""
@@ -27,22 +27,17 @@ SMALLEST = 1e-30
 """Added to lengths that are divided by."""
 
 
-class ApolloOfMatrices(torch.optim.Optimizer):
-    """Scales the gradient of each matrix."""
+class ApolloWithAdamW(ProjectedAndAdamW):
+    """APOLLO for the matrices that are larger than its rank, and AdamW."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """One step of all matrices that have a gradient."""
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    update = self._update(weight.grad, self.state[weight], group)
-                    weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+    further: ClassVar = {"rank": 64, "renew": 200}
 
-    def _update(self, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
+    def update_matrix(
+        self, weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> torch.Tensor:
+        """Return the scaled gradient of a matrix."""
         short = 0 if gradient.shape[0] <= gradient.shape[1] else 1
         rows, rank = gradient.shape[short], group["rank"]
-        state["step"] = state.get("step", 0) + 1
         if (state["step"] - 1) % group["renew"] == 0:
             projection = torch.randn(rank, rows, dtype=gradient.dtype, device=gradient.device)
             state["projection"] = projection.div_(math.sqrt(rank))
@@ -67,31 +62,3 @@ def _column_factors(
     lengths = [torch.linalg.vector_norm(one, dim=short, keepdim=True) for one in (update, small)]
     factors: torch.Tensor = lengths[0].div_(lengths[1].add_(SMALLEST))
     return factors
-
-
-class ApolloWithAdamW(MatricesAndAdamW):
-    """APOLLO for the matrices that are larger than its rank, and AdamW."""
-
-    of_matrices = ("lr", "weight_decay", "betas", "eps", "rank", "renew")
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        weight_decay: float = 1e-2,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        rank: int = 64,
-        renew: int = 200,
-    ) -> None:
-        """AdamW's numbers are torch's defaults."""
-        numbers = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
-        super().__init__(params, {**numbers, "rank": rank, "renew": renew})
-
-    def matrix_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Scales the gradients of these matrices."""
-        return ApolloOfMatrices(groups, {})
-
-    def takes(self, weight: torch.Tensor, group: dict[str, Any]) -> bool:
-        """Takes no matrix that a projection would not make smaller."""
-        return super().takes(weight, group) and min(weight.shape) > group["rank"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fitted import model_of
-from snugfit.step.muon import MATRICES, MuonWithAdamW, leave_to_adamw
+from snugfit.features.optimizers.updates.matrices import MATRICES, MuonWithAdamW, leave_to_adamw
 
 ADAMWS = ("embeddings", "classifier", "LayerNorm", "bias")
 

@@ -11,21 +11,17 @@ by itself.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from snugfit.features.optimizers.of_matrices import UPDATES, OfMatrices
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
-from snugfit.techniques.technique import Fidelity, Technique
-
-if TYPE_CHECKING:
-    from snugfit.job.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)
-class Muon(Technique):
+class Muon(OfMatrices):
     """Orthogonal momentum for the matrices of hidden layers, AdamW for everything else."""
 
-    fidelity: ClassVar = Fidelity.LEARNS
     source: ClassVar = (
         "Jordan et al., kellerjordan.github.io/posts/muon; Liu et al., arXiv 2502.16982; torch.optim.Muon"
     )
@@ -36,12 +32,10 @@ class Muon(Technique):
     def install(self, setup: Setup) -> Setup:
         """torch's Muon and AdamW as one optimizer; the HF Trainer has no name for it."""
         wish = OptimizerWish(
-            factory=Call(path="snugfit.step.muon:MuonWithAdamW", arguments={"momentum": self.momentum}),
-            prepare=Call(path="snugfit.step.muon:leave_to_adamw"),
+            factory=Call(
+                path=f"{UPDATES}.matrices:MuonWithAdamW",
+                arguments={"momentum": self.momentum},
+            ),
+            prepare=Call(path=f"{UPDATES}.matrices:leave_to_adamw"),
         )
         return setup.with_fields(optimizer=wish)
-
-    @classmethod
-    def planning_objection(cls, job: Job) -> str:
-        """Others are smaller and faster; what it learns in a step is not predicted."""
-        return "it is for what a step learns, which is not predicted, so no plan chooses it by itself"

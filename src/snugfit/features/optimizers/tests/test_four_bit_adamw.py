@@ -10,11 +10,8 @@ import torch
 
 from kept import REST
 from small_models import small_job
-from snugfit.job.gpu import find_gpu
-from snugfit.planning.search.search import plan
-from snugfit.prediction.predict import predict
-from snugfit.step.wishes import adamw_in_pieces
-from snugfit.step.wishes.four_bit_adamw import (
+from snugfit.features.optimizers.updates import pieces
+from snugfit.features.optimizers.updates.four_bit import (
     BLOCK,
     MOMENTS,
     SIGNED,
@@ -24,6 +21,9 @@ from snugfit.step.wishes.four_bit_adamw import (
     tables_of,
     unpack,
 )
+from snugfit.job.gpu import find_gpu
+from snugfit.planning.search.search import plan
+from snugfit.prediction.predict import predict
 from snugfit.techniques.recipe import Recipe
 from third_step import hold_third_step
 from tiers import crossed, slow_but
@@ -70,7 +70,7 @@ def of_many_shapes() -> list[torch.nn.Parameter]:
 @pytest.mark.whole
 @pytest.mark.parametrize("at_once", slow_but([1 << 23, 3000], 1))
 def test_each_step_is_torch_s_from_the_moments_as_kept(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adamw_in_pieces, "AT_ONCE", at_once)
+    monkeypatch.setattr(pieces, "AT_ONCE", at_once)
     numbers: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
     weights = of_many_shapes()
     ours = FourBitAdamW(weights, **numbers)
@@ -104,7 +104,7 @@ def test_each_step_is_torch_s_from_the_moments_as_kept(at_once: int, monkeypatch
 def test_a_real_step_allocates_what_its_trace_says(
     family: str, at_once: int, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adamw_in_pieces, "AT_ONCE", at_once)
+    monkeypatch.setattr(pieces, "AT_ONCE", at_once)
     job, setup = small_job(family, 2), Recipe.parse(f"{precision}adamw_4bit").setup()
     hold_third_step(job, setup)
 

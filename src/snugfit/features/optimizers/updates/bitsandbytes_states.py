@@ -13,12 +13,11 @@ and lets go of its own when the model is gone. The list of paged tensors goes th
 
 Paged states are in memory that the driver moves between host and GPU (`cudaMallocManaged`), a page at a time:
 it stays on the GPU while there is room, and goes to the host when torch's allocator asks for that room. To
-torch it is a tensor of the host. Parameters of fewer than 100,000 elements have ordinary states. NVML counts
-what is on the GPU in steps of `MANAGED_STEP`.
+torch it is a tensor of the host. Parameters of fewer than 100,000 elements have ordinary states.
 
 On shapes: bitsandbytes registers shape functions for both of its update kernels, and the rest of its step is
 ordinary torch, so it runs on meta tensors unchanged and allocates the same tensors in the same order
-(`tests/test_techniques.py` compares it with a real step). `shapes` only leaves the manager of the user's
+(`tests/test_bitsandbytes.py` compares it with a real step). `shapes` only leaves the manager of the user's
 process as it was, and waits for the device after each parameter: bitsandbytes itself does so on CUDA and XPU
 only.
 """
@@ -32,24 +31,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from snugfit.hub_kernels import no_hub_kernels
-from snugfit.units import MIB
+from snugfit.step.host_link import MetaLink
 
 if TYPE_CHECKING:
     import torch
 
 
-MANAGED_STEP = 128 * MIB
-"""NVML counts managed memory on the GPU in such steps: ten runs with paged optimizers on two H100s, with 5 MB
-to 3.6 GB of states, each with at most 4 MiB more (results/accuracy-seed2511.json, accuracy-seed2611.json)."""
-
-
-def on_gpu_bytes(paged: int) -> int:
-    """NVML bytes of so many bytes in pages, all of them on the GPU."""
-    return -(-paged // MANAGED_STEP) * MANAGED_STEP
-
-
 def paged_bytes() -> int:
-    """Bytes in pages that optimizers of this process have made, since `keep_embeddings`."""
+    """Return bytes in pages that optimizers of this process have made, since `keep_embeddings`."""
     if "bitsandbytes" not in sys.modules:
         return 0
     return sum(page.nbytes for page in _page_managers().get_instance().paged_tensors)
@@ -71,17 +60,36 @@ def keep_embeddings(model: torch.nn.Module, *, bits: int) -> None:
             manager.register_module_override(module, "weight", {"optim_bits": bits})
 
 
-def embeddings_code(bits: int) -> tuple[str, ...]:
-    """What `keep_embeddings` does, as lines for a script without snugfit; none for 8 bits."""
-    if bits == 8:
-        return ()
+def place_in_pages(optimizer: Any, weight: torch.Tensor) -> None:
+    """Move the restored moments of a weight into pages where they were in pages before: torch takes these for
+    tensors of the host, which a kernel could not reach."""
+    import torch
+
+    if not getattr(optimizer, "is_paged", False) or weight.device.type != "cuda":
+        return
+    state = optimizer.state[weight]
+    pages = {
+        name: optimizer.get_state_buffer(weight, dtype=value.dtype)
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.shape == weight.shape
+    }
+    torch.cuda.synchronize(weight.device)  # the pages are filled with zeros by a kernel
+    for name, page in pages.items():
+        page.copy_(state[name])
+    state.update(pages)
+
+
+def doubt_about_pages(optimizer: Any) -> str:
+    """Return a sentence about states that the driver moves between host and GPU; empty without any."""
+    states = optimizer.state.values() if optimizer is not None else ()
+    values = [value for state in states for value in state.values() if hasattr(value, "is_paged")]
+    if not values:
+        return ""
+    nbytes = sum(value.nbytes for value in values)
     return (
-        "from bitsandbytes.optim import GlobalOptimManager",
-        "",
-        "manager = GlobalOptimManager.get_instance()",
-        "for module in model.modules():",
-        "    if isinstance(module, torch.nn.Embedding):",
-        f'        manager.register_module_override(module, "weight", {{"optim_bits": {bits}}})',
+        f"{nbytes:,} bytes of optimizer states are in managed memory, which torch does not count. They stay "
+        "on the GPU while there is room and go to the host when there is none, so whether the step fits is "
+        "answered without them; the seconds that moving them takes are not predicted."
     )
 
 
@@ -126,9 +134,7 @@ def _page(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor
 
 
 def _prefetch(page: torch.Tensor) -> None:
-    """Moves nothing; who hears of copies hears of it."""
-    from snugfit.step.host_link import MetaLink
-
+    """Report pages to the observer of copies, and move nothing."""
     if MetaLink.observer is not None:
         MetaLink.observer.prefetch(page.nbytes)
 

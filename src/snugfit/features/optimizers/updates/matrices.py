@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
+
+from snugfit.features.optimizers.updates.pieces import refuse_closure
+from snugfit.step.wishes.own_adamw import OwnAdamW
 
 BY_ADAMW = "is_left_to_adamw"
 """The attribute by which `leave_to_adamw` marks a parameter."""
@@ -23,45 +25,73 @@ MATRICES = "matrices"
 """The key of a group under which the positions of the matrices stand that AdamW does not update."""
 
 
-class MatricesAndAdamW(torch.optim.Optimizer, ABC):
-    """Another optimizer and AdamW, each over its share of every group, with one learning rate and decay."""
-
-    of_matrices: ClassVar[tuple[str, ...]]
-    """The numbers of a group that the other optimizer knows."""
+class MatricesAndAdamW(OwnAdamW, ABC):
+    """Another update and AdamW, each over its share of every group, with one learning rate and decay."""
 
     @abstractmethod
-    def matrix_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """The other one, over its shares."""
+    def update_matrices(self, groups: list[dict[str, Any]]) -> None:
+        """Update the matrices of these groups, which have no others."""
 
     def takes(self, weight: torch.Tensor, group: dict[str, Any]) -> bool:
-        """Whether a parameter of this group is the other one's."""
+        """Return whether the other update is responsible for a parameter of this group."""
         return weight.dim() == 2 and not getattr(weight, BY_ADAMW, False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As every optimizer does, and notes which of its parameters are the other one's."""
+        """Add a group, with the positions of its matrices."""
         super().add_param_group(param_group)
         added = self.param_groups[-1]
         added[MATRICES] = [at for at, weight in enumerate(added["params"]) if self.takes(weight, added)]
 
     def step(self, closure: Any = None) -> Any:
-        """One step of both."""
-        if closure is not None:
-            raise ValueError(f"{type(self).__name__} takes no closure: it computes no loss")
-        for optimizer in self._shares():
-            optimizer.state = self.state
-            optimizer.step()
+        """Update all parameters that have a gradient."""
+        refuse_closure(self, closure)
+        if matrices := self._shares(of_matrices=True):
+            self.update_matrices(matrices)
+        if rest := self._shares(of_matrices=False):
+            self.run(torch.optim.AdamW(rest, foreach=True))
 
-    def _shares(self) -> Iterator[torch.optim.Optimizer]:
-        matrices, adamws = [], []
+    def run(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make a step of this optimizer, with the states of this one."""
+        optimizer.state = self.state
+        optimizer.step()
+
+    def _shares(self, *, of_matrices: bool) -> list[dict[str, Any]]:
+        """Return the groups with the matrices or with all else alone, where there are any."""
+        shares = []
         for group in self.param_groups:
             own = set(group[MATRICES])
-            matrices.append(_share(group, own, *self.of_matrices))
-            rest = set(range(len(group["params"]))) - own
-            adamws.append(_share(group, rest, "lr", "weight_decay", "betas", "eps"))
-        if matrices := [group for group in matrices if group["params"]]:
-            yield self.matrix_optimizer(matrices)
-        if adamws := [group for group in adamws if group["params"]]:
-            yield torch.optim.AdamW(adamws, foreach=True)
+            weights = [w for at, w in enumerate(group["params"]) if (at in own) is of_matrices]
+            shares.append({**group, "params": weights})
+        return [share for share in shares if share["params"]]
+
+
+class ProjectedAndAdamW(MatricesAndAdamW):
+    """An update by projections of gradients onto `rank` dimensions for larger matrices, and AdamW."""
+
+    @abstractmethod
+    def update_matrix(
+        self, weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """Return the update of one matrix, in learning rates; None where the weight has it already.
+        `state["step"]` counts this step."""
+
+    @torch.no_grad()
+    def update_matrices(self, groups: list[dict[str, Any]]) -> None:
+        """Update one matrix after the other."""
+        with torch.autograd.profiler.record_function(f"{type(self).__name__}.update_matrices"):
+            for group in groups:
+                for weight in group["params"]:
+                    if weight.grad is not None:
+                        state = self.state[weight]
+                        state["step"] = state.get("step", 0) + 1
+                        update = self.update_matrix(weight, weight.grad, state, group)
+                        if update is not None:
+                            decay = 1 - group["lr"] * group["weight_decay"]
+                            weight.mul_(decay).add_(update, alpha=-group["lr"])
+
+    def takes(self, weight: torch.Tensor, group: dict[str, Any]) -> bool:
+        """Leave matrices to AdamW that a projection would not make smaller."""
+        return super().takes(weight, group) and min(weight.shape) > group["rank"]
 
 
 def adamw_direction(gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
@@ -84,30 +114,13 @@ class MuonWithAdamW(MatricesAndAdamW):
     that suits AdamW suits both (Liu et al., arXiv 2502.16982).
     """
 
-    of_matrices = ("lr", "weight_decay", "momentum")
+    further: ClassVar = {"momentum": 0.95}
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        weight_decay: float = 1e-2,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        momentum: float = 0.95,
-    ) -> None:
-        """torch's defaults, but for the decay, which is AdamW's for both."""
-        numbers = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps, "momentum": momentum}
-        super().__init__(params, numbers)
-
-    def matrix_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Makes torch's Muon, as large as AdamW."""
-        return torch.optim.Muon(groups, adjust_lr_fn="match_rms_adamw")
-
-
-def _share(group: dict[str, Any], positions: set[int], *numbers: str) -> dict[str, Any]:
-    """The parameters of a group at these positions, with the numbers that their optimizer knows."""
-    parameters = [weight for at, weight in enumerate(group["params"]) if at in positions]
-    return {"params": parameters, **{name: group[name] for name in numbers}}
+    def update_matrices(self, groups: list[dict[str, Any]]) -> None:
+        """Make a step of torch's Muon, with updates as large as AdamW's."""
+        keys = ("params", "lr", "weight_decay", "momentum")  # not AdamW's eps
+        shares = [{key: group[key] for key in keys} for group in groups]
+        self.run(torch.optim.Muon(shares, adjust_lr_fn="match_rms_adamw"))
 
 
 def leave_to_adamw(model: torch.nn.Module) -> None:

@@ -5,19 +5,20 @@ rank x (2n + m) against AdamW's 2mn; of rank 128 in a matrix of 4,096 x 4,096 a 
 the head, biases, normalisations and matrices no larger than the rank keep AdamW's two moments. An update
 multiplies each matrix's gradient with the projection and back, and makes nothing of the matrix's size. The
 singular values are decomposed in the first step and every `update_proj_gap` steps, one matrix after the
-other, which takes copies of the largest one and many seconds. How it works stands in `step/wishes/galore.py`.
+other, which takes copies of the largest one and many seconds. How it works stands in `updates/galore.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal
 
+from snugfit.features.optimizers.of_matrices import UPDATES, Projected
 from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import Call, OptimizerWish, Setup
-from snugfit.techniques.technique import Fidelity, Technique
+from snugfit.techniques.technique import Slot, TechniqueBySlot
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -30,13 +31,17 @@ OTHERWISE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Galore(Technique):
+class Galore(Projected):
     """AdamW on projections of hidden matrices' gradients onto their first singular vectors; AdamW for the
     rest."""
 
-    fidelity: ClassVar = Fidelity.LEARNS
     source: ClassVar = "Zhao et al., arXiv 2403.03507, algorithm 2; written from the paper"
     elsewhere: ClassVar = ("galore_adamw",)
+    advice: ClassVar = dict.fromkeys(
+        ("galore_adamw_8bit", "galore_adafactor"),
+        "galore with moments in 8 bits or of Adafactor is galore-torch's alone, which is not kept up. "
+        "'galore' has AdamW's. Small states here too: 'adafactor', 'adamw_4bit', 'adamw_8bit', 'lion_8bit'.",
+    )
     counterparts: ClassVar = (
         Counterpart(
             arguments={
@@ -71,7 +76,7 @@ class Galore(Technique):
         """GaLore and AdamW as one optimizer; the HF Trainer's is the authors' package."""
         wish = OptimizerWish(
             factory=Call(
-                path="snugfit.step.wishes.galore:GaloreWithAdamW",
+                path=f"{UPDATES}.galore:GaloreWithAdamW",
                 arguments={
                     "rank": self.rank,
                     "renew": self.update_proj_gap,
@@ -80,21 +85,20 @@ class Galore(Technique):
                 },
             ),
             prepare=Call(
-                path="snugfit.step.wishes.galore:leave_others_to_adamw",
+                path=f"{UPDATES}.galore:leave_others_to_adamw",
                 arguments={"targets": list(self.targets or ())},
             ),
         )
         return setup.with_fields(optimizer=wish)
 
-    @classmethod
-    def settings(cls, job: Job) -> Iterator[Self]:
-        """The default's rank, and a small one."""
-        yield from (cls(), cls(rank=8))
-
-    @classmethod
-    def planning_objection(cls, job: Job) -> str:
-        """What it learns in a step is not predicted."""
-        return "it is for what a step learns, which is not predicted, so no plan chooses it by itself"
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """Object to projections of matrices that are thin."""
+        thin = recipe[Slot.ADAPTERS].trained_rank
+        if thin is not None and thin <= self.rank:
+            yield (
+                f"only matrices of rank {thin} train, and a projection of rank {self.rank} makes none of "
+                f"them smaller: all would be AdamW's. Try 'adamw', or leave {recipe[Slot.ADAPTERS]} out."
+            )
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """What a step with a decomposition takes is not known."""

@@ -3,7 +3,7 @@
 State: two moments in 16 bits, 4 bytes an element, and no copy of the weights in 32 bits: with weights and
 gradients 8 bytes, where AdamW in 32 bits has 16. The update is computed in 32 bits, some millions of numbers
 at a time, and takes a few times as long as `adamw_fused`; how it rounds stands in
-`step/wishes/stochastic_adamw.py`.
+`updates/stochastic.py`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,13 @@ class AdamWStochastic(Technique):
 
     fidelity: ClassVar = Fidelity.ROUNDS
     keeps_small_updates: ClassVar = True
+    unplanned: ClassVar = (
+        "it is for what bfloat16 weights learn, which is not predicted, so no plan chooses it by itself"
+    )
+    caveat: ClassVar = (
+        "the seconds of its update follow from the bytes it moves. One step was measured, BERT-large on "
+        "an H100: the bytes as predicted, and 63.7 ms where 52.8 are predicted."
+    )
     source: ClassVar = (
         "Zamirai et al., arXiv 2010.06192; torch.optim.AdamW(fused=True) on copies in 32 bits. torchao's "
         "_AdamW(bf16_stochastic_round=True) rounds the weights so, and its moments to the nearest"
@@ -33,7 +40,7 @@ class AdamWStochastic(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Takes our own optimizer; the HF Trainer has no name for it."""
-        factory = Call(path="snugfit.step.wishes.stochastic_adamw:StochasticAdamW")
+        factory = Call(path="snugfit.features.optimizers.updates.stochastic:StochasticAdamW")
         return setup.with_fields(optimizer=OptimizerWish(factory=factory))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
@@ -45,17 +52,3 @@ class AdamWStochastic(Technique):
                 "'bf16_pure' to train all weights in bfloat16 (--dtype bfloat16 loads them so), or take "
                 "'adamw_fused'."
             )
-
-    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Its kernels' rates are those of others."""
-        yield (
-            "the seconds of its update follow from the bytes it moves. One step was measured, BERT-large on "
-            "an H100: the bytes as predicted, and 63.7 ms where 52.8 are predicted."
-        )
-
-    @classmethod
-    def planning_objection(cls, job: Job) -> str:
-        """It is as small as AdamW over the same weights, and slower; what it learns is not predicted."""
-        return (
-            "it is for what bfloat16 weights learn, which is not predicted, so no plan chooses it by itself"
-        )

@@ -14,6 +14,8 @@ import torch
 from kept import REST
 from small_models import small_job
 from snugfit.errors import RecipeError
+from snugfit.features.optimizers.updates import host
+from snugfit.features.optimizers.updates.host import STAGED_BYTES, AdamWOnHost
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.search.search import plan
 from snugfit.prediction.pinned import STAGING_BYTES, host_state_bytes, pinned_bytes
@@ -25,8 +27,6 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import STAGE_BACK, STAGE_OUT, UPDATE_ON_HOST, Trace
 from snugfit.results.measurement import Measurement
 from snugfit.step.wishes.optimizer import known_numbers
-from snugfit.step.wishes.updates import host_adamw
-from snugfit.step.wishes.updates.host_adamw import STAGED_BYTES, AdamWOnHost
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import MIB
 from tiers import slow_but
@@ -70,7 +70,7 @@ def test_it_is_torch_s_fused_adamw() -> None:
 
 @pytest.mark.whole
 def test_weights_larger_than_what_is_staged_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_adamw, "STAGED_BYTES", 1024)
+    monkeypatch.setattr(host, "STAGED_BYTES", 1024)
     ours, theirs = AdamWOnHost(weights()), torch.optim.AdamW(weights(), fused=True)
     for seed in range(3):
         step_both(ours, theirs, seed)
@@ -85,7 +85,7 @@ def test_states_that_a_library_laid_out_anew_go_on() -> None:
     ours, theirs = AdamWOnHost(weights()), torch.optim.AdamW(weights(), fused=True)
     step_both(ours, theirs, 0)
     for state in ours.state.values():
-        for name in host_adamw.MOMENTS:
+        for name in host.MOMENTS:
             state[name] = state[name].contiguous().clone()
     step_both(ours, theirs, 1)
     hold_same(ours, theirs)
@@ -167,7 +167,7 @@ def test_a_plan_takes_it_only_where_it_is_kept() -> None:
     assert found.best.step_seconds == pytest.approx(predicted.timing.step_seconds)
 
 
-MEASURED = Path(__file__).parents[1] / "results" / "h200-2026-11-23" / "host-adamw"
+MEASURED = Path(__file__).parents[5] / "results" / "h200-2026-11-23" / "host-adamw"
 WITHIN = {"llama-every-layer": 0.02, "gpt2-accelerate": 0.02, "bert-micro-batches": 0.13}
 """The error allowed of a measured step, as a share of it; the last one's passes are the host's too, which
 took 0.9 of what is predicted."""

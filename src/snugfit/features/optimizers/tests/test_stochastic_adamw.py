@@ -14,11 +14,11 @@ import snugfit
 from kept import REST
 from small_models import small_job
 from snugfit.errors import RecipeError
+from snugfit.features.optimizers.updates import pieces
+from snugfit.features.optimizers.updates.stochastic import StochasticAdamW, round_by_chance
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.search.search import plan
 from snugfit.prediction.predict import predict
-from snugfit.step.wishes import adamw_in_pieces
-from snugfit.step.wishes.stochastic_adamw import StochasticAdamW, round_by_chance
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.digits import digits, digits_job
 from third_step import hold_third_step
@@ -136,7 +136,7 @@ def test_each_step_is_torch_s_to_a_neighbour(
     dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bfloat16 the new numbers are next to those of torch's AdamW in 32 bits, from the same numbers."""
-    monkeypatch.setattr(adamw_in_pieces, "AT_ONCE", at_once)
+    monkeypatch.setattr(pieces, "AT_ONCE", at_once)
     numbers: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
     weights = of_many_shapes(dtype)
     ours = StochasticAdamW(weights, **numbers)
@@ -175,7 +175,7 @@ def test_no_numbers_are_updated_without_a_gradient() -> None:
 def test_a_real_step_allocates_what_its_trace_says(
     family: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adamw_in_pieces, "AT_ONCE", at_once)
+    monkeypatch.setattr(pieces, "AT_ONCE", at_once)
     job, setup = small_job(family, 2), Recipe.parse(RECIPE).setup()
     hold_third_step(job, setup)
 
