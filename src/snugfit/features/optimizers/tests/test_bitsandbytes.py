@@ -12,10 +12,13 @@ import torch
 from optimizer_steps import shapes_of, three_steps
 from small_models import small_job
 from snugfit.features.optimizers.updates.bitsandbytes_states import keep_embeddings
+from snugfit.job.gpu import find_gpu
+from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.predict import predict
+from snugfit.prediction.rates import rates_for
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.trace.trace import PREFETCH
+from snugfit.rehearsal.trace.trace import PREFETCH, Kernel
 from snugfit.techniques.recipe import Recipe
 
 QMAP_BYTES = 256 * 4
@@ -135,3 +138,10 @@ def test_what_bitsandbytes_holds_goes_with_the_model() -> None:
     other = torch.nn.Linear(2, 2)
     keep_embeddings(other, bits=32)
     assert GlobalPageManager._instance is not pages
+
+
+def test_bitsandbytes_updates_one_state_faster_than_two() -> None:
+    name = "bitsandbytes::optimizer_update_8bit_blockwise"
+    two = Kernel(name, "", "update", 0, 10**9, ((10**6,),), "torch.float32", 8)
+    clock = KernelClock(rates_for(find_gpu("h200")))
+    assert clock.seconds(two._replace(tensors=5)) < 0.7 * clock.seconds(two)
