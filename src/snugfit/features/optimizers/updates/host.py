@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from snugfit.errors import RecipeError
 from snugfit.features.optimizers.updates.pieces import MOMENTS, FusedAdamW, fused_adamw, pieces
 from snugfit.step.host_link import STAGED_BYTES, MetaLink
+from snugfit.step.wishes.own_adamw import flat, laid_out_as
 
 
 class WeightSlice(NamedTuple):
@@ -68,14 +68,15 @@ class AdamWOnHost(FusedAdamW):
         """A weight's elements in the order of its memory, with one step more than it has."""
         state = self.state[weight]
         state["step"] = step = int(state.get("step", 0)) + 1
-        flat, gradient = _flat(weight), _flat(_laid_out_as(weight, weight.grad))
+        assert weight.grad is not None
+        whole, gradient = flat(weight), flat(laid_out_as(weight, weight.grad))
         moments = _moments(state, weight)
-        flats = [flat[:0] if weight.is_meta else _flat(moment) for moment in moments]
+        flats = [whole[:0] if weight.is_meta else flat(moment) for moment in moments]
         most = max(1, STAGED_BYTES // weight.element_size())
-        for start in range(0, flat.numel(), most):
-            end = min(start + most, flat.numel())
+        for start in range(0, whole.numel(), most):
+            end = min(start + most, whole.numel())
             yield WeightSlice(
-                flat[start:end], gradient[start:end], tuple(one[start:end] for one in flats), step
+                whole[start:end], gradient[start:end], tuple(one[start:end] for one in flats), step
             )
 
     def _update(self, piece: list[WeightSlice], group: dict[str, Any]) -> None:
@@ -127,32 +128,6 @@ def _moments(state: dict[str, Any], weight: torch.Tensor) -> tuple[torch.Tensor,
 def _zeros_on_host(nbytes: int, dtype: torch.dtype) -> torch.Tensor:
     """So many bytes of zeros, in memory of its own."""
     return torch.frombuffer(mmap.mmap(-1, max(dtype.itemsize, nbytes)), dtype=dtype)
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's elements in the order of its memory, without a copy."""
-    strides = sorted(
-        (stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
-    )
-    expected = 1
-    for stride, size in strides:
-        if stride != expected:
-            raise RecipeError(
-                f"AdamW on the host needs weights without gaps in memory, but one of shape "
-                f"{tuple(tensor.shape)} has strides {tensor.stride()}. Make it contiguous(), or try 'adamw'."
-            )
-        expected *= size
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
-
-
-def _laid_out_as(weight: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
-    """The gradient with the strides of its weight, as autograd gives it wherever it can."""
-    assert gradient is not None
-    if gradient.layout is not torch.strided:
-        raise RecipeError("AdamW on the host takes no sparse gradients. Try 'sgd', or sparse=False.")
-    if gradient.stride() == weight.stride() or weight.numel() < 2:
-        return gradient
-    return torch.empty_like(weight).copy_(gradient)
 
 
 def _tell(piece: list[WeightSlice]) -> None:

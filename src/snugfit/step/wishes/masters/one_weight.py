@@ -25,9 +25,8 @@ from snugfit.step.wishes.masters.launches import (
     triton_named,
     writes_in_place,
 )
-from snugfit.step.wishes.masters.table import laid_out_as
 from snugfit.step.wishes.mesh.spread_tensors import clip_coefficient
-from snugfit.step.wishes.own_adamw import STEP
+from snugfit.step.wishes.own_adamw import STEP, laid_out_as
 
 OPERATORS.define(
     "adamw_of_weight(Tensor(a!) weight, Tensor(b!)[] states, Tensor gradient, Tensor numbers) -> ()"
