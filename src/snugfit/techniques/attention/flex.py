@@ -35,6 +35,7 @@ class Flex(Technique):
     needs: ClassVar = ("triton>=3.0",)
     extra: ClassVar = "compile"
     unplanned: ClassVar = "one step of it was measured, so no plan chooses it by itself"
+    caveat: ClassVar = "the first step compiles its kernels, which takes some seconds that are not predicted."
     source: ClassVar = "Dong et al., arXiv 2412.05496; torch.nn.attention.flex_attention"
     elsewhere: ClassVar = ("flex_attention", "flexattention")
     counterparts: ClassVar = (Counterpart(arguments={"model.attn_implementation": "flex_attention"}),)
@@ -52,10 +53,6 @@ class Flex(Technique):
             yield f"{recipe[Slot.ENGINE]} was not tried with it. Take 'sdpa'."
         if setup.checkpoint is not None and setup.checkpoint.keep:
             yield f"{recipe[Slot.CHECKPOINTING]} does not know its kernel. Take 'every_layer' or 'sdpa'."
-
-    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """A first step compiles."""
-        yield "the first step compiles its kernels, which takes some seconds that are not predicted."
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
