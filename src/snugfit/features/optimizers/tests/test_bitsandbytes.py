@@ -19,6 +19,7 @@ from snugfit.prediction.rates import rates_for
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import PREFETCH, Kernel
+from snugfit.techniques.feature import hooks
 from snugfit.techniques.recipe import Recipe
 
 QMAP_BYTES = 256 * 4
@@ -145,3 +146,33 @@ def test_bitsandbytes_updates_one_state_faster_than_two() -> None:
     two = Kernel(name, "", "update", 0, 10**9, ((10**6,),), "torch.float32", 8)
     clock = KernelClock(rates_for(find_gpu("h200")))
     assert clock.seconds(two._replace(tensors=5)) < 0.7 * clock.seconds(two)
+
+
+class PagedOnGpu:
+    """An optimizer with pages for a weight that a machine without a GPU cannot have."""
+
+    is_paged = True
+
+    def __init__(self) -> None:
+        self.state: dict[Any, dict[str, Any]] = {}
+        self.pages: list[torch.Tensor] = []
+
+    def get_state_buffer(self, weight: Any, dtype: torch.dtype) -> torch.Tensor:
+        self.pages.append(torch.zeros(weight.shape, dtype=dtype))
+        return self.pages[-1]
+
+
+class WeightOnGpu:
+    device, shape = torch.device("cuda"), torch.Size([3])
+
+
+def test_restored_moments_return_to_their_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    optimizer, weight, moment = PagedOnGpu(), WeightOnGpu(), torch.tensor([1, 2, 3], dtype=torch.uint8)
+    optimizer.state[weight] = {"step": 4, "state1": moment, "absmax1": torch.ones(1)}
+    for place_state in hooks("place_state"):
+        place_state(optimizer, weight)
+    state = optimizer.state[weight]
+    assert [page is state["state1"] for page in optimizer.pages] == [True]
+    assert torch.equal(state["state1"], moment)
+    assert (state["step"], len(state["absmax1"])) == (4, 1)

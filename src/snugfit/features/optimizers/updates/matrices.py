@@ -78,6 +78,7 @@ class ProjectedAndAdamW(MatricesAndAdamW):
     @torch.no_grad()
     def update_matrices(self, groups: list[dict[str, Any]]) -> None:
         """Update one matrix after the other."""
+        # a profile shows this share by its own name, as it shows AdamW's and Muon's
         with torch.autograd.profiler.record_function(f"{type(self).__name__}.update_matrices"):
             for group in groups:
                 for weight in group["params"]:
