@@ -16,6 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from snugfit.techniques import roster
 from snugfit.techniques.feature import features
 
 ROOT = Path(__file__).parent.parent
@@ -24,15 +25,15 @@ PLAN = ["plan", "bert-large-uncased", "--task", "sequence-classification", "--gp
 
 
 def technique_words(feature: str) -> str:
-    """Return the techniques that are gone without this feature."""
+    """Return the words of recipes that are unknown without this feature."""
     gone = [
-        module
+        roster.find(module)
         for one in features()
         for modules in one.techniques.values()
         for module in modules
         if feature in (one.name, one.needs.get(module))
     ]
-    return " ".join(gone)
+    return " ".join(word for one in gone for word in (one.name, *one.elsewhere, *one.advice))
 
 
 def check(feature: str, *, quick: bool) -> bool:

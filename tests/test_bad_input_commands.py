@@ -27,7 +27,7 @@ def test_a_misspelt_command_is_still_guessed(capsys: pytest.CaptureFixture[str])
     ("words", "told"),
     [
         (["predict", "--model", "gpt2"], "Write the model without a flag: snugfit predict MODEL."),
-        (["predict", "gpt2", "--recipe", "adalomo"], "an update in the backward pass takes no micro-batches"),
+        (["predict", "gpt2", "--recipe", "deepspeed"], "DeepSpeed on one GPU is 'zero2' or 'zero3'"),
         (["predict", "--mod", "gpt2"], "No such option: --mod."),
     ],
 )

@@ -122,13 +122,6 @@ def test_sums_of_16_bits_in_fp32_have_shapes_on_every_torch() -> None:
     assert (fresh.shape, fresh.dtype) == (weight.shape, torch.float32)
 
 
-def test_bitsandbytes_updates_one_state_faster_than_two() -> None:
-    name = "bitsandbytes::optimizer_update_8bit_blockwise"
-    two = Kernel(name, "", "update", 0, 10**9, ((10**6,),), "torch.float32", 8)
-    clock = KernelClock(H200)
-    assert clock.seconds(two._replace(tensors=5)) < 0.7 * clock.seconds(two)
-
-
 def test_a_causal_mask_spares_half() -> None:
     query = meta(2, 4, 128, 64, dtype=HALF)
     attend = aten._scaled_dot_product_flash_attention.default

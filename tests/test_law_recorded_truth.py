@@ -182,7 +182,8 @@ def plain_loops() -> Iterator[Truth]:
 def trainer_runs() -> Iterator[Truth]:
     """NVML's figures there include the driver's own reserve of 615 MiB."""
     for run in CARRIED["hf_trainer"]["runs"]:
-        if run["name"] not in TRAINER_RUNS:
+        recipe = TRAINER_RUNS.get(run["name"])
+        if recipe is None or not are_in_roster(recipe):
             continue
         seen = {
             "allocated_bytes": round(run["max_allocated_mib"] * MIB),
@@ -192,7 +193,7 @@ def trainer_runs() -> Iterator[Truth]:
         yield Truth(
             name=f"HF Trainer {run['name']}",
             job=guide_job(),
-            recipe=Recipe.parse(TRAINER_RUNS[run["name"]]),
+            recipe=Recipe.parse(recipe),
             loop="trainer",
             gpu="h200",
             seen=seen,

@@ -19,9 +19,10 @@ from snugfit.rehearsal.trace.trace import COPY_IN
 from snugfit.step.wishes.masters import launches
 from snugfit.step.wishes.masters.adamw import MOMENTS, MasterAdamW
 from snugfit.step.wishes.masters.device_copy import DeviceCopy
-from snugfit.step.wishes.masters.halves import flat, join, split_weights
+from snugfit.step.wishes.masters.halves import join, split_weights
 from snugfit.step.wishes.masters.marks import RESIDUAL
 from snugfit.step.wishes.mesh.spread_tensors import clip, gradient_norm
+from snugfit.step.wishes.own_adamw import flat
 from snugfit.techniques.recipe import Recipe
 
 SHAPES = ((33, 20), (1000,), ())

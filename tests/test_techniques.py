@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-import importlib
 import sys
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from awkward_autograd import CallsOneBlockOften
 from awkward_modules import numbers
+from optimizer_steps import resolve, shapes_of, three_steps
 from small_models import small_job
 from snugfit.errors import RecipeError
 from snugfit.hub_kernels import no_hub_kernels
@@ -24,29 +18,17 @@ from snugfit.job.config import check_facts
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.prediction.predict import predict
-from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
-from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.trace.trace import PREFETCH
-from snugfit.step.bitsandbytes_optimizers import keep_embeddings
 from snugfit.step.build import build_model
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
-from snugfit.techniques.setup import Call, OptimizerWish, Setup
+from snugfit.techniques.setup import Call, Setup
 from snugfit.techniques.technique import Slot
-
-QMAP_BYTES = 256 * 4
-"""bitsandbytes' code book: 256 fp32 values."""
 
 
 def callables(setup: Setup) -> list[Call]:
     wish = setup.optimizer
     fields = (*vars(setup).values(), wish.factory, wish.prepare, wish.shapes)
     return [call for call in fields if isinstance(call, Call)]
-
-
-def resolve(call: Call) -> Callable[..., Any]:
-    module, _, name = call.path.partition(":")
-    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
 
 
 def optimizers() -> list[str]:
@@ -111,77 +93,6 @@ def test_the_hf_trainer_means_the_same_optimizer_by_its_name(name: str) -> None:
         )
 
 
-class Births(TorchDispatchMode):
-    """Storages that operators give birth to, as (operator, bytes), in order; reads of a value give 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.born: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return 1.0
-        known = {
-            leaf.untyped_storage()._cdata
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, torch.Tensor)
-        }
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in known:
-                self.born.append((str(func), leaf.untyped_storage().nbytes()))
-        if func.namespace == "bitsandbytes":
-            self.born.append((str(func), 0))
-        return out
-
-
-@contextmanager
-def shapes_of(wish: OptimizerWish) -> Iterator[None]:
-    if wish.shapes is None:
-        yield
-        return
-    with resolve(wish.shapes)(**wish.shapes.arguments):
-        yield
-
-
-def small_model(device: str) -> torch.nn.Module:
-    """Tables and matrices on both sides of bitsandbytes' 4,096 elements, with blocks that are not full."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        return torch.nn.ModuleDict(
-            {
-                "table": torch.nn.Embedding(101, 67),
-                "small_table": torch.nn.Embedding(4, 8),
-                "wide": torch.nn.Linear(67, 129),
-                "edge": torch.nn.Linear(64, 64),
-                "below": torch.nn.Linear(63, 65),
-                "norm": torch.nn.LayerNorm(67),
-            }
-        )
-
-
-def three_steps(text: str, device: str) -> tuple[list[list[tuple[str, int]]], dict[str, Any]]:
-    """Births of three optimizer steps, and the state afterwards: shape and dtype by parameter and name."""
-    wish = Recipe.parse(text).setup().optimizer
-    model = small_model(device)
-    if wish.prepare:
-        resolve(wish.prepare)(model, **wish.prepare.arguments)
-    optimizer = resolve(wish.factory)(list(model.parameters()), lr=1e-3, **wish.factory.arguments)
-    steps = []
-    for _ in range(3):
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        with Births() as births:
-            optimizer.step()
-        steps.append(births.born)
-    state = {
-        f"{name}.{key}": (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value)
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state[parameter].items()
-    }
-    return steps, state
-
-
 @pytest.mark.whole
 @pytest.mark.parametrize("text", [name for name in optimizers() if name != "adamw_fused"])
 def test_an_optimizer_on_shapes_keeps_the_state_it_keeps_on_data(text: str) -> None:
@@ -192,121 +103,6 @@ def test_an_optimizer_on_shapes_keeps_the_state_it_keeps_on_data(text: str) -> N
         _, on_shapes = three_steps(text, "meta")
     assert on_shapes == real
     assert real or text.startswith("sgd")
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("embeddings", [32, 8])
-def test_adamw_8bit_on_shapes_gives_birth_as_on_data(embeddings: int) -> None:
-    """Step by step and in order. A device gets its code books by a copy; a CPU has them there already."""
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    text = f"adamw_8bit({embeddings})"
-    real, state = three_steps(text, "cpu")
-    with shapes_of(Recipe.parse(text).setup().optimizer):
-        on_shapes, _ = three_steps(text, "meta")
-    copies = [("aten._to_copy.default", QMAP_BYTES)] * 2
-    first = [birth for birth in on_shapes[0] if birth != copies[0]]
-    assert [birth for birth in on_shapes[0] if birth == copies[0]] == copies
-    assert [first, *on_shapes[1:]] == real
-    assert all(size == 0 for step in real[1:] for _, size in step), "later steps give birth to nothing"
-    table = torch.float32 if embeddings == 32 else torch.uint8
-    assert state["table.weight.state1"] == ((101, 67), table)
-    assert state["wide.weight.state2"] == ((129, 67), torch.uint8)
-    assert state["wide.weight.absmax1"] == ((-(-129 * 67 // 256),), torch.float32)
-    assert state["edge.weight.state1"] == ((64, 64), torch.uint8)
-    assert state["below.weight.state1"] == ((65, 63), torch.float32)
-    assert state["small_table.weight.state1"] == ((4, 8), torch.float32)
-
-
-def test_adamw_8bit_waits_for_the_device_after_each_parameter() -> None:
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    job = small_job("bert", layers=1)
-    trace = rehearse(job, Recipe.parse("adamw_8bit").setup(), CudaPolicy())
-    updates = [kernel for kernel in trace.kernels if kernel.operator.startswith("bitsandbytes::")]
-    assert trace.syncs == len(updates) > 20
-    assert all(kernel.views < 2 for kernel in updates[1:]), "waiting costs the host no views"
-    assert rehearse(job, Recipe.parse("adamw").setup(), CudaPolicy()).syncs == 0
-
-
-@pytest.mark.parametrize("bits", [32, 8])
-def test_paged_states_are_no_part_of_a_gpu_s_trace_and_are_told(bits: int) -> None:
-    """On a CPU bitsandbytes makes ordinary ones of them."""
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    job = small_job("bert", layers=1, facts={"hidden_size": 320, "intermediate_size": 320})
-    large = 4 * 320 * 320  # attention's four matrices have 102,400 elements each
-    plain, paged = (
-        rehearse(job, Recipe.parse(name).setup(), CudaPolicy())
-        for name in ("adamw" if bits == 32 else "adamw_8bit", f"paged_adamw({bits})")
-    )
-    [sentence] = [doubt for doubt in paged.doubts if "managed memory" in doubt]
-    told = int(sentence.split()[0].replace(",", ""))
-    assert told >= 2 * large * bits // 8
-    assert states(plain) - states(paged) == pytest.approx(told, abs=4096)
-    pages = [
-        len([block for block in trace.blocks if block.kind == "optimizer states"]) for trace in (plain, paged)
-    ]
-    asked_for = [kernel.operator for trace in (plain, paged) for kernel in trace.kernels].count(PREFETCH)
-    assert asked_for == pages[0] - pages[1] >= 8
-    on_cpu = rehearse(job, Recipe.parse(f"paged_adamw({bits})").setup(), CpuPolicy())
-    assert states(on_cpu) == pytest.approx(states(plain), abs=4096)
-    assert not [doubt for doubt in on_cpu.doubts if "managed memory" in doubt]
-
-
-def test_paged_states_count_on_the_gpu_while_there_is_room_and_never_against_it() -> None:
-    """NVML has them in steps of 128 MiB (results/accuracy-seed2611.json)."""
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    job = small_job("bert", layers=2, facts={"hidden_size": 1280, "intermediate_size": 5120})
-    with_room = predict(job, "paged_adamw", gpu="h200")
-    shape = with_room.footprint
-    assert shape.managed_bytes == 3 * (128 << 20), "329 MB of moments"
-    assert shape.nvml_bytes == shape.reserved_bytes + shape.context_bytes + shape.managed_bytes
-    assert with_room.needed_bytes == shape.nvml_bytes - shape.managed_bytes
-    little = with_room.needed_bytes + 5
-    without = predict(job, "paged_adamw", gpu="h200", memory_bytes=little)
-    assert (without.fits, without.footprint.managed_bytes) == (True, 5)
-    assert not predict(job, "adamw", gpu="h200").footprint.managed_bytes
-
-
-def states(trace: Any) -> int:
-    return sum(block.nbytes for block in trace.blocks if block.kind == "optimizer states")
-
-
-@pytest.mark.whole
-def test_adamw_8bit_leaves_nothing_behind() -> None:
-    """Overrides of one run do not reach the next, and a rehearsal's none of the process's own."""
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    from bitsandbytes.optim import GlobalOptimManager
-
-    three_steps("adamw_8bit", "cpu")
-    _, state = three_steps("adamw_8bit(8)", "cpu")
-    assert state["table.weight.state1"][1] is torch.uint8
-    own = GlobalOptimManager.get_instance()
-    with shapes_of(Recipe.parse("adamw_8bit").setup().optimizer):
-        three_steps("adamw_8bit", "meta")
-        assert GlobalOptimManager.get_instance() is not own
-    assert GlobalOptimManager.get_instance() is own
-    with pytest.raises(ZeroDivisionError), shapes_of(Recipe.parse("adamw_8bit").setup().optimizer):
-        raise ZeroDivisionError
-    assert GlobalOptimManager.get_instance() is own
-
-
-def test_what_bitsandbytes_holds_goes_with_the_model() -> None:
-    """Its manager would keep an embedding table and its gradient on the GPU when training is over."""
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    from bitsandbytes.functional import GlobalPageManager
-    from bitsandbytes.optim import GlobalOptimManager
-
-    model = torch.nn.Sequential(torch.nn.Embedding(4, 2))
-    table = weakref.ref(model[0])
-    keep_embeddings(model, bits=32)
-    manager, pages = GlobalOptimManager._instance, GlobalPageManager._instance
-    assert manager.module_weight_config_triple[0][0] is table()
-    del model, manager
-    gc.collect()
-    assert table() is None
-    assert GlobalOptimManager._instance is GlobalPageManager._instance is None
-    other = torch.nn.Linear(2, 2)
-    keep_embeddings(other, bits=32)
-    assert GlobalPageManager._instance is not pages
 
 
 def test_no_hub_kernels_hides_the_package_and_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ from snugfit.measurement.host import HostLoad, crowding, host_load, peak_residen
 from snugfit.measurement.kept_peaks import keep_peaks, with_kept
 from snugfit.measurement.nvml import NvmlUnavailable, open_nvml
 from snugfit.measurement.process import die_with_parent
-from snugfit.step.bitsandbytes_optimizers import paged_bytes
+from snugfit.techniques.feature import hooks
 from snugfit.units import MIB
 from snugfit.versions import versions
 
@@ -244,7 +244,7 @@ def _peaks() -> ChildResult:
         return host
     return replace(
         host,
-        paged_bytes=paged_bytes(),
+        paged_bytes=sum(count() for count in hooks("managed_bytes")),
         requested_bytes=stats.get("requested_bytes.all.peak"),
         allocated_bytes=stats.get("allocated_bytes.all.peak"),
         reserved_bytes=stats.get("reserved_bytes.all.peak"),

@@ -37,6 +37,7 @@ from snugfit.rehearsal.trace.trace import (
     WITH_BIAS,
     WITH_DROPOUT,
 )
+from snugfit.techniques.feature import hooks
 
 if TYPE_CHECKING:
     from snugfit.prediction.several_gpus.communication import Interconnect
@@ -76,12 +77,6 @@ QUERIES = 64
 PAGEABLE = 11e9
 """Bytes per second from memory that is not page-locked: 8 to 13e9 were measured on the host of one H200
 (2026-11-21), 52e9 to 55e9 from page-locked memory."""
-
-EIGHT_BITS = "bitsandbytes::optimizer_update_8bit_blockwise"
-TENSORS_OF_TWO_STATES = 8
-"""bitsandbytes' update with states in 8 bits, and how many tensors AdamW's two of them make: weight,
-gradient, and of each state its bytes, scales and code book. Its arithmetic bounds it: one state takes 0.59 of
-two."""
 
 CONVOLUTION = {"torch.float32": 0.5}
 LOW_CONVOLUTION = 0.22
@@ -137,9 +132,7 @@ class KernelClock:
         """Bytes per second that this kernel reaches, and seconds to start it."""
         sixteen = " in 16 bits" if "16" in kernel.dtype else ""
         names = (f"{kernel.operator} {kernel.layout}", kernel.layout) if kernel.layout else (kernel.operator,)
-        if kernel.operator == EIGHT_BITS and kernel.tensors < TENSORS_OF_TWO_STATES:
-            names = (f"{EIGHT_BITS} of one state", EIGHT_BITS)
-        for name in names:
+        for name in (*(name for of in hooks("rate_names") for name in of(kernel)), *names):
             pattern = self.rates.patterns.get(name + sixteen) or self.rates.patterns.get(name)
             if pattern:
                 return pattern

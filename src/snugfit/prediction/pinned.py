@@ -14,8 +14,7 @@ from snugfit.rehearsal.trace.trace import (
     STAGE_OUT,
     UPDATE_ON_HOST,
 )
-from snugfit.step.bitsandbytes_optimizers import on_gpu_bytes
-from snugfit.step.host_link import Slabs
+from snugfit.step.host_link import STAGED_BYTES, Slabs, managed_on_gpu
 
 if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
 PINNING = frozenset({COPY_OUT, STAGE_OUT, PINNED_ON_HOST})
 """What only steps with page-locked memory have."""
 
-STAGING_BYTES = 128 << 20
-"""Page-locked memory for weights and gradients that the host updates (`updates/host_adamw.py`)."""
+STAGING_BYTES = 2 * STAGED_BYTES
+"""Page-locked memory for weights and gradients that the host updates."""
 
 
 def waiting_bytes(kernels: Iterable[Kernel]) -> int:
@@ -65,7 +64,7 @@ def host_state_bytes(kernels: Iterable[Kernel]) -> int:
 def managed_bytes(kernels: Iterable[Kernel]) -> int:
     """NVML bytes of optimizer states in pages, while all of them are on the GPU: an update asks for each page
     once."""
-    return on_gpu_bytes(sum(kernel.nbytes // 2 for kernel in kernels if kernel.operator == PREFETCH))
+    return managed_on_gpu(sum(kernel.nbytes // 2 for kernel in kernels if kernel.operator == PREFETCH))
 
 
 def _most(kernels: Iterable[Kernel], operator: str) -> int:

@@ -170,8 +170,9 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
             recorder.doubt(sentence)
         if step.model is not None and (sentence := _left_on_the_host(step.model)):
             recorder.doubt(sentence)
-        if sentence := _about_pages(getattr(step, "optimizer", None)):
-            recorder.doubt(sentence)
+        for doubts in hooks("optimizer_doubts"):
+            for sentence in doubts(getattr(step, "optimizer", None)):
+                recorder.doubt(sentence)
         recording = recorder.recording(notes.attention)
         recorder.forget()
         return recording
@@ -230,20 +231,6 @@ def _engine(step: Step, recorder: Recorder) -> Iterator[contextlib.AbstractConte
 
     with engine_on_shapes(recorder, step.rank or 0, step.setup.sharding.ranks) as host:
         yield host
-
-
-def _about_pages(optimizer: Any) -> str:
-    """What to say of states that the driver moves between host and GPU, which no allocator hands out."""
-    states = optimizer.state.values() if optimizer is not None else ()
-    values = [value for state in states for value in state.values() if hasattr(value, "is_paged")]
-    if not values:
-        return ""
-    nbytes = sum(value.nbytes for value in values)
-    return (
-        f"{nbytes:,} bytes of optimizer states are in managed memory, which torch does not count. They stay "
-        "on the GPU while there is room and go to the host when there is none, so whether the step fits is "
-        "answered without them; the seconds that moving them takes are not predicted."
-    )
 
 
 def _left_on_the_host(model: Any) -> str:

@@ -15,6 +15,8 @@ import mmap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
+from snugfit.units import MIB
+
 if TYPE_CHECKING:
     import torch
 
@@ -23,6 +25,19 @@ SLAB_BYTES = 128 << 20
 
 ALIGNMENT = 512
 """Bytes to which extents in it are aligned."""
+
+STAGED_BYTES = 64 << 20
+"""Bytes of weights, and as many of gradients, that are on the host at a time where it updates them (chosen):
+small beside any model, and so large that a copy takes a hundred times as long as its launch."""
+
+MANAGED_STEP = 128 * MIB
+"""NVML counts managed memory on the GPU in such steps: ten runs with paged optimizers on two H100s, with 5 MB
+to 3.6 GB of states, each with at most 4 MiB more (results/accuracy-seed2511.json, accuracy-seed2611.json)."""
+
+
+def managed_on_gpu(nbytes: int) -> int:
+    """Return NVML's bytes for so many of managed memory, all of them on the GPU."""
+    return -(-nbytes // MANAGED_STEP) * MANAGED_STEP
 
 
 class Extent(NamedTuple):

@@ -133,11 +133,26 @@ class Feature:
         """Return a `Handler` (`step/wishes/handler.py`) for each wish."""
         return ()
 
+    def managed_bytes(self) -> int:
+        """Return bytes of managed memory, which no allocator counts, that this process has made."""
+        return 0
+
+    def place_state(self, optimizer: Any, weight: Any) -> None:
+        """Move the state of a weight, which was read from a checkpoint, to the memory that it needs."""
+
     # ---- simulating a step ----
 
     def layer_period(self, setup: Setup, layers: int) -> int:
         """Return after how many of `layers` layers the treatment of layers repeats."""
         return 1
+
+    def optimizer_doubts(self, optimizer: Any) -> Sequence[str]:
+        """Return sentences on what a rehearsal with this optimizer, or None, leaves open."""
+        return ()
+
+    def rate_names(self, kernel: Any) -> Sequence[str]:
+        """Return names of rates (`Rates.patterns`) that come before those of the kernel's operator."""
+        return ()
 
     def simulation_overrides(self, policy: Any, recorder: Any) -> AbstractContextManager[None]:
         """Return a context in which operators of the feature run on shapes as on the policy's device. Kernels

@@ -147,11 +147,11 @@ class Recipe:
         if any(technique.keeps_small_updates for technique in self):
             return
         if job.trains and (below := LOST_BELOW.get(dtype := self.setup().trained_dtype(job))):
+            able = [repr(one.name) for one in roster.techniques() if one.keeps_small_updates]
             yield (
                 f"All weights train in {dtype}, so an update below about {below} of a weight is lost in "
                 "rounding, and training with small learning rates stalls. Try 'bf16' with dtype float32, "
-                "or 'bf16_master', which update weights in 32 bits, adapters ('lora'), which are fp32, or "
-                "'adamw_stochastic', which rounds weights of bfloat16 by chance."
+                f"{' or '.join(able)}, which lose no small updates, or adapters, which are fp32."
             )
 
 

@@ -118,6 +118,12 @@ class Technique(ABC):
     drops_padding: ClassVar[bool] = False
     """Whether a step computes nothing for the padding of its batches, so that no way of padding is better."""
 
+    unplanned: ClassVar[str] = ""
+    """The reason why no plan and no recovery chooses it, for every job; empty where they may."""
+
+    caveat: ClassVar[str] = ""
+    """A warning for every job; empty without one."""
+
     last_resort: ClassVar[str] = ""
     """As a recipe says it, where no plan looks for it unless it is named, and a step that does not fit
     otherwise may fit with it; empty elsewhere."""
@@ -175,6 +181,11 @@ class Technique(ABC):
         """Return ends of the names of modules that get adapters; as a text `ALL_LINEAR` or a pattern."""
         return ()
 
+    @property
+    def trained_rank(self) -> int | None:
+        """Return the rank of the matrices that train; None where whole weights train."""
+        return None
+
     def is_searched(self) -> bool:
         """Whether a plan can look for recipes around it with these settings."""
         return self.searched
@@ -186,7 +197,7 @@ class Technique(ABC):
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """What the user should know of this job on a GPU of this compute capability, though it runs."""
-        return iter(())
+        return iter((self.caveat,) if self.caveat else ())
 
     def warnings_beside(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """What the user should know of it beside this recipe's other techniques, though it runs."""
@@ -196,7 +207,7 @@ class Technique(ABC):
     def planning_objection(cls, job: Job) -> str:
         """Why no plan and no recovery chooses it for this job, though a user may name it; empty where they
         may."""
-        return ""
+        return cls.unplanned
 
     @classmethod
     def uncertain(cls, job: Job) -> str:

@@ -118,18 +118,17 @@ class LowRank(Technique):
         )
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Object to masters of the model's own weights, and to projections of matrices that are thin."""
+        """Object to masters of the model's own weights."""
         if recipe[Slot.PRECISION].alone.masters:
             yield (
                 "adapters are fp32 next to weights that do not train, which leaves "
                 f"{recipe[Slot.PRECISION]} nothing to split. Try 'bf16' or 'bf16_pure'."
             )
-        optimizer: Any = recipe[Slot.OPTIMIZER]
-        if optimizer.name == "galore" and self.r <= optimizer.rank:
-            yield (
-                f"only matrices of rank {self.r} train, and a projection of rank {optimizer.rank} makes none "
-                f"of them smaller: all would be AdamW's. Leave {optimizer} out."
-            )
+
+    @property
+    def trained_rank(self) -> int:
+        """Return the rank of the adapters."""
+        return self.r
 
     def adapted_modules(self, job: Job) -> str | Sequence[str]:
         """Return the targets, or peft's for the architecture."""

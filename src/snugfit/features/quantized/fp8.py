@@ -43,6 +43,11 @@ class Fp8(Technique):
     extra: ClassVar = "fp8"
     single_process: ClassVar = True
     least_capability: ClassVar = (8, 9)
+    caveat: ClassVar = (
+        "the seconds of products in 8-bit floats take the rate of the data sheet, and the share of it "
+        "that products in bfloat16 reach. Four steps on an H200 whose host others shared took the bytes "
+        "that were predicted and 10 to 84 % more time."
+    )
     source: ClassVar = "Micikevicius et al., arXiv 2209.05433; torchao.float8.convert_to_float8_training"
     elsewhere: ClassVar = ("float8", "fp8_mixed")
     advice: ClassVar = {
@@ -83,14 +88,6 @@ class Fp8(Technique):
                 f"{recipe[Slot.CHECKPOINTING]} knows products by their operators, and these have others. "
                 "Try 'every_layer'."
             )
-
-    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Its products' rates are those of data sheets."""
-        yield (
-            "the seconds of products in 8-bit floats take the rate of the data sheet, and the share of it "
-            "that products in bfloat16 reach. Four steps on an H200 whose host others shared took the bytes "
-            "that were predicted and 10 to 84 % more time."
-        )
 
 
 def _why_unconverted(job: Job) -> str:

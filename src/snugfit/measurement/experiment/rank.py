@@ -16,7 +16,7 @@ from snugfit.measurement.stopwatch import timing_of
 from snugfit.measurement.target import Target
 from snugfit.results.footprint import Footprint, Timing
 from snugfit.results.measurement import GpuClock, RankMeasured
-from snugfit.step.bitsandbytes_optimizers import on_gpu_bytes
+from snugfit.step.host_link import managed_on_gpu
 from snugfit.step.wishes.engine.config import group_bytes
 
 
@@ -67,7 +67,7 @@ class RankRun:
             context_bytes=result.first_context_bytes,
             outside_bytes=group_bytes(self.request.setup, self.request.loop)
             + (result.communication_bytes or 0)
-            + on_gpu_bytes(result.paged_bytes or 0),
+            + managed_on_gpu(result.paged_bytes or 0),
             until=result.peaks_at,
         )
 
@@ -124,7 +124,7 @@ def measured_footprint(result: ChildResult, nvml_bytes: int | None) -> Footprint
     communication = result.communication_bytes or 0
     if nvml_bytes is not None and result.reserved_bytes is not None and not result.retries:
         beyond = max(0, nvml_bytes - result.reserved_bytes - communication)
-        managed = min(on_gpu_bytes(result.paged_bytes or 0), max(0, beyond - (context or 0)))
+        managed = min(managed_on_gpu(result.paged_bytes or 0), max(0, beyond - (context or 0)))
         context = beyond - managed
     return Footprint(
         requested_bytes=result.requested_bytes,

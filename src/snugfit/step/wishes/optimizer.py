@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from snugfit.step.bitsandbytes_optimizers import embeddings_code
 from snugfit.step.wishes.handler import Context, Handler, ScriptContext
 from snugfit.step.wishes.python_text import CallText, call_text, keywords_text
 from snugfit.techniques.feature import InstallStage
@@ -49,7 +48,7 @@ class OptimizerHandler(Handler):
         if value.prepare is not None and not context.trainer:
             text = call_text(value.prepare, "model")
             lines = (text.imported, "", f"model = {text.called} or model") if text else None
-            fields["preparing"] = lines or embeddings_code(**value.prepare.arguments)
+            fields["preparing"] = lines or context.recipe[self.slot].code(context.job)
         return fields
 
 

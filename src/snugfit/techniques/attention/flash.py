@@ -31,6 +31,7 @@ class Flash(Technique):
 
     fidelity: ClassVar = Fidelity.SAME
     least_capability: ClassVar = (8, 0)
+    unplanned: ClassVar = "it was measured on no GPU, so no plan chooses it by itself"
     source: ClassVar = "Dao, arXiv 2307.08691; flash_attn.flash_attn_func and flash_attn_varlen_func"
     elsewhere: ClassVar = ("flash_attention_2", "flash_attention", "flash_attn", "fa2")
     counterparts: ClassVar = (Counterpart(arguments={"model.attn_implementation": "flash_attention_2"}),)
@@ -67,11 +68,6 @@ class Flash(Technique):
     def settings(cls, job: Job) -> Iterator[Self]:
         """Nothing: no plan looks at it."""
         return iter(())
-
-    @classmethod
-    def planning_objection(cls, job: Job) -> str:
-        """Nobody has measured it."""
-        return "it was measured on no GPU, so no plan chooses it by itself"
 
 
 def _why_not(job: Job) -> str:

@@ -34,6 +34,8 @@ class Flex(Technique):
     least_capability: ClassVar = (8, 0)
     needs: ClassVar = ("triton>=3.0",)
     extra: ClassVar = "compile"
+    unplanned: ClassVar = "one step of it was measured, so no plan chooses it by itself"
+    caveat: ClassVar = "the first step compiles its kernels, which takes some seconds that are not predicted."
     source: ClassVar = "Dong et al., arXiv 2412.05496; torch.nn.attention.flex_attention"
     elsewhere: ClassVar = ("flex_attention", "flexattention")
     counterparts: ClassVar = (Counterpart(arguments={"model.attn_implementation": "flex_attention"}),)
@@ -52,19 +54,10 @@ class Flex(Technique):
         if setup.checkpoint is not None and setup.checkpoint.keep:
             yield f"{recipe[Slot.CHECKPOINTING]} does not know its kernel. Take 'every_layer' or 'sdpa'."
 
-    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """A first step compiles."""
-        yield "the first step compiles its kernels, which takes some seconds that are not predicted."
-
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
         """Nothing: no plan looks at it."""
         return iter(())
-
-    @classmethod
-    def planning_objection(cls, job: Job) -> str:
-        """Its seconds are an upper bound, and one step was measured."""
-        return "one step of it was measured, so no plan chooses it by itself"
 
 
 def _why_not(job: Job) -> str:

@@ -36,6 +36,10 @@ class Budget(Technique):
     lowered: ClassVar = True
     needs: ClassVar = ("triton>=3.5",)
     extra: ClassVar = "compile"
+    caveat: ClassVar = (
+        "three steps on an H200 whose host others shared took the bytes that were predicted, and 4 to "
+        "64 % more time."
+    )
     source: ClassVar = "torch._functorch.config.activation_memory_budget (solver dp, estimator flops)"
     elsewhere: ClassVar = ("activation_memory_budget", "memory_budget")
     counterparts: ClassVar = tuple(
@@ -65,13 +69,6 @@ class Budget(Technique):
                 f"the model has dropout ({dropout}), whose masks would be others in the backward pass. "
                 "Try 'budget(0.1)', or 'every_layer'."
             )
-
-    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """What was measured of it."""
-        yield (
-            "three steps on an H200 whose host others shared took the bytes that were predicted, and 4 to "
-            "64 % more time."
-        )
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:

@@ -51,6 +51,7 @@ class ContextParallel(Technique):
     """Cuts each sequence over n GPUs, among which keys and values go around."""
 
     fidelity: ClassVar = Fidelity.ROUNDS
+    caveat: ClassVar = HOW_MEASURED
     source: ClassVar = "Liu et al., Ring Attention, arXiv 2310.01889; torch's context_parallel"
     elsewhere: ClassVar = ("context_parallel", "cp", "ring_attention")
     needs_several_gpus: ClassVar = True
@@ -103,10 +104,6 @@ class ContextParallel(Technique):
             f"sequences of {job.sequence_length} tokens cannot be cut into {pieces}. "
             f"Try --sequence-length {near}."
         )
-
-    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """How far it was measured."""
-        yield HOW_MEASURED
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:

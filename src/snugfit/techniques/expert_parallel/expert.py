@@ -32,6 +32,7 @@ class Expert(Technique):
     """Of n GPUs that share layers by `tensor(n)`, each has some of the experts."""
 
     fidelity: ClassVar = Fidelity.ROUNDS
+    caveat: ClassVar = HOW_MEASURED
     source: ClassVar = "Lepikhin et al., GShard, arXiv 2006.16668; transformers' expert_parallel"
     elsewhere: ClassVar = ("expert_parallel", "ep")
     needs_several_gpus: ClassVar = True
@@ -53,10 +54,6 @@ class Expert(Technique):
                 f"makes no groups of {self.n}. Write 'tensor({self.n}) + expert({self.n})'."
             )
         yield from tensor_plans.objections_to_experts(job, self.n)
-
-    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """How far it was measured."""
-        yield HOW_MEASURED
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:

@@ -45,6 +45,7 @@ class Pipeline(Technique):
     """Each of n GPUs, or groups of GPUs, holds a part of the layers and hands on what it computes."""
 
     fidelity: ClassVar = Fidelity.SAME
+    caveat: ClassVar = HOW_MEASURED
     source: ClassVar = (
         "Huang et al., GPipe, arXiv 1811.06965; Narayanan et al., arXiv 2104.04473 (1F1B, interleaved); "
         "Qi et al., arXiv 2401.10241 (zero bubble)"
@@ -101,10 +102,6 @@ class Pipeline(Technique):
             yield from several_gpus.objections(job, recipe, wish)
         yield from self._about_model(job)
         yield from self._about_recipe(recipe)
-
-    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """How far it was measured."""
-        yield HOW_MEASURED
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:

@@ -28,6 +28,8 @@ class Zero2(Technique):
     fidelity: ClassVar = Fidelity.ROUNDS
     needs: ClassVar = deepspeed_zero.NEEDS
     extra: ClassVar = "deepspeed"
+    unplanned: ClassVar = f"plans leave it out. {deepspeed_zero.TREE}"
+    caveat: ClassVar = deepspeed_zero.UNCERTAIN
     source: ClassVar = "Ren et al., ZeRO-Offload, arXiv 2101.06840; deepspeed.runtime.zero.stage_1_and_2"
     elsewhere: ClassVar = ("zero_offload", "deepspeed_zero2", "deepspeed_stage2")
     counterparts: ClassVar = deepspeed_zero.counterparts(2)
@@ -45,12 +47,3 @@ class Zero2(Technique):
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """The engine trains AdamW in fp32 or bf16."""
         yield from deepspeed_zero.objections(job, recipe, on_host=self.offload == "cpu")
-
-    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Nobody has measured it."""
-        yield deepspeed_zero.UNCERTAIN
-
-    @classmethod
-    def planning_objection(cls, job: Job) -> str:
-        """The guide's decision tree."""
-        return f"plans leave it out. {deepspeed_zero.TREE}"

@@ -29,6 +29,7 @@ class Zero3(Technique):
     fidelity: ClassVar = Fidelity.ROUNDS
     needs: ClassVar = deepspeed_zero.NEEDS
     extra: ClassVar = "deepspeed"
+    unplanned: ClassVar = f"plans leave it out. {deepspeed_zero.TREE}"
     source: ClassVar = "Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857; deepspeed.runtime.zero.stage3"
     elsewhere: ClassVar = ("zero_infinity", "deepspeed_zero3", "deepspeed_stage3")
     counterparts: ClassVar = deepspeed_zero.counterparts(3)
@@ -54,8 +55,3 @@ class Zero3(Technique):
         yield deepspeed_zero.UNCERTAIN
         if self.offload == "nvme":
             yield deepspeed_zero.OF_DISKS
-
-    @classmethod
-    def planning_objection(cls, job: Job) -> str:
-        """The guide's decision tree."""
-        return f"plans leave it out. {deepspeed_zero.TREE}"

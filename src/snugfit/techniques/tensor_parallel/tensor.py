@@ -39,6 +39,7 @@ class Tensor(Technique):
     """Groups of n GPUs compute each layer together, each with a part of its matrices."""
 
     fidelity: ClassVar = Fidelity.ROUNDS
+    caveat: ClassVar = HOW_MEASURED
     source: ClassVar = "Shoeybi et al., Megatron-LM, arXiv 1909.08053; torch's parallelize_module"
     elsewhere: ClassVar = ("tensor_parallel", "tp")
     needs_several_gpus: ClassVar = True
@@ -57,10 +58,6 @@ class Tensor(Technique):
         yield from several_gpus.objections(job, recipe, replace(wish, tensor=self.n))
         spread = recipe[Slot.EXPERT_PARALLEL].install(Setup()).parallel
         yield from tensor_plans.objections(job, self.n, experts=spread is not None)
-
-    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """How far it was measured."""
-        yield HOW_MEASURED
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError, UsageError
 from snugfit.step.wishes.mesh.sharded_optimizer import local_optimizer, updated_elsewhere
+from snugfit.techniques.feature import hooks
 
 if TYPE_CHECKING:
     import torch
@@ -65,9 +66,11 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
     local = local_optimizer(optimizer)
     elsewhere = {id(weight) for weight in updated_elsewhere(optimizer)}
     local.state.clear()
-    for index, values in saved["states"].items():
-        if id(parameters[index]) not in elsewhere:
-            local.state[parameters[index]] = _in_pages(local, parameters[index], values)
+    for index, state in saved["states"].items():
+        if id(weight := parameters[index]) not in elsewhere:
+            local.state[weight] = dict(state)
+            for place_state in hooks("place_state"):
+                place_state(local, weight)
     local.state.update(saved.get("named_states", {}))
     vars(local).update(saved.get("attributes", {}))
     for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
@@ -94,24 +97,6 @@ def own_part(
             index += 1
         groups.append({**group, "params": len(own_names) - before})
     return own_names, {**saved, "groups": groups, "states": states}
-
-
-def _in_pages(optimizer: Any, weight: torch.Tensor, values: dict[str, Any]) -> dict[str, Any]:
-    """The states of a weight, where they were in pages that the driver moves (bitsandbytes): torch takes
-    these for tensors of the host, which a kernel could not reach."""
-    import torch
-
-    if not getattr(optimizer, "is_paged", False) or weight.device.type != "cuda":
-        return values
-    pages = {
-        name: optimizer.get_state_buffer(weight, dtype=value.dtype)
-        for name, value in values.items()
-        if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.shape == weight.shape
-    }
-    torch.cuda.synchronize(weight.device)  # the pages are filled with zeros by a kernel
-    for name, page in pages.items():
-        page.copy_(values[name])
-    return {**values, **pages}
 
 
 def _count(group: Mapping[str, Any]) -> int:

@@ -35,6 +35,7 @@ def test_axolotl_takes_4_bit_weights_with_its_own_dtypes_alone(
 
 
 def test_files_of_llama_factory_and_unsloth_name_4_bit_weights(tmp_path: Path) -> None:
+    needs_techniques("adamw_8bit")
     llama_factory = read(tmp_path, "q.yaml", LLAMA_FACTORY + "quantization_bit: 4\n")
     assert llama_factory.settings["recipe"].startswith("qlora(r=16, targets=q_proj|v_proj)")
     assert not llama_factory.refused

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from in_roster import missing_techniques
 from made_up import footprint, job, timing
 from snugfit.features.guide.per_parameter import PerParameter
 from snugfit.features.guide.result import (
@@ -70,9 +71,11 @@ def guide_result(*, measured: bool = False, modern: bool = False) -> GuideResult
                 for one in experiment.published
             ),
         )
-        if experiment.name == "tf32":
+        missing = missing_techniques(experiment.recipe)
+        if experiment.name == "tf32" or missing:
             row = replace(row, predicted=None, predicted_speed=None, fits=None)
-            row = replace(row, refused="tf32 cannot run this job:\ntf32: it needs compute capability 8.0")
+            why = f"Unknown technique {missing}" if missing else "it needs compute capability 8.0"
+            row = replace(row, refused=f"tf32 cannot run this job:\ntf32: {why}")
         elif measured:
             row = replace(row, measured=footprint(size + 30 * MIB), timing=timing(20.0 + place), outcome="ok")
         rows.append(row)

@@ -73,6 +73,7 @@ def test_each_experiment_gets_the_fastest_recipe_within_its_own_memory() -> None
 
 
 def test_an_experiment_that_is_already_the_fastest_says_so() -> None:
+    needs_techniques("adafactor + adamw_8bit")
     slow = PlannedJob(front=(on_front(guide_result_job(), "every_layer", 1, 100.0),))
     modern = with_modern(guide_result(), lambda job: slow)
     assert {row.why_none for row in modern.modern if row.name != "tf32"} == {
@@ -96,7 +97,7 @@ def test_what_does_not_fit_may_use_the_whole_gpu() -> None:
 
 def test_large_models_are_valid_and_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each on its own GPU; one that cannot be predicted says why."""
-    needs_techniques("qlora")
+    needs_techniques("qlora + adafactor")
     for model in large_models():
         gpu = find_gpu(model.gpu)
         Recipe.parse(model.recipe).check(job_of(model.job), gpu.compute_capability, installed=False)

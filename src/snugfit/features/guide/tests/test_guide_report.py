@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from made_up_guide import guide_result
 
-from in_roster import missing_techniques
+from in_roster import missing_techniques, needs_techniques
 from made_up import EVIL, prediction
 from small_models import small_job
 from snugfit.errors import GpuError
@@ -40,6 +40,7 @@ __all__ = ["written"]
 
 def test_every_published_row_and_machine_has_its_place() -> None:
     """17 results on 4 machines; only a machine that names its GPU has software to predict under."""
+    needs_techniques("adafactor + adamw_8bit")
     experiments = suite()
     assert experiments[0].name == "vanilla"
     assert len([one for experiment in experiments for one in experiment.published]) == 17
@@ -53,6 +54,7 @@ def test_every_published_row_and_machine_has_its_place() -> None:
 
 
 def test_what_helps_what_follows_from_the_rows() -> None:
+    needs_techniques("adafactor + adamw_8bit")
     lines = {line.experiment: line for line in method_lines(guide_result())}
     accumulation = lines["accumulation"]
     assert accumulation.memory == pytest.approx(-0.5 / 14.586, rel=1e-3), "half a GiB less than vanilla"
@@ -191,7 +193,7 @@ def test_the_suite_keeps_refused_rows_and_predicts_only_named_machines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One question for each experiment on our GPU, one for each published row of a named GPU; none else."""
-
+    needs_techniques("adafactor + adamw_8bit")
     asked = []
 
     def predict(job: Any, recipe: Any, **how: Any) -> Any:
@@ -218,7 +220,7 @@ def test_the_suite_keeps_refused_rows_and_predicts_only_named_machines(
 def test_predictions_of_the_suite_come_in_the_order_of_their_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-
+    needs_techniques("adafactor + adamw_8bit")
     requests = [
         ask.PredictionRequest(about=one.name, job=one.job(), recipe=one.recipe, gpu=find_gpu("h200"))
         for one in suite()

@@ -15,13 +15,13 @@ from typing import Any, Literal
 
 import torch
 
-from snugfit.step.wishes.adamw_in_pieces import STEP
 from snugfit.step.wishes.masters import compact
 from snugfit.step.wishes.masters.adamw import MasterAdamW, Numbers, update, widen
 from snugfit.step.wishes.masters.block import COMPACT_SETTINGS
-from snugfit.step.wishes.masters.halves import AT_ONCE, flat, join, split, split_by_chance
+from snugfit.step.wishes.masters.halves import AT_ONCE, join, split, split_by_chance
 from snugfit.step.wishes.masters.marks import RESIDUAL
-from snugfit.step.wishes.masters.table import MOMENTS, WeightTable, laid_out_as
+from snugfit.step.wishes.masters.table import MOMENTS, WeightTable
+from snugfit.step.wishes.own_adamw import STEP, flat, laid_out_as
 
 SCALES = ("exp_avg_scales", "exp_avg_sq_scales")
 """Keys of the states that have a group's scale."""

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-from snugfit.errors import RecipeError
 from snugfit.job.dtype import cast_weights
 from snugfit.step.wishes.masters.marks import HAS_MASTER, RESIDUAL
+from snugfit.step.wishes.own_adamw import flat
 
 AT_ONCE = 1 << 20
 """Numbers that are widened together (chosen): few enough that their copies in 32 bits stay in a CPU's caches,
@@ -82,17 +82,6 @@ def in_bits_of(residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return residual.to(torch.int16).mul_(UNIT)
     most = (1 << 15) - 1 - UNIT // 2  # more would be rounded to 128 units, which 8 bits have not
     return residual.clamp(max=most).add_(UNIT // 2).bitwise_right_shift_(8).to(torch.int8)
-
-
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's elements in the order of its memory, without a copy. Raises `RecipeError` for one that has
-    gaps there, or an element twice."""
-    if not torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
-        raise RecipeError(
-            f"Weights with masters have no gaps in memory, but one of shape {tuple(tensor.shape)} has "
-            f"strides {tensor.stride()}. Make it contiguous(), or try 'bf16'."
-        )
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:

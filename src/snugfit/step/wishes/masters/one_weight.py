@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from snugfit.step.wishes.adamw_in_pieces import STEP
 from snugfit.step.wishes.masters.adamw import MasterAdamW, Numbers, is_refused
 from snugfit.step.wishes.masters.block import NORM_PROGRAMS, NUMBERS
 from snugfit.step.wishes.masters.device_copy import DeviceCopy
@@ -26,8 +25,8 @@ from snugfit.step.wishes.masters.launches import (
     triton_named,
     writes_in_place,
 )
-from snugfit.step.wishes.masters.table import laid_out_as
 from snugfit.step.wishes.mesh.spread_tensors import clip_coefficient
+from snugfit.step.wishes.own_adamw import STEP, laid_out_as
 
 OPERATORS.define(
     "adamw_of_weight(Tensor(a!) weight, Tensor(b!)[] states, Tensor gradient, Tensor numbers) -> ()"

@@ -15,8 +15,9 @@ import torch
 from snugfit.errors import RecipeError
 from snugfit.step.wishes.masters.block import SETTINGS, LaunchSettings, LaunchTable
 from snugfit.step.wishes.masters.device_copy import DeviceCopy
-from snugfit.step.wishes.masters.halves import flat, lower_bits
+from snugfit.step.wishes.masters.halves import lower_bits
 from snugfit.step.wishes.masters.marks import RESIDUAL
+from snugfit.step.wishes.own_adamw import flat, laid_out_as
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Keys of AdamW's states."""
@@ -144,15 +145,3 @@ def _lower_bits_of_all(states: Sequence[dict[str, Any]]) -> int:
 
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def laid_out_as(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient with the strides of its weight, as autograd gives it wherever it can. Raises `RecipeError`
-    for a sparse one, and for one of another dtype."""
-    if gradient.layout is not torch.strided:
-        raise RecipeError("Weights with masters take no sparse gradients. Try 'bf16', or sparse=False.")
-    if gradient.dtype is not weight.dtype:
-        raise RecipeError(f"A weight that is {weight.dtype} has a gradient that is {gradient.dtype}.")
-    if gradient.stride() == weight.stride() or weight.numel() < 2:
-        return gradient
-    return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)

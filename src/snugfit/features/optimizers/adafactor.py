@@ -1,0 +1,38 @@
+"""Adafactor as the HF Trainer runs it: the second moment of a matrix is kept as its row and column means.
+
+State of an m x n matrix: m + n numbers instead of 2mn. The update is computed one parameter at a time with
+temporaries of its size, so the largest parameter (the embedding table) sets the peak, twice over. A fixed
+learning rate is used: no scaling by the parameter and no relative step, as the HF Trainer sets them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from snugfit.techniques.counterpart import Counterpart
+from snugfit.techniques.setup import Call, OptimizerWish, Setup
+from snugfit.techniques.technique import Fidelity, Technique
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adafactor(Technique):
+    """Adafactor of transformers, which keeps row and column means in place of a second moment."""
+
+    fidelity: ClassVar = Fidelity.LEARNS
+    source: ClassVar = "Shazeer and Stern, arXiv 1804.04235; transformers.optimization.Adafactor"
+    advice: ClassVar = dict.fromkeys(
+        ("lomo", "adalomo", "galore_adamw_layerwise"),
+        "an update in the backward pass takes no micro-batches and no step again after memory ran out, so "
+        "snugfit trains no such optimizer. Small states here: 'adafactor', 'adamw_4bit', 'adamw_8bit', "
+        "'lion_8bit'.",
+    )
+    counterparts: ClassVar = (Counterpart(arguments={"optim": "adafactor"}),)
+
+    def install(self, setup: Setup) -> Setup:
+        """transformers' Adafactor with the HF Trainer's arguments."""
+        factory = Call(
+            path="transformers.optimization:Adafactor",
+            arguments={"scale_parameter": False, "relative_step": False},
+        )
+        return setup.with_fields(optimizer=OptimizerWish(factory=factory, trainer_name="adafactor"))

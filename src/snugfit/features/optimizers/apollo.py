@@ -1,0 +1,45 @@
+"""APOLLO: gradients of hidden layers' matrices, scaled by what AdamW does to a small projection of them.
+
+State of an m x n matrix, m the smaller: two moments and a projection, rank x (2n + m) numbers against AdamW's
+2mn; of rank 64 in a matrix of 4,096 x 4,096 a fortieth. Embedding tables, the head, biases, normalisations
+and matrices no larger than the rank keep AdamW's two moments. An update multiplies each matrix once with the
+projection and needs one temporary of its size. How it works stands in `updates/apollo.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from snugfit.features.optimizers.of_matrices import UPDATES, Projected
+from snugfit.techniques.setting import between
+from snugfit.techniques.setup import Call, OptimizerWish, Setup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Apollo(Projected):
+    """Gradients scaled as AdamW scales a small projection of them; AdamW for all but hidden matrices."""
+
+    caveat: ClassVar = (
+        "the seconds of its update were measured on no GPU: they follow from its kernels' sizes."
+    )
+    source: ClassVar = "Zhu et al., arXiv 2412.05270; written from the paper"
+    advice: ClassVar = dict.fromkeys(
+        ("apollo_adamw", "apollo_adamw_layerwise"),
+        "apollo-torch's licence (CC BY-NC 4.0) forbids commercial use, so snugfit does not run it. 'apollo' "
+        "is snugfit's own, written from the paper.",
+    )
+
+    renew: int = between(1, 1_000_000, default=200)
+    """Steps after which another projection is drawn."""
+
+    def install(self, setup: Setup) -> Setup:
+        """APOLLO and AdamW as one optimizer; the HF Trainer's is the authors' package."""
+        wish = OptimizerWish(
+            factory=Call(
+                path=f"{UPDATES}.apollo:ApolloWithAdamW",
+                arguments={"rank": self.rank, "renew": self.renew},
+            ),
+            prepare=Call(path=f"{UPDATES}.matrices:leave_to_adamw"),
+        )
+        return setup.with_fields(optimizer=wish)

@@ -1,0 +1,50 @@
+"""Optimizers beside torch's AdamW and SGD: small, paged, projected and orthogonal ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from snugfit.techniques.feature import Feature
+from snugfit.techniques.technique import Slot
+
+ONE_STATE = " of one state"
+TENSORS_OF_TWO_STATES = 8
+"""How many tensors bitsandbytes' update with two states in 8 bits has: weight, gradient, and of each state
+its bytes, scales and code book. Its arithmetic bounds it: one state takes 0.59 of two."""
+
+
+class Optimizers(Feature):
+    """Add the techniques, the rates of their kernels and the states in managed memory."""
+
+    techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {
+        Slot.OPTIMIZER: (
+            "adafactor", "adafactor_torch", "adamw_4bit", "adamw_8bit", "adamw_stochastic", "apollo",
+            "galore", "host_adamw", "lion", "lion_8bit", "muon", "paged_adamw", "paged_lion",
+        )
+    }  # fmt: skip
+
+    def optimizer_doubts(self, optimizer: Any) -> Sequence[str]:
+        """Return a sentence about states in managed memory."""
+        from snugfit.features.optimizers.updates.bitsandbytes_states import doubt_about_pages
+
+        return [sentence] if (sentence := doubt_about_pages(optimizer)) else []
+
+    def rate_names(self, kernel: Any) -> Sequence[str]:
+        """Return the rate of bitsandbytes' updates with one state."""
+        is_small = kernel.operator == "bitsandbytes::optimizer_update_8bit_blockwise"
+        if is_small and kernel.tensors < TENSORS_OF_TWO_STATES:
+            return [kernel.operator + ONE_STATE]
+        return ()
+
+    def managed_bytes(self) -> int:
+        """Return bytes of bitsandbytes' pages."""
+        from snugfit.features.optimizers.updates.bitsandbytes_states import paged_bytes
+
+        return paged_bytes()
+
+    def place_state(self, optimizer: Any, weight: Any) -> None:
+        """Move moments into bitsandbytes' pages."""
+        from snugfit.features.optimizers.updates.bitsandbytes_states import place_in_pages
+
+        place_in_pages(optimizer, weight)

@@ -1,0 +1,111 @@
+"""GaLore: AdamW on projections of the gradients of hidden layers' matrices, onto their singular vectors.
+
+State of an m x n matrix, m the smaller: two moments of rank x n numbers and the projection's m x rank,
+rank x (2n + m) against AdamW's 2mn; of rank 128 in a matrix of 4,096 x 4,096 a twentieth. Embedding tables,
+the head, biases, normalisations and matrices no larger than the rank keep AdamW's two moments. An update
+multiplies each matrix's gradient with the projection and back, and makes nothing of the matrix's size. The
+singular values are decomposed in the first step and every `update_proj_gap` steps, one matrix after the
+other, which takes copies of the largest one and many seconds. How it works stands in `updates/galore.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from snugfit.features.optimizers.of_matrices import UPDATES, Projected
+from snugfit.techniques.counterpart import Counterpart, Setting
+from snugfit.techniques.setting import between
+from snugfit.techniques.setup import Call, OptimizerWish, Setup
+from snugfit.techniques.technique import Slot, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+OTHERWISE = (
+    "snugfit's own GaLore is meant. galore-torch, which TrainingArguments run, keeps all singular vectors of "
+    "weights in fp32 and so takes more memory than is predicted, and its checkpoints do not resume"
+)
+"""How what `TrainingArguments` run differs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Galore(Projected):
+    """AdamW on projections of hidden matrices' gradients onto their first singular vectors; AdamW for the
+    rest."""
+
+    source: ClassVar = "Zhao et al., arXiv 2403.03507, algorithm 2; written from the paper"
+    elsewhere: ClassVar = ("galore_adamw",)
+    advice: ClassVar = dict.fromkeys(
+        ("galore_adamw_8bit", "galore_adafactor"),
+        "galore with moments in 8 bits or of Adafactor is galore-torch's alone, which is not kept up. "
+        "'galore' has AdamW's. Small states here too: 'adafactor', 'adamw_4bit', 'adamw_8bit', 'lion_8bit'.",
+    )
+    counterparts: ClassVar = (
+        Counterpart(
+            arguments={
+                "optim": "galore_adamw",
+                "optim_args.rank": Setting("rank"),
+                "optim_args.update_proj_gap": Setting("update_proj_gap"),
+                "optim_args.scale": Setting("scale"),
+                "optim_args.proj_type": Setting("proj_type"),
+                "optim_target_modules": Setting("targets"),
+            },
+            note=OTHERWISE,
+        ),
+    )
+
+    rank: int = between(1, 65_536, default=128)
+    """Singular vectors of a projection; matrices with no more rows or columns stay AdamW's."""
+
+    update_proj_gap: int = between(1, 1_000_000, default=200)
+    """Steps after which the singular vectors are found anew."""
+
+    scale: float = between(1e-6, 1e6, default=0.25)
+    """Factor of what is projected back."""
+
+    proj_type: Literal["std", "reverse_std", "right", "left", "full"] = "std"
+    """Which singular vectors: of the shorter side, the longer one, one side of every matrix, or both."""
+
+    targets: tuple[str, ...] | None = None
+    """Words in the names of the linear layers that are projected, or `all-linear`, the head with them; by
+    default the matrices of hidden layers."""
+
+    def install(self, setup: Setup) -> Setup:
+        """GaLore and AdamW as one optimizer; the HF Trainer's is the authors' package."""
+        wish = OptimizerWish(
+            factory=Call(
+                path=f"{UPDATES}.galore:GaloreWithAdamW",
+                arguments={
+                    "rank": self.rank,
+                    "renew": self.update_proj_gap,
+                    "scale": self.scale,
+                    "side": self.proj_type,
+                },
+            ),
+            prepare=Call(
+                path=f"{UPDATES}.galore:leave_others_to_adamw",
+                arguments={"targets": list(self.targets or ())},
+            ),
+        )
+        return setup.with_fields(optimizer=wish)
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """Object to projections of matrices that are thin."""
+        thin = recipe[Slot.ADAPTERS].trained_rank
+        if thin is not None and thin <= self.rank:
+            yield (
+                f"only matrices of rank {thin} train, and a projection of rank {self.rank} makes none of "
+                f"them smaller: all would be AdamW's. Try 'adamw', or leave {recipe[Slot.ADAPTERS]} out."
+            )
+
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """What a step with a decomposition takes is not known."""
+        yield (
+            "its singular value decompositions, one after the other in the first step and every "
+            f"{self.update_proj_gap} steps, take seconds that are not predicted (minutes of large models), "
+            "and a workspace of cuSOLVER's that is not counted; their results and a copy of the matrix are. "
+            "On an H100 the first step of BERT-large (rank 64) took 10.0 s, and others 112.3 ms, where 109.0 "
+            "are predicted."
+        )

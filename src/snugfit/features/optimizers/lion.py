@@ -1,0 +1,36 @@
+"""Lion of bitsandbytes: the sign of a momentum is the update, so one 32-bit moment is all its state.
+
+State: 4 bytes an element, half of AdamW's, and no temporaries. Every element moves by the learning rate
+itself, so it wants one that is a tenth to a third of AdamW's, with as much more decay (Chen et al.,
+section 5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from snugfit.features.optimizers.small_states import (
+    LION,
+    LION_RATE,
+    OfBitsandbytes,
+    bitsandbytes_wish,
+    lion_counterparts,
+)
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lion(OfBitsandbytes):
+    """The sign of a momentum as the update: one 32-bit moment, half of AdamW's state."""
+
+    fidelity: ClassVar = Fidelity.LEARNS
+    unplanned: ClassVar = LION_RATE
+    source: ClassVar = "Chen et al., arXiv 2302.06675; bitsandbytes.optim.Lion"
+    elsewhere: ClassVar = ("lion_32bit", "lion32bit")
+    counterparts: ClassVar = lion_counterparts("lion_32bit", {})
+
+    def install(self, setup: Setup) -> Setup:
+        """Choose bitsandbytes' Lion, whose moment has 32 bits."""
+        return setup.with_fields(optimizer=bitsandbytes_wish("Lion", "lion_32bit", LION))

@@ -1,0 +1,39 @@
+"""Lion of bitsandbytes with its one moment in 8 bits, in blocks of 256 that share one scale.
+
+State of a parameter of 4,096 elements or more: a byte an element and 4 bytes a block, 1.02 in all against
+AdamW's 8 and Lion's 4. `embeddings=32` keeps that of embedding tables at 32 bits; the rest stands in
+`updates/bitsandbytes_states.py`. The learning rate is Lion's, not AdamW's (`lion.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from snugfit.features.optimizers.small_states import (
+    LION,
+    LION_RATE,
+    EightBitStates,
+    bitsandbytes_wish,
+    lion_counterparts,
+)
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lion8bit(EightBitStates):
+    """Lion with its moment in 8 bits, block by block: an eighth of AdamW's state."""
+
+    fidelity: ClassVar = Fidelity.LEARNS
+    unplanned: ClassVar = LION_RATE
+    source: ClassVar = (
+        "Chen et al., arXiv 2302.06675; Dettmers et al., arXiv 2110.02861; bitsandbytes' Lion8bit"
+    )
+    elsewhere: ClassVar = ("lion8bit",)
+    counterparts: ClassVar = lion_counterparts("lion_8bit", {})
+
+    def install(self, setup: Setup) -> Setup:
+        """Choose Lion of bitsandbytes."""
+        wish = bitsandbytes_wish("Lion8bit", "lion_8bit", LION, self.embeddings)
+        return setup.with_fields(optimizer=wish)

@@ -1,0 +1,41 @@
+"""Muon of torch: momentum made orthogonal, for the matrices of hidden layers; AdamW for all else.
+
+State of such a matrix: its momentum, 4 bytes an element of fp32 weights against AdamW's 8. Embedding tables,
+the head, biases and normalisations keep AdamW's two moments, as Muon's authors have it; of a model whose
+table is large that is most of the state. An update multiplies each matrix with its own transpose in bf16,
+five times over, one matrix after the other: temporaries of the largest one, and products that no other
+optimizer has. So it is for what is learnt in a step, and a plan, which does not know that, never chooses it
+by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from snugfit.features.optimizers.of_matrices import UPDATES, OfMatrices
+from snugfit.techniques.setting import between
+from snugfit.techniques.setup import Call, OptimizerWish, Setup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Muon(OfMatrices):
+    """Orthogonal momentum for the matrices of hidden layers, AdamW for everything else."""
+
+    source: ClassVar = (
+        "Jordan et al., kellerjordan.github.io/posts/muon; Liu et al., arXiv 2502.16982; torch.optim.Muon"
+    )
+
+    momentum: float = between(0.0, 0.9999, default=0.95)
+    """Share of the last momentum in the next one."""
+
+    def install(self, setup: Setup) -> Setup:
+        """torch's Muon and AdamW as one optimizer; the HF Trainer has no name for it."""
+        wish = OptimizerWish(
+            factory=Call(
+                path=f"{UPDATES}.matrices:MuonWithAdamW",
+                arguments={"momentum": self.momentum},
+            ),
+            prepare=Call(path=f"{UPDATES}.matrices:leave_to_adamw"),
+        )
+        return setup.with_fields(optimizer=wish)

@@ -1,0 +1,38 @@
+"""AdamW of bitsandbytes with its moments in managed memory, which the driver moves between host and GPU.
+
+The state is that of AdamW, in 32 bits or in 8 (`adamw_8bit`), but for parameters of 100,000 elements or more
+it is none of torch's allocator: it stays on the GPU while there is room, and goes to the host, page by page,
+when activations need the room (Dettmers et al., arXiv 2305.14314, section 3). So a step fits whose states do
+not fit beside its activations; each page that went is brought back in the update, over the link to the host.
+How many go depends on all else that the GPU holds, and is not predicted. Measured: a step of Llama-3.2-1B
+(2 x 512 tokens, 9.2 GiB of states) took 66 to 73 ms on an H200 with room for all, and 73 to 87 ms where other
+tensors left 2 GiB for the states (`results/h200-2026-11-23/optimizers`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from snugfit.features.optimizers.small_states import PagedStates
+from snugfit.techniques.counterpart import Counterpart
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedAdamW(PagedStates):
+    """AdamW with its moments in memory that goes to the host when the GPU is full."""
+
+    fidelity: ClassVar = Fidelity.ROUNDS
+    source: ClassVar = "Dettmers et al., arXiv 2305.14314; bitsandbytes.optim.PagedAdamW"
+    elsewhere: ClassVar = ("paged_adamw_32bit",)
+    advice: ClassVar = {"paged_adamw_8bit": "write 'paged_adamw(bits=8)'."}
+    counterparts: ClassVar = tuple(
+        Counterpart(arguments={"optim": f"paged_adamw_{bits}bit"}, settings={"bits": bits})
+        for bits in (32, 8)
+    )
+
+    def install(self, setup: Setup) -> Setup:
+        """Choose AdamW of bitsandbytes."""
+        return setup.with_fields(optimizer=self.paged_wish("AdamW", {}))

@@ -1,0 +1,34 @@
+"""Lion of bitsandbytes with its moment in managed memory, which the driver moves between host and GPU.
+
+The state is that of Lion, in 32 bits or in 8 (`lion`, `lion_8bit`); where it is, and what is not predicted of
+it, stands in `paged_adamw.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from snugfit.features.optimizers.small_states import LION, PagedStates, lion_counterparts
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedLion(PagedStates):
+    """Lion with its moment in memory that goes to the host when the GPU is full."""
+
+    fidelity: ClassVar = Fidelity.LEARNS
+    source: ClassVar = (
+        "Chen et al., arXiv 2302.06675; Dettmers et al., arXiv 2305.14314; bitsandbytes.optim.PagedLion"
+    )
+    elsewhere: ClassVar = ("paged_lion_32bit",)
+    advice: ClassVar = {"paged_lion_8bit": "write 'paged_lion(bits=8)'."}
+    counterparts: ClassVar = (
+        *lion_counterparts("paged_lion_32bit", {"bits": 32}),
+        *lion_counterparts("paged_lion_8bit", {"bits": 8}),
+    )
+
+    def install(self, setup: Setup) -> Setup:
+        """Choose Lion of bitsandbytes."""
+        return setup.with_fields(optimizer=self.paged_wish("Lion", LION))

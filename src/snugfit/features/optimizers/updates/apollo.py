@@ -1,0 +1,64 @@
+"""APOLLO, written from its paper (Zhu et al., arXiv 2412.05270): gradients scaled as AdamW would, on average.
+
+What AdamW does to a matrix's gradient is mostly a factor for each of its columns (or rows, the longer side).
+APOLLO finds these factors in a small space: a fixed random projection of the gradient onto `rank` rows has
+AdamW's moments, and how much longer AdamW's update of it is in each column than the projection itself is the
+factor of that column. Such an update is shorter than AdamW's by the root of rank over rows, which is put
+right here, so that a learning rate that suits AdamW suits both. The projection is drawn anew every `renew`
+steps, from the device's own generator; until then it is a state, so that a checkpoint holds it. An update
+may be longer than the last one by `GROWTH` at most (section 4).
+
+Nothing of the authors' package, whose licence forbids commercial use, was read.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+
+from snugfit.features.optimizers.updates.matrices import ProjectedAndAdamW, adamw_direction
+
+GROWTH = 1.01
+"""How many times as long as the last one an update may be."""
+
+SMALLEST = 1e-30
+"""Added to lengths that are divided by."""
+
+
+class ApolloWithAdamW(ProjectedAndAdamW):
+    """APOLLO for the matrices that are larger than its rank, and AdamW."""
+
+    further: ClassVar = {"rank": 64, "renew": 200}
+
+    def update_matrix(
+        self, weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> torch.Tensor:
+        """Return the scaled gradient of a matrix."""
+        short = 0 if gradient.shape[0] <= gradient.shape[1] else 1
+        rows, rank = gradient.shape[short], group["rank"]
+        if (state["step"] - 1) % group["renew"] == 0:
+            projection = torch.randn(rank, rows, dtype=gradient.dtype, device=gradient.device)
+            state["projection"] = projection.div_(math.sqrt(rank))
+        projection = state["projection"]
+        small = projection @ gradient if short == 0 else gradient @ projection.t()
+        factors = _column_factors(small.float(), state, group, short).mul_(math.sqrt(rows / rank))
+        columns = torch.linalg.vector_norm(gradient, dim=short, keepdim=True)
+        length = torch.linalg.vector_norm(columns * factors)
+        if "length" in state:
+            shorter = (state["length"] * GROWTH).div_(length + SMALLEST).clamp_(max=1.0)
+            factors.mul_(shorter)
+            length.mul_(shorter)
+        state["length"] = length
+        return gradient * factors.to(gradient.dtype)
+
+
+def _column_factors(
+    small: torch.Tensor, state: dict[str, Any], group: dict[str, Any], short: int
+) -> torch.Tensor:
+    """How much longer AdamW's update of a projection is than itself, column by column."""
+    update = adamw_direction(small, state, group)
+    lengths = [torch.linalg.vector_norm(one, dim=short, keepdim=True) for one in (update, small)]
+    factors: torch.Tensor = lengths[0].div_(lengths[1].add_(SMALLEST))
+    return factors

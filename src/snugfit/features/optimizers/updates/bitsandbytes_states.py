@@ -1,0 +1,174 @@
+"""What the optimizers of bitsandbytes share: states in 8 bits, paged ones, and a step on shapes.
+
+State in 8 bits: a byte an element and 4 bytes a block of 256, for each moment; parameters of fewer than 4,096
+elements (biases, norms) keep 32 bits. One code book of 1 KiB for each moment is shared by all. Embedding
+tables may keep 32 bits, because their gradients are sparse and uneven and 8 bits make them unstable (Dettmers
+et al., section 2.3, who change the layer itself); the HF Trainer does it for every `nn.Embedding`.
+
+bitsandbytes holds such overrides in one global manager by the *position* of a parameter in its optimizer, and
+never forgets them: an earlier model's would change a later one's states in the same process. It also holds
+the embedding tables themselves, whose weights and gradients would stay on the GPU when training is over. So
+`keep_embeddings` gives each run a manager of its own, leaves the earlier one to the optimizers that hold it,
+and lets go of its own when the model is gone. The list of paged tensors goes the same way.
+
+Paged states are in memory that the driver moves between host and GPU (`cudaMallocManaged`), a page at a time:
+it stays on the GPU while there is room, and goes to the host when torch's allocator asks for that room. To
+torch it is a tensor of the host. Parameters of fewer than 100,000 elements have ordinary states.
+
+On shapes: bitsandbytes registers shape functions for both of its update kernels, and the rest of its step is
+ordinary torch, so it runs on meta tensors unchanged and allocates the same tensors in the same order
+(`tests/test_bitsandbytes.py` compares it with a real step). `shapes` only leaves the manager of the user's
+process as it was, and waits for the device after each parameter: bitsandbytes itself does so on CUDA and XPU
+only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from snugfit.hub_kernels import no_hub_kernels
+from snugfit.step.host_link import MetaLink
+
+if TYPE_CHECKING:
+    import torch
+
+
+def paged_bytes() -> int:
+    """Return bytes in pages that optimizers of this process have made, since `keep_embeddings`."""
+    if "bitsandbytes" not in sys.modules:
+        return 0
+    return sum(page.nbytes for page in _page_managers().get_instance().paged_tensors)
+
+
+def keep_embeddings(model: torch.nn.Module, *, bits: int) -> None:
+    """Sets the width of the embedding tables' moments, for the optimizer that is made next."""
+    import torch
+
+    managers, pages = _managers(), _page_managers()
+    for kind in (managers, pages):
+        kind._instance = None
+        weakref.finalize(model, _let_go, kind, kind.get_instance()).atexit = False
+    if bits == 8:
+        return
+    manager = managers.get_instance()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            manager.register_module_override(module, "weight", {"optim_bits": bits})
+
+
+def place_in_pages(optimizer: Any, weight: torch.Tensor) -> None:
+    """Move the restored moments of a weight into pages where they were in pages before: torch takes these for
+    tensors of the host, which a kernel could not reach."""
+    import torch
+
+    if not getattr(optimizer, "is_paged", False) or weight.device.type != "cuda":
+        return
+    state = optimizer.state[weight]
+    pages = {
+        name: optimizer.get_state_buffer(weight, dtype=value.dtype)
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.shape == weight.shape
+    }
+    torch.cuda.synchronize(weight.device)  # the pages are filled with zeros by a kernel
+    for name, page in pages.items():
+        page.copy_(state[name])
+    state.update(pages)
+
+
+def doubt_about_pages(optimizer: Any) -> str:
+    """Return a sentence about states that the driver moves between host and GPU; empty without any."""
+    states = optimizer.state.values() if optimizer is not None else ()
+    values = [value for state in states for value in state.values() if hasattr(value, "is_paged")]
+    if not values:
+        return ""
+    nbytes = sum(value.nbytes for value in values)
+    return (
+        f"{nbytes:,} bytes of optimizer states are in managed memory, which torch does not count. They stay "
+        "on the GPU while there is room and go to the host when there is none, so whether the step fits is "
+        "answered without them; the seconds that moving them takes are not predicted."
+    )
+
+
+def _let_go(kind: Any, instance: Any) -> None:
+    if kind._instance is instance:
+        kind._instance = None
+
+
+@contextlib.contextmanager
+def shapes(*, on_gpu: bool = True) -> Iterator[None]:
+    """Within it, bitsandbytes has managers of its own, its step waits for a `meta` device as for a GPU, and
+    paged states are in memory that no trace holds, if it is `on_gpu`."""
+    from unittest.mock import patch
+
+    managers = _managers()
+    from bitsandbytes import functional
+    from bitsandbytes.optim import optimizer
+
+    pages: dict[str, Any] = {
+        "get_paged": _page if on_gpu else _on_the_device,
+        "fill": lambda tensor, value: None,
+        "prefetch_tensor": _prefetch,
+    }
+    with (
+        patch.object(managers, "_instance", None),
+        patch.object(functional.GlobalPageManager, "_instance", None),
+        patch.object(optimizer, "sync_gpu", _wait),
+        patch.multiple(functional, **pages),
+    ):
+        yield
+
+
+def _page(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of memory that torch's allocator does not hand out: no mode hears that it is made."""
+    import torch
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        page = torch.empty(shape, dtype=dtype, device=device)
+    page.is_paged = True  # type: ignore[attr-defined]
+    return page
+
+
+def _prefetch(page: torch.Tensor) -> None:
+    """Report pages to the observer of copies, and move nothing."""
+    if MetaLink.observer is not None:
+        MetaLink.observer.prefetch(page.nbytes)
+
+
+def _on_the_device(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What bitsandbytes makes in its place where there is no GPU."""
+    import torch
+
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _wait(tensor: torch.Tensor) -> None:
+    """Waits for a tensor's device by reading one of its numbers, which is a wait that a trace counts."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():  # a real wait makes no views
+        one = tensor.detach().as_strided((), ())
+    one.item()
+
+
+def _page_managers() -> Any:
+    """The class of what lists all paged tensors of a process."""
+    with no_hub_kernels():
+        from bitsandbytes.functional import GlobalPageManager
+
+    return GlobalPageManager
+
+
+def _managers() -> Any:
+    """bitsandbytes' manager class, which keeps its only object in `_instance`."""
+    with no_hub_kernels():
+        from bitsandbytes.optim import GlobalOptimManager
+
+    assert hasattr(GlobalOptimManager, "_instance"), (
+        "this version of bitsandbytes keeps its manager elsewhere"
+    )
+    return GlobalOptimManager

@@ -1,0 +1,127 @@
+"""AdamW whose moments are 4-bit numbers, in blocks of 128 that share one scale.
+
+The first moment's sixteen values are Dettmers' dynamic ones (arXiv 2110.02861, section 1.3), which lie closer
+together near zero; the second one's are even and without zero, which it divides by (Li et al., arXiv
+2309.01507, sections 3 and 4). A value is kept as the nearest of them, as a share of the largest of its block;
+two share a byte. So a moment of a weight takes half a byte an element and 4 bytes a block. Weights of fewer
+than `LEAST` elements, and those that blocks do not divide, keep 32 bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from snugfit.features.optimizers.updates.pieces import AdamWInPieces, WeightRows, gather, scatter
+
+BLOCK = 128
+"""Elements that share a scale (Li et al., section 5)."""
+
+LEAST = 4096
+"""Elements of a weight from which its moments have 4 bits; bitsandbytes' 8-bit ones have the same."""
+
+SMALLEST = 1e-30
+"""Stands for the scale of a block of zeros."""
+
+NEGATIVE = (-0.8875, -0.6625, -0.4375, -0.2125, -0.0775, -0.0325, -0.0055)
+SIGNED = (*NEGATIVE, 0.0, *(-value for value in reversed(NEGATIVE)), 1.0)
+"""The dynamic values of 4 bits: a sign, zeros that tell the power of ten, a fraction of it."""
+
+UNSIGNED = tuple(step / 16 for step in range(1, 17))
+
+MOMENTS = {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}
+
+
+class CodeTables(NamedTuple):
+    """What numbers of 4 bits stand for, on a device."""
+
+    pairs: torch.Tensor
+    """The two values of each byte (256, 2)."""
+    borders: torch.Tensor
+    """Halfway between neighbours (15)."""
+
+
+class FourBitAdamW(AdamWInPieces):
+    """AdamW that keeps both moments in 4 bits."""
+
+    numbers_in_a_block = BLOCK
+
+    def new_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Makes codes of zeros, or zeros in 32 bits."""
+        if weight.numel() < LEAST or weight.numel() % BLOCK:
+            return {
+                name: torch.zeros_like(weight, dtype=torch.float32, memory_format=torch.preserve_format)
+                for name in MOMENTS
+            }
+        state = {}
+        for name in MOMENTS:
+            state[name] = torch.zeros(weight.numel() // 2, dtype=torch.uint8, device=weight.device)
+            state[_scales(name)] = torch.zeros(
+                weight.numel() // BLOCK, dtype=torch.float32, device=weight.device
+            )
+        return state
+
+    def widen(self, piece: Sequence[WeightRows], name: str) -> torch.Tensor:
+        """Read the values of codes from their table."""
+        parts = [rows.state[name] for rows in piece]
+        if not _is_packed(piece):
+            return gather(parts)
+        codes, scales = torch.cat(parts), torch.cat([rows.state[_scales(name)] for rows in piece])
+        return unpack(codes, scales, self._tables(name, codes.device).pairs)
+
+    def narrow(self, piece: Sequence[WeightRows], moments: tuple[torch.Tensor, ...]) -> None:
+        """Store the nearest of sixteen values."""
+        for name, exact in zip(MOMENTS, moments, strict=True):
+            parts = [rows.state[name] for rows in piece]
+            if not _is_packed(piece):
+                scatter(exact, parts)
+                continue
+            codes, scales = pack(exact, self._tables(name, exact.device).borders)
+            _scatter(codes, parts)
+            _scatter(scales, [rows.state[_scales(name)] for rows in piece])
+
+    def _tables(self, name: str, device: torch.device) -> CodeTables:
+        known = self.__dict__.setdefault("_known_tables", {})
+        if (name, device) not in known:
+            known[name, device] = tables_of(MOMENTS[name], device)
+        tables: CodeTables = known[name, device]
+        return tables
+
+
+def _scales(name: str) -> str:
+    return f"{name}_scales"
+
+
+def _is_packed(piece: Sequence[WeightRows]) -> bool:
+    return _scales("exp_avg") in piece[0].state
+
+
+def _scatter(flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    torch._foreach_copy_(list(parts), list(flat.split([part.numel() for part in parts])))
+
+
+def tables_of(values: Sequence[float], device: torch.device) -> CodeTables:
+    """The tables of sixteen values, which ascend; filled in on the device, so that it waits for no copy."""
+    known = torch.empty(len(values), device=device)
+    for value, number in zip(values, known, strict=True):
+        number.fill_(value)
+    square = len(values), len(values)
+    pairs = torch.stack([known[:, None].expand(square), known.expand(square)], dim=-1).view(-1, 2)
+    return CodeTables(pairs, (known[1:] + known[:-1]).mul_(0.5))
+
+
+def pack(exact: torch.Tensor, borders: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes, two in a byte, and a scale for each block."""
+    blocks = exact.view(-1, BLOCK)
+    scales = torch.linalg.vector_norm(blocks, ord=math.inf, dim=1).clamp_(min=SMALLEST)
+    nearest = torch.bucketize(blocks / scales[:, None], borders, out_int32=True).view(-1, 2)
+    return nearest[:, 0].mul(16).add_(nearest[:, 1]).to(torch.uint8), scales
+
+
+def unpack(codes: torch.Tensor, scales: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    """The numbers in 32 bits that these codes and scales stand for."""
+    values = torch.index_select(pairs, 0, codes.int()).view(-1, BLOCK)
+    return values.mul_(scales[:, None]).view(-1)

@@ -1,0 +1,143 @@
+"""AdamW with its moments in the host's memory and its update on the CPU.
+
+The device keeps weights and gradients. In the update some of them at a time are copied into page-locked
+memory (`STAGED_BYTES` of each), torch's own fused AdamW runs there on the CPU, and the new weights are copied
+back. The moments never travel, and the host keeps no second copy of the weights, which somebody might load
+anew. One thing after the other: the device waits for the CPU.
+
+On `meta` nothing is copied or kept; an observer hears what would be, as a rehearsal does.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from snugfit.features.optimizers.updates.pieces import MOMENTS, FusedAdamW, fused_adamw, pieces
+from snugfit.step.host_link import STAGED_BYTES, MetaLink
+from snugfit.step.wishes.own_adamw import flat, laid_out_as
+
+
+class WeightSlice(NamedTuple):
+    """A run of elements of a weight, and of its gradient and moments."""
+
+    weight: torch.Tensor
+    gradient: torch.Tensor
+    moments: tuple[torch.Tensor, ...]
+    step: int
+
+
+class HostMemory:
+    """Memory of the host that is taken once: page-locked beside a GPU, and never torch's allocator's, which
+    stands for the device's where that is a CPU."""
+
+    def __init__(self) -> None:
+        self._bytes: torch.Tensor | None = None
+
+    def halves(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Twice `STAGED_BYTES` of it, for weights and for gradients."""
+        if self._bytes is None:
+            if device.type == "cuda":
+                self._bytes = torch.empty(2 * STAGED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+            else:
+                self._bytes = _zeros_on_host(2 * STAGED_BYTES, torch.uint8)
+        return self._bytes[:STAGED_BYTES], self._bytes[STAGED_BYTES:]
+
+
+class AdamWOnHost(FusedAdamW):
+    """torch's AdamW, whose states and update are the host's."""
+
+    @cached_property
+    def _memory(self) -> HostMemory:
+        return HostMemory()
+
+    def update_weights(self, weights: list[torch.Tensor], group: dict[str, Any]) -> None:
+        """Update weights of one dtype and device together."""
+        parts = [part for weight in weights for part in self._parts(weight)]
+        for piece in pieces(parts, _kind, lambda part: part.weight.nbytes, STAGED_BYTES):
+            if piece[0].weight.is_meta:
+                _tell(piece)
+            else:
+                self._update(piece, group)
+
+    def _parts(self, weight: torch.Tensor) -> Iterator[WeightSlice]:
+        """A weight's elements in the order of its memory, with one step more than it has."""
+        state = self.state[weight]
+        state["step"] = step = int(state.get("step", 0)) + 1
+        assert weight.grad is not None
+        whole, gradient = flat(weight), flat(laid_out_as(weight, weight.grad))
+        moments = _moments(state, weight)
+        flats = [whole[:0] if weight.is_meta else flat(moment) for moment in moments]
+        most = max(1, STAGED_BYTES // weight.element_size())
+        for start in range(0, whole.numel(), most):
+            end = min(start + most, whole.numel())
+            yield WeightSlice(
+                whole[start:end], gradient[start:end], tuple(one[start:end] for one in flats), step
+            )
+
+    def _update(self, piece: list[WeightSlice], group: dict[str, Any]) -> None:
+        device = piece[0].weight.device
+        weights, gradients = (_staging_of(piece, half) for half in self._memory.halves(device))
+        for part, weight, gradient in zip(piece, weights, gradients, strict=True):
+            weight.copy_(part.weight, non_blocking=True)
+            gradient.copy_(part.gradient, non_blocking=True)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        moments = ([part.moments[number] for part in piece] for number in range(len(MOMENTS)))
+        steps = [torch.tensor(float(part.step - 1), device="cpu") for part in piece]
+        fused_adamw([weights, gradients, *moments], steps, group)
+        for part, weight in zip(piece, weights, strict=True):
+            part.weight.copy_(weight, non_blocking=True)
+
+
+def _kind(part: WeightSlice) -> tuple[torch.dtype, torch.device]:
+    return part.weight.dtype, part.weight.device
+
+
+def _staging_of(piece: list[WeightSlice], memory: torch.Tensor) -> list[torch.Tensor]:
+    """Room for each part, one behind the other."""
+    room, start = memory.view(piece[0].weight.dtype), 0
+    staged = []
+    for part in piece:
+        staged.append(room[start : start + part.weight.numel()])
+        start += part.weight.numel()
+    return staged
+
+
+def _moments(state: dict[str, Any], weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Both moments on the host, laid out as the weight. A library that loads states puts them on the weight's
+    device, and a checkpoint keeps no strides; both are put right here. A weight of shapes alone has moments
+    of shapes alone."""
+    for name in MOMENTS:
+        moment = state.get(name)
+        if weight.is_meta:
+            state[name] = torch.zeros((), dtype=weight.dtype, device="cpu").expand(weight.shape)
+        elif moment is None or moment.device.type != "cpu" or moment.stride() != weight.stride():
+            state[name] = _zeros_on_host(weight.nbytes, weight.dtype).as_strided(
+                weight.shape, weight.stride()
+            )
+            if moment is not None:
+                state[name].copy_(moment)
+    return tuple(state[name] for name in MOMENTS)
+
+
+def _zeros_on_host(nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+    """So many bytes of zeros, in memory of its own."""
+    return torch.frombuffer(mmap.mmap(-1, max(dtype.itemsize, nbytes)), dtype=dtype)
+
+
+def _tell(piece: list[WeightSlice]) -> None:
+    """An observer hears of the copies, of the update, and of the copies back."""
+    observer = MetaLink.observer
+    if observer is None:
+        return
+    for part in piece:
+        observer.stage_out(part.weight.nbytes)
+        observer.stage_out(part.gradient.nbytes)
+    observer.update_on_host(sum(part.weight.nbytes for part in piece), piece[0].weight.dtype)
+    for part in piece:
+        observer.stage_back(part.weight.nbytes)

@@ -1,0 +1,149 @@
+"""An optimizer for the matrices between embeddings and head, AdamW for all else, as one optimizer.
+
+torch's Muon takes matrices alone, and its authors leave embedding tables, the output head, biases and
+normalisations to AdamW; so do APOLLO's and GaLore's. Two optimizers beside each other would need loops,
+schedules and checkpoints that know of two; so this one keeps the groups that it is given, and lets two step
+on their shares of them. Which parameter is whose stands in its group, as positions, so that a checkpoint
+keeps it.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+
+from snugfit.features.optimizers.updates.pieces import refuse_closure
+from snugfit.step.wishes.own_adamw import OwnAdamW
+
+BY_ADAMW = "is_left_to_adamw"
+"""The attribute by which `leave_to_adamw` marks a parameter."""
+
+MATRICES = "matrices"
+"""The key of a group under which the positions of the matrices stand that AdamW does not update."""
+
+
+class MatricesAndAdamW(OwnAdamW, ABC):
+    """Another update and AdamW, each over its share of every group, with one learning rate and decay."""
+
+    @abstractmethod
+    def update_matrices(self, groups: list[dict[str, Any]]) -> None:
+        """Update the matrices of these groups, which have no others."""
+
+    def takes(self, weight: torch.Tensor, group: dict[str, Any]) -> bool:
+        """Return whether the other update is responsible for a parameter of this group."""
+        return weight.dim() == 2 and not getattr(weight, BY_ADAMW, False)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, with the positions of its matrices."""
+        super().add_param_group(param_group)
+        added = self.param_groups[-1]
+        added[MATRICES] = [at for at, weight in enumerate(added["params"]) if self.takes(weight, added)]
+
+    def step(self, closure: Any = None) -> Any:
+        """Update all parameters that have a gradient."""
+        refuse_closure(self, closure)
+        if matrices := self._shares(of_matrices=True):
+            self.update_matrices(matrices)
+        if rest := self._shares(of_matrices=False):
+            self.run(torch.optim.AdamW(rest, foreach=True))
+
+    def run(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make a step of this optimizer, with the states of this one."""
+        optimizer.state = self.state
+        optimizer.step()
+
+    def _shares(self, *, of_matrices: bool) -> list[dict[str, Any]]:
+        """Return the groups with the matrices or with all else alone, where there are any."""
+        shares = []
+        for group in self.param_groups:
+            own = set(group[MATRICES])
+            weights = [w for at, w in enumerate(group["params"]) if (at in own) is of_matrices]
+            shares.append({**group, "params": weights})
+        return [share for share in shares if share["params"]]
+
+
+class ProjectedAndAdamW(MatricesAndAdamW):
+    """An update by projections of gradients onto `rank` dimensions for larger matrices, and AdamW."""
+
+    @abstractmethod
+    def update_matrix(
+        self, weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """Return the update of one matrix, in learning rates; None where the weight has it already.
+        `state["step"]` counts this step."""
+
+    @torch.no_grad()
+    def update_matrices(self, groups: list[dict[str, Any]]) -> None:
+        """Update one matrix after the other."""
+        # a profile shows this share by its own name, as it shows AdamW's and Muon's
+        with torch.autograd.profiler.record_function(f"{type(self).__name__}.update_matrices"):
+            for group in groups:
+                for weight in group["params"]:
+                    if weight.grad is not None:
+                        state = self.state[weight]
+                        state["step"] = state.get("step", 0) + 1
+                        update = self.update_matrix(weight, weight.grad, state, group)
+                        if update is not None:
+                            decay = 1 - group["lr"] * group["weight_decay"]
+                            weight.mul_(decay).add_(update, alpha=-group["lr"])
+
+    def takes(self, weight: torch.Tensor, group: dict[str, Any]) -> bool:
+        """Leave matrices to AdamW that a projection would not make smaller."""
+        return super().takes(weight, group) and min(weight.shape) > group["rank"]
+
+
+def adamw_direction(gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
+    """What AdamW would take from a matrix of this gradient, in learning rates; its moments, in the state,
+    have the gradient's shape and dtype. `state["step"]` counts this step already."""
+    beta1, beta2 = group["betas"]
+    if "exp_avg" not in state:
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
+    state["exp_avg"].lerp_(gradient, 1 - beta1)
+    state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    spread = state["exp_avg_sq"].sqrt().div_(math.sqrt(1 - beta2 ** state["step"])).add_(group["eps"])
+    direction: torch.Tensor = state["exp_avg"].div(spread).div_(1 - beta1 ** state["step"])
+    return direction
+
+
+class MuonWithAdamW(MatricesAndAdamW):
+    """torch's Muon and AdamW.
+
+    The updates of Muon are as large as AdamW's are on average (`match_rms_adamw`), so that a learning rate
+    that suits AdamW suits both (Liu et al., arXiv 2502.16982).
+    """
+
+    further: ClassVar = {"momentum": 0.95}
+
+    def update_matrices(self, groups: list[dict[str, Any]]) -> None:
+        """Make a step of torch's Muon, with updates as large as AdamW's."""
+        keys = ("params", "lr", "weight_decay", "momentum")  # not AdamW's eps
+        shares = [{key: group[key] for key in keys} for group in groups]
+        self.run(torch.optim.Muon(shares, adjust_lr_fn="match_rms_adamw"))
+
+
+def leave_to_adamw(model: torch.nn.Module) -> None:
+    """Marks matrices that are none of a hidden layer: embedding tables, what stands outside a transformers
+    model's body (its head), and numbers that no layer multiplies with (not called `weight`)."""
+    base = _body(model)
+    inside = {id(weight) for weight in base.parameters()}
+    tables = {
+        id(weight)
+        for module in model.modules()
+        if isinstance(module, torch.nn.Embedding)
+        for weight in module.parameters()
+    }
+    for name, weight in model.named_parameters():
+        if weight.dim() == 2:
+            named = name.rpartition(".")[2] == "weight"
+            setattr(weight, BY_ADAMW, not named or id(weight) in tables or id(weight) not in inside)
+
+
+def _body(model: torch.nn.Module) -> torch.nn.Module:
+    """A transformers model without its head, through the adapters around it; any other module as it is."""
+    unwrapped = getattr(model, "get_base_model", lambda: model)()
+    prefix = getattr(unwrapped, "base_model_prefix", "")
+    body = getattr(unwrapped, prefix, None) if prefix else None
+    return body if isinstance(body, torch.nn.Module) else unwrapped

@@ -1,0 +1,166 @@
+"""AdamW in pieces: some weights at a time are copied, updated by torch's fused AdamW, and put back.
+
+So there are few kernels, and the temporaries have a fixed size. `AdamWInPieces` widens weights and moments of
+fewer bits on their device; `host.AdamWOnHost` updates copies on the host.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.optim.adamw import adamw
+
+from snugfit.step.wishes.own_adamw import STEP, OwnAdamW
+
+Part = TypeVar("Part")
+
+AT_ONCE = 1 << 23
+"""Elements that are updated together (chosen): a kernel over them takes longer than its launch on a GPU of
+today, and all temporaries take 160 to 290 MiB."""
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""The keys of torch's AdamW for its states."""
+
+
+class WeightRows(NamedTuple):
+    """Rows of a weight, each with its gradient and state."""
+
+    weight: torch.Tensor
+    gradient: torch.Tensor
+    state: dict[str, torch.Tensor]
+    step: int
+
+
+class FusedAdamW(OwnAdamW, ABC):
+    """AdamW by torch's fused kernel, over copies."""
+
+    @abstractmethod
+    def update_weights(self, weights: list[torch.Tensor], group: dict[str, Any]) -> None:
+        """Update weights of a group that have gradients, in pieces."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update all weights that have a gradient."""
+        refuse_closure(self, closure)
+        for group in self.param_groups:
+            weights = [weight for weight in group["params"] if weight.grad is not None and weight.numel()]
+            self.update_weights(weights, group)
+
+
+def refuse_closure(optimizer: torch.optim.Optimizer, closure: Any) -> None:
+    """Raise `ValueError` for a closure."""
+    if closure is not None:
+        raise ValueError(f"{type(optimizer).__name__} takes no closure: it computes no loss")
+
+
+def fused_adamw(tensors: Iterable[list[torch.Tensor]], steps: list[torch.Tensor], group: Any) -> None:
+    """Update lists of weights by gradients and both moments; `steps` count those before this one."""
+    weights, gradients, firsts, seconds = tensors
+    adamw(
+        weights, gradients, firsts, seconds, [], steps, fused=True, amsgrad=False, maximize=False,
+        beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
+        weight_decay=group["weight_decay"], eps=group["eps"],
+    )  # fmt: skip
+
+
+def pieces(
+    parts: Iterable[Part], kind: Callable[[Part], Any], size: Callable[[Part], int], most: int
+) -> Iterator[list[Part]]:
+    """Yield neighbours of one kind together, of a size of `most` in all, or one alone that is larger."""
+    for _, alike in groupby(parts, kind):
+        piece: list[Part] = []
+        total = 0
+        for part in alike:
+            if piece and total + size(part) > most:
+                yield piece
+                piece, total = [], 0
+            piece.append(part)
+            total += size(part)
+        yield piece
+
+
+class AdamWInPieces(FusedAdamW):
+    """AdamW in 32 bits over weights and moments that have fewer."""
+
+    numbers_in_a_block = 1
+    """A weight is cut at a multiple of this number of elements."""
+
+    @abstractmethod
+    def new_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return both moments of a weight before its first step."""
+
+    @abstractmethod
+    def widen(self, piece: Sequence[WeightRows], name: str) -> torch.Tensor:
+        """Return a moment of a piece in 32 bits, one part behind the other."""
+
+    @abstractmethod
+    def narrow(self, piece: Sequence[WeightRows], moments: tuple[torch.Tensor, ...]) -> None:
+        """Store both moments in the states of a piece."""
+
+    def write(self, weights: list[torch.Tensor], exact: torch.Tensor) -> None:
+        """Store the new values of weights."""
+        scatter(exact, weights)
+
+    def update_weights(self, weights: list[torch.Tensor], group: dict[str, Any]) -> None:
+        """Update weights with one step count, dtype and kind of states together."""
+        by_kind: dict[Any, list[torch.Tensor]] = {}
+        for weight in weights:
+            state = self.state[weight]
+            if not state:
+                state.update({STEP: 0, **self.new_state(weight)})
+            state[STEP] += 1
+            by_kind.setdefault((state[STEP], weight.dtype, tuple(state)), []).append(weight)
+        for alike in by_kind.values():
+            parts = (rows for weight in alike for rows in self._split(weight))
+            for piece in pieces(parts, lambda _: None, lambda rows: rows.weight.numel(), AT_ONCE):
+                self._update(piece, group)
+
+    def _split(self, weight: torch.Tensor) -> Iterator[WeightRows]:
+        """Cut a weight into rows of at most `AT_ONCE` elements."""
+        parts = torch.atleast_1d(weight)
+        width = math.prod(parts.shape[1:])
+        least = self.numbers_in_a_block // math.gcd(self.numbers_in_a_block, width)
+        at_once = max(1, AT_ONCE // width // least) * least
+        state = self.state[weight]
+        whole = {name: torch.atleast_1d(value) for name, value in state.items() if name != STEP}
+        gradient = torch.atleast_1d(weight.grad)
+        for start in range(0, len(parts), at_once):
+            end = min(start + at_once, len(parts))
+            cut = {
+                name: value[start * len(value) // len(parts) : end * len(value) // len(parts)]
+                for name, value in whole.items()
+            }
+            yield WeightRows(parts[start:end], gradient[start:end], cut, state[STEP])
+
+    def _update(self, piece: Sequence[WeightRows], group: dict[str, Any]) -> None:
+        """Update a piece by torch's fused AdamW."""
+        weights = [rows.weight for rows in piece]
+        exact, slope = gather(weights), gather([rows.gradient for rows in piece])
+        moments = tuple(self.widen(piece, name) for name in MOMENTS)
+        before = torch.full((), piece[0].step - 1.0, dtype=torch.float32, device=exact.device)
+        fused_adamw([[exact], [slope], *([moment] for moment in moments)], [before], group)
+        del slope
+        self.narrow(piece, moments)
+        self.write(weights, exact)
+
+
+def gather(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return these tensors in 32 bits, one behind the other."""
+    flat = torch.empty(sum(part.numel() for part in parts), dtype=torch.float32, device=parts[0].device)
+    torch._foreach_copy_(_views(flat, parts), list(parts))
+    return flat
+
+
+def scatter(flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Copy elements that lie one behind the other into these tensors."""
+    torch._foreach_copy_(list(parts), _views(flat, parts))
+
+
+def _views(flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    slices = flat.split([part.numel() for part in parts])
+    return [piece.view(part.shape) for piece, part in zip(slices, parts, strict=True)]

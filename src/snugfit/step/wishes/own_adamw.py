@@ -1,0 +1,59 @@
+"""The arguments of torch's AdamW, for optimizers with an update of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from snugfit.errors import RecipeError
+
+STEP = "step"
+"""The key of a state under which the steps of a weight are counted."""
+
+
+class OwnAdamW(torch.optim.Optimizer):
+    """AdamW with an update of our own, and torch's defaults."""
+
+    further: ClassVar[Mapping[str, Any]] = {}
+    """Further arguments with their defaults, which are stored in groups too."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        **further: Any,
+    ) -> None:
+        """Store the arguments in the defaults of each group."""
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**numbers, **self.further, **further})
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor in the order of its memory, without a copy. Raises `RecipeError` for
+    one that has gaps there, or an element twice."""
+    if not torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
+        raise RecipeError(
+            f"The recipe's optimizer needs weights without gaps in memory, but one of shape "
+            f"{tuple(tensor.shape)} has strides {tensor.stride()}. Make it contiguous(), or try "
+            "'bf16 + adamw'."
+        )
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def laid_out_as(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the gradient with the strides of its weight, as autograd gives it wherever it can. Raises
+    `RecipeError` for a sparse one, and for one of another dtype."""
+    if gradient.layout is not torch.strided:
+        raise RecipeError(
+            "The recipe's optimizer takes no sparse gradients. Try sparse=False, or 'bf16 + sgd'."
+        )
+    if gradient.dtype is not weight.dtype:
+        raise RecipeError(f"A weight that is {weight.dtype} has a gradient that is {gradient.dtype}.")
+    if gradient.stride() == weight.stride() or weight.numel() < 2:
+        return gradient
+    return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
