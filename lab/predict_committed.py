@@ -1,6 +1,6 @@
 """Predicts every run under results/ again, so that two states of the code can be laid side by side.
 
-    python lab/predict_committed.py write OUT.json      # in the old state, then in the new one
+    python lab/predict_committed.py write OUT.json [EVERY]    # in the old state, then in the new one
     python lab/predict_committed.py compare OLD.json NEW.json
 
 A change that only moves or renames code must leave every figure of every prediction as it was: bytes and
@@ -8,7 +8,8 @@ seconds, to the last digit. `compare` ends with 1 where a figure differs, and pr
 doubts under a prediction) are written for people and may be worded anew; they are compared apart, and only
 counted. Both files must be written with the same versions of torch and transformers on the same machine.
 
-Predictions of one run take a second or two; all of them some ten minutes on two cores.
+Predictions of one run take a second or two; all of them some twenty minutes on two cores. With EVERY, each
+run of that many is predicted.
 """
 
 from __future__ import annotations
@@ -77,9 +78,9 @@ def predict_run(text: str) -> dict[str, Any]:
             return {"refused": type(refused).__name__}
 
 
-def write(path: Path) -> None:
-    """Predicts all committed runs and writes them to `path`."""
-    runs = committed_runs()
+def write(path: Path, every: int = 1) -> None:
+    """Predict all committed runs, or one of `every` so many, and write them to `path`."""
+    runs = committed_runs()[::every]
     with multiprocessing.get_context("spawn").Pool(os.cpu_count(), maxtasksperchild=10) as pool:
         predictions = {}
         for number, (text, prediction) in enumerate(zip(runs, pool.imap(predict_run, runs), strict=True), 1):
@@ -132,6 +133,8 @@ def main() -> None:
     match sys.argv[1:]:
         case ["write", path]:
             write(Path(path))
+        case ["write", path, every]:
+            write(Path(path), int(every))
         case ["compare", old, new]:
             sys.exit(compare(Path(old), Path(new)))
         case _:
