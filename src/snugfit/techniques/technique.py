@@ -138,6 +138,9 @@ class Technique(ABC):
     needs_several_gpus: ClassVar[bool] = False
     """Whether it is a way for several GPUs to train together, which one GPU has no use for."""
 
+    reads_weights: ClassVar[bool] = False
+    """True where its kernels read the weights of linear layers and do not call the layers."""
+
     single_process: ClassVar[bool] = False
     """Whether it is simulated neither in several processes nor by DeepSpeed's engine."""
 

@@ -23,9 +23,8 @@ class Adafactor(Technique):
     source: ClassVar = "Shazeer and Stern, arXiv 1804.04235; transformers.optimization.Adafactor"
     advice: ClassVar = dict.fromkeys(
         ("lomo", "adalomo", "galore_adamw_layerwise"),
-        "an update in the backward pass takes no micro-batches and no step again after memory ran out, so "
-        "snugfit trains no such optimizer. Small states here: 'adafactor', 'adamw_4bit', 'adamw_8bit', "
-        "'lion_8bit'.",
+        "snugfit has no such optimizer. 'sgd + released' updates each weight in the backward pass, as LOMO "
+        "does, and takes no micro-batches. Small states: 'adafactor', 'adamw_4bit', 'adamw_8bit', 'lion_8bit'.",
     )
     counterparts: ClassVar = (Counterpart(arguments={"optim": "adafactor"}),)
 

@@ -74,7 +74,7 @@ class Qlora(LowRank):
         kernels, engine, checkpointing = (
             recipe[slot] for slot in (Slot.KERNELS, Slot.ENGINE, Slot.CHECKPOINTING)
         )
-        if kernels.name == "fused":
+        if kernels.reads_weights:
             yield f"products of {kernels} read weights, which are quantized here. Try 'torch_kernels'."
         if engine.alone.compile is not None:
             yield f"products with weights in 4 bits are not compiled, so leave {engine} out, or try 'lora'."

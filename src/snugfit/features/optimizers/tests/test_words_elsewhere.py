@@ -14,7 +14,7 @@ REASONS = {
     "apollo_adamw": "CC BY-NC",
     "galore_adamw_8bit": "'galore'",
     "adamw_torch_4bit": "torchao",
-    "adalomo": "an update in the backward pass takes no micro-batches",
+    "adalomo": "'sgd \\+ released' updates each weight in the backward pass",
     "paged_lion_8bit": "bits=8",
     "offload_optimizer": "'host_adamw'",
 }
