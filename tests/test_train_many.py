@@ -325,7 +325,9 @@ def test_a_part_that_the_system_refuses_ends_in_one_line(
     said = fault_told(tmp_path / "run", 0)
     assert re.search(rf"^LastNotKept: The last checkpoint was not saved: \S*{refused}\. [^\n]*$", said)
     assert all(fault_told(tmp_path / "run", rank).startswith("ToldElsewhere") for rank in range(1, size))
-    assert any(re.search(refused, warning["text"]) for warning in events(tmp_path / "run", "warning"))
+    if writer:  # the first process has no room for a line of the journal either
+        warned = [event["text"] for event in events(tmp_path / "run", "warning")]
+        assert any(re.search(refused, text) for text in warned)
     assert_goes_on_from_three(tmp_path / "run", forks, size, how)
 
 
