@@ -8,9 +8,6 @@ attention takes its fastest kernel.
 Apart from that a batch is the one of transformers' collators, and a test holds it to them. They themselves
 need a tokenizer, which rows of token ids have none of, pad on the side that it is set to, and know no longest
 length.
-
-Pictures and sound features of one shape are stacked: (B, C, H, W), (B, M, F). Sounds of several lengths are
-padded by the feature extractor, which knows with what, and marks the padding in an attention mask.
 """
 
 from __future__ import annotations
@@ -26,9 +23,6 @@ from snugfit.job.job import Job, Task
 if TYPE_CHECKING:
     import numpy as np
     import torch
-
-    from snugfit.data.pictures import PicturePreprocessor
-    from snugfit.data.sounds import SoundPreprocessor
 
 
 @final
@@ -97,21 +91,3 @@ def _pad(lists: Sequence[Sequence[int]], length: int, fill: int) -> np.ndarray:
     for row, values in zip(padded, lists, strict=True):
         row[: len(values)] = values
     return padded
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class MediaCollate:
-    """A picklable function from samples of pictures or sound (`media.py`) to the batch that a model takes."""
-
-    preprocessor: PicturePreprocessor | SoundPreprocessor
-    """What made the samples' inputs, and puts them together."""
-
-    targets: Collate
-    """Puts the samples' labels together."""
-
-    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        import torch
-
-        inputs = [torch.as_tensor(sample[self.preprocessor.input_name]) for sample in samples]
-        return {**self.preprocessor.batch(inputs), "labels": self.targets.labels(samples, 0)}

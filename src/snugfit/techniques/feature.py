@@ -22,6 +22,8 @@ from snugfit.techniques.technique import Slot
 from snugfit.techniques.wish import FOLDER, FeatureError, feature_names
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from snugfit.job.job import Job
     from snugfit.techniques.setup import Setup
 
@@ -126,6 +128,20 @@ class Feature:
     def next_steps(self, plan: Any, configuration: Configuration | None) -> Mapping[str, str]:
         """Return, by title, lines that put the recipe of a plan to use."""
         return {}
+
+    # ---- reading data ----
+
+    column_roles: ClassVar[tuple[str, ...]] = ()
+    """What a column can be to a task of this feature (`data/rows.py` has the roles of texts)."""
+
+    def class_reader(self, folders: Sequence[Path]) -> Callable[[Path], Any] | None:
+        """Return a function from the folder around these to `Rows`; None where they hold no samples."""
+        return None
+
+    def read_samples(self, rows: Any, job: Job, processor: Any, tokenizer: Any, **how: Any) -> Any | None:
+        """Return `IndexedSamples` of these `Rows`; None for a task of others. `how` has `pack` and
+        `label_names`. Raises `UsageError`."""
+        return None
 
     # ---- running a step ----
 

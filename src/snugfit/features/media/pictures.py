@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
-from snugfit.data.media_files import MediaEntry, shape_text
 from snugfit.errors import UsageError, one_line
+from snugfit.features.media.files import MediaEntry, shape_text
 
 if TYPE_CHECKING:
     import numpy as np

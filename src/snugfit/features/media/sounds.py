@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from snugfit.data.media_files import MediaEntry, shape_text
 from snugfit.errors import UsageError, one_line
+from snugfit.features.media.files import MediaEntry, shape_text
 
 if TYPE_CHECKING:
     import numpy as np

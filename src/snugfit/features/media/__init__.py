@@ -1,0 +1,1 @@
+"""Training on pictures and sounds: their files, processors and samples."""
