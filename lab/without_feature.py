@@ -2,8 +2,8 @@
 
     python lab/without_feature.py offload [another ...] [--quick]
 
-A feature can be deleted when both pass. A test that itself names a technique of it is skipped there
-(`tests/in_roster.py`). `--quick` imports every test and leaves the plan out.
+A feature can be deleted when both pass. A test that itself names a technique of it, or needs a task of it,
+is skipped there (`tests/in_roster.py`). `--quick` imports every test and leaves the plan out.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from snugfit.job.inputs import model_inputs
 from snugfit.techniques.feature import features
 
 ROOT = Path(__file__).parent.parent
@@ -24,7 +25,10 @@ PLAN = ["plan", "bert-large-uncased", "--task", "sequence-classification", "--gp
 
 
 def technique_words(feature: str) -> str:
-    """Return the techniques that are gone without this feature."""
+    """Return the techniques and tasks that are gone without this feature."""
+    tasks = [
+        task for one in model_inputs() for task in one.heads if type(one).__module__.split(".")[2] == feature
+    ]
     gone = [
         module
         for one in features()
@@ -32,7 +36,7 @@ def technique_words(feature: str) -> str:
         for module in modules
         if feature in (one.name, one.needs.get(module))
     ]
-    return " ".join(gone)
+    return " ".join([*tasks, *gone])
 
 
 def check(feature: str, *, quick: bool) -> bool:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, final
 
 from snugfit.errors import UsageError
 from snugfit.job.batch import IGNORED
-from snugfit.job.job import Job, Task
+from snugfit.job.inputs import has_target
+from snugfit.job.job import Job
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,7 +72,7 @@ class Collate:
             kind = torch.float32 if regression else torch.int64
             return torch.tensor([sample["label"] for sample in samples], dtype=kind)
         lists = [sample["labels"] for sample in samples]
-        if self.job.task in (Task.SEQ2SEQ_LM, Task.SPEECH_TO_TEXT):
+        if has_target(self.job.task):
             length = self._length(lists, self.job.target_length)
         return torch.from_numpy(_pad(lists, length, IGNORED))
 

@@ -2,8 +2,9 @@
 
 A feature is a folder of `features/` that can be deleted. Its `feature.py` has one subclass of `Feature`, with
 what the feature adds: handlers of its fields of `Setup` (`fields.py`), techniques, and overrides of the
-methods that the command line, simulation and search call on every feature. The core imports no feature and
-names none: it calls `wishes()`, `features()` and `hooks()`.
+methods that the command line, data, simulation and search call on every feature. The core imports no feature
+and names none: it calls `wishes()`, `features()` and `hooks()`. Its tasks and inputs of models are in
+`inputs.py` (`job/inputs.py`).
 
 Listing features imports no torch. A feature imports its own modules within the methods that need them.
 """
@@ -18,8 +19,8 @@ from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from snugfit.feature_folders import FOLDER, FeatureError, feature_names
 from snugfit.techniques.technique import Slot
-from snugfit.techniques.wish import FOLDER, FeatureError, feature_names
 
 if TYPE_CHECKING:
     from pathlib import Path

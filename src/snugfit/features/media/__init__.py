@@ -1,1 +1,1 @@
-"""Training on pictures and sounds: their files, processors and samples."""
+"""Pictures and sounds: their tasks, synthetic batches, files, processors and samples."""

@@ -1,4 +1,4 @@
-"""Datasets of pictures and sounds, for the tasks image-classification and speech-to-text."""
+"""Datasets of pictures and sounds."""
 
 from __future__ import annotations
 

@@ -29,12 +29,12 @@ from snugfit.data.samples import refuse_unknown_tokens
 from snugfit.data.tokens import Tokenizer, as_tokenizer
 from snugfit.errors import JobError, UsageError
 from snugfit.features.media.files import MediaEntry, path_in
+from snugfit.features.media.inputs import hears_in_place_of_tokens
 from snugfit.features.media.pictures import PicturePreprocessor
 from snugfit.features.media.processors import has_processor, load_processor, own_folder, settings_of
 from snugfit.features.media.sounds import SoundPreprocessor
 from snugfit.job.batch import synthetic
 from snugfit.job.job import Job, Task
-from snugfit.job.media import hears_in_place_of_tokens
 
 if TYPE_CHECKING:
     import torch
