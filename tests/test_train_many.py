@@ -303,6 +303,22 @@ def test_a_loss_that_is_no_number_stops_all_before_the_update(tmp_path: Path, fo
     assert list(losses(tmp_path / "run")) == [1, 2, 3]
 
 
+@pytest.mark.parametrize("recipe", slow_but(["ddp", "fsdp", "context(2)"], "ddp".__eq__))
+def test_a_second_run_in_the_folder_ends_in_one_line(tmp_path: Path, forks: Forks, recipe: str) -> None:
+    """The first goes on, and ends as it would have alone."""
+    how: dict[str, Any] = {"recipe": recipe, "job": "llama", "layers": 1, "max_steps": 40, "save_steps": 20}
+    first = start(forks, tmp_path / "run", 2, how)
+    until(lambda: steps_told(tmp_path / "run") > 0)
+    assert trained(forks, tmp_path / "run", 2, **how) == [2, 2]
+    assert re.search(
+        r"^UsageError: [^\n]*another training run writes there, process [^\n]*$",
+        fault_told(tmp_path / "run", 0),
+    )
+    assert fault_told(tmp_path / "run", 1).startswith("ToldElsewhere")
+    assert [forks.ended(child) for child in first] == [0, 0]
+    assert list(losses(tmp_path / "run")) == list(range(1, 41))
+
+
 REFUSED = [
     ("fsdp", 2, "bert"), ("context(2)", 2, "llama"), ("tensor(2)", 2, "llama"), ("zero1", 2, "bert"),
     ("hsdp(2)", 4, "bert"),
