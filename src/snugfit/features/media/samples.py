@@ -27,13 +27,12 @@ from snugfit.data.labels import class_numbers, one_order, regression_values
 from snugfit.data.ragged import RaggedBuilder
 from snugfit.data.samples import refuse_unknown_tokens
 from snugfit.data.tokens import Tokenizer, as_tokenizer
-from snugfit.errors import JobError, UsageError
+from snugfit.errors import UsageError
 from snugfit.features.media.files import MediaEntry, path_in
-from snugfit.features.media.inputs import hears_in_place_of_tokens
+from snugfit.features.media.inputs import hears_in_place_of_tokens, pixels, sound
 from snugfit.features.media.pictures import PicturePreprocessor
 from snugfit.features.media.processors import has_processor, load_processor, own_folder, settings_of
 from snugfit.features.media.sounds import SoundPreprocessor
-from snugfit.job.batch import synthetic
 from snugfit.job.job import Job, Task
 
 if TYPE_CHECKING:
@@ -121,8 +120,11 @@ class MediaCollate:
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         import torch
 
-        inputs = [torch.as_tensor(sample[self.preprocessor.input_name]) for sample in samples]
-        return {**self.preprocessor.batch(inputs), "labels": self.targets.labels(samples, 0)}
+        name, labels = self.preprocessor.input_name, self.targets.labels(samples, 0)
+        inputs = [torch.as_tensor(sample[name]) for sample in samples]
+        if isinstance(self.preprocessor, SoundPreprocessor) and len({one.shape for one in inputs}) > 1:
+            return {**self.preprocessor.pad(inputs), "labels": labels}
+        return {name: torch.stack(inputs), "labels": labels}
 
 
 def read_samples(
@@ -184,7 +186,8 @@ def media_samples(
     _refuse_missing(media, column)
     preprocessor: PicturePreprocessor | SoundPreprocessor
     if job.task is Task.IMAGE_CLASSIFICATION:
-        preprocessor = _picture_preprocessor(job, processor)
+        shape = pixels(job.config_to_read())
+        preprocessor = PicturePreprocessor(processor=processor, shape=shape)
         targets = _classes(rows.select_columns({columns["label"]}), columns["label"], job, label_names)
     else:
         preprocessor = _sound_preprocessor(job, processor)
@@ -206,21 +209,14 @@ def _refuse_missing(media: Rows, column: str) -> None:
             raise MediaEntry(value=value, where=media.where(index), folder=folder).missing_error()
 
 
-def _picture_preprocessor(job: Job, processor: Any) -> PicturePreprocessor:
-    shape = tuple(synthetic(job, 1)["pixel_values"].shape[1:])
-    return PicturePreprocessor(processor=processor, channels=shape[0], shape=shape)
-
-
 def _sound_preprocessor(job: Job, extractor: Any) -> SoundPreprocessor:
     if getattr(extractor, "dither", 0.0):
         raise UsageError(
             f"The feature extractor has dither: {extractor.dither}, which adds different noise at every "
             "start. Set it to 0.0 in preprocessor_config.json."
         )
-    try:
-        shape = tuple(synthetic(job, 1)["input_features"].shape[1:])
-    except JobError:  # a model that hears sounds of any length
-        return SoundPreprocessor(extractor=extractor, shape=None)
+    heard = sound(job.config_to_read())
+    shape = heard.shape if heard and heard.name == "input_features" else None  # waves have any length
     return SoundPreprocessor(extractor=extractor, shape=shape)
 
 
