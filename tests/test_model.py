@@ -310,11 +310,6 @@ def test_a_task_without_a_head_names_those_there_are() -> None:
         job_of(Model.find("t5-3b"), Task.CAUSAL_LM)
 
 
-def test_padding_of_pictures_is_refused() -> None:
-    with pytest.raises(JobError, match="padding"):
-        job_of(Model.find("vit-large-patch16-224"), Task.IMAGE_CLASSIFICATION, padding=0.5)
-
-
 # Building
 
 
