@@ -303,6 +303,8 @@ def test_a_task_of_a_feature_that_is_not_there_is_named(monkeypatch: pytest.Monk
     monkeypatch.setattr("snugfit.job.job.heads", lambda: HEADS)
     with pytest.raises(JobError, match=r"task image-classification needs a feature .* not installed"):
         job_of(Model.find("vit-large-patch16-224"), Task.IMAGE_CLASSIFICATION)
+    with pytest.raises(JobError, match=r"No task: .*vit.* has none that is installed here"):
+        Job(model=Model.from_config({"model_type": "clap"}, name="vit"))
 
 
 def test_a_task_without_a_head_names_those_there_are() -> None:

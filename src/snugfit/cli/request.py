@@ -284,11 +284,9 @@ def _task(model: Model) -> str:
     if task := model.task:
         typer.echo(f"task: {task}, from the architecture", err=True)
         return task
-    possible = ", ".join(tasks_of(model.architecture)) or "none"
-    raise UsageError(
-        f"No task: {model.name} ({model.architecture}) can be trained for several. Add --task, one of: "
-        f"{possible}."
-    )
+    possible = ", ".join(tasks_of(model.architecture))
+    several = f"several. Add --task, one of: {possible}." if possible else "none that is installed here."
+    raise UsageError(f"No task: {model.name} ({model.architecture}) can be trained for {several}")
 
 
 def _refuse_unused(settings: Mapping[str, Any], job: Job) -> None:

@@ -353,6 +353,7 @@ def _task_of(model: Model) -> str:
     choice."""
     task = "custom" if model.module is not None else model.task
     if task is None:
-        possible = ", ".join(tasks_of(model.architecture)) or "none"
-        raise JobError(f"No task: {model.name} ({model.architecture}) has several. Give one of: {possible}.")
+        possible = ", ".join(tasks_of(model.architecture))
+        several = f"several. Give one of: {possible}." if possible else "none that is installed here."
+        raise JobError(f"No task: {model.name} ({model.architecture}) has {several}")
     return task
