@@ -2,8 +2,8 @@
 
     python lab/without_feature.py offload [another ...] [--quick]
 
-A feature can be deleted when both pass. A test that itself names a technique of it is skipped there
-(`tests/in_roster.py`). `--quick` imports every test and leaves the plan out.
+A feature can be deleted when both pass. A test that itself names a technique of it, or needs a task of it,
+is skipped there (`tests/in_roster.py`). `--quick` imports every test and leaves the plan out.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from snugfit.job.inputs import model_inputs
 from snugfit.techniques import roster
 from snugfit.techniques.feature import features
 
@@ -25,7 +26,10 @@ PLAN = ["plan", "bert-large-uncased", "--task", "sequence-classification", "--gp
 
 
 def technique_words(feature: str) -> str:
-    """Return the words of recipes that are unknown without this feature."""
+    """Return the words of recipes and the tasks that are unknown without this feature."""
+    tasks = [
+        task for one in model_inputs() for task in one.heads if type(one).__module__.split(".")[2] == feature
+    ]
     gone = [
         roster.find(module)
         for one in features()
@@ -33,7 +37,8 @@ def technique_words(feature: str) -> str:
         for module in modules
         if feature in (one.name, one.needs.get(module))
     ]
-    return " ".join(word for one in gone for word in (one.name, *one.elsewhere, *one.advice))
+    words = [word for one in gone for word in (one.name, *one.elsewhere, *one.advice)]
+    return " ".join([*tasks, *words])
 
 
 def check(feature: str, *, quick: bool) -> bool:

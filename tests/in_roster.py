@@ -5,9 +5,12 @@ from __future__ import annotations
 import inspect
 import os
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
+from snugfit.job.architectures import heads
 from snugfit.techniques import roster
 
 
@@ -23,16 +26,27 @@ def are_in_roster(recipe: str) -> bool:
     return not missing_techniques(recipe)
 
 
+def can_be_read(run: Mapping[str, Any]) -> bool:
+    """Return whether job and recipe of a recorded run can still be read."""
+    return are_in_roster(run["recipe"]) and run["job"]["task"] in (*heads(), "custom")
+
+
 def needs_techniques(recipe: str) -> None:
     """Skip the running test where a technique of this recipe is in a feature that is not there."""
     if missing := missing_techniques(recipe):
         pytest.skip(f"the feature with {', '.join(missing)} is not there")
 
 
-def lacks_feature(item: pytest.Item, error: BaseException) -> str:
-    """Return the reason to skip a failed test of a technique whose feature is deleted; empty for others.
+def needs_task(task: str) -> None:
+    """Skip the running test, or the module, where the feature with this task is not there."""
+    if task not in heads():
+        pytest.skip(f"the feature with {task} is not there", allow_module_level=True)
 
-    The test's source or parameters name the technique. Where only the core names it, the test fails.
+
+def lacks_feature(item: pytest.Item, error: BaseException) -> str:
+    """Return the reason to skip a failed test of a technique or task whose feature is deleted; else "".
+
+    The test names it, or needs the task. Where only the core names it, the test fails.
     """
     words = os.environ.get("SNUGFIT_WITHOUT", "").split()
     if not words or not isinstance(item, pytest.Function):
@@ -41,6 +55,7 @@ def lacks_feature(item: pytest.Item, error: BaseException) -> str:
     own = inspect.getsource(item.function) + str(getattr(item, "callspec", None) and item.callspec.params)
     for word in words:
         is_unknown = f"Unknown technique '{word}'" in str(error) and word in file
+        is_unknown |= f"The task {word} needs a feature" in str(error)
         if is_unknown or re.search(rf"\b{word}\b", own):
             return f"the feature with {word} is not there"
     return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import signal
@@ -218,10 +219,34 @@ def no_room() -> Iterator[None]:
     yield
 
 
+@contextlib.contextmanager
+def read_only() -> Iterator[None]:
+    """The system refuses each new or opened file and folder of a checkpoint after the second step."""
+    plain, step = TrainingStep.take, 0
+
+    def take(self: TrainingStep, state: Any, *given: Any, **more: Any) -> Any:
+        nonlocal step
+        step = state.progress.step + 1
+        return plain(self, state, *given, **more)
+
+    def refused(real: Any) -> Any:
+        def call(path: Any, *given: Any, **more: Any) -> Any:
+            writes = real is os.mkdir or (given and isinstance(given[0], int) and given[0] & os.O_CREAT)
+            if step >= 3 and writes:
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), os.fspath(path))
+            return real(path, *given, **more)
+
+        return call
+
+    TrainingStep.take = take  # type: ignore[method-assign]
+    os.mkdir, os.open = refused(os.mkdir), refused(os.open)
+    yield
+
+
 FAULTS = {
     "no_number": no_number, "exhausted": exhausted, "slow": slow, "short": short_of_memory, "mixing": mixing,
     "dies_writing": dies_writing, "spike": spike, "no_gradient": no_gradient,
-    "no_room": no_room,
+    "no_room": no_room, "read_only": read_only,
 }  # fmt: skip
 """What may befall a process, by the names of which its `fault` has some."""
 

@@ -34,11 +34,11 @@ from snugfit.prediction.profile import installed_versions
 
 MARKER = "stored_rehearsals"
 ROOMS = (
-    "documents", "errors", "features", "hub_kernels", "job", "rehearsal", "results", "step",
-    "techniques", "units", "versions",
+    "documents", "errors", "feature_folders", "features", "hub_kernels", "job", "rehearsal",
+    "results", "step", "techniques", "units", "versions",
 )  # fmt: skip
 """Files and folders of the package on which a rehearsal depends: all that `rehearsal` imports. Of features
-only those that add fields of `Setup`."""
+only those that add fields of `Setup`, and the files `inputs.py`."""
 
 SIZES = "planning/cost/batch_sizes.py"
 """The one file elsewhere that rehearses by itself. It imports from `ROOMS` alone."""
@@ -67,8 +67,8 @@ def sources(package: Path = PACKAGE) -> Iterator[Path]:
         file = package / f"{name}.py"
         with_fields = [path.parent for path in package.glob(f"{name}/*/fields.py")]
         folders = with_fields or [package / name]
-        files = (path for folder in folders for path in folder.rglob("*.py"))
-        yield from [file] if file.exists() else sorted(path for path in files if path.parent.name != "tests")
+        files = {path for folder in folders for path in folder.rglob("*.py") if path.parent.name != "tests"}
+        yield from [file] if file.exists() else sorted(files.union(package.glob(f"{name}/*/inputs.py")))
     yield package / SIZES
 
 

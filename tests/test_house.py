@@ -104,7 +104,10 @@ HEAVY_THEMSELVES = {
 }
 """Their classes derive from torch's, or they run at every operator of a rehearsal."""
 
-GROUND = {"errors", "units", "documents", "versions", "user_files", "hub_kernels", "deferred_imports"}
+GROUND = {
+    "errors", "units", "documents", "versions", "user_files", "hub_kernels", "deferred_imports",
+    "feature_folders",
+}  # fmt: skip
 BELOW: dict[str, set[str]] = {
     "errors": set(),
     "units": {"errors"},
@@ -113,6 +116,7 @@ BELOW: dict[str, set[str]] = {
     "hub_kernels": set(),
     "deferred_imports": {"hub_kernels"},
     "user_files": {"errors", "documents"},
+    "feature_folders": {"errors"},
     "job": GROUND,
     "techniques": GROUND | {"job"},
 }

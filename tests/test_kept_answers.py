@@ -15,9 +15,9 @@ from small_models import small_job
 from snugfit.cli import plan_cache as cache
 from snugfit.cli.main import run
 from snugfit.errors import NothingFits
+from snugfit.feature_folders import feature_files
 from snugfit.prediction.predict import predict
 from snugfit.results.prediction import Prediction
-from snugfit.techniques.wish import feature_files
 from tiers import slow_but
 
 pytestmark = pytest.mark.stored_rehearsals

@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 import snugfit
+from in_roster import needs_task
 from snugfit.errors import RecipeError
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
@@ -28,6 +29,7 @@ from snugfit.training.digits import digits, digits_job
 from tiers import slow_but
 
 pytestmark = pytest.mark.whole
+needs_task("image-classification")
 
 STEPS, BATCH = 100, 48
 POINT = 0.01

@@ -16,7 +16,7 @@ from torch import nn
 from snugfit.cli.main import run
 from snugfit.errors import JobError, ModelError, RecipeError
 from snugfit.job import find
-from snugfit.job.architectures import HEADS, _table, model_types
+from snugfit.job.architectures import HEADS, _table, heads, model_types
 from snugfit.job.build import instantiate
 from snugfit.job.job import Job, Phase, Task
 from snugfit.job.model import Model
@@ -233,13 +233,13 @@ def test_the_tables_read_from_source_are_the_imported_ones() -> None:
     from transformers.models.auto import configuration_auto, modeling_auto
 
     assert model_types() == set(configuration_auto.CONFIG_MAPPING_NAMES)
-    for auto_class, table in HEADS.values():
+    for auto_class, table in heads().values():
         read = _table("modeling_auto.py", table)
         for model_type, classes in getattr(modeling_auto, table).items():
             assert read[model_type] == {classes} if isinstance(classes, str) else set(classes)
         assert set(read) == set(getattr(modeling_auto, table))
         assert hasattr(modeling_auto, auto_class)
-    assert set(HEADS) == {task.value for task in Task} - {"custom"}
+    assert set(heads()) <= {task.value for task in Task} - {"custom"}
 
 
 # Refusing
@@ -299,14 +299,17 @@ def test_a_limit_that_only_the_class_knows_is_found_when_it_is_built() -> None:
         on_meta(job.model, job)
 
 
+def test_a_task_of_a_feature_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("snugfit.job.job.heads", lambda: HEADS)
+    with pytest.raises(JobError, match=r"task image-classification needs a feature .* not installed"):
+        job_of(Model.find("vit-large-patch16-224"), Task.IMAGE_CLASSIFICATION)
+    with pytest.raises(JobError, match=r"No task: .*vit.* has none that is installed here"):
+        Job(model=Model.from_config({"model_type": "clap"}, name="vit"))
+
+
 def test_a_task_without_a_head_names_those_there_are() -> None:
     with pytest.raises(JobError, match=r"t5-3b \(t5\) has no head for causal-lm .*seq2seq-lm"):
         job_of(Model.find("t5-3b"), Task.CAUSAL_LM)
-
-
-def test_padding_of_pictures_is_refused() -> None:
-    with pytest.raises(JobError, match="padding"):
-        job_of(Model.find("vit-large-patch16-224"), Task.IMAGE_CLASSIFICATION, padding=0.5)
 
 
 # Building

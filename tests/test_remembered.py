@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from small_models import small_job
 from snugfit import hub_kernels
@@ -79,3 +80,23 @@ def test_a_package_is_imported_without_what_would_fetch(
     monkeypatch.syspath_prepend(tmp_path)
     hub_kernels._import_without_hub("fetches")
     assert sys.modules.pop("fetches").found is False
+
+
+def test_a_foreach_operator_computes_each_kind_of_element_once() -> None:
+    """A deep model's update has thousands of equal elements; one that does not fit is still refused."""
+    adds, cache = torch.ops.aten._foreach_addcdiv_.Scalar, ShapeCache()
+    small, large = torch.empty(4, device="meta"), torch.empty(8, 4, device="meta")
+    lists = ([small, large, small], [small, large, small], [small, large, small])
+    computed: list[int] = []
+
+    class Counted(Operator):
+        def __init__(self) -> None:
+            super().__init__(adds)
+            self.func = lambda *given: (computed.append(len(given[0])), adds(*given))[1]
+
+    operator, call = Counted(), KnownCall()
+    cache.run(operator, call, (*lists, -0.1), {})
+    assert computed == [2]
+    assert call.result is True
+    with pytest.raises(RuntimeError):
+        cache.run(operator, KnownCall(), ([small, large], [small, small], [small, large[:3]], -0.1), {})

@@ -303,20 +303,72 @@ def test_a_loss_that_is_no_number_stops_all_before_the_update(tmp_path: Path, fo
     assert list(losses(tmp_path / "run")) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("recipe", slow_but(["fsdp", "zero1"], "fsdp".__eq__))
-def test_a_part_that_the_system_refuses_ends_in_one_line(tmp_path: Path, forks: Forks, recipe: str) -> None:
+@pytest.mark.parametrize("recipe", slow_but(["ddp", "fsdp", "context(2)"], "ddp".__eq__))
+def test_a_second_run_in_the_folder_ends_in_one_line(tmp_path: Path, forks: Forks, recipe: str) -> None:
+    """The first goes on, and ends as it would have alone."""
+    how: dict[str, Any] = {"recipe": recipe, "job": "llama", "layers": 1, "max_steps": 40, "save_steps": 20}
+    first = start(forks, tmp_path / "run", 2, how)
+    until(lambda: steps_told(tmp_path / "run") > 0)
+    assert trained(forks, tmp_path / "run", 2, **how) == [2, 2]
+    assert re.search(
+        r"^UsageError: [^\n]*another training run writes there, process [^\n]*$",
+        fault_told(tmp_path / "run", 0),
+    )
+    assert fault_told(tmp_path / "run", 1).startswith("ToldElsewhere")
+    assert [forks.ended(child) for child in first] == [0, 0]
+    assert list(losses(tmp_path / "run")) == list(range(1, 41))
+
+
+REFUSED = [
+    ("fsdp", 2, "bert"), ("context(2)", 2, "llama"), ("tensor(2)", 2, "llama"), ("zero1", 2, "bert"),
+    ("hsdp(2)", 4, "bert"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "size", "job"), slow_but(REFUSED, REFUSED[:2].__contains__))
+def test_a_part_that_the_system_refuses_ends_in_one_line(
+    tmp_path: Path, forks: Forks, recipe: str, size: int, job: str
+) -> None:
     """Steps go on, what was kept before stands, and the last checkpoint counts."""
-    how: dict[str, Any] = {"recipe": recipe, "layers": 1, "save_steps": 3}
-    assert trained(forks, tmp_path / "run", 2, **{**how, "max_steps": 3}) == [0, 0]
-    assert trained(forks, tmp_path / "run", 2, fault={"1": "no_room"}, **how) == [1, 1]
+    how: dict[str, Any] = {"recipe": recipe, "job": job, "layers": 1, "save_steps": 3}
+    writer, file = (0, "config") if recipe == "context(2)" else (1, "shards/__1_0")
+    assert trained(forks, tmp_path / "run", size, **{**how, "max_steps": 3}) == [0] * size
+    assert trained(forks, tmp_path / "run", size, fault={f"{writer}": "no_room"}, **how) == [1] * size
     refused = (
-        r"checkpoint-6 could not be saved: shards/__1_0\.distcp: File too large \(.* are needed, .*free\)"
+        rf"checkpoint-6 could not be saved: {file}\.[a-z]+: File too large "
+        r"\(.* are needed, .*free\)"
     )
     said = fault_told(tmp_path / "run", 0)
     assert re.search(rf"^LastNotKept: The last checkpoint was not saved: \S*{refused}\. [^\n]*$", said)
-    assert any(re.search(refused, warning["text"]) for warning in events(tmp_path / "run", "warning"))
-    verify(tmp_path / "run" / "checkpoint-3", 3)
-    assert trained(forks, tmp_path / "run", 2, **how) == [0, 0]
+    assert all(fault_told(tmp_path / "run", rank).startswith("ToldElsewhere") for rank in range(1, size))
+    if writer:  # the first process has no room for a line of the journal either
+        warned = [event["text"] for event in events(tmp_path / "run", "warning")]
+        assert any(re.search(refused, text) for text in warned)
+    assert_goes_on_from_three(tmp_path / "run", forks, size, how)
+
+
+@pytest.mark.parametrize(("recipe", "size", "job"), slow_but(REFUSED, [REFUSED[2]].__contains__))
+def test_a_folder_that_becomes_read_only_ends_in_one_line(
+    tmp_path: Path, forks: Forks, recipe: str, size: int, job: str
+) -> None:
+    how: dict[str, Any] = {"recipe": recipe, "job": job, "layers": 1, "save_steps": 3}
+    assert trained(forks, tmp_path / "run", size, **{**how, "max_steps": 3}) == [0] * size
+    fault = {f"{rank}": "read_only" for rank in range(size)}
+    assert trained(forks, tmp_path / "run", size, fault=fault, **how) == [1] * size
+    said = fault_told(tmp_path / "run", 0)
+    assert re.search(r"^LastNotKept: .*checkpoint-6 could not be saved: .*Read-only file system", said)
+    assert "\n" not in said
+    assert all(fault_told(tmp_path / "run", rank).startswith("ToldElsewhere") for rank in range(1, size))
+    assert_goes_on_from_three(tmp_path / "run", forks, size, how)
+
+
+def assert_goes_on_from_three(folder: Path, forks: Forks, size: int, how: dict[str, Any]) -> None:
+    """No half of a checkpoint stands there, and the run ends once it can write."""
+    names = [path.name for path in folder.iterdir() if path.is_dir() and "checkpoint" in path.name]
+    assert names == ["checkpoint-3"]
+    verify(folder / "checkpoint-3", 3)
+    assert trained(forks, folder, size, **how) == [0] * size
+    verify(folder / "checkpoint-6", 6)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Where a path leads: several files as one dataset, folders, pictures; and what is asked back."""
+"""Where a path leads: several files as one dataset, folders; and what is asked back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from small_media import pets, picture
 from small_models import small_job
 from small_runs import losses, rows, small_run
 from snugfit.data import arrow_rows
@@ -96,8 +95,8 @@ def _splits(folder: Path) -> None:
 
 
 def _folders_of_splits(folder: Path) -> None:
-    pets(folder / "train", each=1)
-    pets(folder / "test", each=1)
+    (folder / "train").mkdir()
+    (folder / "test").mkdir()
 
 
 def _columns(folder: Path) -> None:
@@ -119,9 +118,6 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     ),
     "columns": (_columns, "", r"b.csv: its columns are text, numbr, but those of .*a.csv are text, number"),
     "all empty": (lambda at: [write(at / n, ()) for n in ("a.txt", "b.txt")], "", "this dataset is empty"),
-    "no classes": (lambda at: picture(at / "1.png"), "", "images without classes"),
-    "an empty class": (lambda at: (pets(at, 1), (at / "elk").mkdir()), "", "elk: no image of this class"),
-    "too deep": (lambda at: (pets(at, 1), pets(at / "cat" / "old", 1)), "", "cat/old: .* and not deeper"),
 }
 
 
@@ -160,47 +156,24 @@ def test_a_run_over_shards_is_one_over_the_whole(tmp_path: Path) -> None:
         train(moved)
 
 
-# ---- pictures in folders of their classes ---------------------------------------------------------------
-
-
-def test_pictures_in_folders_are_rows(tmp_path: Path) -> None:
-    pets(tmp_path, each=2)
-    (tmp_path / "cat" / ".DS_Store").write_text("")
-    (tmp_path / "cat" / "notes.md").write_text("")
-    read = read_rows(tmp_path)
-    assert [(Path(row["image"]).name, row["label"]) for row in read] == [
-        ("0.png", "cat"), ("1.png", "cat"), ("0.png", "dog"), ("1.png", "dog"),
-    ]  # fmt: skip
-    assert read.where(3) == read[3]["image"] == str(tmp_path / "dog" / "1.png")
-    assert read.class_names("label") == ("cat", "dog")
-    assert list(read.notes()) == [
-        f"1 files are not images and are ignored, the first is {tmp_path / 'cat' / 'notes.md'}."
-    ]
-    assert list(pickle.loads(pickle.dumps(read))) == list(read)
-
-
-def test_beside_pictures_only_metadata_is_a_file_of_rows(tmp_path: Path) -> None:
-    pets(tmp_path, each=1)
-    write(tmp_path / "readme.txt", ("Pictures of pets.",))
-    assert [row["label"] for row in read_rows(tmp_path)] == ["cat", "dog"]
-    (tmp_path / "metadata.csv").write_text("file_name,label\ncat/0.png,1\n")
-    assert list(read_rows(tmp_path)) == [{"file_name": "cat/0.png", "label": "1"}]
-    assert read_rows(tmp_path).folder_of(0) == tmp_path
-
-
 COLUMNS: list[tuple[Task, str, str]] = [
-    (Task.IMAGE_CLASSIFICATION, "image label", "image=image label=label"),
-    (Task.IMAGE_CLASSIFICATION, "file_name class", "image=file_name label=class"),
-    (Task.IMAGE_CLASSIFICATION, "img fine_label coarse", "image=img label=fine_label"),
     (Task.CAUSAL_LM, "prompt prompt_id messages", "messages=messages"),
     (Task.CAUSAL_LM, "id conversations", "messages=conversations"),
 ]
 
 
+def test_a_task_without_a_reader_is_named(tmp_path: Path) -> None:
+    """Without the feature that reads its rows, or for a module from Python."""
+    job = replace(small_job("vit"), task=Task.IMAGE_CLASSIFICATION)
+    with pytest.raises(UsageError, match="the task image-classification cannot be trained from rows"):
+        columns_of(read_rows([{"image": "1.png", "label": 1}]), job)
+
+
 @pytest.mark.parametrize(("task", "columns", "roles"), COLUMNS)
-def test_columns_of_media_and_chats_are_found(task: Task, columns: str, roles: str) -> None:
-    job = small_job("vit" if task is Task.IMAGE_CLASSIFICATION else "gpt2")
-    found = columns_of(read_rows([dict.fromkeys(columns.split(), "x")]), replace(job, task=task))
+def test_columns_of_chats_are_found(task: Task, columns: str, roles: str) -> None:
+    found = columns_of(
+        read_rows([dict.fromkeys(columns.split(), "x")]), replace(small_job("gpt2"), task=task)
+    )
     assert " ".join(f"{role}={column}" for role, column in found.items()) == roles
 
 

@@ -244,8 +244,8 @@ def _with_lengths(settings: Mapping[str, Any], lengths: Lengths | None) -> Mappi
 
 def _job(settings: Mapping[str, Any], *, online: bool) -> Job:
     from snugfit.job.find import preset_named
+    from snugfit.job.inputs import has_sequence
     from snugfit.job.job import Job
-    from snugfit.job.limits import NO_SEQUENCE
     from snugfit.job.model import Model
 
     if "model" not in settings:
@@ -260,7 +260,7 @@ def _job(settings: Mapping[str, Any], *, online: bool) -> Job:
         typer.echo(f"model: {settings['model']} has the same sizes as {model.name}", err=True)
     if "task" not in given:
         given["task"] = _task(model)
-    if "lengths" in settings and given["task"] in NO_SEQUENCE:
+    if "lengths" in settings and not has_sequence(given["task"]):
         raise UsageError(f"--lengths: the task {given['task']} has no sequences. Leave --lengths out.")
     job = Job(**given)
     _refuse_unused(settings, job)
@@ -284,22 +284,19 @@ def _task(model: Model) -> str:
     if task := model.task:
         typer.echo(f"task: {task}, from the architecture", err=True)
         return task
-    possible = ", ".join(tasks_of(model.architecture)) or "none"
-    raise UsageError(
-        f"No task: {model.name} ({model.architecture}) can be trained for several. Add --task, one of: "
-        f"{possible}."
-    )
+    possible = ", ".join(tasks_of(model.architecture))
+    several = f"several. Add --task, one of: {possible}." if possible else "none that is installed here."
+    raise UsageError(f"No task: {model.name} ({model.architecture}) can be trained for {several}")
 
 
 def _refuse_unused(settings: Mapping[str, Any], job: Job) -> None:
     """Raises `UsageError` for settings that the task has no use for: pictures have no sequence length."""
-    from snugfit.job.limits import NO_SEQUENCE, WITH_TARGET
-    from snugfit.job.model import CLASSIFICATION
+    from snugfit.job.inputs import has_classes, has_sequence, has_target
 
     unused = {
-        "sequence_length": job.task in NO_SEQUENCE,
-        "target_length": job.task not in WITH_TARGET,
-        "labels": job.task not in CLASSIFICATION,
+        "sequence_length": not has_sequence(job.task),
+        "target_length": not has_target(job.task),
+        "labels": not has_classes(job.task),
     }
     for key, without in unused.items():
         if key in settings and without:

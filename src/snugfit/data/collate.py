@@ -8,9 +8,6 @@ attention takes its fastest kernel.
 Apart from that a batch is the one of transformers' collators, and a test holds it to them. They themselves
 need a tokenizer, which rows of token ids have none of, pad on the side that it is set to, and know no longest
 length.
-
-Pictures and sound features of one shape are stacked: (B, C, H, W), (B, M, F). Sounds of several lengths are
-padded by the feature extractor, which knows with what, and marks the padding in an attention mask.
 """
 
 from __future__ import annotations
@@ -21,14 +18,12 @@ from typing import TYPE_CHECKING, Any, final
 
 from snugfit.errors import UsageError
 from snugfit.job.batch import IGNORED
-from snugfit.job.job import Job, Task
+from snugfit.job.inputs import has_target
+from snugfit.job.job import Job
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
-
-    from snugfit.data.pictures import PicturePreprocessor
-    from snugfit.data.sounds import SoundPreprocessor
 
 
 @final
@@ -77,7 +72,7 @@ class Collate:
             kind = torch.float32 if regression else torch.int64
             return torch.tensor([sample["label"] for sample in samples], dtype=kind)
         lists = [sample["labels"] for sample in samples]
-        if self.job.task in (Task.SEQ2SEQ_LM, Task.SPEECH_TO_TEXT):
+        if has_target(self.job.task):
             length = self._length(lists, self.job.target_length)
         return torch.from_numpy(_pad(lists, length, IGNORED))
 
@@ -97,21 +92,3 @@ def _pad(lists: Sequence[Sequence[int]], length: int, fill: int) -> np.ndarray:
     for row, values in zip(padded, lists, strict=True):
         row[: len(values)] = values
     return padded
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class MediaCollate:
-    """A picklable function from samples of pictures or sound (`media.py`) to the batch that a model takes."""
-
-    preprocessor: PicturePreprocessor | SoundPreprocessor
-    """What made the samples' inputs, and puts them together."""
-
-    targets: Collate
-    """Puts the samples' labels together."""
-
-    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        import torch
-
-        inputs = [torch.as_tensor(sample[self.preprocessor.input_name]) for sample in samples]
-        return {**self.preprocessor.batch(inputs), "labels": self.targets.labels(samples, 0)}

@@ -10,7 +10,6 @@ be the text, it is the text. Nothing else is guessed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import product
 
 from snugfit.data.rows import Rows
 from snugfit.errors import UsageError
@@ -24,10 +23,8 @@ INPUTS: dict[Task, tuple[Form, ...]] = {
     Task.CAUSAL_LM: (("input_ids",), ("messages",), ("prompt", "completion"), ("text",)),
     Task.MASKED_LM: (("input_ids",), ("text",)),
     Task.SEQ2SEQ_LM: (("input_ids",), ("source", "target")),
-    Task.IMAGE_CLASSIFICATION: (("image",),),
-    Task.SPEECH_TO_TEXT: (("audio", "text"),),
 }
-"""What each task reads; modules from Python bring datasets of their own."""
+"""What each task reads; modules from Python bring datasets of their own, and features read for theirs."""
 
 USUAL: dict[Form, tuple[Form, ...]] = {
     ("input_ids",): (("input_ids",),),
@@ -47,69 +44,54 @@ USUAL: dict[Form, tuple[Form, ...]] = {
         ("text", "summary"), ("input_text", "target_text"), ("input", "output"), ("src", "tgt"),
         ("question", "answer"),
     ),
-    ("image",): (("image",), ("img",), ("file_name",), ("image_path",), ("path",), ("file",)),
-    ("audio", "text"): tuple(product(
-        ("audio", "file_name", "audio_path", "path", "file"),
-        ("text", "sentence", "transcription", "transcript", "normalized_text"),
-    )),
 }  # fmt: skip
 
-LABELS: dict[tuple[Task, bool], Form] = {
-    (Task.SEQUENCE_CLASSIFICATION, False): (
-        "label",
-        "labels",
-        "class",
-        "category",
-        "target",
-        "intent",
-        "score",
-    ),
-    (Task.IMAGE_CLASSIFICATION, False): ("label", "labels", "class", "category", "fine_label"),
-    (Task.TOKEN_CLASSIFICATION, False): (
-        "ner_tags",
-        "labels",
-        "tags",
-        "pos_tags",
-        "chunk_tags",
-        "upos",
-        "label",
-    ),
-    (Task.SEQUENCE_CLASSIFICATION, True): ("label", "labels"),
-    (Task.TOKEN_CLASSIFICATION, True): ("labels",),
-    (Task.CAUSAL_LM, True): ("labels",),
-    (Task.MASKED_LM, True): ("labels",),
-    (Task.SEQ2SEQ_LM, True): ("labels",),
-}
-"""By task, and whether its input is token ids already."""
+LABELS: dict[Task, Form] = {
+    Task.SEQUENCE_CLASSIFICATION: ("label", "labels", "class", "category", "target", "intent", "score"),
+    Task.TOKEN_CLASSIFICATION: ("ner_tags", "labels", "tags", "pos_tags", "chunk_tags", "upos", "label"),
+}  # fmt: skip
+"""By task, where its input is no token ids yet."""
 
 NO_TEXT = ("id", "idx", "index", "guid", "label", "labels", "label_text", "__index_level_0__")
 """Columns that are never taken for the only text."""
 
 
-def columns_of(rows: Rows, job: Job) -> Mapping[str, str]:
-    """The column of each role that the task has. Raises `UsageError` with the columns that there are."""
-    if job.task not in INPUTS:
+def columns_of(
+    rows: Rows,
+    job: Job,
+    inputs: Mapping[Task, tuple[Form, ...]] = INPUTS,
+    usual: Mapping[Form, tuple[Form, ...]] = USUAL,
+    labels: Mapping[Task, Form] = LABELS,
+) -> dict[str, str]:
+    """The column of each role that the task has, by these tables. Raises `UsageError` with the columns that
+    there are."""
+    if job.task not in inputs:
         raise UsageError(
             f"{rows.source}: the task {job.task} cannot be trained from rows. Give snugfit.train a dataset "
             "whose samples are the model's arguments."
         )
-    columns = _input_columns(rows, job.task)
-    if label := _label_column(rows, job.task, "input_ids" in columns):
+    columns = _input_columns(rows, job.task, inputs[job.task], usual)
+    names = labels.get(job.task, ())
+    if "input_ids" in columns:
+        names = names[:2] if job.task is Task.SEQUENCE_CLASSIFICATION else ("labels",)
+    if label := _label_column(rows, job.task, names):
         columns["label"] = label
     return columns
 
 
-def _input_columns(rows: Rows, task: Task) -> dict[str, str]:
+def _input_columns(
+    rows: Rows, task: Task, inputs: tuple[Form, ...], usual: Mapping[Form, tuple[Form, ...]]
+) -> dict[str, str]:
     named = {role: column for role, column in rows.named.items() if role not in ("label", "labels")}
-    forms = [form for form in INPUTS[task] if set(named) <= set(form)]
+    forms = [form for form in inputs if set(named) <= set(form)]
     if not forms:
-        allowed = " or ".join(" with ".join(form) for form in INPUTS[task])
+        allowed = " or ".join(" with ".join(form) for form in inputs)
         raise UsageError(f"columns: {task} reads {allowed}, not {' with '.join(named)}.")
     if named:  # what is named and nothing more, where that is a form
         forms.sort(key=len)
     for form in forms:
-        for usual in USUAL[form]:
-            candidate = {role: named.get(role, name) for role, name in zip(form, usual, strict=True)}
+        for names in usual[form]:
+            candidate = {role: named.get(role, name) for role, name in zip(form, names, strict=True)}
             if all(rows.has(column) for column in candidate.values()):
                 return candidate
     if ("text",) in forms and (only := _only_text(rows)):
@@ -129,9 +111,8 @@ def _only_text(rows: Rows) -> str | None:
     return left[0] if len(left) == 1 else None
 
 
-def _label_column(rows: Rows, task: Task, tokenised: bool) -> str | None:
+def _label_column(rows: Rows, task: Task, usual: Form) -> str | None:
     asked = rows.named.get("label", rows.named.get("labels"))
-    usual = LABELS.get((task, tokenised), ())
     if asked and not usual:
         raise UsageError(
             f"columns: {task} uses no labels: it learns from the text itself. Leave {asked!r} out."

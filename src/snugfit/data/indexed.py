@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, final, overload
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from snugfit.data.collate import Collate
     from snugfit.data.ragged import Ragged
 
 T_co = TypeVar("T_co", covariant=True)
@@ -73,6 +74,10 @@ class IndexedSamples(Indexed[Sample]):
         if self.label is not None:
             return {"label": self.label[index].item()}
         return {"labels": self.labels[index]} if self.labels is not None else {}
+
+    def collate_with(self, targets: Collate) -> Callable[[list[Any]], dict[str, Any]]:
+        """Return the function from samples to a batch; `targets` puts labels together, and tokens."""
+        return targets
 
     @abstractmethod
     def _sample(self, index: int, epoch: int) -> Sample:

@@ -2,8 +2,8 @@
 
     reviews.jsonl       its rows; the end of the name says how they are written
     data/*.jsonl        those of every file that the pattern fits
-    data                a folder: what `save_to_disk` wrote; else every file of rows in it; else pictures in
-                        folders that are called as their classes
+    data                a folder: what `save_to_disk` wrote; else every file of rows in it; else samples that
+                        a feature reads from folders of their classes
 
 Several files are one dataset in the order of their names, so that sample 70,000 is the same one at every
 start. Files of several kinds are not mixed, and a folder that holds `train-...` beside `test-...` is asked
@@ -15,15 +15,15 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
 from snugfit.data.arrow_rows import DatasetRows, ParquetRows, is_saved_dataset, load_saved
-from snugfit.data.picture_folders import ClassFolders, holds_pictures
 from snugfit.data.rows import JoinedRows, MemoryRows, Row, Rows
 from snugfit.data.text_rows import READERS
 from snugfit.errors import UsageError, did_you_mean
+from snugfit.techniques.feature import hooks
 
 FORMS = (*READERS, ".parquet")
 
@@ -37,7 +37,7 @@ def read_rows(
     columns: Mapping[str, str] | None = None,
 ) -> Rows:
     """The rows of a file, of several (a folder, or a pattern such as `data/*.jsonl`), of a folder that
-    `save_to_disk` wrote, of a folder of pictures, or of a sequence of mappings. Raises `UsageError`.
+    `save_to_disk` wrote, of folders of classes, or of a sequence of mappings. Raises `UsageError`.
 
     `columns` names the column of a role where it is not called as usual: `{"text": "review"}`.
     """
@@ -109,22 +109,23 @@ def _matching_files(pattern: Path) -> list[Path]:
 
 
 def _folder(folder: Path) -> Rows:
-    """A folder of files of rows, or of pictures. Beside pictures, only a `metadata` file is one of rows."""
+    """A folder of files of rows, or folders of classes. Beside these, only a `metadata` file has rows."""
     entries = sorted(path for path in folder.iterdir() if not path.name.startswith((".", "__MACOSX")))
     folders = [path for path in entries if path.is_dir()]
     files = [path for path in entries if path.suffix.lower() in FORMS and path.is_file()]
     files = [path for path in files if not path.name.startswith("_")]
     metadata = [path for path in files if path.stem.lower() == "metadata"]
-    if metadata or (files and not holds_pictures(folders)):
+    reader = _class_reader(folders)
+    if metadata or (files and reader is None):
         _refuse_several_splits(files, folder)
         return _join(metadata or files, str(folder))
     if folders and {path.name.lower() for path in folders} <= set(SPLITS):
         raise UsageError(f"{folder}: this folder contains splits. Give one of them: {_first_paths(folders)}.")
-    if holds_pictures(folders):
-        return ClassFolders(folder, folders)
-    if holds_pictures([folder]):
+    if reader is not None:
+        return reader(folder)
+    if _class_reader([folder]) is not None:
         raise UsageError(
-            f"{folder}: images without classes. Put each into a folder with the name of its class, or "
+            f"{folder}: samples without classes. Put each into a folder with the name of its class, or "
             "write a metadata.csv there, with the columns file_name and label."
         )
     among = f" Is it one of {_first_paths(folders)}?" if folders else ""
@@ -132,6 +133,11 @@ def _folder(folder: Path) -> Rows:
         f"{folder}: this folder has no files of samples ({', '.join(FORMS)}), no dataset written by "
         f"save_to_disk, and no images in folders by class.{among}"
     )
+
+
+def _class_reader(folders: Sequence[Path]) -> Callable[[Path], Rows] | None:
+    """Return the reader of a feature for samples in folders of their classes."""
+    return next((reader for find in hooks("class_reader") if (reader := find(folders))), None)
 
 
 def _join(files: Sequence[Path], source: str) -> Rows:

@@ -9,11 +9,10 @@
 | `.parquet`                              | a row                                      | a group at a time |
 | several of these: a folder, a pattern   | theirs, file after file                    | as above          |
 | a folder written by `save_to_disk`      | a row                                      | when asked for    |
-| a folder of folders of pictures         | a picture, and its folder's name           | when asked for    |
 | a list of mappings, a `datasets.Dataset`| an entry                                   | when asked for    |
 
 What all of them offer stands here, and the two kinds that read no file. The others are in `text_rows.py`,
-`arrow_rows.py` and `picture_folders.py`; `row_sources.py` decides which of them a path leads to. What is
+`arrow_rows.py` and in features; `row_sources.py` decides which of them a path leads to. What is
 wrong with a file is reported with its line: when the file is opened or, where rows are read when they are
 asked for, when the row is read.
 """
@@ -28,6 +27,7 @@ from typing import Any, final
 
 from snugfit.data.indexed import Indexed
 from snugfit.errors import UsageError, did_you_mean, nearest
+from snugfit.techniques.feature import features
 
 Row = Mapping[str, Any]
 
@@ -43,10 +43,8 @@ ROLES = (
     "completion",
     "input_ids",
     "messages",
-    "image",
-    "audio",
 )
-"""What a column can be to a task; `columns.py` says which task needs which."""
+"""What a column can be to a task, beside the roles of features; `columns.py` says which task needs which."""
 
 
 class Rows(Indexed[Row]):
@@ -95,11 +93,12 @@ class Rows(Indexed[Row]):
 
     def name_columns(self, named: Mapping[str, str]) -> None:
         """Notes which column the user has named for which role. Raises `UsageError`."""
+        roles = (*ROLES, *(role for feature in features() for role in feature.column_roles))
         for role, column in named.items():
-            if role not in ROLES:
+            if role not in roles:
                 raise UsageError(
-                    f"columns: {role!r} is not a role of a column.{did_you_mean(role, ROLES)} Roles: "
-                    f"{', '.join(ROLES)}."
+                    f"columns: {role!r} is not a role of a column.{did_you_mean(role, roles)} Roles: "
+                    f"{', '.join(roles)}."
                 )
             if not isinstance(column, str) or not self.has(column):
                 raise UsageError(f"{self.source}: no column {column!r}. {self.column_list(str(column))}")

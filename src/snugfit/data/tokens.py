@@ -129,3 +129,10 @@ class Tokenizer:
                 f"{limit} tokens leave no room for text: this tokenizer adds {special} special tokens to "
                 "each sequence. Set a longer sequence length."
             )
+
+
+def as_tokenizer(given: Any | None) -> Any | None:
+    """Return the tokenizer that was given, or the one in this folder. Raise `UsageError` for others."""
+    if given is not None and not callable(given) and not isinstance(given, str | os.PathLike):
+        raise UsageError(f"tokenizer is {given!r:.80}; it must be transformers' tokenizer, or its folder.")
+    return load_tokenizer(given) if isinstance(given, str | os.PathLike) else given

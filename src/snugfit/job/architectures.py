@@ -18,6 +18,7 @@ from typing import Any
 
 from snugfit.errors import ModelError
 from snugfit.hub_kernels import only_errors
+from snugfit.job.inputs import model_inputs
 
 HEADS: Mapping[str, tuple[str, str]] = {
     "sequence-classification": (
@@ -31,13 +32,14 @@ HEADS: Mapping[str, tuple[str, str]] = {
     "causal-lm": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
     "masked-lm": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
     "seq2seq-lm": ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
-    "image-classification": (
-        "AutoModelForImageClassification",
-        "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
-    ),
-    "speech-to-text": ("AutoModelForSpeechSeq2Seq", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES"),
 }
-"""For each task: transformers' auto class, and its table of model types."""
+"""For each task of the core: transformers' auto class, and its table of model types."""
+
+
+@cache
+def heads() -> Mapping[str, tuple[str, str]]:
+    """Return the same for every task, those of features too."""
+    return {**HEADS, **{task: head for one in model_inputs() for task, head in one.heads.items()}}
 
 
 @cache
@@ -49,7 +51,7 @@ def model_types() -> frozenset[str]:
 
 def tasks_of(model_type: str) -> tuple[str, ...]:
     """The tasks for which transformers has a head on this architecture."""
-    return tuple(task for task in HEADS if class_names(task, model_type))
+    return tuple(task for task in heads() if class_names(task, model_type))
 
 
 def task_of(model_type: str, architectures: Sequence[str]) -> str | None:
@@ -71,7 +73,7 @@ def class_of(task: str, config: Any) -> Any:
     import transformers
 
     with only_errors(once=(task, type(config))):  # its code may import torchao
-        classes = getattr(transformers, HEADS[task][0])._model_mapping[type(config)]
+        classes = getattr(transformers, heads()[task][0])._model_mapping[type(config)]
     return classes[0] if isinstance(classes, tuple) else classes
 
 
@@ -82,7 +84,7 @@ def transformers_version() -> str:
 
 def class_names(task: str, model_type: str) -> frozenset[str]:
     """Names of the classes that transformers has for a task on an architecture."""
-    return _table("modeling_auto.py", HEADS[task][1]).get(model_type, frozenset())
+    return _table("modeling_auto.py", heads()[task][1]).get(model_type, frozenset())
 
 
 @cache

@@ -4,7 +4,7 @@ What is in a batch is decided by the task, how large it is by the job and the ar
 depend on shapes and dtypes only, so random content is as good as text. Everything is made on the CPU, as a
 data loader would.
 
-Shapes: B samples, S sequence length, T target length, C channels, H x W pixels, M mel bins, F frames.
+Shapes: B samples, S sequence length, T target length.
 
 | task                    | inputs                              | labels                         |
 |-------------------------|-------------------------------------|--------------------------------|
@@ -13,12 +13,8 @@ Shapes: B samples, S sequence length, T target length, C channels, H x W pixels,
 | causal-lm               | input_ids (B, S)                    | (B, S), a copy of the input ids |
 | masked-lm               | input_ids (B, S)                    | (B, S), random ids everywhere  |
 | seq2seq-lm              | input_ids (B, S)                    | (B, T), random ids             |
-| image-classification    | pixel_values (B, C, H, W) float32   | (B), class                     |
-| speech-to-text          | input_features (B, M, F) float32    | (B, T), random ids             |
 
-Pictures and sounds have other shapes in some architectures (`media.py`). A language model that hears takes
-input_ids (B, A + T), of which the first A stand for the sound, and in seq2seq-lm S tokens between the two;
-labels are the T last of them, and -100 before.
+Other inputs are those of features (`inputs.py`).
 
 With padding, the last part of every sequence is padding: `attention_mask` is 0 there (it is passed only
 then), ids are the pad token, and labels of tokens are -100, which losses leave out. Encoder-decoder
@@ -27,16 +23,14 @@ classifiers (BART, T5) look for the end token, so each of their sequences ends i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from snugfit.errors import JobError
 from snugfit.job.batch_layout import BatchLayout, map_leaves
+from snugfit.job.inputs import has_classes, inputs_of
 from snugfit.job.job import Job, Task
-from snugfit.job.media import SoundInput, hears_in_place_of_tokens, pixels, sound
 from snugfit.job.model import first_end_token
 
 if TYPE_CHECKING:
@@ -59,7 +53,7 @@ REAL_VALUES = "_snugfit_real_values"
 
 def synthetic(job: Job, samples: int, *, seed: int = 0) -> Batch:
     """A batch of B = `samples` random samples on the CPU; the same seed gives the same batch."""
-    return _BatchShapes.of(job).batch(samples, seed)
+    return BatchShapes.of(job).batch(samples, seed)
 
 
 def label_items(job: Job, batch: Mapping[str, Any]) -> int:
@@ -115,8 +109,8 @@ class SyntheticDataset:
         return {name: value[0] for name, value in batch.items()}
 
     @cached_property
-    def _shapes(self) -> _BatchShapes:
-        return _BatchShapes.of(self.job)
+    def _shapes(self) -> BatchShapes:
+        return BatchShapes.of(self.job)
 
     @cached_property
     def _example(self) -> Batch:
@@ -132,8 +126,20 @@ class SyntheticDataset:
         return self.job.model.layout(self.job.batch_size) if self.job.task is Task.CUSTOM else None
 
 
+class SampleInputs:
+    """The inputs of one job's samples that are no tokens. A feature has subclasses."""
+
+    def inputs(self, shapes: BatchShapes, samples: int, generator: torch.Generator) -> Batch:
+        """Return random inputs of B = `samples` rows on the CPU."""
+        raise NotImplementedError
+
+    def labels(self, shapes: BatchShapes, inputs: Batch) -> torch.Tensor | None:
+        """Return the labels for these inputs; None where the task has its usual ones."""
+        return None
+
+
 @dataclass(frozen=True, kw_only=True)
-class _BatchShapes:
+class BatchShapes:
     """The shapes of a job's batches, read once from its complete config."""
 
     job: Job
@@ -141,13 +147,11 @@ class _BatchShapes:
     pad_token: int = 0
     end_token: int | None = None
     """Ends every sequence, for the classifiers that look for it."""
-    pixels: tuple[int, ...] = ()
-    """The shape of a picture; empty for other tasks."""
-    sound: SoundInput | None = None
-    """Of a sample, where the model hears."""
+    other: SampleInputs | None = None
+    """Inputs that are no tokens, of a feature."""
 
     @classmethod
-    def of(cls, job: Job) -> _BatchShapes:
+    def of(cls, job: Job) -> BatchShapes:
         """The shapes for this job."""
         if job.task is Task.CUSTOM:
             return cls(job=job)
@@ -155,14 +159,14 @@ class _BatchShapes:
         text = config.get_text_config()
         vocabulary = getattr(text, "vocab_size", 0) or 0
         pad_token = getattr(text, "pad_token_id", None)
+        other = inputs_of(job.task, job.model.architecture)
         looks_for_end = config.is_encoder_decoder and job.task is Task.SEQUENCE_CLASSIFICATION
         return cls(
             job=job,
             vocabulary=vocabulary,
             pad_token=pad_token if pad_token is not None and pad_token < vocabulary else 0,
             end_token=first_end_token(config) if looks_for_end else None,
-            pixels=pixels(config) if job.task is Task.IMAGE_CLASSIFICATION else (),
-            sound=_sound(config, job),
+            other=other.of_job(job, config) if other is not None else None,
         )
 
     def batch(self, samples: int, seed: int) -> Batch:
@@ -178,17 +182,13 @@ class _BatchShapes:
         return {**inputs, "labels": labels}
 
     def _inputs(self, samples: int, generator: torch.Generator) -> Batch:
-        """Token ids (B, S) with their mask where there is padding, or pictures (B, C, H, W), or sound (B, M,
-        F)."""
+        """Token ids (B, S) with their mask where there is padding, or a feature's inputs."""
         import torch
 
-        if self.sound is not None:
-            return self._heard(self.sound, samples, generator)
-        if self.pixels:
-            pictures = torch.randn(samples, *self.pixels, generator=generator, device="cpu")
-            return {"pixel_values": pictures, **_patch_grid(self.pixels, samples)}
-        ids = self._ids(samples, self.job.sequence_length, generator)
-        padding = self._padding(ids)
+        if self.other is not None:
+            return self.other.inputs(self, samples, generator)
+        ids = self.ids(samples, self.job.sequence_length, generator)
+        padding = self.padding_of(ids)
         if self.end_token is not None:  # once a sequence, or the classifier refuses the batch
             ids[ids == self.end_token] = (self.end_token + 1) % self.vocabulary
             ids[:, padding.start - 1] = self.end_token
@@ -199,68 +199,31 @@ class _BatchShapes:
         ids[:, padding] = self.pad_token
         return {"input_ids": ids, "attention_mask": mask}
 
-    def _heard(self, sound: SoundInput, samples: int, generator: torch.Generator) -> Batch:
-        """A sound, and for a language model that hears the tokens (B, A + T) in which it stands."""
-        import torch
-
-        if sound.codes:
-            shape = (samples, *sound.shape)
-            return {sound.name: torch.randint(sound.codes, shape, generator=generator, device="cpu")}
-        waves = torch.randn(samples, *sound.shape, generator=generator, device="cpu")
-        batch = {sound.name: waves}
-        if sound.mask:
-            batch[sound.mask] = torch.ones(samples, sound.frames, dtype=torch.long, device="cpu")
-        if not sound.tokens:
-            return batch
-        if sound.added:
-            return batch | {"input_ids": self._ids(samples, sound.tokens, generator)}
-        asked = self.job.sequence_length if self.job.task is Task.SEQ2SEQ_LM else 0
-        ids = self._ids(samples, asked + self.job.target_length, generator)
-        ids[ids == sound.token] = (sound.token + 1) % self.vocabulary
-        ids = torch.cat([torch.full((samples, sound.tokens), sound.token, device="cpu"), ids], dim=1)
-        if not self.job.padding:
-            return batch | {"input_ids": ids}
-        mask = torch.ones_like(ids)
-        padding = self._padding(ids[:, -self.job.target_length :])
-        ids[:, -self.job.target_length :][:, padding] = self.pad_token
-        mask[:, -self.job.target_length :][:, padding] = 0
-        return batch | {"input_ids": ids, "attention_mask": mask}
-
     def _labels(self, samples: int, inputs: Batch, generator: torch.Generator) -> torch.Tensor:
         """Labels of the shape that the table above gives for the task: (B), (B, S) or (B, T)."""
         import torch
 
         job = self.job
-        if job.task in (Task.SEQUENCE_CLASSIFICATION, Task.IMAGE_CLASSIFICATION):
+        if self.other is not None and (own := self.other.labels(self, inputs)) is not None:
+            return own
+        if has_classes(job.task) and job.task is not Task.TOKEN_CLASSIFICATION:
             if job.labels == 1:  # transformers takes one label for a regression
                 return torch.rand(samples, generator=generator, device="cpu")
             return torch.randint(job.labels, (samples,), generator=generator, device="cpu")
         if job.task is Task.CAUSAL_LM:
             labels = inputs["input_ids"].clone()
-        elif self.sound is not None and self.sound.codes:
-            return inputs[self.sound.name][..., 0].clone()  # the stream of text
-        elif self.sound is not None and self.sound.tokens:
-            return self._labels_behind_sound(self.sound, inputs)
         elif job.task is Task.TOKEN_CLASSIFICATION:
             shape = (samples, job.sequence_length)
             labels = torch.randint(job.labels, shape, generator=generator, device="cpu")
         elif job.task is Task.MASKED_LM:
-            labels = self._ids(samples, job.sequence_length, generator)
+            labels = self.ids(samples, job.sequence_length, generator)
         else:
-            labels = self._ids(samples, job.target_length, generator)
+            labels = self.ids(samples, job.target_length, generator)
         if job.padding:
-            labels[:, self._padding(labels)] = IGNORED
+            labels[:, self.padding_of(labels)] = IGNORED
         return labels
 
-    def _labels_behind_sound(self, sound: SoundInput, inputs: Batch) -> torch.Tensor:
-        """Labels (B, A + T) of a language model that hears: its last T tokens, or all."""
-        labels = inputs["input_ids"].clone()
-        labels[:, : 1 if sound.added else -self.job.target_length] = IGNORED
-        if "attention_mask" in inputs:
-            labels[inputs["attention_mask"] == 0] = IGNORED
-        return labels
-
-    def _ids(self, samples: int, length: int, generator: torch.Generator) -> torch.Tensor:
+    def ids(self, samples: int, length: int, generator: torch.Generator) -> torch.Tensor:
         """Random token ids of shape (B, `length`), int64."""
         import torch
 
@@ -268,35 +231,8 @@ class _BatchShapes:
         low = LOWEST_ID if high > LOWEST_ID else high // 2
         return torch.randint(low, high, (samples, length), generator=generator, device="cpu")
 
-    def _padding(self, ids: torch.Tensor) -> slice:
+    def padding_of(self, ids: torch.Tensor) -> slice:
         """Columns of `ids` (B, length) that are padding: the job's fraction, at the end, but never all."""
         length = ids.shape[1]
         padded = min(round(self.job.padding * length), length - 1)
         return slice(length - padded, length)
-
-
-def _sound(config: Any, job: Job) -> SoundInput | None:
-    """The sound that a job's model hears; None where its task has none."""
-    in_tokens = hears_in_place_of_tokens(job.model.architecture)
-    if job.task is not Task.SPEECH_TO_TEXT and not (job.task is Task.SEQ2SEQ_LM and in_tokens):
-        return None
-    heard = sound(config)
-    if heard is None:
-        raise JobError(
-            f"{job.model.name} ({job.model.architecture}): snugfit cannot make synthetic audio for it in "
-            f"{job.task}. Give the model itself with an example batch: Model.from_module(module, example)."
-        )
-    return heard
-
-
-def _patch_grid(picture: tuple[int, ...], samples: int) -> Batch:
-    """What goes along with a picture (P, D) of patches: its mask, and its height and width in patches."""
-    import torch
-
-    if len(picture) != 2:
-        return {}
-    side = math.isqrt(picture[0])
-    return {
-        "pixel_attention_mask": torch.ones(samples, picture[0], dtype=torch.long, device="cpu"),
-        "spatial_shapes": torch.tensor([[side, picture[0] // side]] * samples, device="cpu"),
-    }

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from snugfit.errors import ModelError, RecipeError, SnugfitError, lacks_package, one_line
 from snugfit.hub_kernels import only_errors
-from snugfit.job.architectures import HEADS, transformers_version
+from snugfit.job.architectures import heads, transformers_version
 from snugfit.job.clone import clone_to_device
 from snugfit.job.config import ignored_keys
 from snugfit.job.dtype import cast_weights
@@ -141,7 +141,7 @@ def _from_facts(
     import torch
     import transformers
 
-    auto_class = getattr(transformers, HEADS[job.task][0])
+    auto_class = getattr(transformers, heads()[job.task][0])
     config = job.transformers_config()
     dtype = getattr(torch, construction.loaded_dtype)
     asked: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}

@@ -36,7 +36,10 @@ from snugfit.job.dtype import KEYS, config_dtype
 
 LARGEST_FILE = 4 << 20
 DEEPEST = 32
-MOST_LAYERS = 10_000
+MOST_LAYERS = 1_000
+"""As many as DeepNet has, the deepest published transformer (arXiv:2203.00555). The allocator replays each
+operator of each layer: a prediction of so many takes half a minute, and a plan takes minutes."""
+
 LARGEST_SIZE = 1 << 24
 
 BASES = frozenset({

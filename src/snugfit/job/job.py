@@ -16,9 +16,10 @@ from functools import lru_cache
 from typing import Any, Self
 
 from snugfit.errors import JobError, did_you_mean
-from snugfit.job.architectures import class_of, tasks_of, transformers_version
+from snugfit.job.architectures import class_of, heads, tasks_of, transformers_version
 from snugfit.job.dtype import DTYPES, dtype_name
-from snugfit.job.limits import NO_SEQUENCE, length_problem
+from snugfit.job.inputs import has_sequence, has_target
+from snugfit.job.limits import length_problem
 from snugfit.job.model import Model
 
 LARGEST_BATCH = 1 << 20
@@ -175,7 +176,7 @@ class Job:
                 f"routing is {self.routing!r}; it must be 'balanced' (tokens go evenly to all experts) or "
                 "'worst' (all to the same)."
             )
-        if self.padding and self.task in (Task.CUSTOM, Task.IMAGE_CLASSIFICATION):
+        if self.padding and not (has_sequence(self.task) or has_target(self.task)):
             raise JobError(
                 f"padding is {self.padding}, but the batches of the task {self.task} have no padding."
             )
@@ -192,7 +193,7 @@ class Job:
     def tokens(self) -> int:
         """Tokens that a step goes through, those of a user's example where there is one; 0 where its inputs
         are no tokens."""
-        if self.task not in NO_SEQUENCE:
+        if has_sequence(self.task):
             return self.batch_size * self.sequence_length
         ids = (self.model.example or {}).get("input_ids")
         return self.batch_size * (int(ids.numel()) // max(1, len(ids))) if ids is not None else 0
@@ -325,6 +326,11 @@ def _refuse_task(job: Job) -> None:
                 f"{model.name} is a module from Python, so its task must be 'custom', not {job.task}."
             )
         return
+    if job.task not in (*heads(), Task.CUSTOM):
+        raise JobError(
+            f"The task {job.task} needs a feature of snugfit that is not installed. Tasks: "
+            f"{', '.join(heads())}."
+        )
     possible = tasks_of(model.architecture)
     if job.task not in possible:
         raise JobError(
@@ -347,6 +353,7 @@ def _task_of(model: Model) -> str:
     choice."""
     task = "custom" if model.module is not None else model.task
     if task is None:
-        possible = ", ".join(tasks_of(model.architecture)) or "none"
-        raise JobError(f"No task: {model.name} ({model.architecture}) has several. Give one of: {possible}.")
+        possible = ", ".join(tasks_of(model.architecture))
+        several = f"several. Give one of: {possible}." if possible else "none that is installed here."
+        raise JobError(f"No task: {model.name} ({model.architecture}) has {several}")
     return task

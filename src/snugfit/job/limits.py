@@ -12,13 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from snugfit.job.inputs import has_sequence, has_target
+
 Limit = tuple[str, int]
 """A config key and the longest sequence it allows."""
 
-NO_SEQUENCE = ("image-classification", "speech-to-text", "custom")
-"""Tasks whose batches have sizes of their own, from the model's config or a user's example."""
-
-WITH_TARGET = ("seq2seq-lm", "speech-to-text")
 OFFSET_BY_PADDING = frozenset({
     "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "xmod",
     "data2vec-text", "longformer", "mpnet", "ibert", "luke", "esm",
@@ -36,11 +34,11 @@ def length_problem(
 ) -> str | None:
     """What is too long for the positions of this config, in tokens, as a sentence; None when all fits."""
     text = config.get("text_config") or config
-    if task not in NO_SEQUENCE:
+    if has_sequence(task):
         limit = input_limit(text)
         if limit and sequence_length > limit[1]:
             return _complaint("sequence length", sequence_length, limit)
-    if task in WITH_TARGET:
+    if has_target(task):
         limit = target_limit(text)
         if limit and target_length > limit[1]:
             return _complaint("target length", target_length, limit)

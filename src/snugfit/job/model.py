@@ -32,15 +32,11 @@ from snugfit.job.batch_layout import BatchDims, BatchLayout, leaves
 from snugfit.job.config import LAYERS, check_facts, ignored_keys, without_ignored
 from snugfit.job.dtype import main_dtype
 from snugfit.job.find import find_facts
-from snugfit.job.media import hears_in_place_of_tokens
+from snugfit.job.inputs import has_classes, has_target, inputs_of, model_inputs
 from snugfit.job.weights import own_folder, stored_dtype
 
 if TYPE_CHECKING:
     from torch import nn
-
-CLASSIFICATION = ("sequence-classification", "token-classification", "image-classification")
-TEXT_TO_TEXT = ("seq2seq-lm", "sequence-classification", "speech-to-text")
-"""Tasks for which an encoder-decoder shifts its labels or its input to the right, behind a start token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +205,7 @@ class Model:
         from transformers import AutoConfig
 
         facts = without_ignored(self.facts)
-        head = {"num_labels": labels} if task in CLASSIFICATION else {}
+        head = {"num_labels": labels} if has_classes(task) else {}
         try:
             config = AutoConfig.for_model(facts.pop("model_type"), **facts, **head)
         except Exception as error:
@@ -220,15 +216,15 @@ class Model:
         config.architectures = config.architectures or []
         if task == "sequence-classification":
             _name_a_pad_token(config.get_text_config())
-        hears = hears_in_place_of_tokens(self.architecture)
-        if hears and getattr(config, "audio_token_id", 0) is None:
-            config.audio_token_id = 0  # the hub's configs name one; no byte depends on which
-        if task == "seq2seq-lm" and not config.is_encoder_decoder and not hears:
+        for inputs in model_inputs():
+            inputs.complete(config)
+        in_tokens = inputs_of(task, self.architecture) is None
+        if task == "seq2seq-lm" and not config.is_encoder_decoder and in_tokens:
             raise JobError(
                 f"{self.name} ({self.architecture}) has no decoder of its own. Synthetic batches have "
                 f"targets of another length, so they do not fit it in {task}."
             )
-        if config.is_encoder_decoder and task in TEXT_TO_TEXT:
+        if config.is_encoder_decoder and (has_target(task) or task == "sequence-classification"):
             _name_a_start_token(config)
             self._refuse_without_end_token(config, task)
         return config

@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from snugfit.errors import JobError, NothingFits, UsageError
+from snugfit.job.inputs import has_sequence
 from snugfit.job.job import LARGEST_BATCH, LARGEST_LENGTH, refuse_what_is_no_job
-from snugfit.job.limits import NO_SEQUENCE
 from snugfit.prediction.predict import predict
 from snugfit.results.prediction import Prediction
 from snugfit.techniques.recipe import Recipe
@@ -63,7 +63,7 @@ def largest(
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
     if of not in FIELDS:
         raise UsageError(f"largest of {of!r}: {' or '.join(FIELDS)}.")
-    if of == "sequence-length" and job.task in NO_SEQUENCE:
+    if of == "sequence-length" and not has_sequence(job.task):
         raise UsageError(f"largest of {of!r}: the task {job.task} has no sequences. Try 'batch'.")
     if gpu is None and memory_bytes is None:
         raise UsageError("The largest that fits needs a limit: give a GPU, or an amount of memory.")

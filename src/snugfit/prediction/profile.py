@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from snugfit.errors import UsageError, did_you_mean
+from snugfit.feature_folders import feature_files
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Call, Setup
-from snugfit.techniques.wish import feature_files
 from snugfit.versions import __version__, version_of
 
 INSTALLED = "installed"

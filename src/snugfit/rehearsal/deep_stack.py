@@ -21,7 +21,7 @@ DEEP_LAYERS = 200
 """From which on the usual stack may not do. A choice."""
 
 STACK_BYTES = 1 << 30
-"""Address space: for the 10,000 layers that a config may have, five times over."""
+"""Address space: for fifty times the 1,000 layers that a config may have."""
 
 Answer = TypeVar("Answer")
 

@@ -2,8 +2,9 @@
 
 A feature is a folder of `features/` that can be deleted. Its `feature.py` has one subclass of `Feature`, with
 what the feature adds: handlers of its fields of `Setup` (`fields.py`), techniques, and overrides of the
-methods that the command line, simulation and search call on every feature. The core imports no feature and
-names none: it calls `wishes()`, `features()` and `hooks()`.
+methods that the command line, data, simulation and search call on every feature. The core imports no feature
+and names none: it calls `wishes()`, `features()` and `hooks()`. Its tasks and inputs of models are in
+`inputs.py` (`job/inputs.py`).
 
 Listing features imports no torch. A feature imports its own modules within the methods that need them.
 """
@@ -18,10 +19,12 @@ from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from snugfit.feature_folders import FOLDER, FeatureError, feature_names
 from snugfit.techniques.technique import Slot
-from snugfit.techniques.wish import FOLDER, FeatureError, feature_names
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from snugfit.job.job import Job
     from snugfit.techniques.setup import Setup
 
@@ -126,6 +129,20 @@ class Feature:
     def next_steps(self, plan: Any, configuration: Configuration | None) -> Mapping[str, str]:
         """Return, by title, lines that put the recipe of a plan to use."""
         return {}
+
+    # ---- reading data ----
+
+    column_roles: ClassVar[tuple[str, ...]] = ()
+    """What a column can be to a task of this feature (`data/rows.py` has the roles of texts)."""
+
+    def class_reader(self, folders: Sequence[Path]) -> Callable[[Path], Any] | None:
+        """Return a function from the folder around these to `Rows`; None where they hold no samples."""
+        return None
+
+    def read_samples(self, rows: Any, job: Job, processor: Any, tokenizer: Any, **how: Any) -> Any | None:
+        """Return `IndexedSamples` of these `Rows`; None for a task of others. `how` has `pack` and
+        `label_names`. Raises `UsageError`."""
+        return None
 
     # ---- running a step ----
 

@@ -1,4 +1,4 @@
-"""Fields that features add to `Setup`, and where they are found.
+"""Fields that features add to `Setup`.
 
 A feature is a folder of `features/`. Its fields are the `Wish` objects of its module `fields.py`, if there is
 one.
@@ -8,26 +8,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
-import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import resources
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
-from snugfit.errors import SnugfitError
-
-if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
+from snugfit.feature_folders import FeatureError, feature_objects
 
 T = TypeVar("T")
-
-FOLDER = "snugfit.features"
-"""The package whose folders are the features."""
-
-
-class FeatureError(SnugfitError):
-    """A feature breaks a rule of the contract; the message is for its author."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,30 +65,9 @@ class Wish(Generic[T]):
 
 
 @functools.cache
-def feature_names() -> tuple[str, ...]:
-    """Return the folders of all features, sorted."""
-    roots = importlib.import_module(FOLDER).__path__
-    return tuple(sorted(one.name for one in pkgutil.iter_modules(roots) if one.ispkg))
-
-
-def feature_files(folder: str) -> Iterator[Traversable]:
-    """Yield the files in the subfolders of features that have this name."""
-    for name in feature_names():
-        subfolder = resources.files(f"{FOLDER}.{name}") / folder
-        yield from subfolder.iterdir() if subfolder.is_dir() else ()
-
-
-@functools.cache
 def wishes() -> tuple[Wish[Any], ...]:
     """Return the fields that all features add. Raises `FeatureError` where two have one name."""
-    modules = [f"{FOLDER}.{name}.fields" for name in feature_names()]
-    fields = [
-        value
-        for module in modules
-        if importlib.util.find_spec(module)
-        for value in vars(importlib.import_module(module)).values()
-        if isinstance(value, Wish)
-    ]
+    fields = feature_objects("fields", Wish)
     names = [wish.name for wish in fields]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise FeatureError(f"Two features add the same fields to Setup: {', '.join(twice)}.")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.features.exchange import installed
 from snugfit.job.architectures import HEADS
-from snugfit.job.model import CLASSIFICATION
+from snugfit.job.inputs import has_classes
 from snugfit.step.applier import script_fields
 from snugfit.step.wishes.handler import ScriptContext
 from snugfit.step.wishes.python_text import literal
@@ -138,7 +138,7 @@ def _config_arguments(job: Job) -> dict[str, str]:
     config, arguments = job.transformers_config(), dict[str, str]()
     facts = job.model.config
     plain = AutoConfig.for_model(facts.pop("model_type"), **facts)
-    if job.task in CLASSIFICATION:
+    if has_classes(job.task):
         arguments["num_labels"] = repr(config.num_labels)
     for name in ("pad_token_id", "decoder_start_token_id"):
         value = getattr(config, name, None)

@@ -24,7 +24,7 @@ class Adafactor(Technique):
     advice: ClassVar = dict.fromkeys(
         ("lomo", "adalomo", "galore_adamw_layerwise"),
         "snugfit has no such optimizer. 'sgd + released' updates each weight in the backward pass, as LOMO "
-        "does, and takes no micro-batches. Small states: 'adafactor', 'adamw_4bit', 'adamw_8bit', 'lion_8bit'.",
+        "does, without micro-batches. Small states: 'adafactor', 'adamw_4bit', 'adamw_8bit', 'lion_8bit'.",
     )
     counterparts: ClassVar = (Counterpart(arguments={"optim": "adafactor"}),)
 

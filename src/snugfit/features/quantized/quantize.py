@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from snugfit.features.quantized.fields import QUANTIZE
 from snugfit.features.quantized.four_bit_weights import HEADS, FourBitConstruction
-from snugfit.job.model import CLASSIFICATION
+from snugfit.job.inputs import has_classes
 from snugfit.step.wishes.handler import Handler, ScriptContext
 from snugfit.step.wishes.python_text import literal
 from snugfit.techniques.feature import InstallStage
@@ -60,7 +60,7 @@ class QuantizeHandler(Handler):
         }  # fmt: skip
         if computed != "float32":  # which is the default
             options["bnb_4bit_compute_dtype"] = f"torch.{computed}"
-        if context.job.task in CLASSIFICATION:
+        if has_classes(context.job.task):
             options["llm_int8_skip_modules"] = literal(list(HEADS))
         config = (
             "from transformers import BitsAndBytesConfig",

@@ -17,8 +17,8 @@ from dataclasses import replace
 from snugfit.data.lengths import Lengths
 from snugfit.errors import JobError, UsageError
 from snugfit.job.gpu import Gpu, find_gpu
+from snugfit.job.inputs import has_sequence, has_target
 from snugfit.job.job import Job
-from snugfit.job.limits import NO_SEQUENCE, WITH_TARGET
 from snugfit.planning.lengths.length_plan import Cut, LengthPlan
 from snugfit.planning.lengths.length_profile import LengthProfiler
 from snugfit.planning.lengths.padding import Way, Ways, seconds_of
@@ -33,7 +33,7 @@ from snugfit.techniques.recipe import Recipe
 def job_of(job: Job, lengths: Lengths) -> Job:
     """The job whose every batch is as long as the dataset's longest sample. Raises `JobError` for a task
     without sequences, and for a sample longer than the model's positions."""
-    if job.task in NO_SEQUENCE:
+    if not has_sequence(job.task):
         raise JobError(f"Lengths are for sequences of tokens, but the task {job.task} has none.")
     padding = 1 - lengths.mean / lengths.longest
     try:
@@ -164,5 +164,5 @@ def _doubts(profiler: LengthProfiler, lengths: Lengths) -> Iterable[str]:
             "Bytes are for a run in which every batch is the longest. Batches of many lengths fragment the "
             "memory, so a run can reserve more. Expandable segments keep that low."
         )
-    if profiler.job.task in WITH_TARGET:
+    if has_target(profiler.job.task):
         yield f"The lengths are those of the inputs; every target has {profiler.job.target_length} tokens."

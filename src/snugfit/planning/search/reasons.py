@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.errors import RecipeError, SnugfitError
 from snugfit.job.gpu import all_gpus
-from snugfit.job.limits import NO_SEQUENCE
+from snugfit.job.inputs import has_sequence
 from snugfit.planning.plan import Change, Reason, Start
 from snugfit.planning.search.grades import add_candidate, stand_in
 from snugfit.prediction.worker_pool import Question, WorkerPool
@@ -189,7 +189,7 @@ def cures(
     yield from _last_resorts(job, fixed)
     if fixed.slots:
         yield f"--free {','.join(fixed.slots)} allows other techniques in place of yours."
-    smaller = "smaller inputs" if job.task in NO_SEQUENCE else "shorter sequences"
+    smaller = "smaller inputs" if not has_sequence(job.task) else "shorter sequences"
     cut = recipe.setup().micro_batches == job.batch_size
     yield f"Or with {smaller}{': the global batch cannot be cut further' if cut else ''}."
 

@@ -27,7 +27,7 @@ from unittest.mock import patch
 
 import torch
 
-from snugfit.techniques.wish import FOLDER
+from snugfit.feature_folders import FOLDER
 
 Hook = Callable[[Any], Any]
 

@@ -193,11 +193,22 @@ def _precision() -> Any:
 
 
 def _run_in_place(operator: Operator, call: KnownCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if operator.aliasing == "of a list":
+        args = _distinct_elements(args)
     before = _key(args[:1])
     out = operator.func(*args, **kwargs)
     if (out is None or out is args[0]) and _key(args[:1]) == before:
         call.result = True
     return out
+
+
+def _distinct_elements(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the operands with their lists cut to elements of different metadata. `meta` computes each
+    element of a foreach operator alone, and a deep model has thousands of equal ones."""
+    columns = [arg for arg in args if isinstance(arg, (tuple, list)) and len(arg) == len(args[0])]
+    rows = {_key(row): row for row in zip(*columns, strict=True)}
+    cut = iter([list(column) for column in zip(*rows.values(), strict=True)] or [[] for _ in columns])
+    return tuple(next(cut) if any(arg is column for column in columns) else arg for arg in args)
 
 
 _META = torch.device("meta")

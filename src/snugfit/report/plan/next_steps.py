@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from snugfit.errors import SnugfitError
-from snugfit.job.limits import NO_SEQUENCE, WITH_TARGET
+from snugfit.job.inputs import has_sequence, has_target
 from snugfit.step.applier import refuse_unsupported
 from snugfit.techniques.feature import hooks
 from snugfit.techniques.recipe import Recipe
@@ -43,8 +43,8 @@ def next_steps(plan: Plan, configuration: Configuration | None = None) -> Iterat
 def job_words(job: Job) -> str:
     """The model and what differs from a job's defaults, as a command takes them."""
     defaults = {field.name: field.default for field in fields(job)}
-    unused = {"sequence_length"} if job.task in NO_SEQUENCE else set()
-    unused |= set() if job.task in WITH_TARGET else {"target_length"}
+    unused = {"sequence_length"} if not has_sequence(job.task) else set()
+    unused |= set() if has_target(job.task) else {"target_length"}
     words = [job.model.name, "--task", str(job.task)]
     for name in BY_FLAG:
         if name not in unused and (value := getattr(job, name)) != defaults[name]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from snugfit.job.inputs import has_sequence, has_target
 from snugfit.job.job import Job
-from snugfit.job.limits import NO_SEQUENCE, WITH_TARGET
 from snugfit.techniques.recipe import Recipe
 
 
@@ -28,8 +28,8 @@ def sizes(job: Job) -> str:
     """`4 × 512 → 128`: samples, tokens of a sequence, tokens of a target; the lengths only where the task's
     batches have them."""
     text = f"{job.batch_size}"
-    text += "" if job.task in NO_SEQUENCE else f" × {job.sequence_length}"
-    return text + (f" → {job.target_length}" if job.task in WITH_TARGET else "")
+    text += "" if not has_sequence(job.task) else f" × {job.sequence_length}"
+    return text + (f" → {job.target_length}" if has_target(job.task) else "")
 
 
 def recipes_beside(recipes: Sequence[str], best: str) -> list[str]:

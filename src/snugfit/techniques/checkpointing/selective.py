@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+from snugfit.job.inputs import has_sequence
 from snugfit.job.job import dropout_among
 from snugfit.job.kv_prefix import dropped_prefix
-from snugfit.job.limits import NO_SEQUENCE
 from snugfit.techniques.seeded_dropout import may_be_seeded, seeds_dropout, try_seeds
 from snugfit.techniques.setup import CheckpointWish, Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
@@ -69,7 +69,7 @@ class Selective(Technique):
         """What has short sequences, or attention that is not kept: as measured and predicted, recomputing
         fewer layers then saves the same bytes in less time."""
         stated = {} if job.model.module is not None else job.model.config
-        short = job.task in NO_SEQUENCE or job.sequence_length < _stated_width(stated)
+        short = not has_sequence(job.task) or job.sequence_length < _stated_width(stated)
         if dropout := dropout_among(stated, of="att") if short else job.stated_dropout(of="att"):
             if may_be_seeded(stated.get("model_type")):  # the one kind of recomputing that can be recorded
                 return ""

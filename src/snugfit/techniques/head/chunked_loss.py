@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from snugfit.job.inputs import has_classes
 from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import LOGITS_BYTES, LogitsWish, Setup
@@ -25,9 +26,6 @@ from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
-
-WITH_VOCABULARY = ("causal-lm", "masked-lm", "seq2seq-lm", "speech-to-text")
-"""Tasks whose loss is the cross-entropy of a vocabulary."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +87,6 @@ def _lacks_vocabulary(job: Job) -> str:
     module = job.model.module
     if module is not None and not hasattr(module, "get_output_embeddings"):
         return f"{type(module).__name__} has no get_output_embeddings, which would name its head"
-    if module is None and job.task not in WITH_VOCABULARY:
+    if module is None and has_classes(job.task):
         return f"the loss of {job.task} is not over a vocabulary"
     return ""

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from snugfit.job.limits import NO_SEQUENCE
-from snugfit.job.media import hears_in_place_of_tokens
+from snugfit.job.inputs import inputs_of
 from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import LoaderWish, Setup
@@ -58,8 +57,7 @@ class Workers(Technique):
 def _bytes_of_floats(job: Job) -> int:
     """Bytes of pictures or sound in a batch, in fp32; 0 for a module of the user's, whose loader nobody
     knows."""
-    is_of_tokens = job.task not in NO_SEQUENCE and not hears_in_place_of_tokens(job.model.architecture)
-    if job.model.module is not None or is_of_tokens:  # a sample would import transformers
+    if job.model.module is not None or inputs_of(job.task, job.model.architecture) is None:
         return 0
     import torch
 

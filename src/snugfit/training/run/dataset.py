@@ -6,17 +6,16 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from snugfit.data.collate import Collate, MediaCollate
-from snugfit.data.media import MediaSamples, media_samples
-from snugfit.data.processors import has_processor, load_processor, own_folder
+from snugfit.data.collate import Collate
+from snugfit.data.columns import INPUTS
+from snugfit.data.indexed import IndexedSamples
 from snugfit.data.row_sources import read_rows
-from snugfit.data.rows import Rows
 from snugfit.data.samples import Samples, samples_of
-from snugfit.data.tokens import load_tokenizer, padding_token
+from snugfit.data.tokens import as_tokenizer, padding_token
 from snugfit.errors import UsageError, one_line
 from snugfit.job.job import Task
-from snugfit.job.media import hears_in_place_of_tokens
 from snugfit.step.batches import collate as stack_tensors
+from snugfit.techniques.feature import hooks
 from snugfit.training.run.run import Data
 
 if TYPE_CHECKING:
@@ -25,9 +24,6 @@ if TYPE_CHECKING:
 
 Source = str | os.PathLike[str] | Sequence[Mapping[str, Any]]
 """A path, rows in memory, or samples."""
-
-MEDIA = (Task.IMAGE_CLASSIFICATION, Task.SPEECH_TO_TEXT)
-"""Tasks whose inputs are made by a processor."""
 
 PREPARED = {"pixel_values", "input_features", "input_values"}
 """What processors call what they make: a sample in memory that has one of them is what the model takes."""
@@ -51,16 +47,16 @@ def data_of(
         collate = stack
         stack([_map_style(source)[0]])  # what cannot be stacked is told before the run begins
     names = getattr(like.samples, "label_names", ()) if like is not None else ()
-    if collate is None and isinstance(source, Samples | MediaSamples):
+    if collate is None and isinstance(source, IndexedSamples):
         return _with_collate(source, job, tokenizer, options)
     if collate is None:
         rows = read_rows(source, columns=columns)
-        if job.task in MEDIA:
-            return _with_collate(
-                _media(rows, job, processor, tokenizer, pack, names), job, tokenizer, options
-            )
-        tokenizer = _tokenizer(tokenizer)
-        samples = samples_of(rows, job, tokenizer, pack=pack, label_names=names, seed=options.order_seed)
+        how: dict[str, Any] = {"pack": pack, "label_names": names}
+        answers = (read(rows, job, processor, tokenizer, **how) for read in hooks("read_samples"))
+        samples: IndexedSamples | None = next((one for one in answers if one is not None), None)
+        if samples is None:
+            tokenizer = as_tokenizer(tokenizer)
+            samples = samples_of(rows, job, tokenizer, seed=options.order_seed, **how)
         return _with_collate(samples, job, tokenizer, options)
     if options.train_sampling_strategy == "group_by_length":
         raise UsageError(
@@ -70,61 +66,21 @@ def data_of(
     return Data(samples=_map_style(source), collate=collate)
 
 
-def _with_collate(
-    samples: Samples | MediaSamples, job: Job, tokenizer: Any | None, options: TrainOptions
-) -> Data:
+def _with_collate(samples: IndexedSamples, job: Job, tokenizer: Any | None, options: TrainOptions) -> Data:
     """The samples with the collate for their kind."""
-    multiple, notes = options.pad_to_multiple_of, (*samples.notes, *_notes_on_cuts(samples))
+    pad_token, lengths = 0, None
     if isinstance(samples, Samples):
-        tokens = Collate(job, padding_token(job, _tokenizer(tokenizer)), pad_to_multiple_of=multiple)
-        return Data(samples=samples, collate=tokens, lengths=samples.lengths.tolist(), notes=notes)
-    if options.train_sampling_strategy == "group_by_length":
-        raise UsageError("group_by_length is for samples of tokens. Images and audio have no lengths here.")
-    collate = MediaCollate(
-        preprocessor=samples.preprocessor, targets=Collate(job, 0, pad_to_multiple_of=multiple)
-    )
-    return Data(samples=samples, collate=collate, notes=notes)
-
-
-def _media(
-    rows: Rows, job: Job, processor: Any | None, tokenizer: Any | None, pack: bool, names: Sequence[str]
-) -> MediaSamples:
-    """Through the processor that was given; else that of the tokenizer's folder, or of the model's own."""
-    if pack:
-        raise UsageError(f"Packing joins texts, but the task {job.task} has none. Leave packing out.")
-    sources = (processor, tokenizer if has_processor(tokenizer, job) else None, own_folder(job))
-    chosen = next((source for source in sources if source is not None), None)
-    if chosen is None:
+        pad_token, lengths = padding_token(job, as_tokenizer(tokenizer)), samples.lengths.tolist()
+    elif options.train_sampling_strategy == "group_by_length":
         raise UsageError(
-            f"{rows.source}: {job.task} needs the model's processor. Give its folder, which has a"
-            " preprocessor_config.json: processor=FOLDER, or --processor FOLDER."
+            f"group_by_length is for samples of tokens. Those of {job.task} have no lengths here."
         )
-    if hears_in_place_of_tokens(job.model.architecture):
-        raise UsageError(
-            f"{job.model.name} ({job.model.architecture}) takes audio among its tokens, and snugfit cannot "
-            "make such batches from a dataset. Give samples that its processor made, or use snugfit.fit."
-        )
-    loaded = load_processor(chosen, job)
-    if job.task is not Task.SPEECH_TO_TEXT:
-        return media_samples(rows, job, loaded, label_names=names)
-    words = tokenizer if tokenizer is not None else _tokenizer_of(chosen)
-    return media_samples(rows, job, loaded, _tokenizer(getattr(words, "tokenizer", words)))
+    collate = samples.collate_with(Collate(job, pad_token, pad_to_multiple_of=options.pad_to_multiple_of))
+    notes = (*samples.notes, *_notes_on_cuts(samples))
+    return Data(samples=samples, collate=collate, lengths=lengths, notes=notes)
 
 
-def _tokenizer_of(processor: Any) -> Any | None:
-    """The tokenizer that is in the processor's folder, or is a part of it."""
-    if isinstance(processor, str | os.PathLike):
-        return processor
-    return getattr(processor, "tokenizer", None)
-
-
-def _tokenizer(given: Any | None) -> Any | None:
-    if given is not None and not callable(given) and not isinstance(given, str | os.PathLike):
-        raise UsageError(f"tokenizer is {given!r:.80}; it must be transformers' tokenizer, or its folder.")
-    return load_tokenizer(given) if isinstance(given, str | os.PathLike) else given
-
-
-def _notes_on_cuts(samples: Samples | MediaSamples) -> Iterator[str]:
+def _notes_on_cuts(samples: IndexedSamples) -> Iterator[str]:
     """What the samples have lost of their rows, for who trains on them."""
     if samples.cut:
         yield (f"{samples.cut:,} samples were too long: {samples.cut_tokens:,} of their tokens were cut off.")
@@ -168,9 +124,9 @@ def _as_tensor(name: str, value: Any) -> Any:
 
 def _is_prepared(source: Source, job: Job) -> bool:
     """Whether samples in memory are what the model takes, tensors of one shape, which are stacked."""
-    if isinstance(source, str | os.PathLike | MediaSamples):
+    if isinstance(source, str | os.PathLike | IndexedSamples):
         return False
-    if job.task not in MEDIA:
+    if job.task in (*INPUTS, Task.CUSTOM):
         return job.task is Task.CUSTOM
     if not hasattr(source, "__getitem__") or not hasattr(source, "__len__") or not len(source):
         return False

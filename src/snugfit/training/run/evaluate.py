@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from snugfit.job.batch import IGNORED, label_items
-from snugfit.job.job import Task
+from snugfit.job.inputs import has_classes
 from snugfit.step.applier import loader_arguments
 from snugfit.step.batches import place
 from snugfit.step.loss import loss_of
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from snugfit.step.wishes.mesh.pipeline import StagesInTurn
     from snugfit.techniques.setup import Setup
     from snugfit.training.run.run import Data
-
-CLASSIFIERS = (Task.SEQUENCE_CLASSIFICATION, Task.TOKEN_CLASSIFICATION, Task.IMAGE_CLASSIFICATION)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +65,7 @@ def evaluate(
 
     before = model.training
     model.eval()
-    counts, lost, items, right, answers = job.task in CLASSIFIERS and job.labels > 1, 0.0, 0, 0, 0
+    counts, lost, items, right, answers = has_classes(job.task) and job.labels > 1, 0.0, 0, 0, 0
     try:
         for host, is_counted in batches:
             raise_if_stopping()

@@ -16,6 +16,8 @@ frames of 10 ms, P patches, D numbers of a patch or a frame):
 
 A model with a decoder of its own takes its labels beside the sound. A language model that hears takes it in
 the place of tokens, and how many those are is a fact of its code, written down in `_TOKENS` by architecture.
+Its batch is input_ids (B, A + T), of which the first A stand for the sound, and in seq2seq-lm S tokens
+between the two. Labels are the T last of them, and -100 before.
 """
 
 from __future__ import annotations
@@ -23,7 +25,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from snugfit.errors import JobError
+from snugfit.job.batch import IGNORED, Batch, BatchShapes, SampleInputs
+from snugfit.job.inputs import ModelInputs
+from snugfit.job.job import Job, Task
+
+if TYPE_CHECKING:
+    import torch
 
 USUAL_PIXELS = 224
 """Height and width of ImageNet's pictures as networks are fed them."""
@@ -53,7 +63,28 @@ MIMI_HOP = 8
 
 
 @dataclass(frozen=True)
-class SoundInput:
+class PictureInput(SampleInputs):
+    """One sample of pictures."""
+
+    shape: tuple[int, ...]
+    """The shape (C, H, W), or (P, D) of patches."""
+
+    def inputs(self, shapes: BatchShapes, samples: int, generator: torch.Generator) -> Batch:
+        """Return pictures (B, C, H, W), or patches (B, P, D) with their mask and their height and width."""
+        import torch
+
+        batch = {"pixel_values": torch.randn(samples, *self.shape, generator=generator, device="cpu")}
+        if len(self.shape) == 2:
+            rows = math.isqrt(self.shape[0])
+            ones = torch.ones(samples, self.shape[0], dtype=torch.long, device="cpu")
+            batch["pixel_attention_mask"] = ones
+            sides = [[rows, self.shape[0] // rows]]
+            batch["spatial_shapes"] = torch.tensor(sides * samples, device="cpu")
+        return batch
+
+
+@dataclass(frozen=True)
+class SoundInput(SampleInputs):
     """One sample of a sound, as a model takes it."""
 
     name: str
@@ -78,6 +109,47 @@ class SoundInput:
     def frames(self) -> int:
         """Of the sample, as its mask counts them."""
         return self.shape[0 if self.frames_first else -1]
+
+    def inputs(self, shapes: BatchShapes, samples: int, generator: torch.Generator) -> Batch:
+        """A sound, and for a language model that hears the tokens (B, A + T) in which it stands."""
+        import torch
+
+        if self.codes:
+            shape = (samples, *self.shape)
+            return {self.name: torch.randint(self.codes, shape, generator=generator, device="cpu")}
+        waves = torch.randn(samples, *self.shape, generator=generator, device="cpu")
+        batch = {self.name: waves}
+        if self.mask:
+            batch[self.mask] = torch.ones(samples, self.frames, dtype=torch.long, device="cpu")
+        if not self.tokens:
+            return batch
+        if self.added:
+            return batch | {"input_ids": shapes.ids(samples, self.tokens, generator)}
+        job, targets = shapes.job, shapes.job.target_length
+        asked = job.sequence_length if job.task is Task.SEQ2SEQ_LM else 0
+        ids = shapes.ids(samples, asked + targets, generator)
+        ids[ids == self.token] = (self.token + 1) % shapes.vocabulary
+        ids = torch.cat([torch.full((samples, self.tokens), self.token, device="cpu"), ids], dim=1)
+        if not job.padding:
+            return batch | {"input_ids": ids}
+        mask = torch.ones_like(ids)
+        padding = shapes.padding_of(ids[:, -targets:])
+        ids[:, -targets:][:, padding] = shapes.pad_token
+        mask[:, -targets:][:, padding] = 0
+        return batch | {"input_ids": ids, "attention_mask": mask}
+
+    def labels(self, shapes: BatchShapes, inputs: Batch) -> torch.Tensor | None:
+        """The stream of text of a codec; labels (B, A + T) of a language model that hears: its last T tokens,
+        or all; else None."""
+        if self.codes:
+            return inputs[self.name][..., 0].clone()
+        if not self.tokens:
+            return None
+        labels = inputs["input_ids"].clone()
+        labels[:, : 1 if self.added else -shapes.job.target_length] = IGNORED
+        if "attention_mask" in inputs:
+            labels[inputs["attention_mask"] == 0] = IGNORED
+        return labels
 
 
 def pixels(config: Any) -> tuple[int, ...]:
@@ -198,3 +270,53 @@ _MASKS = {
 
 ADDED = "voxtral_realtime"
 """The architecture that adds a sound to its tokens, one for one, in place of putting it between them."""
+
+
+class Pictures(ModelInputs):
+    """Pictures in place of tokens."""
+
+    heads: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "image-classification": (
+            "AutoModelForImageClassification",
+            "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+        )
+    }
+
+    has_classes = True
+
+    def of_job(self, job: Job, config: Any) -> PictureInput:
+        """Return the shape of the model's pictures."""
+        return PictureInput(pixels(config))
+
+
+class Sounds(ModelInputs):
+    """Sounds in place of tokens, or among them."""
+
+    heads: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "speech-to-text": ("AutoModelForSpeechSeq2Seq", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES")
+    }
+
+    has_target = True
+
+    def serves(self, task: str, architecture: str) -> bool:
+        """Return True for models that hear, in a task with a text to learn."""
+        return task in self.heads or (task == Task.SEQ2SEQ_LM and architecture in _TOKENS)
+
+    def complete(self, config: Any) -> None:
+        """Name a token for sounds: the hub's configs do, and no byte depends on which."""
+        if config.model_type in _TOKENS and getattr(config, "audio_token_id", 0) is None:
+            config.audio_token_id = 0
+
+    def of_job(self, job: Job, config: Any) -> SoundInput:
+        """Return the sound that the model hears."""
+        heard = sound(config)
+        if heard is None:
+            raise JobError(
+                f"{job.model.name} ({job.model.architecture}): snugfit cannot make synthetic audio for it "
+                f"in {job.task}. Give the model itself with an example batch: Model.from_module(module, "
+                "example)."
+            )
+        return heard
+
+
+PICTURES, SOUNDS = Pictures(), Sounds()

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from snugfit.data.media_files import MediaEntry, shape_text
 from snugfit.errors import UsageError, one_line
+from snugfit.features.media.files import MediaEntry, shape_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,12 +69,8 @@ class SoundPreprocessor:
             )
         return features.astype("float32", copy=False)
 
-    def batch(self, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The features of B sounds, (B, M, F) or (B, samples); of several lengths padded, with a mask."""
-        import torch
-
-        if len({features.shape for features in inputs}) == 1:
-            return {self.input_name: torch.stack(list(inputs))}
+    def pad(self, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Pad the features of sounds of several lengths, and return them with a mask."""
         lists = {self.input_name: [features.numpy() for features in inputs]}
         padded = self.extractor.pad(lists, padding=True, return_attention_mask=True, return_tensors="pt")
         return dict(padded)

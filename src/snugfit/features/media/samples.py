@@ -17,26 +17,44 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, product
 from typing import TYPE_CHECKING, Any, final
 
 from snugfit.data.columns import columns_of
 from snugfit.data.encoding import ROWS_AT_ONCE
 from snugfit.data.indexed import IndexedSamples, Sample
 from snugfit.data.labels import class_numbers, one_order, regression_values
-from snugfit.data.media_files import MediaEntry, path_in
-from snugfit.data.pictures import PicturePreprocessor
-from snugfit.data.processors import settings_of
 from snugfit.data.ragged import RaggedBuilder
 from snugfit.data.samples import refuse_unknown_tokens
-from snugfit.data.sounds import SoundPreprocessor
-from snugfit.data.tokens import Tokenizer
-from snugfit.errors import JobError, UsageError
-from snugfit.job.batch import synthetic
+from snugfit.data.tokens import Tokenizer, as_tokenizer
+from snugfit.errors import UsageError
+from snugfit.features.media.files import MediaEntry, path_in
+from snugfit.features.media.inputs import hears_in_place_of_tokens, pixels, sound
+from snugfit.features.media.pictures import PicturePreprocessor
+from snugfit.features.media.processors import has_processor, load_processor, own_folder, settings_of
+from snugfit.features.media.sounds import SoundPreprocessor
 from snugfit.job.job import Job, Task
 
 if TYPE_CHECKING:
+    import torch
+
+    from snugfit.data.collate import Collate
     from snugfit.data.rows import Rows
+
+INPUTS = {Task.IMAGE_CLASSIFICATION: (("image",),), Task.SPEECH_TO_TEXT: (("audio", "text"),)}
+"""Roles that each task reads, as `data/columns.py` has them for texts."""
+
+USUAL = {
+    ("image",): (("image",), ("img",), ("file_name",), ("image_path",), ("path",), ("file",)),
+    ("audio", "text"): tuple(product(
+        ("audio", "file_name", "audio_path", "path", "file"),
+        ("text", "sentence", "transcription", "transcript", "normalized_text"),
+    )),
+}  # fmt: skip
+"""Usual names of their columns."""
+
+LABELS = {Task.IMAGE_CLASSIFICATION: ("label", "labels", "class", "category", "fine_label")}
+"""Usual names of the label's column."""
 
 RATE = "sampling_rate"
 """The column that says how many samples a second an array in another column has."""
@@ -61,9 +79,12 @@ class MediaSamples(IndexedSamples):
 
     def _sample(self, index: int, epoch: int) -> Sample:
         """The sample, which is the same in every epoch."""
-        row = self.media[index]
-        entry = self._entry(row, index)
+        entry = self._entry(self.media[index], index)
         return {self.preprocessor.input_name: self.preprocessor.input_of(entry), **self.target(index)}
+
+    def collate_with(self, targets: Collate) -> MediaCollate:
+        """Return what puts inputs together as their preprocessor does."""
+        return MediaCollate(preprocessor=self.preprocessor, targets=targets)
 
     def checksum(self, index: int) -> bytes:
         """A checksum of what this sample is made of, without making it."""
@@ -81,6 +102,70 @@ class MediaSamples(IndexedSamples):
         )
 
 
+@final
+@dataclass(frozen=True, kw_only=True)
+class MediaCollate:
+    """A picklable function from samples of pictures or sound to the batch that a model takes.
+
+    Pictures and sound features of one shape are stacked: (B, C, H, W), (B, M, F). Sounds of several lengths
+    are padded by the feature extractor, which knows with what, and marks the padding in an attention mask.
+    """
+
+    preprocessor: PicturePreprocessor | SoundPreprocessor
+    """What made the samples' inputs, and puts them together."""
+
+    targets: Collate
+    """Puts the samples' labels together."""
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        import torch
+
+        name, labels = self.preprocessor.input_name, self.targets.labels(samples, 0)
+        inputs = [torch.as_tensor(sample[name]) for sample in samples]
+        if isinstance(self.preprocessor, SoundPreprocessor) and len({one.shape for one in inputs}) > 1:
+            return {**self.preprocessor.pad(inputs), "labels": labels}
+        return {name: torch.stack(inputs), "labels": labels}
+
+
+def read_samples(
+    rows: Rows,
+    job: Job,
+    processor: Any | None,
+    tokenizer: Any | None,
+    *,
+    pack: bool,
+    label_names: Sequence[str],
+) -> MediaSamples:
+    """Return the rows as samples, through the processor that was given; else that of the tokenizer's folder,
+    or of the model's own. Raise `UsageError` where there is none."""
+    if pack:
+        raise UsageError(f"Packing joins texts, but the task {job.task} has none. Leave packing out.")
+    sources = (processor, tokenizer if has_processor(tokenizer, job) else None, own_folder(job))
+    chosen = next((source for source in sources if source is not None), None)
+    if chosen is None:
+        raise UsageError(
+            f"{rows.source}: {job.task} needs the model's processor. Give its folder, which has a"
+            " preprocessor_config.json: processor=FOLDER, or --processor FOLDER."
+        )
+    if hears_in_place_of_tokens(job.model.architecture):
+        raise UsageError(
+            f"{job.model.name} ({job.model.architecture}) takes audio among its tokens, and snugfit cannot "
+            "make such batches from a dataset. Give samples that its processor made, or use snugfit.fit."
+        )
+    loaded = load_processor(chosen, job)
+    if job.task is not Task.SPEECH_TO_TEXT:
+        return media_samples(rows, job, loaded, label_names=label_names)
+    words = tokenizer if tokenizer is not None else _tokenizer_of(chosen)
+    return media_samples(rows, job, loaded, as_tokenizer(getattr(words, "tokenizer", words)))
+
+
+def _tokenizer_of(processor: Any) -> Any | None:
+    """The tokenizer that is in the processor's folder, or is a part of it."""
+    if isinstance(processor, str | os.PathLike):
+        return processor
+    return getattr(processor, "tokenizer", None)
+
+
 def media_samples(
     rows: Rows,
     job: Job,
@@ -95,13 +180,14 @@ def media_samples(
     said in sounds. `label_names` is the order of classes in the split that is trained on, for one that is
     evaluated.
     """
-    columns = columns_of(rows, job)
+    columns = columns_of(rows, job, INPUTS, USUAL, LABELS)
     column = columns["image" if "image" in columns else "audio"]
     media = rows.select_columns({column} | ({RATE} & {*rows.columns}))
     _refuse_missing(media, column)
     preprocessor: PicturePreprocessor | SoundPreprocessor
     if job.task is Task.IMAGE_CLASSIFICATION:
-        preprocessor = _picture_preprocessor(job, processor)
+        shape = pixels(job.config_to_read())
+        preprocessor = PicturePreprocessor(processor=processor, shape=shape)
         targets = _classes(rows.select_columns({columns["label"]}), columns["label"], job, label_names)
     else:
         preprocessor = _sound_preprocessor(job, processor)
@@ -123,21 +209,14 @@ def _refuse_missing(media: Rows, column: str) -> None:
             raise MediaEntry(value=value, where=media.where(index), folder=folder).missing_error()
 
 
-def _picture_preprocessor(job: Job, processor: Any) -> PicturePreprocessor:
-    shape = tuple(synthetic(job, 1)["pixel_values"].shape[1:])
-    return PicturePreprocessor(processor=processor, channels=shape[0], shape=shape)
-
-
 def _sound_preprocessor(job: Job, extractor: Any) -> SoundPreprocessor:
     if getattr(extractor, "dither", 0.0):
         raise UsageError(
             f"The feature extractor has dither: {extractor.dither}, which adds different noise at every "
             "start. Set it to 0.0 in preprocessor_config.json."
         )
-    try:
-        shape = tuple(synthetic(job, 1)["input_features"].shape[1:])
-    except JobError:  # a model that hears sounds of any length
-        return SoundPreprocessor(extractor=extractor, shape=None)
+    heard = sound(job.config_to_read())
+    shape = heard.shape if heard and heard.name == "input_features" else None  # waves have any length
     return SoundPreprocessor(extractor=extractor, shape=shape)
 
 

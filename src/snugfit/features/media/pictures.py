@@ -8,12 +8,11 @@ in every epoch, in every worker and after every restart.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
-from snugfit.data.media_files import MediaEntry, shape_text
 from snugfit.errors import UsageError, one_line
+from snugfit.features.media.files import MediaEntry, shape_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,9 +37,6 @@ class PicturePreprocessor:
     processor: Any
     """The image processor of transformers that the model comes with."""
 
-    channels: int
-    """How many channels the model takes."""
-
     shape: tuple[int, ...]
     """The shape (C, H, W) that the job was planned for."""
 
@@ -62,12 +58,6 @@ class PicturePreprocessor:
             )
         return pixels
 
-    def batch(self, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """B pictures (C, H, W), which all have one shape, as (B, C, H, W)."""
-        import torch
-
-        return {self.input_name: torch.stack(list(inputs))}
-
     def raw_bytes(self, entry: MediaEntry) -> bytes:
         """What a checksum of the data is made of: the file as it is on disk, or the decoded pixels."""
         content = entry.content()
@@ -77,7 +67,7 @@ class PicturePreprocessor:
         return f"{picture.mode} {picture.size}".encode() + picture.tobytes()
 
     def _in_mode(self, picture: Image, entry: MediaEntry) -> Image:
-        mode = MODES.get(self.channels)
+        mode = MODES.get(self.shape[0])
         if mode is None or picture.mode == mode:
             return picture
         if picture.mode in DEEP:

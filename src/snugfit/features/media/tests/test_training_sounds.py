@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from small_media import RATE, sound, speech_job, tone, whisper
+
 from small_runs import losses
 from small_tokenizers import tokenizer
-from snugfit.data.collate import Collate, MediaCollate
-from snugfit.data.media import MediaSamples, media_samples
-from snugfit.data.media_files import MediaEntry
-from snugfit.data.processors import load_processor
+from snugfit.data.collate import Collate
 from snugfit.data.row_sources import read_rows
-from snugfit.data.sounds import SoundPreprocessor
 from snugfit.errors import UsageError
+from snugfit.features.media.files import MediaEntry
+from snugfit.features.media.processors import load_processor
+from snugfit.features.media.samples import MediaCollate, MediaSamples, media_samples
+from snugfit.features.media.sounds import SoundPreprocessor
 from snugfit.frontends.own import options_of, train
 from snugfit.job.model import Model
 from snugfit.training.run.dataset import data_of

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-
 from small_media import SIDE, pets, picture, picture_job, pixels, vit
+
 from small_runs import assert_same_weights, losses
 from snugfit.cli.main import run
-from snugfit.data import pictures
-from snugfit.data.media import MediaSamples, media_samples
-from snugfit.data.processors import load_processor
 from snugfit.data.row_sources import read_rows
 from snugfit.errors import UsageError
+from snugfit.features.media import pictures
+from snugfit.features.media.processors import load_processor
+from snugfit.features.media.samples import MediaSamples, media_samples
 from snugfit.frontends.own import options_of, train
 from snugfit.training.run.dataset import data_of, stack
 from snugfit.training.run.run import Data

@@ -1,0 +1,1 @@
+"""Pictures and sounds: their tasks, synthetic batches, files, processors and samples."""

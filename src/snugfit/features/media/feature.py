@@ -1,0 +1,32 @@
+"""Datasets of pictures and sounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from snugfit.techniques.feature import Feature
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from snugfit.job.job import Job
+
+
+class Media(Feature):
+    """Read rows of pictures or sounds, and folders of pictures."""
+
+    column_roles: ClassVar[tuple[str, ...]] = ("image", "audio")
+
+    def class_reader(self, folders: Sequence[Path]) -> Callable[[Path], Any] | None:
+        """Return the reader of pictures in folders of their classes."""
+        from snugfit.features.media.picture_folders import ClassFolders, holds_pictures
+
+        return partial(ClassFolders, folders=folders) if holds_pictures(folders) else None
+
+    def read_samples(self, rows: Any, job: Job, processor: Any, tokenizer: Any, **how: Any) -> Any | None:
+        """Return samples for a task of pictures or sounds."""
+        from snugfit.features.media.samples import INPUTS, read_samples
+
+        return read_samples(rows, job, processor, tokenizer, **how) if job.task in INPUTS else None

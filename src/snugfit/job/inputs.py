@@ -1,0 +1,69 @@
+"""Inputs of models that are no tokens, from features.
+
+A feature's module `inputs.py` has one `ModelInputs` for each kind, and the tasks that it adds. A batch of
+tokens is the core's own (`batch.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from snugfit.feature_folders import feature_objects
+
+
+class ModelInputs:
+    """One kind of inputs."""
+
+    heads: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    """Tasks that these inputs add, as `HEADS` of `architectures.py` has them."""
+
+    has_classes: ClassVar[bool] = False
+    """Whether the labels of these tasks are classes."""
+
+    has_target: ClassVar[bool] = False
+    """Whether they are tokens of a target, which has a length of its own."""
+
+    def serves(self, task: str, architecture: str) -> bool:
+        """Return whether a model of this architecture takes them in this task."""
+        return task in self.heads
+
+    def complete(self, config: Any) -> None:
+        """Add keys to a transformers config that configs of the hub have."""
+
+    def of_job(self, job: Any, config: Any) -> Any:
+        """Return the `SampleInputs` (`batch.py`) of a job. Raise `JobError` for a model of unknown shapes."""
+        raise NotImplementedError
+
+
+@functools.cache
+def model_inputs() -> tuple[ModelInputs, ...]:
+    """Return the kinds of inputs that all features add."""
+    return tuple(feature_objects("inputs", ModelInputs))
+
+
+def has_sequence(task: str) -> bool:
+    """Return whether batches of the task are as long as the job's sequences. Others have sizes of their own,
+    from the model's config or a user's example."""
+    return task != "custom" and not _kinds_with(task)
+
+
+def has_target(task: str) -> bool:
+    """Return whether the labels of the task have a length of their own."""
+    return task == "seq2seq-lm" or any(one.has_target for one in _kinds_with(task))
+
+
+def has_classes(task: str) -> bool:
+    """Return whether the labels of the task are classes."""
+    texts = task in ("sequence-classification", "token-classification")
+    return texts or any(one.has_classes for one in _kinds_with(task))
+
+
+def _kinds_with(task: str) -> list[ModelInputs]:
+    return [one for one in model_inputs() if task in one.heads]
+
+
+def inputs_of(task: str, architecture: str) -> ModelInputs | None:
+    """Return the inputs of a model in this task; None where they are tokens or a user's own."""
+    return next((one for one in model_inputs() if one.serves(task, architecture)), None)
