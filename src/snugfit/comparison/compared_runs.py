@@ -158,7 +158,7 @@ class Accuracy:
     runs: tuple[ComparedRun, ...]
     """In the order of their numbers."""
     kind: str = "drawn"
-    """`drawn`: each run is a job of its own; `within-job`: several drawn recipes of each job; `top`: each
+    """`drawn`: each run is a job of its own. `within-job`: several drawn recipes of each job. `top`: each
     job's best recipes by its plan."""
     rates: str = ""
     """The source of the rates that predicted the seconds."""

@@ -1,8 +1,8 @@
 """The probes of a calibration: small experiments, each of which one resource bounds.
 
 One GPU is probed for the host, the bandwidth and matrix products. Several GPUs of a host are probed for the
-host while all of them work. Concurrent processes took up to 1.5 times as long to launch kernels as one alone,
-on shared hosts of two and four H200s (2026-11-26).
+host while all of them work. Concurrent processes took up to 1.5 times as long to launch kernels as one alone.
+This was measured on shared hosts of two and four H200s (2026-11-26).
 
 The shortest host probe is omitted on several GPUs, because DDP's work once per step weighs in it. On two
 hosts of two H100s it took 1.3 and 1.6 times its prediction. The other two took 1.05 to 1.09 times theirs

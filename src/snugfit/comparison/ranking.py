@@ -3,12 +3,12 @@
 A plan chooses a recipe, so the order of its seconds counts more than their size. Two figures describe the
 order of one job's runs.
 
-- *Kendall's tau* is the share of concordant pairs minus the share of discordant ones: 1 when every pair is in
-  order, 0 for a coin. Source: Biometrika 30, 1938; form b, which allows for ties: Biometrika 33, 1945.
+- *Kendall's tau* is the share of concordant pairs minus the share of discordant ones. It is 1 when every pair
+  is in order, 0 for a coin. Source: Biometrika 30, 1938; form b, which allows for ties: Biometrika 33, 1945.
 - The *gap* is the slowdown of the predicted fastest recipe against the fastest measured one.
 
-The pairs are counted here instead of by scipy, because close ones are left out (`apart`) and counts of
-several jobs are summed. Runs that died, or that lack predicted or measured seconds, have no rank.
+The pairs are counted here instead of by scipy. Close ones are left out (`apart`), and counts of several jobs
+are summed. Runs that died, or that lack predicted or measured seconds, have no rank.
 """
 
 from __future__ import annotations

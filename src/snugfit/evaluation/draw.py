@@ -1,7 +1,7 @@
 """Draw random recipes for one job from a seed, since a ranking across jobs means nothing.
 
 A seed and a job give the same recipes on every machine. A recipe may still prove invalid when the model is
-built: peft has no targets for the model, or a layer returns more than its hidden state. The caller skips such
+built. For example, peft has no targets, or a layer returns more than its hidden state. The caller skips such
 a recipe.
 """
 
