@@ -6,8 +6,8 @@ reproduce the whole's masks. Each sample has its own mask, so dropout never chan
 over samples. All other random draws start from the same state in each run.
 
 Without enough memory, or for sharded parameters, losses are compared under noisy weights. Gradients come from
-`torch.autograd.grad`, which adds nothing to `.grad` and calls no hooks of parameters. Neither updates within
-a backward pass nor DDP run. Compiled layers run eagerly.
+`torch.autograd.grad`, which adds nothing to `.grad` and calls no hooks of parameters. This excludes hooks
+that update weights within a backward pass, and those of DDP. Compiled layers run eagerly.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _compared_weights(model: torch.nn.Module) -> tuple[list[str], list[torch.nn.
     return [name for name, _ in named[:count]], [weight for _, weight in named[:count]]
 
 
-# ---- restoring the model ---------------------------------------------------------------------------------
+# ---- restoring the model ----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

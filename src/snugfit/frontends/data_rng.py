@@ -24,7 +24,7 @@ from snugfit.training.rng import (
 )
 
 LOOKS = 5
-"""Number of state reads in an epoch before its second batch exists."""
+"""Number of state reads at an epoch's start, until its second batch, that search for new generators."""
 
 
 class DataRngStates(NamedTuple):
@@ -106,9 +106,9 @@ class DataRng:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Restore the data's own generators after draws that are not training, such as an evaluation.
+        """Restore the data's own generators after draws outside of training.
 
-        An evaluation may have the same collator.
+        An evaluation may have the same collator, for example.
         """
         own = self.states().own or {}
         try:

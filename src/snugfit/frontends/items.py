@@ -140,7 +140,7 @@ def pieces_of(
         return
     layout.refuse_unclear(
         f"The batch must be cut into pieces of {rows}",
-        "Name them with batch_dims={'edges': None, 'x': 0} of fit and accelerate. None is for a tensor that"
+        "Name them with batch_dims={'edges': None, 'x': 0} of fit and accelerate. None is for a tensor that "
         "is never cut, and a number for the dimension of its samples. Or train with the whole batch at "
         "once.",
     )
@@ -168,7 +168,7 @@ def shifts_labels(model: torch.nn.Module) -> bool:
 def write_batch(folder: Path, step: int, batch: Sequence[Mapping[str, Any]], *, rank: int = 0) -> Path:
     """Write every tensor of a step's micro-batches under its number and name, if the disk permits.
 
-    Return the file; all ranks but the first have theirs in its name.
+    Return the file; its name contains the rank, except for the first one.
     """
     import torch
     from safetensors.torch import save_file

@@ -140,7 +140,7 @@ def _ending(failures: Mapping[int, Any], passed: Sequence[int]) -> int:
     """Return the exit code of stopped processes. Raises `RankFailed` for any other end.
 
     The error names a process that recorded one, else one that a signal killed. Processes that ended as a
-    consequence rank last.
+    consequence come last.
     """
     rank = min(failures, key=lambda one: (_order(failures[one]), failures[one].timestamp, one))
     failure = failures[rank]

@@ -143,7 +143,7 @@ def suits_live_model(following: Recipe, before: Recipe) -> bool:
 
 
 def cut_smaller(job: Job, recipe: Recipe) -> Recipe | None:
-    """Return the next finer split of the batch, with summed gradients; None without one."""
+    """Return the next finer split of the batch, with accumulated gradients; None without one."""
     whole = recipe.with_(roster.plain(Slot.GRADIENTS))
     finer = {
         cut.setup().micro_batches: cut

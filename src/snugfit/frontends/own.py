@@ -80,8 +80,8 @@ def train(
     forms into batches. A path is text, JSONL, CSV, Parquet, several of them, a saved `datasets` folder, or
     pictures. `tokenizer` is a tokenizer or its folder; `processor` prepares pictures or sound. `columns`
     names the columns of the text and the label, if their names are not the usual ones. `weights` is the
-    folder of the initial weights, or "random". The default are the model's own, here or in the hub's local
-    cache. `device` is `cpu`, `cuda` or `cuda:1`. `options` are those of `TrainOptions`.
+    folder of the initial weights, or "random". The default is the model's own folder, here or in the hub's
+    local cache. `device` is `cpu`, `cuda` or `cuda:1`. `options` are those of `TrainOptions`.
 
     A run in `output_dir` is resumed if it is the same. That includes its functions (`collate`, forward
     passes), unless `compare_code` is False. `restart` starts from the beginning, and `resume_from_checkpoint`

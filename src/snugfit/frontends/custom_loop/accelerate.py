@@ -177,7 +177,7 @@ def _name(optimizer: Any) -> str:
     return f"{type(optimizer).__module__.split('.')[0]}'s {type(optimizer).__name__}"
 
 
-# ---- the job ---------------------------------------------------------------------------------------------
+# ---- the job --------------------------------------------------------------------------------------------
 
 
 def job_of(
@@ -234,7 +234,7 @@ def _with_loss(model: Any, loss: LossOf) -> Any:
     return WithLoss()
 
 
-# ---- the recipe and the schedule -------------------------------------------------------------------------
+# ---- the recipe and the schedule ------------------------------------------------------------------------
 
 
 def recipe_of(plan: Any, job: Job) -> Recipe:

@@ -129,8 +129,7 @@ class Batches:
         count = count_of(self._loader)
         return self.epoch + self.position / count if count else float(self.epoch)
 
-    # ---- state for checkpoints
-    # -------------------------------------------------------------------------------
+    # ---- state for checkpoints ---------------------------------------------------------------------------
 
     @property
     def can_repeat(self) -> bool:

@@ -1,6 +1,6 @@
 """A hand-written loop's run: its steps, its checkpoints and its position in the data.
 
-Unlike the other front-ends, a failed step does not switch to another recipe. The surrounding loop is the
+Unlike in the other front-ends, a failed step does not switch to another recipe. The surrounding loop is the
 user's, and so is the decision. The step raises, with every weight unchanged.
 """
 
@@ -87,8 +87,7 @@ class HandRun:
             weakref.finalize(self, checkpoints.close)
         atexit.register(_close, weakref.ref(self))
 
-    # ---- interface of the loop
-    # -------------------------------------------------------------------------------
+    # ---- interface of the loop ---------------------------------------------------------------------------
 
     @property
     def model(self) -> Any:

@@ -77,7 +77,7 @@ def _stop_where_asked(trainer: Any, run: FitRun) -> None:
 
 
 def evaluate(run: FitRun, go_on: Callable[[], Any]) -> Any:
-    """Run the Trainer's own evaluation. Raises `EvaluationStopped` after or during a signal.
+    """Run the Trainer's own evaluation. Raises `EvaluationStopped` at a signal before or during it.
 
     Several processes finish it, because each waits for the results of the others.
     """

@@ -3,8 +3,8 @@
 **Position.** The data has random generators of its own (`frontends/data_rng.py`). A checkpoint stores their
 states at an epoch's beginning and before each batch. It also stores the epoch and its number of trained
 batches. A resumed run continues from them (`frontends/loader.py`). transformers itself computes the position
-from the number of steps. That is wrong for a stream after its first epoch, and none of the previous batches
-is created.
+from the number of steps. That is wrong for a stream after its first epoch. It also creates none of the
+previous batches.
 
 **Prefetching.** A fitted trainer waits for the gradients before each update. The GPU then idles until the
 update and the next forward pass are launched. The plain Trainer creates the next batch in between, after the
@@ -114,8 +114,7 @@ class DataPosition:
         """Return `batches` batches of a step that is not taken; they are yielded again."""
         self._used -= batches
 
-    # ---- state for checkpoints
-    # -------------------------------------------------------------------------------
+    # ---- state for checkpoints ---------------------------------------------------------------------------
 
     def to_json(self, rows: int) -> dict[str, Any]:
         """Return the position for a checkpoint; `rows` is the number of samples in a batch."""

@@ -135,7 +135,7 @@ def _plan_from(own: Chosen, job: Job, gpu: str, fidelity: Fidelity) -> Chosen:
     default = {Slot.OPTIMIZER} if own.default_optimizer else set()
     whole = (
         {Slot.BATCHING} if mixing_of(job).reason or job.unclear_cut else set()
-    )  # the user's own batching stays, split or whole, if the comparison gave no clear result
+    )  # the user's batching stays where a split is wrong or unclear
     unchanged = frozenset({*KEPT, *own.user_slots, *less_exact, *whole, *default})
     keep = {slot: own.recipe[slot] for slot in unchanged}
     best = plan(job, gpu=gpu, fidelity=fidelity, keep=keep, front_end="fit")

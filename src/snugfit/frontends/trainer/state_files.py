@@ -57,8 +57,7 @@ class StateFiles:
         device: torch.device = self._trainer.args.device
         return device
 
-    # ---- saving
-    # ----------------------------------------------------------------------------------------------
+    # ---- saving ------------------------------------------------------------------------------------------
 
     def files(self, *, is_stopped: bool) -> dict[str, str]:
         """Return their texts by name, for a run that continues or `is_stopped` by a signal.
@@ -97,8 +96,7 @@ class StateFiles:
         restore_all_rng_states(generators, self._device)
         self._abandoned = {"save": bool(self._trainer.control.should_save)}
 
-    # ---- resuming
-    # --------------------------------------------------------------------------------------------
+    # ---- resuming ----------------------------------------------------------------------------------------
 
     @cached_property
     def _extra_state(self) -> dict[str, Any]:
@@ -142,7 +140,7 @@ class StateFiles:
     def train_begin_freezes_nothing(self) -> Iterator[None]:
         """Undo changes of frozen weights by callbacks at the start of a resumed run's training.
 
-        That run started long ago, and its trained weights may have changed since.
+        That run started long ago, and the set of trained weights may have changed since.
         """
         from transformers import TrainerCallback
 
