@@ -246,11 +246,11 @@ def test_a_run_goes_on_on_other_processes(
 @pytest.mark.parametrize(
     ("recipe", "why"),
     [
-        ("ddp", "says 'ddp', but the Trainer's FSDP2 has reshard_after_forward=True"),
+        ("ddp", "has 'ddp', but the Trainer's FSDP2 has reshard_after_forward=True"),
         ("fsdp(reshard=none)", r"which is 'fsdp'\. Write 'fsdp' in its place"),
         ("fsdp(offload=cpu)", "change the Trainer's fsdp and fsdp_config"),
         ("hsdp(2)", "Write 'fsdp' in its place, leave it out"),
-        ("zero3", "says 'zero3"),
+        ("zero3", "has 'zero3"),
         ("fsdp + liger", "not tested there"),
     ],
 )

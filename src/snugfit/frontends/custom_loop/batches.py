@@ -40,7 +40,7 @@ class Batches:
         """Batches of this epoch that have gone into a step."""
 
         self.fetching_seconds = 0.0
-        """Duration of the last fetch."""
+        """Duration of the last fetch in seconds."""
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of an epoch; after a resume, the remaining ones of the interrupted epoch."""
