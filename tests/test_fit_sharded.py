@@ -100,7 +100,7 @@ def test_a_file_of_accelerate_launch_says_it_too(forks: Forks, tmp_path: Path) -
     codes = fits(forks, tmp_path / "other", recipe="fsdp", **how)
     assert all(codes)
     said = (tmp_path / "other.rank-0").read_text()
-    assert said.startswith("RecipeError: The recipe says 'fsdp', but the Trainer's FSDP2 has reshard_after")
+    assert said.startswith("RecipeError: The recipe has 'fsdp', but the Trainer's FSDP2 has reshard_after")
     assert "Write 'fsdp(reshard=none)' in its place" in said
 
 
@@ -246,11 +246,11 @@ def test_a_run_goes_on_on_other_processes(
 @pytest.mark.parametrize(
     ("recipe", "why"),
     [
-        ("ddp", "says 'ddp', but the Trainer's FSDP2 has reshard_after_forward=True"),
+        ("ddp", "has 'ddp', but the Trainer's FSDP2 has reshard_after_forward=True"),
         ("fsdp(reshard=none)", r"which is 'fsdp'\. Write 'fsdp' in its place"),
         ("fsdp(offload=cpu)", "change the Trainer's fsdp and fsdp_config"),
         ("hsdp(2)", "Write 'fsdp' in its place, leave it out"),
-        ("zero3", "says 'zero3"),
+        ("zero3", "has 'zero3"),
         ("fsdp + liger", "not tested there"),
     ],
 )
@@ -264,7 +264,7 @@ def test_a_recipe_that_says_fsdp_is_the_same_without() -> None:
     told = ParallelWish(weights="sharded", reshard="none")
     for text in ("bf16 + fsdp(reshard=none)", "bf16"):
         assert recipe_in_each(Recipe.parse(text), 2, told) == Recipe.parse("bf16")
-    with pytest.raises(RecipeError, match=r"For fsdp tell the Trainer too: TrainingArguments\(fsdp=True"):
+    with pytest.raises(RecipeError, match=r"For fsdp configure the Trainer too: Training"):
         recipe_in_each(Recipe.parse("fsdp"), 2, ParallelWish())
 
 

@@ -1,1 +1,1 @@
-"""Predictions beside measurements of the same experiment, their order, and what calibrates the rates."""
+"""Compare predictions with measurements of the same experiment, rank recipes, and calibrate rates."""

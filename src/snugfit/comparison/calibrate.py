@@ -1,19 +1,19 @@
-"""Calibration: the rates that this GPU and this host achieve, measured on a handful of small jobs.
+"""Calibrate the rates of this GPU and this host with a handful of small training jobs.
 
-Each probe is an ordinary experiment (`measure`: a process of its own, steady steps) that one resource bounds,
-beside its prediction; the difference of the two corrects that resource's rate. So what is calibrated is what
-is predicted, through the same steps, without a separate benchmark. Probes that another resource turned out to
-bound correct nothing.
+Each probe is an ordinary experiment (`measure`: steady steps in a process of its own) that one resource
+bounds. The ratio of its measured and its predicted step corrects the rate of that resource. Calibration thus
+uses the predicted steps themselves and needs no separate benchmark. A probe that another resource bounds
+corrects nothing.
 
-- The host by a small model in three recipes: the device has next to nothing to do.
-- The bandwidth by an update of many parameters, with next to no tokens.
-- Matrix products by a wide model, in each precision that the GPU has; bf16 stands for fp16, which the
-  same units compute, and for fp8 too.
-- On several GPUs the host while all of them work, weights in shards, and exchanges (`probes.py`).
+- Host: a small model in three recipes, with next to no work for the device.
+- Bandwidth: an update of many parameters, with next to no tokens.
+- Matrix products: a wide model in each precision of the GPU. bf16 also calibrates fp16, which runs on the
+  same units, and fp8.
+- Several GPUs: the host while all of them work, sharded weights, and collectives (`probes.py`).
 
-The order of correction matters: a later probe is predicted with the rates that earlier ones corrected. The
-order of measuring is another: the update of many parameters comes first, whose seconds are the device's
-alone, because meanwhile the probes are rehearsed here, and a rehearsal takes a core.
+The order of correction matters: each probe is predicted with the rates that earlier probes corrected. The
+order of measurement differs. The update of many parameters is measured first, since its seconds are the
+device's alone. The probes are rehearsed meanwhile, and a rehearsal takes a core.
 """
 
 from __future__ import annotations
@@ -57,49 +57,50 @@ CORRECTED_TOGETHER = {"bf16": ("bf16", "fp16", "fp8")}
 """Precisions that one probe corrects together."""
 
 UPDATE_STEPS = 80
-"""Steps of the probe that is measured before anything is predicted: about a second on an H200."""
+"""Steps of the probe that is measured before any prediction: about one second on an H200."""
 
 MIN_FACTOR = 0.1
-"""A correction below it, or above 1 / it, is not believed: something else went wrong."""
+"""Smallest accepted correction; the largest is 1 / MIN_FACTOR. A factor outside has another cause."""
 
 ATTEMPTS = 3
-"""How often a probe of the host is measured at most, until others leave its core alone. A choice."""
+"""Most runs of one host probe; a run on an undisturbed core ends them. A choice."""
 
 
 class ProbeSeconds(NamedTuple):
-    """What a probe's run took."""
+    """Seconds of a probe's run."""
 
     step_seconds: float
     """Mean of the measured steps."""
     disturbed: float | None = None
-    """Share of the checks in which others disturbed the core; None where that was not looked at."""
+    """Share of checks that found the core disturbed by others; None without checks."""
     exchange_seconds: float | None = None
-    """Of a step, those in which NCCL's kernels ran; None where one GPU trained alone."""
+    """Seconds of NCCL kernels in one step; None on one GPU."""
 
 
 MeasureSeconds = Callable[[Job, Recipe, int], ProbeSeconds]
-"""Seconds of so many measured steps, on the GPUs of the calibration where the recipe is for several; raises
-`SnugfitError` when the run died."""
+"""Callable that measures a job and a recipe for a number of steps.
+
+A recipe for several GPUs runs on all GPUs of the calibration. Raises `SnugfitError` when the run dies.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeReading:
-    """A probe, predicted with the rates known before it, and measured."""
+    """A probe with its measured seconds, and its seconds predicted with the rates known before it."""
 
     probe: Probe
     predicted_seconds: float
     measured_seconds: float | None
     """None when the run died."""
     factor: float | None
-    """By how many times the corrected rate was too fast; None when something else bounded the probe, or it
-    died."""
+    """Overestimate of the rate (old rate / corrected rate); None without a correction."""
     why: str = ""
-    """Why nothing was corrected."""
+    """Reason for a missing correction."""
     disturbed: float | None = None
-    """Share of the checks in which other processes disturbed the core that launches kernels."""
+    """Share of checks that found the launching core disturbed by other processes."""
 
     def to_json(self) -> dict[str, Any]:
-        """The reading as a JSON object of the calibration file."""
+        """Return the reading as a JSON object of the calibration file."""
         return {
             "corrects": self.probe.corrects,
             "recipe": self.probe.recipe,
@@ -118,10 +119,10 @@ def calibrate(
     measure_seconds: MeasureSeconds | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> tuple[Rates, tuple[ProbeReading, ...]]:
-    """The rates of this GPU and its host while so many `gpus` of it work, and the readings they come from.
+    """Return the rates of this GPU and its host while `gpus` GPUs work, and their readings.
 
-    Starts from the package's rates (measured ones, or scaled by data sheet). Raises `GpuError` when the
-    table knows too little of the GPU.
+    The start is the package's rates, either measured or scaled by the data sheet. Raises `GpuError` when the
+    GPU table lacks the necessary figures.
     """
     rates = replace(packaged_rates(gpu), gpus=gpus)
     runner = _ProbeRunner(gpu, rates, measure_seconds or _measure_on(gpus), tell)
@@ -137,16 +138,16 @@ def calibrate(
 
 
 class _ProbeRun(NamedTuple):
-    """One probe, rehearsed and measured."""
+    """One rehearsed and measured probe."""
 
     probe: Probe
     trace: Trace
     measured: ProbeSeconds | str
-    """What it took, or why nothing is known."""
+    """The measured seconds, or the reason for their absence."""
 
 
 class _ProbeRunner:
-    """Rehearses and measures the probes, both at once where neither disturbs the other."""
+    """Rehearse and measure probes, both at once where neither disturbs the other."""
 
     def __init__(
         self, gpu: Gpu, rates: Rates, measure_seconds: MeasureSeconds, tell: Callable[[str], None]
@@ -154,7 +155,7 @@ class _ProbeRunner:
         self._gpu, self._rates, self._measure, self._tell = gpu, rates, measure_seconds, tell
 
     def run_all(self, chosen: tuple[Probe, ...]) -> list[_ProbeRun]:
-        """Each probe in the order of correction, rehearsed and measured."""
+        """Rehearse and measure each probe; return the runs in the order of correction."""
         update = next(probe for probe in chosen if probe.corrects == BANDWIDTH)
         with ThreadPoolExecutor(max_workers=1) as executor:
             rehearsal = executor.submit(lambda: [self._trace(probe) for probe in chosen])
@@ -179,7 +180,8 @@ class _ProbeRunner:
         return rehearse(job_of_rank(probe.job, setup), setup, policy_for(self._gpu, Software()))
 
     def _measure_or_reason(self, probe: Probe, steps: int) -> ProbeSeconds | str:
-        """The least disturbed run of a few, where the host is what is measured; else the first."""
+        """Return the least disturbed of a few runs of a host probe, else the first run; the reason when it
+        died."""
         runs: list[ProbeSeconds] = []
         for _ in range(ATTEMPTS if probe.is_of_host else 1):
             try:
@@ -192,7 +194,7 @@ class _ProbeRunner:
 
 
 def _read(run: _ProbeRun, gpu: Gpu, rates: Rates) -> ProbeReading:
-    """The factor that this probe asks for, beside rates that earlier probes corrected."""
+    """Compute the correction factor of a probe, given the rates that earlier probes corrected."""
     probe, trace, measured = run
     predicted = step_seconds(trace, gpu, batch_size=probe.job.batch_size, rates=rates)
     reading = ProbeReading(
@@ -221,7 +223,7 @@ def _read(run: _ProbeRun, gpu: Gpu, rates: Rates) -> ProbeReading:
 
 
 def _read_exchange(reading: ProbeReading, predicted: StepSeconds, measured: ProbeSeconds) -> ProbeReading:
-    """The factor of an exchange: NCCL's kernels were timed beside the steps, so nothing else is in it."""
+    """Compute the factor of a collective: NCCL's kernels are timed alone, so no other error enters."""
     seconds = measured.exchange_seconds
     if not seconds or not predicted.communication_seconds:
         return replace(reading, why="its exchanges could not be timed")
@@ -237,7 +239,7 @@ def _read_exchange(reading: ProbeReading, predicted: StepSeconds, measured: Prob
 
 
 def _why_not(factor: float) -> str:
-    """Why this correction is not believed; empty where it is."""
+    """Return the reason for rejecting this factor; empty when it is plausible."""
     believed = MIN_FACTOR < factor < 1 / MIN_FACTOR
     return "" if believed else f"it would have to change by {factor:.2f}, for no known reason"
 
@@ -247,7 +249,7 @@ def _setup_of(probe: Probe) -> Setup:
 
 
 def _seconds_of_rate(corrects: str, trace: Trace, rates: Rates, predicted: StepSeconds) -> float:
-    """Seconds of the predicted step that depend on the rate that a probe corrects."""
+    """Return the seconds of the predicted step that depend on the rate that a probe corrects."""
     if corrects == HOST:
         return predicted.step_seconds
     if corrects == SHARDING:
@@ -263,7 +265,7 @@ def _seconds_of_rate(corrects: str, trace: Trace, rates: Rates, predicted: StepS
 
 
 def _measure_on(gpus: int) -> MeasureSeconds:
-    """Measures on one GPU, or on so many where the recipe is for several."""
+    """Return a function that measures on one GPU, or on `gpus` for a recipe for several."""
     from snugfit.measurement.measure import measure
 
     def seconds(job: Job, recipe: Recipe, steps: int) -> ProbeSeconds:
@@ -284,7 +286,7 @@ def _measure_on(gpus: int) -> MeasureSeconds:
 
 
 def _correct(rates: Rates, readings: list[ProbeReading]) -> Rates:
-    """The rates corrected by the last reading; several of the host by their geometric mean."""
+    """Return the rates corrected by the last reading; host readings count by their geometric mean."""
     last = readings[-1]
     if last.factor is None:
         return rates
@@ -311,7 +313,7 @@ def _correct(rates: Rates, readings: list[ProbeReading]) -> Rates:
 
 
 def _shares(corrects: str, factor: float, rates: Rates) -> dict[str, float]:
-    """The shares of the link that exchanges of this kind reach, which took so many times as long."""
+    """Divide the link's share that collectives of this kind reach by the measured slowdown `factor`."""
     connected = interconnect_of(find_gpu(rates.gpu), rates)
     kinds = (ALL_REDUCE,) if corrects == ALL_REDUCE else sorted(COLLECTIVES - {ALL_REDUCE})
     return {kind: connected.share(kind, rates.gpus) / factor for kind in kinds}

@@ -1,7 +1,7 @@
-"""A prediction beside the measurement of the same experiment, with the errors.
+"""Compare a prediction with the measurement of the same experiment.
 
-Both hold a `Footprint`, so a comparison divides figure by figure. What either does not know is left out: a
-measurement on the CPU has no NVML bytes, a prediction without a GPU no context.
+Both contain a `Footprint`, so each figure is divided by its counterpart. Figures that one side lacks are
+omitted: NVML bytes on a CPU, or the context of a prediction without a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COMPARED = ("requested_bytes", "allocated_bytes", "reserved_bytes", "nvml_bytes"
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorLine:
-    """One figure, predicted and measured, in bytes or seconds."""
+    """One predicted and measured figure, in bytes or seconds."""
 
     figure: str
     """The footprint's field, or `step_seconds`."""
@@ -34,7 +34,7 @@ class ErrorLine:
 
     @property
     def error(self) -> float:
-        """Relative error: the share of what was measured by which the prediction is too high."""
+        """Relative error, predicted / measured - 1; positive when the prediction is too high."""
         return self.predicted / self.measured - 1
 
 
@@ -45,12 +45,12 @@ class Comparison(Tabular):
     prediction: Prediction
     measurement: Measurement
     lines: tuple[ErrorLine, ...]
-    """The bytes that both know."""
+    """Figures in bytes that both sides contain."""
     pace: ErrorLine | None = None
-    """The seconds of a step, where both know them."""
+    """Seconds of a step; None when one side lacks them."""
 
     def error(self, figure: str) -> float | None:
-        """The error of one figure; None when it is not known."""
+        """Return the relative error of one figure; None when it is not known."""
         return next((line.error for line in self.lines if line.figure == figure), None)
 
     @property
@@ -59,12 +59,12 @@ class Comparison(Tabular):
         return max(self.lines, key=lambda line: abs(line.error), default=None)
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """A row for each figure that both know."""
+        """Return one row for each figure that both sides contain."""
         lines = [line for line in (*self.lines, self.pace) if line]
         return [asdict(line) | {"error": line.error} for line in lines]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object: both documents, and the errors as shares."""
+        """Return a JSON object: both documents, and the relative errors."""
         return {
             "schema": SCHEMA,
             "what": "comparison",
@@ -85,13 +85,14 @@ def compare(prediction: Job, measurement: Iterable[Recipe | str], **question: An
 def compare(
     prediction: Prediction | Job, measurement: Measurement | Iterable[Recipe | str], **question: Any
 ) -> Comparison | RecipeComparison:
-    """The errors of a prediction beside its measurement; or a job under several recipes, side by side.
+    """Return the errors of a prediction against its measurement, or one job's predictions under several
+    recipes.
 
         snugfit.compare(snugfit.predict(job, "bf16", gpu="h200"), snugfit.measure(job, "bf16"))
         snugfit.compare(job, ["plain", "bf16"], gpu="h200")
 
-    What else is asked of recipes (`gpu`, `memory_bytes`, `loop` ...) is what `snugfit.predict` takes. Raises
-    `UsageError` when the two are not of the same experiment, `MeasurementError` when the run died.
+    Further arguments for recipes (`gpu`, `memory_bytes`, `loop` ...) are those of `snugfit.predict`. Raises
+    `UsageError` when the two belong to different experiments, `MeasurementError` when the run died.
     """
     if isinstance(prediction, Prediction) and isinstance(measurement, Measurement):
         return _beside(prediction, measurement)
@@ -128,8 +129,11 @@ def _beside(prediction: Prediction, measurement: Measurement) -> Comparison:
 
 
 def _differences(prediction: Prediction, measurement: Measurement) -> Iterator[str]:
-    """What is not the same in two experiments. In which dtype the checkpoint lies is nothing of the kind: the
-    job says in which its weights are loaded, and earlier measurements do not know the other."""
+    """Yield the differences between two experiments as text.
+
+    The dtype of the checkpoint's file does not count. The job names the dtype of the loaded weights, and
+    earlier measurements did not record the file's.
+    """
     jobs = (prediction.job, measurement.job)
     names = [entry.name for entry in fields(Job) if entry.compare]
     pairs = {name: tuple(getattr(job, name) for job in jobs) for name in names}
@@ -144,15 +148,18 @@ def _differences(prediction: Prediction, measurement: Measurement) -> Iterator[s
 
 
 def step_seconds_line(predicted: float | None, measured: float | None) -> ErrorLine | None:
-    """The seconds of a step; None when one of the two is not known."""
+    """Compare the seconds of a step; None when one of the two is not known."""
     if not predicted or not measured:
         return None
     return ErrorLine(figure="step_seconds", predicted=predicted, measured=measured)
 
 
 def error_lines(predicted: Footprint, measured: Footprint) -> tuple[ErrorLine, ...]:
-    """The bytes that both footprints know. With the context go managed memory, which older measurements do
-    not tell apart, and what NCCL keeps, of which a measurement knows only what its first exchange took."""
+    """Compare the bytes that both footprints contain.
+
+    Managed memory and NCCL's buffers count as context. Older measurements do not separate managed memory, and
+    a measurement records only the first exchange's share of NCCL's buffers.
+    """
     pairs = ((figure, _bytes_of(predicted, figure), _bytes_of(measured, figure)) for figure in COMPARED)
     return tuple(
         ErrorLine(figure=figure, predicted=before, measured=after)

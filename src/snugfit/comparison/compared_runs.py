@@ -1,4 +1,4 @@
-"""Runs with their prediction and their measurement, the results of a draw, and the band of allowed errors."""
+"""Compared runs, the results of a draw, and the band of allowed errors."""
 
 from __future__ import annotations
 
@@ -17,76 +17,76 @@ from snugfit.techniques.recipe import Recipe
 
 SCHEMA = 2
 READABLE = (1, 2)
-"""Schemas that are read: the first had neither draws within jobs nor rescoring."""
+"""Schemas that can be read; the first had neither draws within jobs nor rescoring."""
 
 BAND: Mapping[str, float] = {"allocated_bytes": 0.005, "reserved_bytes": 0.03, "nvml_bytes": 0.03}
-"""The largest error that a drawn run may have, as a share of what was measured."""
+"""The largest allowed error of a drawn run, as a share of the measured value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRun:
-    """One job and recipe, with its prediction and its measurement as far as they are there."""
+    """One job and recipe, with its prediction and its measurement where they exist."""
 
     number: int
-    """Of the draw, from 0."""
+    """Position in the draw, from 0."""
     family: str
-    """The model's family: of a drawn job as the draw names it, else the architecture."""
+    """The model's family as the draw names it; else the architecture."""
     job: Job
     recipe: Recipe
     gpus: int = 1
-    """How many train together: predicted for so many, and measured on them."""
+    """Number of GPUs that train together, for the prediction and the measurement."""
     passed_over: tuple[str, ...] = ()
-    """Recipes that were drawn before it and that the model does not take, each with the reason."""
+    """Recipes drawn before this one that the model does not support, each with the reason."""
 
     predicted: Footprint | None = None
-    """None when it could not be predicted."""
+    """None when the prediction failed."""
     fits: bool | None = None
-    """Whether it was predicted to fit."""
+    """True for a predicted fit."""
     predicted_step_seconds: float | None = None
     bound: str | None = None
-    """What was predicted to bound the step: `host`, or an operator group."""
+    """Predicted bottleneck of the step: `host`, or an operator group."""
     refused: str = ""
-    """Why it could not be predicted."""
+    """Reason for a failed prediction."""
     doubts: tuple[str, ...] = ()
-    """What is uncertain in the prediction, as sentences."""
+    """Uncertainties of the prediction, as sentences."""
     prediction_seconds: float | None = None
     """Wall time of the prediction without imports."""
 
     outcome: str | None = None
-    """How the measured run ended; None when it was not measured."""
+    """End of the measured run; None when it was not measured."""
     measured: Footprint | None = None
     step_seconds: float | None = None
     """Mean of the steady steps without disturbed ones."""
     every_step_seconds: float | None = None
-    """Mean with those in which others disturbed the host's core; None in results older than this field."""
+    """Mean of all steady steps, with disturbed ones; None in results older than this field."""
     spread: float | None = None
     """(90th percentile - 10th percentile) / mean of the steady steps."""
     contaminated: str | None = None
-    """Why the GPU was not this run's alone, when it was not."""
+    """Other use of the GPU during the run; None without any."""
     message: str = ""
     """The last lines of a run that died."""
     when: str | None = None
     """Start of the measured run, ISO 8601 in UTC."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of the measured run's packages."""
+    """Package versions of the measured run."""
     crowded: str | None = None
-    """What other processes took of the host's cores while steps were timed, when none was idle."""
+    """Other processes' share of the host's cores while steps were timed, when no core was idle."""
     disturbed: float | None = None
-    """Share of the checks in which somebody else disturbed the loop's core."""
+    """Share of checks that found the loop's core disturbed by other processes."""
     clock: GpuClock | None = None
-    """Of the GPU while steps were timed, as in `Measurement`."""
+    """Clock of the GPU while steps were timed, as in `Measurement`."""
     host_loop_seconds: float | None = None
-    """How fast the core was: seconds of a short loop of pure Python, the median."""
+    """Speed of the core: median seconds of a short loop of pure Python."""
     cause: str = ""
-    """Why the error is large, where that is known: the one field that is written into a result by hand."""
+    """Known cause of a large error: the only field that is written into a result by hand."""
 
     original: Footprint | None = None
-    """Of a rescored run: the first prediction."""
+    """First prediction of a rescored run."""
     original_step_seconds: float | None = None
 
     @property
     def job_id(self) -> str:
-        """A hash that runs of the same job share."""
+        """A hash shared by the runs of one job."""
         text = json.dumps(self.job.to_json(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -106,12 +106,12 @@ class ComparedRun:
         return (*error_lines(self.predicted, self.measured), *([seconds] if seconds else []))
 
     def error(self, figure: str) -> float | None:
-        """The relative error of one figure; None when it is not known."""
+        """Return the relative error of one figure; None when it is not known."""
         return next((line.error for line in self.lines if line.figure == figure), None)
 
     @property
     def complaint(self) -> str | None:
-        """Why this run is outside the band; None when it is inside, or was not measured."""
+        """Violation of the error band, as text; None for a run inside the band or without a measurement."""
         if self.outcome is None:
             return f"not predicted: {self.refused}" if self.refused else None
         if self.outcome != "ok":
@@ -133,13 +133,13 @@ class ComparedRun:
         return ", ".join(off) or None
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; `ComparedRun.from_json` reads it back."""
+        """Return a JSON object; `ComparedRun.from_json` reads it back."""
         errors = {line.figure: line.error for line in self.lines}
         return encode_fields(self, job_id=self.job_id, errors=errors, complaint=self.complaint)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The run that `to_json` wrote."""
+        """Return the run that `to_json` wrote."""
         return decode_fields(cls, document)
 
 
@@ -148,24 +148,24 @@ class Accuracy:
     """The result of a whole draw."""
 
     seed: int | None
-    """Of the draw; None when the jobs were named."""
+    """Seed of the draw; None when the jobs were named."""
     gpu: str
-    """The GPU that the predictions are for."""
+    """The GPU of the predictions."""
     device: str | None
-    """The device that was measured; None when nothing was measured."""
+    """The measured device; None when nothing was measured."""
     versions: Mapping[str, str]
-    """Of the packages that predicted."""
+    """Versions of the packages that predicted."""
     runs: tuple[ComparedRun, ...]
     """In the order of their numbers."""
     kind: str = "drawn"
-    """`drawn`: each run is a job of its own; `within-job`: several drawn recipes of each job; `top`: each
+    """`drawn`: each run is a job of its own. `within-job`: several drawn recipes of each job. `top`: each
     job's best recipes by its plan."""
     rates: str = ""
     """The source of the rates that predicted the seconds."""
     rescored: str = ""
-    """When and with what the runs were predicted again; such predictions are no forecasts."""
+    """Date and versions of a later prediction of the runs; such predictions are not forecasts."""
     original_versions: Mapping[str, str] = field(default_factory=dict)
-    """Of a rescored draw: of the packages that predicted at first."""
+    """Package versions of a rescored draw's first predictions."""
 
     @property
     def outside(self) -> tuple[ComparedRun, ...]:
@@ -173,22 +173,22 @@ class Accuracy:
         return tuple(run for run in self.runs if run.complaint)
 
     def errors(self, figure: str) -> list[float]:
-        """Absolute relative errors of one figure, the smallest first."""
+        """Return the absolute relative errors of one figure, the smallest first."""
         errors = (run.error(figure) for run in self.runs)
         return sorted(abs(error) for error in errors if error is not None)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; `Accuracy.from_json` reads it back."""
+        """Return a JSON object; `Accuracy.from_json` reads it back."""
         return {"schema": SCHEMA, "what": "accuracy", **encode_fields(self, band=dict(BAND))}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The draw that `to_json` wrote."""
+        """Return the draw that `to_json` wrote."""
         return decode_fields(cls, document)
 
 
 def error_quantiles(errors: list[float]) -> Iterator[float | None]:
-    """The smallest errors that half of the runs, nine of ten, and all do not exceed; None without runs."""
+    """Yield the smallest bounds on the errors of half, nine tenths and all of the runs; None without runs."""
     import numpy as np
 
     for share in (0.5, 0.9, 1.0):

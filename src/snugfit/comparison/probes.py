@@ -1,12 +1,13 @@
 """The probes of a calibration: small experiments, each of which one resource bounds.
 
-On one GPU these are the host, the bandwidth, and products of matrices. On several GPUs of a host the host is
-probed while all of them work, as they will: on hosts of two and four H200s that others shared, processes that
-ran side by side took up to 1.5 times as long to launch kernels as one alone (2026-11-26). The shortest of the
-host's probes is left out there: what DDP does once a step weighs in it, and on two hosts of two H100s it took
-1.3 and 1.6 times its prediction, where the other two took 1.05 to 1.09 (results/h100-2026-11-26). And three
-more probes are of what only several have: FSDP2's hooks, sums of gradients, and weights that are gathered and
-gradients that are scattered.
+One GPU is probed for the host, the bandwidth and matrix products. Several GPUs of a host are probed for the
+host while all of them work. Concurrent processes took up to 1.5 times as long to launch kernels as one alone.
+This was measured on shared hosts of two and four H200s (2026-11-26).
+
+The shortest host probe is omitted on several GPUs, because DDP's work once per step weighs in it. On two
+hosts of two H100s it took 1.3 and 1.6 times its prediction. The other two took 1.05 to 1.09 times theirs
+(results/h100-2026-11-26). Three more probes calibrate FSDP2's hooks, all-reduces of gradients, and
+all-gathers of weights with reduce-scatters of gradients.
 """
 
 from __future__ import annotations
@@ -18,17 +19,22 @@ from snugfit.job.model import Model
 from snugfit.rehearsal.trace.trace import ALL_GATHER, ALL_REDUCE
 
 HOST, BANDWIDTH, SHARDING = "host", "bandwidth", "sharding"
-"""What a probe may correct, beside precisions of matrix products and exchanges between GPUs: what the host
-takes for everything; the GPU's memory; what the host takes for weights in shards."""
+"""Rates that a probe may correct, besides precisions of matrix products and collectives.
+
+`host` are all seconds of the host, `bandwidth` is the GPU's memory, `sharding` the host's seconds for sharded
+weights.
+"""
 
 EXCHANGES = (ALL_REDUCE, ALL_GATHER)
-"""Of exchanges, the two kinds that are calibrated: tensors that are summed everywhere, and all others."""
+"""The two calibrated kinds of collectives: all-reduce, and all others."""
 
 PROBE_ERRORS = {"host": 0.97, "bandwidth": 1.04, "fp32": 0.955, "tf32": 1.03, "bf16": 1.05}
-"""Measured / predicted seconds of each probe on the H200 whose rates were fitted to all its kernels, and to
-all families on its host (2026-11-21 and 22). That error is the probe's own and says nothing about another
-machine: relative to their prediction, a Llama's steps take the host three per cent less than those of the
-thirteen families do."""
+"""Measured / predicted seconds of each probe, on the H200 and the host that gave the package's rates.
+
+The rates were fitted to all kernels of that H200 and to all families on its host (2026-11-21 and 22). The
+remaining error is the probe's own and does not transfer to another machine. A Llama's steps take the host
+three per cent less, relative to their prediction, than the thirteen families' steps.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,20 +42,20 @@ class Probe:
     """A small experiment that corrects one rate."""
 
     corrects: str
-    """`host`, `bandwidth`, `sharding`, a precision of matrix products, or an exchange by NCCL's name."""
+    """`host`, `bandwidth`, `sharding`, a precision of matrix products, or a collective by NCCL's name."""
     job: Job
     recipe: str
     gpus: int = 1
-    """How many GPUs train it; the job has all their samples."""
+    """Number of GPUs that train it; the job's batch contains all their samples."""
 
     @property
     def is_of_host(self) -> bool:
-        """Whether what it corrects are seconds of the host."""
+        """True when the probe corrects seconds of the host."""
         return self.corrects in (HOST, SHARDING)
 
 
 def probes(precisions: tuple[str, ...], gpus: int = 1) -> tuple[Probe, ...]:
-    """The probes for so many GPUs with these precisions, in the order of correction."""
+    """Return the probes for this number of GPUs with these precisions, in the order of correction."""
     small = _llama(layers=16, width=512, vocabulary=8_000, batch=4, length=64)
     table = _llama(layers=1, width=2048, vocabulary=100_000, batch=1, length=8)
     wide = _llama(layers=4, width=2048, vocabulary=1_000, batch=16, length=512)

@@ -1,13 +1,14 @@
-"""Whether recipes rank by predicted seconds as by measured ones, and what a wrong choice costs.
+"""Compare the order of recipes by predicted seconds with their order by measured seconds.
 
-A plan chooses, so the order of its seconds counts more than their size. Two figures describe it, both of runs
-of one job. *Kendall's tau* (Biometrika 30, 1938; in form b, which allows for ties: Biometrika 33, 1945) is
-the share of concordant pairs less the share of discordant ones: 1 when every pair is in the right order, 0
-for a coin. The *gap* is by how much the recipe that was predicted to be the fastest is slower than the
-fastest measured one. The pairs are counted here rather than by scipy, because close ones are left out
-(`apart`) and counts of several jobs are added up.
+A plan chooses a recipe, so the order of its seconds counts more than their size. Two figures describe the
+order of one job's runs.
 
-Runs that died, or whose seconds are not both predicted and measured, have no rank.
+- *Kendall's tau* is the share of concordant pairs minus the share of discordant ones. It is 1 when every pair
+  is in order, 0 for a coin. Source: Biometrika 30, 1938; form b, which allows for ties: Biometrika 33, 1945.
+- The *gap* is the slowdown of the predicted fastest recipe against the fastest measured one.
+
+The pairs are counted here instead of by scipy. Close ones are left out (`apart`), and counts of several jobs
+are summed. Runs that died, or that lack predicted or measured seconds, have no rank.
 """
 
 from __future__ import annotations
@@ -21,22 +22,24 @@ from itertools import combinations
 from snugfit.comparison.compared_runs import ComparedRun
 
 APART = 0.05
-"""Share of the faster's seconds by which two recipes must differ to be called different: steps vary by some
-per cent from process to process."""
+"""Smallest difference between two distinct recipes, as a share of the faster one's seconds.
+
+Steps vary by some per cent from process to process.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankAgreement:
-    """Counts of pairs of recipes of one job, or of several jobs added up."""
+    """Counts of pairs of recipes within one job, or summed over several jobs."""
 
     concordant: int = 0
-    """The predicted order is the measured one."""
+    """Pairs whose predicted order is the measured one."""
     discordant: int = 0
-    """The predicted order is the other one."""
+    """Pairs whose predicted order is the opposite of the measured one."""
     tied_predicted: int = 0
-    """Predicted to take the same, and measured to differ."""
+    """Pairs with equal predicted and different measured seconds."""
     tied_measured: int = 0
-    """Measured to take the same, and predicted to differ."""
+    """Pairs with equal measured and different predicted seconds."""
 
     def __add__(self, other: RankAgreement) -> RankAgreement:
         return RankAgreement(
@@ -48,7 +51,7 @@ class RankAgreement:
 
     @property
     def pairs(self) -> int:
-        """Number of pairs that were measured to differ."""
+        """Number of pairs with different measured seconds."""
         return self.concordant + self.discordant + self.tied_predicted
 
     @property
@@ -60,8 +63,10 @@ class RankAgreement:
 
 
 def agreement_of_pairs(seconds: Iterable[tuple[float, float]], *, apart: float = 0.0) -> RankAgreement:
-    """Counts over (predicted, measured) seconds; only pairs measured to be more than the share `apart` from
-    each other count."""
+    """Count pairs of (predicted, measured) seconds by their order.
+
+    Pairs whose measured seconds differ by at most the share `apart` are left out.
+    """
     counts: Counter[str] = Counter()
     for (predicted, measured), (other_predicted, other_measured) in combinations(seconds, 2):
         if apart and abs(measured - other_measured) <= apart * min(measured, other_measured):
@@ -75,13 +80,15 @@ def agreement_of_pairs(seconds: Iterable[tuple[float, float]], *, apart: float =
 
 
 def rank_agreement(runs: Iterable[ComparedRun], *, apart: float = 0.0) -> RankAgreement:
-    """The agreement over the runs of one job."""
+    """Count the pairs of one job's runs by their order."""
     return agreement_of_pairs([run.seconds for run in runs if run.seconds], apart=apart)
 
 
 def gap(runs: Iterable[ComparedRun]) -> float | None:
-    """The share by which the run that was predicted to be the fastest (of equals the first) is slower than
-    the fastest measured; None when it died."""
+    """Return the slowdown of the predicted fastest run against the fastest measured one, as a share.
+
+    The first of equal predictions is taken. None when that run died.
+    """
     candidates = [run for run in runs if run.predicted_step_seconds and run.fits is not False]
     if not candidates:
         return None
@@ -91,7 +98,7 @@ def gap(runs: Iterable[ComparedRun]) -> float | None:
 
 
 def group_by_job(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
-    """The runs of each job, in the order in which the jobs first occur."""
+    """Group runs by job, in the order in which the jobs first occur."""
     groups: dict[str, list[ComparedRun]] = {}
     for run in runs:
         groups.setdefault(run.job_id, []).append(run)
@@ -99,5 +106,5 @@ def group_by_job(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
 
 
 def pooled_agreement(runs: Sequence[ComparedRun], *, apart: float = 0.0) -> RankAgreement:
-    """The counts within each job, added up: no pair is of two jobs."""
+    """Sum the counts within each job; no pair crosses two jobs."""
     return sum((rank_agreement(job, apart=apart) for job in group_by_job(runs)), RankAgreement())

@@ -1,4 +1,4 @@
-"""Several recipes for one job, predicted and laid side by side."""
+"""Predictions of one job under several recipes, in one table."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ SPEED_FIELDS = tuple(entry.name for entry in fields(StepSpeed))
 
 @dataclass(frozen=True)
 class RecipeComparison(Tabular):
-    """Predictions of one job under several recipes; differences are to the first."""
+    """Predictions of one job under several recipes; differences refer to the first."""
 
     predictions: tuple[Prediction, ...]
-    """One for each recipe, in the order in which they were asked about."""
+    """One prediction for each recipe, in the order of the arguments."""
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """A row for each recipe, with the bytes of each kind at its own peak: 0 of those that others have."""
+        """Return one row for each recipe, with the bytes of each kind at its own peak.
+
+        A kind that only other recipes have is 0.
+        """
         kinds = dict.fromkeys((str(line.kind) for one in self.predictions for line in one.anatomy.kinds), 0)
         return [
             {
@@ -36,8 +39,10 @@ class RecipeComparison(Tabular):
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """The document of `snugfit predict --compare --json`: every prediction whole, and its difference to
-        the first."""
+        """Return the document of `snugfit predict --compare --json`.
+
+        It contains each full prediction and its difference to the first.
+        """
         return {
             "schema": 1,
             "what": "predictions",

@@ -1,1 +1,1 @@
-"""How good predictions are: drawn jobs and verified plans."""
+"""Evaluate predictions with drawn recipes and verified plans."""

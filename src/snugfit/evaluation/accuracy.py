@@ -1,13 +1,12 @@
-"""Score predictions: several recipes of each job, predicted, measured, and compared.
+"""Score predictions: predict, measure and compare several recipes of each job.
 
-Predictions are made in worker processes and measurements one after the other in processes of their own, so
-a run is measured while later ones are still being predicted. No run is left out of the result: one that
-could not be predicted, or that died, stays in it with the reason. The whole document is written again
-after every run, so that an interrupted session leaves what it has; `measure_rest` continues one, or measures
-on one machine what was predicted on another.
+Worker processes predict. Measurements run one after the other in processes of their own, while later runs are
+still being predicted. The result contains every run: a failed prediction or a dead run stays in it with the
+reason. The whole document is rewritten after every run, so an interrupted session loses nothing.
+`measure_rest` continues such a session, or measures on one machine the predictions of another.
 
-Two kinds: drawn recipes of each job (is their order right?), and the best recipes of each job's plan (is its
-first choice the best?). Developers draw jobs as well (`lab/draw_runs.py`).
+There are two kinds of results. Drawn recipes of each job test the predicted order. The best recipes of each
+job's plan test its first choice. Developers draw jobs as well (`lab/draw_runs.py`).
 """
 
 from __future__ import annotations
@@ -39,23 +38,27 @@ DEADLINE_SECONDS = 240.0
 
 Tell = Callable[[str], None]
 Ranked = Callable[["Job"], Sequence[PlannedRecipe]]
-"""A job's best recipes by its plan, the best first. Planning is on the same floor as this room, so a caller
-above both passes it in."""
+"""A job's best recipes by its plan, the best first.
+
+Planning is on the same floor as this room, so a caller above both passes it in.
+"""
 
 
 class RunWriter(NamedTuple):
-    """Where runs are written as they come, and whether each is measured."""
+    """Record runs in a file, and measure each one if requested."""
 
     file: Path
-    """It always holds the runs that are done."""
+    """The result file, which always contains all finished runs."""
     measured: bool = True
-    """Whether each run is measured here as soon as it is predicted."""
+    """Measure each run on this machine right after its prediction."""
     tell: Tell = lambda line: None
-    """Called with what is being done."""
+    """Callback for progress messages."""
 
     def record(self, result: Accuracy, predicted: Iterable[ComparedRun], total: int) -> Accuracy:
-        """The result with these predicted runs, `total` in number. Raises `SnugfitError` when the file cannot
-        be written."""
+        """Append these `total` predicted runs to the result and return it.
+
+        Raises `SnugfitError` when the file cannot be written.
+        """
         for number, predicted_run in enumerate(predicted, 1):
             run, device = predicted_run, None
             if self.measured:
@@ -71,7 +74,7 @@ class RunWriter(NamedTuple):
 def accuracy_within_jobs(
     seed: int, jobs: Sequence[Job], recipes: int, gpu: Gpu, writer: RunWriter, *, workers: int = 1
 ) -> Accuracy:
-    """Each job under so many recipes that `seed` draws, predicted and recorded."""
+    """Predict and record each job under `recipes` recipes drawn with `seed`."""
     writer.tell("predicting the first job")
     groups = map_in_processes(
         partial(predict_recipes, seed, gpu, recipes), list(enumerate(jobs)), workers=workers
@@ -83,7 +86,7 @@ def accuracy_within_jobs(
 def accuracy_of_best(
     jobs: Sequence[Job], count: int, ranked: Ranked, gpu: Gpu, writer: RunWriter, *, seed: int | None
 ) -> Accuracy:
-    """The best `count` recipes of each job's plan, recorded. A plan that fails is one refused run."""
+    """Record the best `count` recipes of each job's plan; a failed plan gives one refused run."""
 
     def plan_all() -> Iterator[ComparedRun]:
         for number, job in enumerate(jobs):
@@ -106,7 +109,7 @@ def accuracy_of_best(
 
 
 def measure_rest(result: Accuracy, *, file: Path, tell: Tell = lambda line: None) -> Accuracy:
-    """The draw with the runs measured here that were not yet; `file` always holds all of its runs."""
+    """Measure the runs without a measurement on this machine; `file` always contains all runs."""
     runs = list(result.runs)
     unmeasured = [index for index, run in enumerate(runs) if run.outcome is None]
     for done, index in enumerate(unmeasured):
@@ -126,10 +129,10 @@ def rescore(
     workers: int = 1,
     tell: Tell = lambda line: None,
 ) -> Accuracy:
-    """The draw predicted again with today's code, and these rates or today's.
+    """Predict the runs again with the current code, and with `rates` or the current rates.
 
-    The measurements stay, the first predictions are kept beside the new ones, and the document says that its
-    predictions are no forecasts.
+    The measurements stay, and the first predictions are stored with the new ones. The document marks its
+    predictions as no forecasts.
     """
     runs: list[ComparedRun] = []
     for run in map_in_processes(partial(predict_again, gpu, rates), result.runs, workers=workers):
@@ -152,7 +155,7 @@ def rescore(
 
 
 def empty_result(gpu: Gpu, seed: int | None, kind: str, gpus: int = 1) -> Accuracy:
-    """A result without runs, each of which is on so many GPUs."""
+    """Return a result without runs, for runs on `gpus` GPUs each."""
     return Accuracy(
         seed=seed,
         gpu=gpu.name,
@@ -165,7 +168,7 @@ def empty_result(gpu: Gpu, seed: int | None, kind: str, gpus: int = 1) -> Accura
 
 
 def _rates_source(gpu: Gpu, gpus: int = 1) -> str:
-    """The source of this GPU's rates while so many work; empty where none are known."""
+    """Return the source of this GPU's rates while `gpus` GPUs work; empty without rates."""
     try:
         return rates_for(gpu, gpus).source
     except GpuError:
@@ -177,7 +180,7 @@ def _describe(run: ComparedRun) -> str:
 
 
 class MeasuredRun(NamedTuple):
-    """A run after its measurement, and the device that it ran on (None when it was refused)."""
+    """A run after its measurement, and its device (None when the run was refused)."""
 
     run: ComparedRun
     device: str | None
@@ -186,7 +189,7 @@ class MeasuredRun(NamedTuple):
 def measure_run(
     run: ComparedRun, *, loop: str = "plain", trainer_arguments: Mapping[str, Any] | None = None
 ) -> MeasuredRun:
-    """Measures the run here in this loop, in a process of its own."""
+    """Measure the run on this machine in this loop, in a process of its own."""
     from snugfit.measurement.measure import measure
 
     try:

@@ -1,4 +1,4 @@
-"""Reads and writes results of `snugfit accuracy`, and reads the rates that rescore them."""
+"""Read and write results of `snugfit accuracy`, and read the rates that rescore them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from snugfit.job.gpu import Gpu
 from snugfit.prediction.rates import Rates
 
 MAX_BYTES = 64 << 20
-"""Of a result that is read."""
+"""Largest size of a result file."""
 
 
 def read(file: Path) -> Accuracy:
-    """The result in a file. Raises `UsageError` when it holds none."""
+    """Read a result from a file. Raises `UsageError` for a missing, damaged or different file."""
     try:
         document = read_document(file, limit=MAX_BYTES)
     except FileNotFoundError:
@@ -39,7 +39,7 @@ def read(file: Path) -> Accuracy:
 
 
 def write(result: Accuracy, file: Path) -> None:
-    """Writes the result, all or nothing. Raises `SnugfitError` when it cannot be written."""
+    """Write the result atomically. Raises `SnugfitError` when the file cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_document(file, result.to_json())
@@ -48,7 +48,7 @@ def write(result: Accuracy, file: Path) -> None:
 
 
 def read_rates(file: Path, gpu: Gpu) -> Rates:
-    """The rates in a calibration's file. Raises `UsageError` when it holds none, or another GPU's."""
+    """Read the rates of a calibration file. Raises `UsageError` without rates, or for another GPU's."""
     try:
         document = read_document(file)
         rates = Rates.from_json(document["rates"])

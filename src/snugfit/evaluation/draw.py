@@ -1,7 +1,8 @@
-"""Draw recipes for one job at random from a seed, so that they can be ranked: across jobs ranks mean nothing.
+"""Draw random recipes for one job from a seed, since a ranking across jobs means nothing.
 
-A seed and a job give the same recipes on every machine. A recipe may still turn out invalid when the model
-is built (peft knows no targets for it, a layer returns more than its hidden state). The caller skips it.
+A seed and a job give the same recipes on every machine. A recipe may still prove invalid when the model is
+built. For example, peft has no targets, or a layer returns more than its hidden state. The caller skips such
+a recipe.
 """
 
 from __future__ import annotations
@@ -19,17 +20,20 @@ from snugfit.techniques.several_gpus import on_gpus
 from snugfit.techniques.technique import Slot, Technique
 
 PLAIN_SHARE = 0.6
-"""Probability that a slot stays plain; else each of its other techniques is as likely."""
+"""Probability that a slot stays plain; all its other techniques are equally likely."""
 
 ALONE_SHARE = 0.25
-"""Of several GPUs: probability that all of them work on the whole batch, by matrices that are cut."""
+"""Probability, on several GPUs, that all of them train on the whole batch with split matrices."""
 
 MAX_PROPOSALS = 2_000
-"""Recipes that are tried for one job, valid or not."""
+"""Most recipes that are tried for one job, valid or not."""
 
 
 def draw_recipes(job: Job, seed: int) -> Iterator[Recipe]:
-    """Distinct valid recipes for this job, the plain one first; the seed and the job determine them."""
+    """Yield distinct valid recipes for this job, the plain one first.
+
+    The seed and the job determine the recipes.
+    """
     rng = random.Random(f"snugfit recipes {seed} {json.dumps(job.to_json(), sort_keys=True)}")
     plain = Recipe()
     yielded = {plain}
@@ -42,15 +46,17 @@ def draw_recipes(job: Job, seed: int) -> Iterator[Recipe]:
 
 
 def _divides(technique: Technique, gpus: int) -> bool:
-    """Whether so many GPUs are groups of those that work on one part of the batch, where it makes any."""
+    """Return True if the GPUs can be divided into the groups that share one part of the batch."""
     wish = technique.install(Setup()).parallel
     return wish is None or gpus % wish.ranks_of_one_part == 0
 
 
 def draw_recipe(job: Job, rng: random.Random, gpus: int = 1) -> Recipe | None:
-    """A technique in each slot, with a setting that it proposes for the job; None when they are not valid
-    together, or not for so many GPUs. Whether packages are installed here does not count: a missing one
-    fails, and that is shown."""
+    """Draw a technique for each slot, with a setting that it proposes for the job.
+
+    Return None for an invalid combination, or one that does not fit this number of GPUs. Installed packages
+    are not checked: a missing one fails visibly.
+    """
     drawn = []
     for slot in Slot:
         if slot in roster.slots_of_several_gpus() and slot is not Slot.SHARDING:

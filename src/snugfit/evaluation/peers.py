@@ -1,10 +1,10 @@
-"""What a user of the plain Trainer runs on the same job: the peers that a verified plan is measured with.
+"""Peers of a verified plan: the plain Trainer's recipes for the same job.
 
-A peer is transformers' own Trainer with the settings that its documentation gives for one GPU: 16-bit
-autocast, fused AdamW, attention as the model has it (SDPA); and the same with `torch_compile=True`, which
-compiles the whole model. Where that does not fit, a user turns gradient checkpointing on, then cuts the
-batch: the first such recipe that is predicted to fit is taken. What the plan kept for the user, and its
-adapters, a peer has too. The Trainer clips gradients unless it is told not to; a peer clips as the job says.
+A peer is transformers' own Trainer with its documented settings for one GPU. These are 16-bit autocast, fused
+AdamW and the model's own attention (SDPA). A second peer adds `torch_compile=True`, which compiles the whole
+model. When these settings do not fit, gradient checkpointing is turned on, then the batch is split. The first
+such recipe that is predicted to fit is taken. A peer has the slots that the plan leaves to the user, and the
+plan's adapters. The Trainer clips gradients by default; a peer clips as the job specifies.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
 BF16_SINCE = (8, 0)
-"""The compute capability from which on GPUs calculate in bfloat16."""
+"""The lowest compute capability with bfloat16 arithmetic."""
 
 LOOP = "trainer"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerRun:
-    """A peer, predicted as far as it can be, and measured."""
+    """A peer with its measurement, and its prediction where one exists."""
 
     name: str
-    """What a user of it would call it."""
+    """Display name, such as `Trainer, bf16 + adamw_fused`."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Of `TrainingArguments`, besides those that its recipe gives."""
+    """`TrainingArguments` in addition to those of its recipe."""
     run: ComparedRun
-    """In the Trainer's loop. Its bytes are not predicted where the whole model is compiled."""
+    """The run in the Trainer's loop; without predicted bytes when the whole model is compiled."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """What was measured of the plain Trainer, or why nothing was."""
+    """Measurements of the plain Trainer, or the reason for their absence."""
 
     runs: tuple[PeerRun, ...] = ()
     why_none: str = ""
-    """Why there is none."""
+    """Reason for an empty `runs`."""
 
     @property
     def best(self) -> PeerRun | None:
-        """The fastest that ran to its end; None where none did."""
+        """The fastest finished run; None without one."""
         ran = [peer for peer in self.runs if peer.run.outcome == "ok" and peer.run.step_seconds]
         return min(ran, key=lambda peer: peer.run.step_seconds or 0.0, default=None)
 
 
 NO_PEERS = Peers()
-"""Nobody asked for them."""
+"""The default without a request for peers."""
 
 
 def measure_peers(
@@ -73,8 +73,10 @@ def measure_peers(
     memory_bytes: int | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Peers:
-    """The Trainer measured here on this job, as it is and with the whole model compiled. `chosen` is the
-    plan's recipe, of which a peer has the `kept_slots` and the adapters."""
+    """Measure the Trainer on this job, as it is and with the whole model compiled.
+
+    A peer has the `kept_slots` and the adapters of the plan's recipe `chosen`.
+    """
     job = replace(job, clip=job.clip or 0.0)
     try:
         predicted = _first_that_fits(job, gpu, chosen, kept_slots, memory_bytes)
@@ -108,8 +110,10 @@ def _run_before_measuring(predicted: Prediction, number: int, *, compiled: bool)
 def _first_that_fits(
     job: Job, gpu: Gpu, chosen: Recipe, kept_slots: Collection[Slot], memory_bytes: int | None
 ) -> Prediction:
-    """The first of the recipes that is predicted to fit, or the last. Raises `SnugfitError` where one cannot
-    be predicted."""
+    """Predict the recipes up to the first that fits; return its prediction, or the last one.
+
+    Raises `SnugfitError` where a prediction fails.
+    """
     for recipe in _recipes(job, gpu, chosen, kept_slots):
         predicted = predict(job, recipe, gpu=gpu, memory_bytes=memory_bytes, loop=LOOP)
         if predicted.fits is not False:
@@ -118,8 +122,8 @@ def _first_that_fits(
 
 
 def _recipes(job: Job, gpu: Gpu, chosen: Recipe, kept_slots: Collection[Slot]) -> Iterator[Recipe]:
-    """What a user tries, one after the other: all of the batch at once, with layers recomputed, then in more
-    and more micro-batches."""
+    """Yield a user's successive attempts: the whole batch, then recomputed layers, then ever more
+    micro-batches."""
     as_kept = {
         technique.slot: technique for technique in chosen if technique.slot in {*kept_slots, Slot.ADAPTERS}
     }

@@ -1,7 +1,7 @@
-"""Predict drawn recipes, and turn them and planned ones into runs that can be measured.
+"""Predict drawn recipes, and turn drawn and planned ones into measurable runs.
 
-A run that cannot be predicted is a run too, and says why. A recipe that the model turns out not to take is
-skipped, and the next run names it.
+A failed prediction gives a run with the reason. A recipe that the model does not support is skipped, and the
+next run names it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from snugfit.prediction.rates import Rates
 
 MAX_PREDICTED = 6
-"""Recipes that are predicted for each requested one of a job, before the job counts as exhausted."""
+"""Most predicted recipes for each requested one of a job, before the job counts as exhausted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +34,12 @@ class PlannedRecipe:
     recipe: Recipe
     footprint: Footprint
     step_seconds: float
-    """Of a steady step."""
+    """Seconds of a steady step."""
     fits: bool = True
-    """Whether the bytes fit the memory that may be used."""
+    """True when the bytes fit the usable memory."""
 
     def run(self, job: Job, number: int) -> ComparedRun:
-        """The run of this recipe before it is measured."""
+        """Return the run of this recipe before its measurement."""
         return ComparedRun(
             number=number,
             family=job.model.architecture,
@@ -52,7 +52,10 @@ class PlannedRecipe:
 
 
 def predict_recipes(seed: int, gpu: Gpu, recipes: int, numbered: tuple[int, Job]) -> list[ComparedRun]:
-    """A job under so many drawn recipes, which all take different bytes; fewer where it has no more."""
+    """Predict a job under drawn recipes that all need different bytes.
+
+    Return fewer than `recipes` runs when the job has no more.
+    """
     number, job = numbered
     first, runs, sizes = number * recipes, list[ComparedRun](), set[int | None]()
     candidates = (
@@ -70,7 +73,7 @@ def predict_recipes(seed: int, gpu: Gpu, recipes: int, numbered: tuple[int, Job]
 
 
 def predict_again(gpu: Gpu, rates: Rates | None, run: ComparedRun) -> ComparedRun:
-    """The run with today's prediction; the first prediction is kept beside it, and the measurement stays."""
+    """Predict the run again; the first prediction and the measurement stay in it."""
     blank = replace(
         run,
         predicted=None,
@@ -89,8 +92,10 @@ def predict_again(gpu: Gpu, rates: Rates | None, run: ComparedRun) -> ComparedRu
 
 
 def predict_each(candidates: Iterable[ComparedRun], gpu: Gpu) -> Iterator[ComparedRun]:
-    """The candidates with predictions. Recipes that the model does not take are skipped; the next run names
-    them."""
+    """Yield the candidates with predictions.
+
+    Recipes that the model does not support are skipped; the next run names them.
+    """
     passed_over: list[str] = []
     for candidate in candidates:
         run = replace(candidate, passed_over=tuple(passed_over))
@@ -99,13 +104,13 @@ def predict_each(candidates: Iterable[ComparedRun], gpu: Gpu) -> Iterator[Compar
         except RecipeError as refusal:
             passed_over.append(f"{run.job.model.name}, {run.recipe}: {refusal}")
             continue
-        except Exception as failure:  # a run that fails is a result, whatever failed
+        except Exception as failure:  # a failed run is a result, for any cause
             yield replace(run, refused=_one_line(failure))
         passed_over.clear()
 
 
 def _predict(run: ComparedRun, gpu: Gpu, rates: Rates | None = None) -> ComparedRun:
-    """The run with its prediction."""
+    """Return the run with its prediction."""
     began = time.monotonic()
     prediction = predict(run.job, run.recipe, gpu=gpu, gpus=run.gpus, rates=rates)
     return replace(

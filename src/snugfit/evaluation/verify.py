@@ -1,7 +1,8 @@
-"""Verifies a plan: measures its best recipes here one after the other, each in a process of its own.
+"""Verify a plan: measure its best recipes one after the other, each in a process of its own.
 
-The result holds runs of one job, like those of `snugfit accuracy`: predicted and measured, whether they rank
-alike, and how far the plan's first choice is from the fastest measured one. A run that died is a run too.
+The result contains runs of one job, like those of `snugfit accuracy`. It gives predictions, measurements, the
+agreement of their order, and the gap between the plan's first choice and the fastest run. A run that died
+stays in the result.
 """
 
 from __future__ import annotations
@@ -26,32 +27,32 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """A plan's best recipes, predicted and measured."""
+    """Predictions and measurements of a plan's best recipes."""
 
     gpu: str
     """The GPU of the plan."""
     device: str | None
-    """The device that was measured; None when every run was refused."""
+    """The measured device; None when every run was refused."""
     runs: tuple[ComparedRun, ...]
     """In the plan's order, its first choice first."""
     versions: Mapping[str, str]
-    """Of the packages that planned."""
+    """Versions of the packages that planned."""
     peers: Peers = NO_PEERS
-    """What a user of the plain Trainer would run, measured on the same job."""
+    """The plain Trainer, measured on the same job."""
 
     @property
     def order(self) -> RankAgreement:
-        """How the predicted seconds rank beside the measured ones."""
+        """Agreement of the predicted and the measured order."""
         return rank_agreement(self.runs)
 
     @property
     def gap(self) -> float | None:
-        """The share by which the predicted fastest is slower than the measured fastest."""
+        """Slowdown of the predicted fastest run against the measured fastest one, as a share."""
         return gap(self.runs)
 
     @property
     def faster_than_peer(self) -> float | None:
-        """How many times as fast as the best peer the first choice is; None where either was not measured."""
+        """Speedup of the first choice over the best peer; None when either was not measured."""
         first, peer = self.runs[0] if self.runs else None, self.peers.best
         if first is None or peer is None or first.outcome != "ok" or not first.step_seconds:
             return None
@@ -63,7 +64,7 @@ class Verification:
         return tuple(run for run in self.runs if run.complaint)
 
     def to_json(self) -> dict[str, Any]:
-        """The document of `snugfit plan --verify --json`."""
+        """Return the document of `snugfit plan --verify --json`."""
         return {
             "schema": SCHEMA,
             "what": "verification",
@@ -79,7 +80,7 @@ def verify(
     versions: Mapping[str, str],
     tell: Tell = lambda line: None,
 ) -> Verification:
-    """Measures these recipes of a plan for `gpu` here; `tell` is called with what is being done."""
+    """Measure these recipes of a plan for `gpu` on this machine; `tell` receives progress messages."""
     runs: list[ComparedRun] = []
     device, began = None, time.monotonic()
     for number, planned in enumerate(recipes):

@@ -1,13 +1,13 @@
-"""Gradients of a few samples, together, in another order and in pieces, that leave no trace in the model.
+"""Compute gradients of a few samples together, in another order and in pieces, without a trace in the model.
 
-The model trains while they are taken, for what a batch norm, a router or a term of the user's own does is
-another thing in evaluation. Only its dropout is off. A mask is drawn for all samples of a call at once, so
-those of a piece could not be made those of the whole; and a mask is drawn for each sample by itself, so no
-dropout makes a mean over samples something else. All other draws begin from the same state in each run.
+The model is in training mode, because a batch norm, a router or a custom term behaves differently in
+evaluation. Only dropout is off. A mask is drawn for all samples of a call at once, so pieces could not
+reproduce the whole's masks. Each sample has its own mask, so dropout never changes whether a loss is a mean
+over samples. All other random draws start from the same state in each run.
 
-Where there is no memory for them, or parameters are shards, losses are compared, under weights with noise.
-Gradients come from `torch.autograd.grad`, which adds nothing to `.grad` and calls no hook of a parameter: not
-those that update weights within a backward pass, nor those of DDP. Layers that are compiled run as written.
+Without enough memory, or for sharded parameters, losses are compared under noisy weights. Gradients come from
+`torch.autograd.grad`, which adds nothing to `.grad` and calls no hooks of parameters. This excludes hooks
+that update weights within a backward pass, and those of DDP. Compiled layers run eagerly.
 """
 
 from __future__ import annotations
@@ -28,32 +28,37 @@ if TYPE_CHECKING:
     import torch
 
 MOST_VALUES = 1 << 22
-"""Of the gradients that are compared, unless the smallest alone has more: three times 16 MiB in fp32. The
-smallest parameters are taken first: norms, biases, routers and heads, of all layers."""
+"""Most compared gradient values, unless the smallest parameter alone has more.
+
+Three copies take 16 MiB each in fp32. The smallest parameters are taken first: norms, biases, routers and
+heads, of all layers.
+"""
 
 DRAWS = ("Dropout", "DropPath", "StochasticDepth")
-"""In the names of layers that drop by chance in training alone."""
+"""Parts of class names of layers with random drops in training alone."""
 
 RATES = ("drop", "zoneout")
-"""In the names of plain numbers by which modules drop: `attention_dropout`, `drop_path_rate`, `layerdrop`."""
+"""Parts of attribute names of drop rates: `attention_dropout`, `drop_path_rate`, `layerdrop`."""
 
 NOISE = 0.3
-"""Standard deviation of what is added to weights where losses are compared."""
+"""Standard deviation of the noise added to weights when losses are compared."""
 
 LOSS_SCALE = 1024.0
-"""Keeps gradients in fp16 from becoming 0."""
+"""Factor that protects fp16 gradients from underflow."""
 
 PieceLoss = Callable[[Any, dict[str, Any], dict[str, Any]], "torch.Tensor | None"]
-"""Of a model, a piece and the whole batch, on the device: what the front-end adds to the loss for that piece,
-(); None for a piece in which nothing counts."""
+"""Function of a model, a piece and the whole batch on the device: the piece's term of the loss, ().
+
+None for a piece without counted items.
+"""
 
 
 class Taken(NamedTuple):
-    """What some pieces of a batch come to."""
+    """Loss and gradients summed over some pieces of a batch."""
 
     loss: float
     gradients: Sequence[torch.Tensor]
-    """Of the parameters that are compared; none where only losses are taken."""
+    """Gradients of the compared parameters; empty when only losses are computed."""
 
 
 class CutRuns:
@@ -66,11 +71,11 @@ class CutRuns:
         self.device = next(model.parameters()).device
         self.names, self._parameters = _compared_weights(model)
         self.in_16_bit = False
-        """True when a run has computed anything with so few digits."""
+        """True after any 16-bit result in a run."""
 
     @property
     def has_few_digits(self) -> bool:
-        """True where a run computed with 16 bits, or products of fp32 matrices with tf32."""
+        """True if a run computed in 16 bits, or multiplied fp32 matrices with tf32."""
         import torch
 
         tf32 = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
@@ -78,12 +83,15 @@ class CutRuns:
 
     @property
     def can_take_gradients(self) -> bool:
-        """True where the parameters are whole: shards have hooks that wait for a step's own passes."""
+        """True for unsharded parameters; the hooks of shards wait for a full step's own passes."""
         return bool(self._parameters) and all(mesh(weight) is None for weight in self._model.parameters())
 
     def take(self, *orders: Sequence[Sequence[int]], gradients: bool = True) -> list[Taken]:
-        """Run each of the orders, which are samples by piece; without gradients, where losses have to show
-        the same, under other weights. Model, gradients and random generators are afterwards as they were."""
+        """Run each order of samples by piece.
+
+        Without `gradients`, only losses are computed, under other weights. Model, gradients and random
+        generators are restored afterwards.
+        """
         import torch
 
         with (
@@ -136,7 +144,7 @@ class CutRuns:
 
 
 def give_back_unused(model: torch.nn.Module) -> None:
-    """Give memory that no tensor holds back to the GPU of this model, for a step may need all of it."""
+    """Free unused cached memory on the GPU of this model, because a step may need all of it."""
     import torch
 
     if next(model.parameters()).device.type == "cuda":
@@ -155,7 +163,7 @@ def distances(one: Taken, other: Taken) -> list[tuple[float, float]]:
 
 
 def is_number(taken: Taken) -> bool:
-    """Return True where the loss and all gradients are numbers."""
+    """Return True if the loss and all gradients are finite."""
     return math.isfinite(taken.loss) and all(bool(value.isfinite().all()) for value in taken.gradients)
 
 
@@ -170,20 +178,22 @@ def _compared_weights(model: torch.nn.Module) -> tuple[list[str], list[torch.nn.
     return [name for name, _ in named[:count]], [weight for _, weight in named[:count]]
 
 
-# ---- the model as it was ----------------------------------------------------------------------------------
+# ---- restoring the model ----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
-    """Put the model into training, without dropout. Restore its buffers and the plain attributes of its
-    modules, their modes too, at the end."""
+    """Put the model into training mode without dropout, and restore it at the end.
+
+    Restored are its buffers and the plain attributes of its modules, including their modes.
+    """
     import torch
 
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with contextlib.ExitStack() as unchanged:
         for module in model.modules():
             unchanged.enter_context(unchanged_attributes(module))
-        if not model.training:  # else what is frozen stays so
+        if not model.training:  # otherwise frozen modules stay in evaluation mode
             model.train()
         for module in model.modules():
             _drop_nothing(module)
@@ -196,7 +206,7 @@ def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _drop_nothing(module: torch.nn.Module) -> None:
-    """Set the rates of a module to 0, which layers that are computed again and kernels of ours read, too."""
+    """Set the drop rates of a module to 0; recomputed layers and our kernels read them, too."""
     is_layer = any(name in type(module).__name__ for name in DRAWS)
     if is_layer:
         module.training = False
@@ -208,14 +218,16 @@ def _drop_nothing(module: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def _shaken(weights: Sequence[Any]) -> Iterator[None]:
-    """Add noise to the weights, also to those of shards, so that the losses of samples differ in a new model,
-    too. Restore their bits at the end."""
+    """Add noise to the weights, including shards, and restore their bits at the end.
+
+    The noise makes the losses of samples differ in a new model, too.
+    """
     import torch
 
     parts = [weight.to_local() if mesh(weight) is not None else weight for weight in weights]
     with torch.no_grad():
         before = [part.detach().clone() for part in parts]
-        for number, part in enumerate(parts):  # each by itself: ranks have shards of other sizes
+        for number, part in enumerate(parts):  # one generator each: ranks have shards of different sizes
             noise = torch.randn(part.shape, generator=torch.Generator().manual_seed(number))
             part.add_(noise.to(part), alpha=NOISE)
         try:
@@ -227,8 +239,10 @@ def _shaken(weights: Sequence[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_dropout(note: Callable[[Any], None]) -> Iterator[None]:
-    """Make torch's functions drop nothing: models call them with rates of a config, and have no layer. `note`
-    takes each result."""
+    """Disable dropout in torch's functions, which models also call with rates of a config and no layer.
+
+    `note` receives each result.
+    """
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -254,8 +268,10 @@ def _without_dropout(note: Callable[[Any], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unchanged_attributes(holder: Any) -> Iterator[None]:
-    """What an object counts and collects within it is afterwards forgotten: a Trainer's own loss may gather
-    figures for its log."""
+    """Restore the attributes of an object at the end, with the content of its dicts and lists.
+
+    A Trainer's own loss may collect figures for its log, for example.
+    """
     containers = [
         (value, _copy_containers(value))
         for name, value in vars(holder).items()
@@ -265,13 +281,13 @@ def unchanged_attributes(holder: Any) -> Iterator[None]:
         try:
             yield
         finally:
-            for value, content in containers:  # others may hold it too
+            for value, content in containers:  # other objects may share the container
                 value.clear()
                 (value.update if isinstance(value, dict) else value.extend)(content)
 
 
 def _copy_containers(value: Any) -> Any:
-    """Dicts and lists once more, of the same classes; what they hold stays what it is."""
+    """Copy dicts and lists recursively, in the same classes; their other values are shared."""
     if isinstance(value, dict | list):
         pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
         value = copy(value)

@@ -1,19 +1,19 @@
-"""Compare a batch in pieces with the whole batch, by the gradients of a few samples of the user's own.
+"""Compare a split batch with the whole batch, by the gradients of a few of the user's samples.
 
-Their gradients together are compared with those of two pieces of unlike samples, each counted as the
-front-end counts it. Losses alone show little: a new model gives all samples the same one, whatever weights
-their classes have. Gradients of the same samples in another order show what numbers in this precision, and
-draws by chance, make of them by themselves.
+The gradients of the samples together are compared with those of two pieces of unlike samples. Each piece is
+weighted as the front-end weights it. Losses alone show little: a new model gives all samples the same loss
+under any weights of classes. Gradients of the same samples in another order show the effect of rounding in
+this precision, and of random draws.
 
-    the same      the batch may be cut
-    another       samples look at each other (in-batch negatives, statistics of a batch), or the loss is a
-                  mean over something that is not counted: weights of classes, tokens under a name of the
-                  user's, answers that are left out, two means, the balance of experts
-    not decided   an error, no gradient at all, noise, or memory that ran out
+    same          the batch may be split.
+    different     samples depend on each other (in-batch negatives, statistics of a batch). Or the loss
+                  is a mean over uncounted items: weights of classes, tokens under a custom name,
+                  omitted answers, two means, the balance of experts.
+    undecided     an error, no gradient at all, noise, or out of memory.
 
-Of the last two no plan and no recovery cuts the batch, and a cut of the user's gets a warning. Asked when a
-cut is first wanted, and again after some steps (`compares_again`): the first batch may have one class alone,
-and a new model zeros. Batch norms are found by their class before.
+After the last two results, plans and recoveries do not split the batch, and the user's own split gets a
+warning. The comparison runs before the first split, and again after some steps (`compares_again`). The first
+batch may contain one class alone, and a new model zeros. Batch norms are found by their class earlier.
 """
 
 from __future__ import annotations
@@ -35,41 +35,46 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 SAMPLES, ON_THE_HOST, FEWEST = 6, 4, 2
-"""Samples of which gradients are taken, where a micro-batch has so many; at least on the CPU; and at least on
-a GPU, whose memory may have room for no more."""
+"""Number of samples for gradients if a micro-batch has as many; the least on the CPU; the least on a GPU.
+
+A GPU's memory may have room for no more.
+"""
 
 
 class Tolerance(NamedTuple):
     """Relative differences up to which gradients are equal."""
 
     relative: float
-    """Of a parameter's gradient."""
+    """Bound for the gradient of one parameter, relative to its norm."""
     floor: float
-    """Of the norm of all gradients: what a gradient that is 0 by its mathematics may come to."""
+    """Bound relative to the norm of all gradients, for gradients that are mathematically 0."""
     loss: float
-    """Of a loss, where losses are compared."""
+    """Relative bound for losses, where losses are compared."""
 
 
 OF_32_BIT, OF_16_BIT = Tolerance(0.01, 1e-4, 1e-3), Tolerance(0.15, 1e-2, 0.02)
-"""In 16 bits, kernels for other sizes round otherwise: gradients of BERT-large in bfloat16 differed by 7 % on
-an H200. Tensor cores round fp32 like that where tf32 is allowed."""
+"""The tolerances for 32 and 16 bits.
+
+In 16 bits, kernels for other sizes round differently: gradients of BERT-large in bfloat16 differed by 7 % on
+an H200. Tensor cores round fp32 in this way if tf32 is allowed.
+"""
 
 LossOf = Callable[[Any, dict[str, Any]], Any]
-"""Of the model and a batch on its device: the loss, ()."""
+"""Function of the model and a batch on its device: the loss, ()."""
 
 ItemsOf = Callable[[Mapping[str, Any]], float]
-"""Of a batch: how many items its loss is a mean over."""
+"""Function of a batch: the number of items that its loss is a mean over."""
 
 
 class Verdict(NamedTuple):
-    """Result of a comparison; both are empty where the batch may be cut."""
+    """Result of a comparison; both texts are empty if the batch may be split."""
 
     differs: str = ""
     unclear: str = ""
 
 
 def weighed_by_items(loss_of: LossOf, items_of: ItemsOf) -> PieceLoss:
-    """Weigh the loss of a piece by its share of the items."""
+    """Weight the loss of a piece by its share of the items."""
 
     def piece_loss(model: Any, piece: dict[str, Any], whole: dict[str, Any]) -> Any:
         items = items_of(piece)
@@ -79,7 +84,7 @@ def weighed_by_items(loss_of: LossOf, items_of: ItemsOf) -> PieceLoss:
 
 
 def counted_by(job: Job, model: Any) -> ItemsOf:
-    """Count items where no function is given: labels, or samples."""
+    """Return the default count of items: labels, or samples."""
     shifts = shifts_labels(model)
     return lambda piece: items_in(piece, shifts=shifts, dims=job.model.batch_dims)
 
@@ -94,19 +99,22 @@ def job_with_mixing(
     context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
     again: bool = False,
 ) -> Job:
-    """Return the job, with a reason in `mixes_samples` where gradients of pieces do not add up to those of
-    the whole, and in `unclear_cut` where the comparison is not decided. On a GPU at most `most` samples are
-    taken, of the job's example or of this one. `context` is entered for a model that fails without it.
-    With `again`, the run has begun: on a GPU losses are compared then, which keep nothing for a backward
-    pass, so that the run needs no more memory than is predicted."""
+    """Return the job with the result of comparing split and whole batches.
+
+    `mixes_samples` gets a reason if gradients of pieces do not add up to those of the whole. `unclear_cut`
+    gets one if the comparison is undecided. On a GPU at most `most` samples are used, of `example` or of the
+    job's example. `context` is entered for a model that fails without it. With `again`, the run has already
+    started. Losses are then compared on a GPU, because they save nothing for a backward pass. The run thus
+    needs no more memory than predicted.
+    """
     if mixing_of(job).reason:
         return job
     batch = example or job.model.example or {}
     verdict = None
-    give_back_unused(model)  # of other sizes, blocks of the steps would only stand beside those of the runs
+    give_back_unused(model)  # cached blocks of the steps have other sizes
     try:
         verdict = _verdict(job, model, loss_of, batch, most, again)
-    except Exception as fault:  # whatever the user's loss raises
+    except Exception as fault:  # the user's loss may raise anything
         error = f"{type(fault).__name__}: {one_line(fault)}"
     if verdict is None and context is not None:
         with contextlib.suppress(Exception), context():
@@ -126,7 +134,7 @@ def _verdict(
     again: bool,
 ) -> Verdict:
     layout = BatchLayout.of(batch, job.model.batch_dims, samples=job.batch_size)
-    if layout.unclear:  # it is refused to be cut, with what to do
+    if layout.unclear:  # splitting it raises an error with advice elsewhere
         return Verdict()
     if layout.samples < FEWEST:
         return Verdict(unclear="the first batch has one sample only")
@@ -142,8 +150,8 @@ def _verdict(
 
 
 def _of_either_parts(runs: CutRuns, parts: Parts) -> Verdict:
-    """Compare gradients, in halves where a loss cannot be taken of one sample. Raise `MemoryError` where
-    memory ran out."""
+    """Compare gradients, in halves if the loss fails for one sample. Raises `MemoryError` when memory ran
+    out."""
     for attempt in (parts, evenly(parts)):
         try:
             return _of_gradients(runs, attempt)
@@ -168,7 +176,7 @@ def _of_gradients(runs: CutRuns, parts: Parts) -> Verdict:
         return Verdict(differs=f"{_what(parts)}, where they are no numbers")
 
     def beyond(other: Taken) -> list[tuple[float, str]]:
-        """Return the parameters whose gradients differ, by how much, the most first."""
+        """Return the relative differences above the tolerance with their parameters, the largest first."""
         by_name = zip(distances(whole, other), runs.names, strict=True)
         return sorted(
             (
@@ -195,7 +203,7 @@ def _what(parts: Parts) -> str:
 
 
 def _of_losses(runs: CutRuns, parts: Parts) -> Verdict:
-    """Compare losses, where gradients cannot be taken."""
+    """Compare losses, for cases without gradients."""
     samples = [*parts[0], *parts[1]]
     orders = runs.take([samples], [samples[::-1]], parts, gradients=False)
     whole, reverse, cut = (taken.loss for taken in orders)

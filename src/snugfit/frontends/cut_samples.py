@@ -1,7 +1,7 @@
-"""Choose the samples of a batch that show best if its pieces are the whole: unlike ones, the alike together.
+"""Choose the samples that best test a split batch: unlike samples overall, alike ones in each piece.
 
-A sample is described by what its tensors hold: a single number (a class, a weight, a position) by itself, a
-row of labels or of a mask by how many of its values count. Samples of one class and one length would hide
+A sample is described by its tensors. A single number (a class, a weight, a position) counts by itself. A row
+of labels or of a mask counts by its number of valid values. Samples of one class and one length would hide
 weights of classes and counts of tokens.
 """
 
@@ -15,17 +15,17 @@ from snugfit.job.batch import IGNORED
 from snugfit.job.batch_layout import BatchLayout, leaves
 
 LONGEST_ROW = 1 << 16
-"""Values of a sample in one tensor, beyond which they are not counted: pictures and sound tell nothing."""
+"""Most values of a sample in one counted tensor; counts of pictures and sound mean nothing."""
 
 Traits = Sequence[Sequence[float]]
-"""Of each sample what describes it, each from 0 to 1."""
+"""Features of each sample, each from 0 to 1."""
 
 Parts = tuple[tuple[int, ...], tuple[int, ...]]
 """Indices of samples in two pieces, the smaller one first."""
 
 
 def chosen_samples(batch: Mapping[str, Any], layout: BatchLayout, most: int) -> Parts:
-    """Choose at most so many samples of a batch of two or more, in two pieces: a third, and the rest."""
+    """Choose at most `most` samples of a batch of two or more, in two pieces: a third, and the rest."""
     traits = _traits(batch, layout)
     chosen = _unlike(traits, min(most, layout.samples))
     return divide(traits, chosen, max(1, len(chosen) // 3))
@@ -39,7 +39,7 @@ def evenly(parts: Parts) -> Parts:
 
 
 def divide(traits: Traits, chosen: Sequence[int], size: int) -> Parts:
-    """Take so many of the chosen samples, and the rest: as unlike as two pieces can be."""
+    """Divide the chosen samples into `size` samples and the rest, as unlike as two pieces can be."""
 
     def distance(piece: tuple[int, ...]) -> float:
         rest = [index for index in chosen if index not in piece]
@@ -52,7 +52,7 @@ def divide(traits: Traits, chosen: Sequence[int], size: int) -> Parts:
 
 
 def _unlike(traits: Traits, count: int) -> list[int]:
-    """Choose samples, each as far as can be from those before it."""
+    """Choose samples, each as far as possible from the previous ones."""
     chosen = [0]
     nearest = [_distance(traits[0], other) for other in traits]
     while len(chosen) < count:

@@ -1,8 +1,8 @@
-"""What makes a user's data the data of a run: the order that a loader gives it, and some of its samples.
+"""Facts that identify a user's data: the loader's order, and some samples.
 
-Of a dataset whose samples have numbers a few are read, spread evenly, each twice. What is not the same twice
-(an augmentation that draws from a generator of the dataset's own) says nothing about the data and is left
-out. The generators of the process and of the data are afterwards what they were.
+A few samples of an indexable dataset are read, spread evenly, each twice. Values that differ the second time
+are left out, because they do not identify the data. An augmentation may draw from a generator of the dataset.
+The generators of the process and of the data are restored afterwards.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from snugfit.training.checkpoint.facts import CONTENT, Facts, settings_of
 from snugfit.training.rng import preserve_rng
 
 READ = 8
-"""Samples that a fingerprint reads. A choice: other data is other in nearly all of them, and reading pictures
-takes time."""
+"""Number of samples in a fingerprint. A choice.
+
+Other data differs in nearly all samples, and reading pictures takes time.
+"""
 
 
 def loader_facts(loader: Any) -> Facts:
-    """Of a loader: its sampler, what it drops, its collator, and its dataset's content."""
+    """Return facts about a loader's sampler, dropped batches, collator and dataset."""
     batches = getattr(loader, "batch_sampler", None)
     sampler = getattr(batches, "sampler", getattr(loader, "sampler", None))
     facts = {
@@ -36,8 +38,10 @@ def loader_facts(loader: Any) -> Facts:
 
 
 def dataset_facts(dataset: Any) -> Facts:
-    """A fingerprint of some samples of a dataset that has numbers for them; nothing of any other, or of one
-    that cannot be read: whoever trains on it will see why."""
+    """Return a fingerprint of some samples of an indexable dataset.
+
+    Return nothing for other datasets, and for unreadable ones: training will raise their errors.
+    """
     count = count_of(dataset)
     if not count or not hasattr(dataset, "__getitem__"):
         return {}
@@ -60,13 +64,13 @@ def dataset_facts(dataset: Any) -> Facts:
 
 
 def _same_twice(dataset: Any, index: int) -> list[tuple[str, str]]:
-    """Names and fingerprints of a sample's values that are the same when it is read again."""
+    """Return names and fingerprints of a sample's values that are equal in two reads."""
     first, second = (dict(_values(_sample(dataset, index))) for _ in range(2))
     return sorted((name, value) for name, value in first.items() if second.get(name) == value)
 
 
 def _sample(dataset: Any, index: int) -> Any:
-    """A sample, read while the host's generators begin at the same numbers each time."""
+    """Read a sample with the host's generators in a fixed state."""
     import numpy
     import torch
 
@@ -78,7 +82,7 @@ def _sample(dataset: Any, index: int) -> Any:
 
 
 def _values(sample: Any) -> Iterator[tuple[str, str]]:
-    """A sample's values by name, or by their place, as fingerprints."""
+    """Yield a sample's values by name, or by position, as fingerprints."""
     if isinstance(sample, tuple):
         sample = dict(enumerate(sample))
     for name, value in sample.items() if isinstance(sample, Mapping) else [("", sample)]:

@@ -1,6 +1,6 @@
-"""A user's batch: an example, how many items the loss is a mean over in it, its pieces, and a file of it.
+"""A user's batch: an example, its count of items for the loss, its pieces, and a file of it.
 
-A micro-batch counts for its share of the items of the whole batch.
+A micro-batch has the weight of its share of the whole batch's items.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 def example_of(
     make_loader: Callable[[], Iterable[Any]], device: torch.device, *, resumes: bool
 ) -> dict[str, Any]:
-    """The first batch (B, ...) of a loader, on the host; the random generators of process and data are
-    afterwards as they were. Raises `UsageError` for what is no batch, and for data that a run which `resumes`
-    could not make again: from the same states the batch comes out another."""
+    """Return the first batch (B, ...) of a loader, on the host; restore the generators of process and data.
+
+    Raises `UsageError` for an invalid batch. Also raises it for data that a run which `resumes` could not
+    repeat: the same states give another batch.
+    """
     import torch
 
     first = _first_of(make_loader(), device)
@@ -56,8 +58,8 @@ def example_of(
 
 
 def _first_of(loader: Any, device: torch.device) -> Any:
-    """The first batch, made without workers."""
-    loader = without_workers(getattr(loader, "base_dataloader", loader))  # accelerate's is a shell
+    """Return the first batch, created without workers."""
+    loader = without_workers(getattr(loader, "base_dataloader", loader))  # accelerate's is a wrapper
     rng = DataRng(loader)
     before = rng.now
     rng.begin_epoch()
@@ -66,7 +68,7 @@ def _first_of(loader: Any, device: torch.device) -> Any:
             first = next(iter(loader), None)
         except SnugfitError:
             raise
-        except Exception as error:  # of the user's dataset or collate function
+        except Exception as error:  # from the user's dataset or collate function
             raise UsageError(
                 f"The first batch could not be made ({type(error).__name__}: {one_line(error)}). Try it "
                 "without snugfit: next(iter(loader)), or next(iter(trainer.get_train_dataloader()))."
@@ -76,26 +78,28 @@ def _first_of(loader: Any, device: torch.device) -> Any:
 
 
 def layout_of(batch: Mapping[str, Any], dims: BatchDims | None) -> BatchLayout:
-    """Where the samples of a loader's batch lie. Of what `dims` names, a batch need not have everything."""
+    """Return the layout of samples in a loader's batch; the batch may lack names of `dims`."""
     present = {name for name, _ in leaves(batch)}
     return BatchLayout.of(batch, {name: at for name, at in (dims or {}).items() if name in present})
 
 
 def samples_in(batch: Mapping[str, Any], dims: BatchDims | None = None) -> int:
-    """Samples of a batch, by the first dimensions of its tensors or those that are named."""
+    """Return the number of samples, from the first dimensions of a batch's tensors or the named ones."""
     return layout_of(batch, dims).samples
 
 
 def items_in(batch: Mapping[str, Any], *, shifts: bool, dims: BatchDims | None = None) -> int:
-    """Labels that count, without the first of each row where the model `shifts` them; samples, where there
-    are no labels or they are numbers."""
+    """Count the labels that are not ignored, without the first of each row if the model `shifts` them.
+
+    Without labels, or with floating-point ones, count samples.
+    """
     return items_in_each([batch], shifts=shifts, dims=dims)[0]
 
 
 def items_in_each(
     batches: Sequence[Mapping[str, Any]], *, shifts: bool, dims: BatchDims | None = None
 ) -> list[int]:
-    """`items_in` of several batches; where they are on a device, it is waited for once."""
+    """Return `items_in` of several batches, with one synchronization for batches on a device."""
     import torch
 
     counted = counted_items(batches, shifts=shifts, dims=dims)
@@ -108,7 +112,7 @@ def items_in_each(
 def counted_items(
     batches: Sequence[Mapping[str, Any]], *, shifts: bool, dims: BatchDims | None = None
 ) -> list[torch.Tensor | int]:
-    """The same, left where it is counted: a number, or () on the device."""
+    """Return the counts without synchronization: numbers, or tensors () on the device."""
     return [_count(batch, shifts, dims) for batch in batches]
 
 
@@ -126,15 +130,17 @@ def _count(batch: Mapping[str, Any], shifts: bool, dims: BatchDims | None) -> to
 def pieces_of(
     batch: Mapping[str, Any], rows: int | None, dims: BatchDims | None = None
 ) -> Iterator[Mapping[str, Any]]:
-    """The batch in pieces of at most so many samples. What holds no samples goes along with each. Raises
-    `JobError` for a batch in which that is not clear."""
+    """Yield the batch in pieces of at most `rows` samples; tensors without samples are repeated in each.
+
+    Raises `JobError` for a batch with unclear dimensions.
+    """
     layout = layout_of(batch, dims)
     if rows is None or (layout.rows and layout.samples <= rows):
         yield batch
         return
     layout.refuse_unclear(
         f"The batch must be cut into pieces of {rows}",
-        "Name them, batch_dims={'edges': None, 'x': 0} of fit and accelerate, with None for a tensor that "
+        "Name them with batch_dims={'edges': None, 'x': 0} of fit and accelerate. None is for a tensor that "
         "is never cut, and a number for the dimension of its samples. Or train with the whole batch at "
         "once.",
     )
@@ -143,7 +149,7 @@ def pieces_of(
 
 
 def join_pieces(pieces: Sequence[Mapping[str, Any]], dims: BatchDims | None = None) -> dict[str, Any] | None:
-    """Join micro-batches into one batch; None where their tensors do not fit together."""
+    """Join micro-batches into one batch; None if their tensors do not fit together."""
     try:
         return layout_of(pieces[0], dims).join(pieces)
     except (KeyError, RuntimeError, TypeError):
@@ -151,7 +157,7 @@ def join_pieces(pieces: Sequence[Mapping[str, Any]], dims: BatchDims | None = No
 
 
 def shifts_labels(model: torch.nn.Module) -> bool:
-    """Whether this is one of transformers' decoders, whose losses shift their labels by one."""
+    """Return True for one of transformers' decoders, whose losses shift their labels by one."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
@@ -160,8 +166,10 @@ def shifts_labels(model: torch.nn.Module) -> bool:
 
 
 def write_batch(folder: Path, step: int, batch: Sequence[Mapping[str, Any]], *, rank: int = 0) -> Path:
-    """Writes every tensor of a step's micro-batches under its number and its name, where that can be written;
-    gives the file, which of another process than the first has its number."""
+    """Write every tensor of a step's micro-batches under its number and name, if the disk permits.
+
+    Return the file; its name contains the rank, except for the first one.
+    """
     import torch
     from safetensors.torch import save_file
 

@@ -1,13 +1,15 @@
 """`--gpus N`: the same command in N processes, started and watched by torch's own launcher.
 
-What `torchrun --nproc-per-node N -m snugfit ...` does, with four things besides. Signals are passed on, and
-not followed by SIGKILL after 30 seconds as torchrun has it: a checkpoint may take longer, and a second signal
-ends the run at once. How processes ended becomes one message and one exit code. And their processors are
-shared: each gets as many threads as there are cores for it. When memory ran out in one of them, and that one
-has written down how the run goes on (`training/run/start_again.py`), all are started again; each time the
-recipe needs less, until none is left.
+It equals `torchrun --nproc-per-node N -m snugfit ...`, with four additions.
 
-After any other error nothing is started again: the run is resumed by the same command.
+- Signals are passed on. No SIGKILL follows after 30 seconds as with torchrun, since a checkpoint may take
+  longer. A second signal ends the run at once.
+- The processes' ends are summarized in one message and one exit code.
+- The processors are shared: each process gets its share of the cores as threads.
+- When one process runs out of memory and records that the run can continue (`training/run/start_again.py`),
+  all are started again. Each recipe needs less memory than the last, until none is left.
+
+No other error starts the processes again: the same command resumes the run.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ from snugfit.frontends.one_of_several import CAN_START_AGAIN, LAUNCHED, STARTED_
 from snugfit.training.interrupt import AT_ONCE, EXIT_CODES
 
 COMMAND_LINE: ContextVar[tuple[str, ...]] = ContextVar("COMMAND_LINE", default=())
-"""The words of the command that runs, without its name."""
+"""Arguments of the running command, without the program's name."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STOPPED = {*EXIT_CODES.values(), *AT_ONCE.values()}
 
 ENTRY = ("-m", "snugfit")
-"""What Python runs in each process."""
+"""Arguments of Python in each process."""
 
 AGAIN = "snugfit: memory ran out in one process; all start again, under a recipe that needs less"
 
@@ -44,7 +46,7 @@ NEXT = "Start the command again to resume the run."
 
 
 class RankFailed(SnugfitError):
-    """A process of several has ended, and the run with it."""
+    """Failure of one of several processes, which ends the run."""
 
     def __init__(self, text: str, exit_code: int) -> None:
         super().__init__(text)
@@ -52,8 +54,10 @@ class RankFailed(SnugfitError):
 
 
 def launch(processes: int, command_line: Sequence[str]) -> int:
-    """Runs the command in so many processes on this host; gives their exit code, 0 or that of a run that was
-    stopped. Raises `RankFailed` with the first cause where one of them has failed."""
+    """Run the command in `processes` processes on this host; return their exit code.
+
+    The code is 0 or that of a stopped run. Raises `RankFailed` with the first cause when a process failed.
+    """
     os.environ[LAUNCHED] = "1"
     os.environ.pop(STARTED_AGAIN, None)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -70,13 +74,13 @@ def launch(processes: int, command_line: Sequence[str]) -> int:
 
 
 def _run(processes: int, command_line: Sequence[str]) -> int | Mapping[int, Any]:
-    """Runs the command in so many processes, once; gives their exit code, or how they failed, by rank."""
+    """Run the command once in these processes; return their exit code, or their failures by rank."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    _quieten()  # the loggers stand once their modules are imported
+    _quieten()  # the loggers exist once their modules are imported
     with tempfile.TemporaryDirectory(prefix="snugfit-") as logs:
         more: dict[str, Any] = {"signals_to_handle": "SIGQUIT"}
         known = {field.name for field in fields(LaunchConfig)}
@@ -96,13 +100,13 @@ def _run(processes: int, command_line: Sequence[str]) -> int | Mapping[int, Any]
         except ChildFailedError as ended:
             failures: Mapping[int, Any] = ended.failures
             return failures
-        except SignalException as stopped:  # of a launcher that takes the signal itself
+        except SignalException as stopped:  # from a launcher that handles the signal itself
             return EXIT_CODES.get(signal.Signals(stopped.sigval), 1)
     return 0
 
 
 def _quieten() -> None:
-    """torch's launcher logs each process that it ends; what became of them is said in our words."""
+    """Disable the logs of torch's launcher for each ended process; `_ending` reports them instead."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).disabled = True
@@ -110,8 +114,10 @@ def _quieten() -> None:
 
 @contextmanager
 def _passing_on_signals() -> Iterator[list[int]]:
-    """Passes signals on to the processes that are started within it; gives those that came. The processes
-    have a session of their own, so Ctrl-C reaches them by this alone."""
+    """Pass signals on to the child processes started within the context; yield the received ones.
+
+    The processes have a session of their own, so Ctrl-C reaches them only through this handler.
+    """
     import psutil
 
     passed: list[int] = []
@@ -131,8 +137,11 @@ def _passing_on_signals() -> Iterator[list[int]]:
 
 
 def _ending(failures: Mapping[int, Any], passed: Sequence[int]) -> int:
-    """The exit code of processes that were stopped. Raises `RankFailed` for any other end: of a process that
-    told its error, else of one that a signal killed; those that ended because of it come last."""
+    """Return the exit code of stopped processes. Raises `RankFailed` for any other end.
+
+    The error names a process that recorded one, else one that a signal killed. Processes that ended as a
+    consequence come last.
+    """
     rank = min(failures, key=lambda one: (_order(failures[one]), failures[one].timestamp, one))
     failure = failures[rank]
     code = failure.exitcode
@@ -153,14 +162,18 @@ def _ending(failures: Mapping[int, Any], passed: Sequence[int]) -> int:
 
 
 def _can_start_again(failures: Mapping[int, Any]) -> bool:
-    """Whether one of them has said that the same command goes on. What others say follows from its end, or
-    is found again."""
+    """Return True if a process recorded that the same command continues.
+
+    The errors of the other processes follow from its end, or will occur again.
+    """
     return any(_more_of(failure).get(CAN_START_AGAIN) is True for failure in failures.values())
 
 
 def _order(failure: Any) -> int:
-    """How near to the cause a process's end is, the nearest first: torch ends all others by SIGTERM, and
-    those by SIGKILL that do not hear it."""
+    """Return the distance of a process's end from the cause, 0 for the closest.
+
+    torch ends the remaining processes by SIGTERM, and those that ignore it by SIGKILL.
+    """
     if _error_of(failure) is not None:
         return 0
     if failure.exitcode < 0:
@@ -169,7 +182,7 @@ def _order(failure: Any) -> int:
 
 
 def _error_of(failure: Any) -> str | None:
-    """The error that a process has written down before it ended (`one_of_several.py`)."""
+    """Return the error that a process recorded before it ended (`one_of_several.py`)."""
     message = failure.error_file_data.get("message")
     if not isinstance(message, Mapping):
         return None
@@ -177,7 +190,7 @@ def _error_of(failure: Any) -> str | None:
 
 
 def _more_of(failure: Any) -> Mapping[str, Any]:
-    """What stands in its file beside the error."""
+    """Return the additional entries of a process's error file."""
     message = failure.error_file_data.get("message")
     more = message.get("extraInfo") if isinstance(message, Mapping) else None
     return more if isinstance(more, Mapping) else {}

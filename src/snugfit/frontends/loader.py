@@ -1,16 +1,15 @@
-"""A user's loader: made once more with other arguments, and begun in the middle of an epoch.
+"""A user's loader: recreated with other arguments, or started in the middle of an epoch.
 
-A resumed run must see the batches that were to come. With the random states of the epoch's beginning the
-loader is begun again, and
+A resumed run must continue with the next batches in order. The loader is restarted with the random states of
+the epoch's beginning.
 
-    torch's own, without workers    draws the order anew, and makes none of the batches that were seen but the
-                                    last, from the states that were before it
-    any other                       (streams, workers, loaders of the user's) makes all of them once more, and
-                                    they are thrown away
+    torch's own, without workers    draws the order again, and creates only the last of the previous batches,
+                                    from the states before it.
+    any other                       (streams, workers, custom loaders) creates all previous batches again, and
+                                    they are discarded.
 
-Either way the last batch that was seen is made again, and its fingerprint must be the one that the
-checkpoint holds. Otherwise the data draws from something that no checkpoint keeps, or is other data, and the
-run is not resumed.
+In both cases the last previous batch is created again, and its fingerprint must match the checkpoint's.
+Otherwise the data changed, or draws from something that no checkpoint contains. The run is then not resumed.
 """
 
 from __future__ import annotations
@@ -23,28 +22,31 @@ from snugfit.errors import SnugfitError
 from snugfit.frontends.data_rng import DataRng, DataRngStates, states_from_json
 
 SAMPLED = 4096
-"""Values of a tensor that go into a fingerprint, spread over it. Noise changes nearly all values, and to read
-every one of a batch of pictures would take longer than to make it."""
+"""Values of a tensor that enter a fingerprint, spread over it.
+
+Noise changes nearly all values. Reading every value of a batch of pictures would take longer than creating
+it.
+"""
 
 
 class BatchMark(NamedTuple):
-    """What a batch was made from, and its fingerprint."""
+    """States of the generators before a batch, and its fingerprint."""
 
     before: DataRngStates
     fingerprint: str
 
     def to_json(self) -> list[Any]:
-        """JSON values; `mark_from_json` reads them back."""
+        """Return JSON values; `mark_from_json` reads them back."""
         return [self.before.to_json(), self.fingerprint]
 
 
 def mark_from_json(document: list[Any] | None) -> BatchMark | None:
-    """The mark that `BatchMark.to_json` wrote, where there is one."""
+    """Return the mark that `BatchMark.to_json` wrote, or None."""
     return None if document is None else BatchMark(states_from_json(document[0]), document[1])
 
 
 def fingerprint_of(batch: Any) -> str:
-    """A hash of what a batch holds: tensors, arrays, numbers and text in mappings and sequences."""
+    """Return a hash of a batch's content: tensors, arrays, numbers and text in mappings and sequences."""
     digest = hashlib.blake2b(digest_size=16)
     for part in _parts(batch):
         digest.update(part)
@@ -77,7 +79,7 @@ def _parts(value: Any) -> Iterator[bytes]:
 
 
 def count_of(things: Any) -> int | None:
-    """How many there are, where they say so. torch's `DataLoader` has `__len__` and raises for a stream."""
+    """Return the length, or None without one; torch's `DataLoader` has `__len__` and raises for a stream."""
     try:
         return len(things)
     except (TypeError, NotImplementedError):
@@ -85,7 +87,7 @@ def count_of(things: Any) -> int | None:
 
 
 def made_like(loader: Any, **changed: Any) -> Any:
-    """torch's `DataLoader` once more, with these arguments changed."""
+    """Recreate torch's `DataLoader` with these arguments changed."""
     import torch
 
     names = [
@@ -98,33 +100,38 @@ def made_like(loader: Any, **changed: Any) -> Any:
 
 
 def is_torchs(loader: Any) -> bool:
-    """Whether this is torch's own `DataLoader`, which makes batches of its samples."""
+    """Return True for torch's own `DataLoader` that forms batches of its samples."""
     import torch
 
     return type(loader) is torch.utils.data.DataLoader and loader.batch_sampler is not None
 
 
 def is_plain(loader: Any) -> bool:
-    """Whether this is torch's own, over a dataset whose batches a sampler names."""
+    """Return True for torch's own loader of a dataset whose batches come from a sampler."""
     import torch
 
     return is_torchs(loader) and not isinstance(loader.dataset, torch.utils.data.IterableDataset)
 
 
 def has_an_order(loader: Any) -> bool:
-    """Whether two passes from one random state give the batches in one order: not if they come from whichever
-    worker is done first."""
+    """Return True if two passes from one random state yield the batches in one order.
+
+    With `in_order=False` and several workers, the order depends on their speed.
+    """
     return getattr(loader, "num_workers", 0) < 2 or getattr(loader, "in_order", True)
 
 
 def without_workers(loader: Any) -> Any:
-    """The loader, or torch's own once more without worker processes."""
+    """Return the loader, or a copy of torch's own without worker processes."""
     return made_like(loader, num_workers=0) if is_torchs(loader) and loader.num_workers else loader
 
 
 def renew_workers(loader: Any) -> None:
-    """Has the loader's next pass begin with new worker processes, `persistent_workers` or not: those of an
-    earlier pass have drawn what no resumed run could draw again, and to begin with none draws a seed."""
+    """Start the loader's next pass with new worker processes, even with `persistent_workers`.
+
+    Workers of an earlier pass have advanced their generators, and no resumed run could repeat that. Starting
+    new workers also draws a seed.
+    """
     real = getattr(loader, "base_dataloader", loader)
     if getattr(real, "persistent_workers", False):
         real._iterator = None
@@ -133,9 +140,11 @@ def renew_workers(loader: Any) -> None:
 def batches_from(
     loader: Any, position: int, rng: DataRng, last: BatchMark | None, following: DataRngStates | None
 ) -> Iterator[Any]:
-    """An epoch's batches from this one on, where `rng` stands at the epoch's beginning. The batch before
-    must be the `last` one; older checkpoints hold the states before the `following` batch instead. Raises
-    `SnugfitError` where it is another."""
+    """Return an iterator over an epoch's batches from `position` on.
+
+    `rng` must be at the epoch's beginning. The batch before `position` must match `last`. Older checkpoints
+    contain the states before the `following` batch instead. Raises `SnugfitError` when the batch differs.
+    """
     renew_workers(loader)
     if not position:
         return iter(loader)
@@ -160,14 +169,14 @@ def batches_from(
 
 
 def name_of(loader: Any) -> str:
-    """What a loader reads, in words."""
+    """Describe a loader by its dataset or class, for messages."""
     dataset = getattr(loader, "dataset", None)
     return f"the {type(loader).__name__}" if dataset is None else f"the dataset {type(dataset).__name__}"
 
 
 @final
 class _Named:
-    """A batch sampler whose iterator is at hand."""
+    """A batch sampler that exposes its iterator."""
 
     def __init__(self, real: Iterable[Any]) -> None:
         self._real = real

@@ -1,14 +1,13 @@
-"""What a run goes on with when memory ran out: the same training in less memory.
+"""Choose the next recipe after an out-of-memory error: the same training in less memory.
 
-The plan for this GPU is asked once more, with less memory than the broken recipe is predicted to need, and no
-more than the GPU has, at the recipe's own fidelity. Where several GPUs wait for it, a shorter search is made
-(`planning/several_gpus/smaller.py`). What the states of a run depend on stays: the same optimizer, the same
-precision, the same adapters; so whatever is found can be gone on with. Where nothing can be predicted (on the
-CPU, for a GPU that is not in the table, when the search finds nothing) the batch is cut into more
-micro-batches.
+The plan for this GPU is computed again, at the recipe's own fidelity. Its memory limit is below the predicted
+need of the failed recipe and within the GPU's memory. A shorter search runs while several GPUs wait for it
+(`planning/several_gpus/smaller.py`). The optimizer, the precision and the adapters stay, since the states of
+a run depend on them. The run can thus continue under any result. The batch is split into more micro-batches
+when nothing can be predicted. This happens on the CPU, for an unknown GPU, or after a search without result.
 
-No answer changes the global batch, and none is less exact than what was asked for. Where samples look at each
-other (`job/sample_mixing.py`) the batch is cut as it was.
+No result changes the global batch, and none is less exact than the original recipe. When samples depend on
+each other (`job/sample_mixing.py`), the split of the batch stays.
 """
 
 from __future__ import annotations
@@ -29,23 +28,29 @@ if TYPE_CHECKING:
     import torch
 
 MEMORY_FACTOR = 0.9
-"""Of the memory that the broken recipe is predicted to need, what the next may at most: a tenth is beyond any
-error of a prediction (docs/accuracy.md), and less than most techniques save."""
+"""Most memory of the next recipe, as a share of the failed recipe's predicted need.
+
+The margin of a tenth exceeds the error of any prediction (docs/accuracy.md), and most techniques save more.
+"""
 
 CHANGING = frozenset({Slot.ATTENTION, Slot.CHECKPOINTING, Slot.BATCHING, Slot.GRADIENTS, Slot.ALLOCATOR})
-"""Slots that may be filled otherwise when a run is built once more: its states do not depend on them."""
+"""Slots that may change when a run is rebuilt, because its states do not depend on them."""
 
 RANKED = 32
-"""Recipes of a plan that are looked through for one that a live model can follow: each costs a replay, and
-only those that join micro-batches are skipped."""
+"""Number of a plan's recipes that are checked for a live model.
+
+Each costs a replay, and only those with fewer micro-batches are rejected.
+"""
 
 
 def next_recipe(
     device: torch.device, *, live: bool = False, changing: Collection[Slot] = CHANGING, gpus: int = 1
 ) -> Replan:
-    """For runs on this device, or on so many such `gpus`: the recipe that follows one that ran out of memory,
-    or None. One that differs in slots that are `changing` alone; for a model that is `live`, one that it can
-    go on under as it is. How GPUs share the work stays."""
+    """Return a function that chooses the next recipe after an out-of-memory error, or None.
+
+    It serves runs on this device, or on `gpus` such GPUs. The recipe differs in the slots of `changing`
+    alone. For a `live` model it needs no rebuild. The GPUs' division of work stays.
+    """
 
     def following(job: Job, recipe: Recipe, cause: str) -> Recipe | Unplanned | None:
         slots = frozenset(
@@ -57,7 +62,7 @@ def next_recipe(
                     smaller = _plan_smaller(job, recipe, device, live, slots)
                 else:
                     smaller = _plan_smaller_on_several(job, recipe, device, slots, gpus)
-            except SnugfitError as unknown:  # a GPU or a model that cannot be predicted
+            except SnugfitError as unknown:  # a GPU or a model without prediction
                 return Unplanned(recipe=cut(job, recipe), why=str(unknown))
             if smaller is not None:
                 return smaller
@@ -70,7 +75,7 @@ def next_recipe(
 
 
 def _has_choice(slot: Slot, job: Job) -> bool:
-    """Whether a plan may choose more than the default of this slot."""
+    """Return True if a plan has more than the default for this slot."""
     kinds = [kind for kind in roster.techniques() if kind.slot is slot and not kind.plain]
     return any(not kind.planning_objection(job) for kind in kinds)
 
@@ -95,7 +100,7 @@ def _plan_smaller(
         fidelity=fidelity,
         keep={slot: recipe[slot] for slot in Slot if slot not in changing},
         ranked=RANKED if live else 0,
-        workers=1,  # none beside this process, which would import the user's script once more
+        workers=1,  # no process besides this one, which would import the user's script again
     )
     if smaller.best is None:
         return None
@@ -105,13 +110,13 @@ def _plan_smaller(
 
 
 SEARCHED_ON_SEVERAL = frozenset({Slot.CHECKPOINTING, Slot.BATCHING})
-"""Of the slots that may change, those that plans for several GPUs fill."""
+"""The changeable slots that plans for several GPUs search."""
 
 
 def _plan_smaller_on_several(
     job: Job, recipe: Recipe, device: torch.device, changing: Collection[Slot], gpus: int
 ) -> Recipe | None:
-    """By plans for so many GPUs, which other processes rehearse."""
+    """Plan with less memory for `gpus` GPUs; other processes rehearse."""
     import torch
 
     from snugfit.job.gpu import find_gpu
@@ -128,16 +133,17 @@ def _plan_smaller_on_several(
 
 
 def suits_live_model(following: Recipe, before: Recipe) -> bool:
-    """Whether a model that stands and trains can go on so: its layers may be recomputed, and its loader's
-    micro-batches cut, but not joined."""
+    """Return True if a live model can continue under the new recipe.
+
+    Its layers may be recomputed, and its loader's micro-batches split, but not joined.
+    """
     new, old = following.setup(), before.setup()
     alike = replace(new, checkpoint=old.checkpoint, micro_batches=old.micro_batches) == old
     return alike and new.micro_batches >= old.micro_batches
 
 
 def cut_smaller(job: Job, recipe: Recipe) -> Recipe | None:
-    """The next finer cut of the batch, whose gradients are kept until they are sums; None when there is
-    none."""
+    """Return the next finer split of the batch, with accumulated gradients; None without one."""
     whole = recipe.with_(roster.plain(Slot.GRADIENTS))
     finer = {
         cut.setup().micro_batches: cut

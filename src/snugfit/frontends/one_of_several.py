@@ -1,11 +1,11 @@
-"""A command as one of several processes: the first speaks for all, and another of a fault of its own.
+"""Run a command as one of several processes: the first reports for all, others report their own faults.
 
-Started by torchrun, each process runs the whole command. What all find out alike (a mistake in the job file)
-the first says, with its exit code. A fault of one alone is said by that one, with its rank. Either is
-written where torch's launcher looks for it (`TORCHELASTIC_ERROR_FILE`). Started by our own `--gpus N`, nobody
-says it but the launcher, once (`launch.py`).
+With torchrun, each process runs the whole command. The first process reports errors common to all (a mistake
+in the job file), with its exit code. An error of one process alone is reported by that process, with its
+rank. Either error is also written to the file that torch's launcher reads (`TORCHELASTIC_ERROR_FILE`). With
+our own `--gpus N`, only the launcher reports it, once (`launch.py`).
 
-When the launcher dies, so do they: the kernel is asked for it.
+When the launcher dies, the kernel kills its processes, as each has requested.
 """
 
 from __future__ import annotations
@@ -23,25 +23,29 @@ from snugfit.errors import SnugfitError, escape_controls
 from snugfit.training.ranks import ToldElsewhere, world
 
 LAUNCHED = "SNUGFIT_LAUNCHED"
-"""The variable by which processes know that `launch.py` started them."""
+"""Environment variable of processes that `launch.py` started."""
 
 STARTED_AGAIN = "SNUGFIT_STARTED_AGAIN"
-"""The variable by which they know that it has done so before, for the same run."""
+"""Environment variable of processes that `launch.py` started again for the same run."""
 
 CAN_START_AGAIN = "can_start_again"
-"""The attribute of an error, and the word in the launcher's file, that say that the same command goes on."""
+"""Attribute of an error, and key in the launcher's file, for a command that can start again."""
 
 
 def is_started_again() -> bool:
-    """Whether a launcher, ours or torchrun with `--max-restarts`, has started this command for the same run
-    before."""
+    """Return True if a launcher started this command again for the same run.
+
+    The launcher is ours, or torchrun with `--max-restarts`.
+    """
     return STARTED_AGAIN in os.environ or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 @contextmanager
 def one_of_several() -> Iterator[None]:
-    """Within it the command runs. Nothing is done where no launcher has started several processes. Raises
-    `ToldElsewhere` for an error that was told, or is told by another process."""
+    """Run the command within this context; without effect outside a launch of several processes.
+
+    Raises `ToldElsewhere` for an error that has been reported, or that another process reports.
+    """
     process = world()
     if process is None or process.size == 1:
         yield
@@ -71,9 +75,11 @@ def one_of_several() -> Iterator[None]:
 
 
 def _record(fault: Exception) -> None:
-    """Writes the fault where torch's launcher reads it, if one has started this process, as
-    `ErrorHandler.record_exception` does; for an error on purpose without the traceback that torchrun would
-    print."""
+    """Write the fault to the file of torch's launcher, if one started this process.
+
+    The format is that of `ErrorHandler.record_exception`. An expected error is written without the traceback
+    that torchrun would print.
+    """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         more: dict[str, Any] = {"py_callstack": _text(fault), "timestamp": str(int(time.time()))}
         more[CAN_START_AGAIN] = bool(getattr(fault, CAN_START_AGAIN, False))
@@ -83,7 +89,7 @@ def _record(fault: Exception) -> None:
 
 
 def _are_joined() -> bool:
-    """Whether the processes know of each other already: before that, all find out the same."""
+    """Return True if the processes are connected; before that, all find the same errors."""
     if "torch.distributed" not in sys.modules:
         return False
     import torch.distributed as dist
@@ -92,5 +98,5 @@ def _are_joined() -> bool:
 
 
 def _text(fault: Exception) -> str:
-    """What is said of it: the message alone of an error that is raised on purpose."""
+    """Return the text of an error: the message alone for an expected error, otherwise the traceback."""
     return str(fault) if isinstance(fault, SnugfitError) else "".join(traceback.format_exception(fault))

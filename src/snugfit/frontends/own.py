@@ -3,10 +3,9 @@
     trained = snugfit.train(job, "bf16 + micro_batches(4)", "reviews.jsonl", tokenizer="./bert",
                             output_dir="out", num_train_epochs=1)
 
-Started again with the same arguments it goes on where it stopped. When memory runs out it goes on with the
-fastest recipe that needs less, keeps the global batch, and takes the broken step again
-(`next_recipe.py`); of several processes it does so when all are started again
-(`training/run/start_again.py`).
+A second start with the same arguments resumes the run. When memory runs out, the run switches to the fastest
+recipe that needs less. It keeps the global batch and repeats the failed step (`next_recipe.py`). Several
+processes switch when all are started again (`training/run/start_again.py`).
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ if TYPE_CHECKING:
     from snugfit.training.run.trained import Trained
 
 RANDOM = "random"
-"""Instead of a folder of weights."""
+"""Value of `weights` for random weights instead of a folder."""
 
 MADE_IN_PYTHON = ("python", "config", "drawn")
-"""Origins of models that have no checkpoint: a module has the weights that it has, a config random ones."""
+"""Origins of models without a checkpoint: a module has its own weights, a config random ones."""
 
 
 def train(
@@ -75,22 +74,23 @@ def train(
     watch: Callable[[Event], None] = lambda event: None,
     **options: Any,
 ) -> Trained:
-    """Trains `job` under `recipe` (which may be text) on `dataset`; gives how it ended.
+    """Train `job` under `recipe` (or its text) on `dataset`; return a summary of the run.
 
-    `dataset` and `evaluation` are a path (text, JSONL, CSV, Parquet, several of them, a saved `datasets`
-    folder, pictures), rows in memory, or samples as the model takes them, for which `collate` makes batches.
-    `tokenizer` is one, or its folder, `processor` what makes pictures or sound ready; `columns` says which
-    is the text and which the label where their names do not. `weights` is the folder that training begins
-    with, or "random"; without it the model's own, here or in the hub's local cache. `device` is `cpu`,
-    `cuda` or `cuda:1`. `options` are those of `TrainOptions`.
+    `dataset` and `evaluation` are a path, rows in memory, or samples in the model's format, which `collate`
+    forms into batches. A path is text, JSONL, CSV, Parquet, several of them, a saved `datasets` folder, or
+    pictures. `tokenizer` is a tokenizer or its folder; `processor` prepares pictures or sound. `columns`
+    names the columns of the text and the label, if their names are not the usual ones. `weights` is the
+    folder of the initial weights, or "random". The default is the model's own folder, here or in the hub's
+    local cache. `device` is `cpu`, `cuda` or `cuda:1`. `options` are those of `TrainOptions`.
 
-    What stands in `output_dir` is resumed when it is this very run, its functions too (`collate`, forward
-    passes) unless `compare_code` is False; `restart` begins anew, and `resume_from_checkpoint` goes back to
-    one of its checkpoints. On a GPU that is known memory and seconds are predicted first, unless `foresee` is
-    False. `watch` hears every event of the journal.
+    A run in `output_dir` is resumed if it is the same. That includes its functions (`collate`, forward
+    passes), unless `compare_code` is False. `restart` starts from the beginning, and `resume_from_checkpoint`
+    returns to one of its checkpoints. On a known GPU, memory and seconds are predicted first, unless
+    `foresee` is False. `watch` receives every event of the journal.
 
-    Raises `UsageError` for what cannot be run or resumed, `OutOfMemory` when no recipe is left that needs
-    less memory, or when several processes have to start again, and `SnugfitError` when a loss is no number.
+    Raises `UsageError` for arguments that cannot be run or resumed, and `SnugfitError` for a NaN or infinite
+    loss. Raises `OutOfMemory` when no recipe needs less memory, or when several processes have to start
+    again.
     """
     how: dict[str, Any] = options | {
         "evaluation": evaluation, "tokenizer": tokenizer, "processor": processor, "columns": columns,
@@ -125,8 +125,10 @@ def make_run(
     ranks: Ranks = ALONE,
     **options: Any,
 ) -> Run:
-    """What `train` would run, from its arguments, in this process of several: the data is read, nothing is
-    written. Raises `UsageError` for what cannot be run."""
+    """Return the run of `train` from its arguments, in this process of several.
+
+    The data is read, and nothing is written. Raises `UsageError` for arguments that cannot be run.
+    """
     folder = writable_folder(folder_of(output_dir))
     how = {name: options.pop(name, None) for name in ("tokenizer", "processor", "columns")}
     pack = options.pop("pack", False)
@@ -152,20 +154,20 @@ def make_run(
 
 
 def _nobody(event: Event) -> None:
-    """Hears the events of a process that does not speak for the run."""
+    """Ignore the events of a process other than the first."""
 
 
 def compare_cut(
     job: Job, step: TrainingStep, model: Any, batch: Mapping[str, Any], again: bool = False
 ) -> Job:
-    """Return the job, with a reason where gradients of this batch are others than those of its pieces."""
+    """Return the job, with a reason if gradients of this batch differ from those of its pieces."""
     loss_of = weighed_by_items(step.loss_of, step.items_of)
     context = step.forward_context
     return job_with_mixing(job, model, loss_of, batch, most=step.rows, context=context, again=again)
 
 
 def _options_for(given: Mapping[str, Any], evaluation: Source | None) -> TrainOptions:
-    """The options, when what they need is there: it is told before any data is read."""
+    """Return the options after a check of their requirements, before any data is read."""
     chosen = options_of(given)
     if evaluation is None and chosen.eval_strategy != "no":
         raise UsageError(f"eval_strategy is {chosen.eval_strategy!r}, but there is no evaluation data.")
@@ -176,8 +178,10 @@ def _options_for(given: Mapping[str, Any], evaluation: Source | None) -> TrainOp
 def _recipe_for(
     job: Job, recipe: Recipe | str, target: torch.device, watch: Callable[[Event], None], gpus: int
 ) -> Recipe:
-    """The recipe, when it can train this job there, on so many GPUs; `watch` hears where it changes what is
-    trained."""
+    """Return the recipe after a check that it can train this job on this device and this number of GPUs.
+
+    `watch` receives warnings about changes of the training.
+    """
     refuse_what_is_no_job(job)
     if not job.trains:
         raise JobError("The job's phase is 'evaluate', but this command trains. Leave the phase out.")
@@ -194,14 +198,14 @@ def _recipe_for(
     refuse_unsupported("plain", setup)
     for warning in cut_warning(job, recipe):
         watch(warning)
-    if target.type == "cpu":  # for a GPU the prediction says it
+    if target.type == "cpu":  # on a GPU, the prediction contains this warning
         for text in recipe.lost_updates(job):
             watch({"event": "warning", "text": text})
     return recipe
 
 
 def _without_auto(job: Job, text: str, target: torch.device, watch: Callable[[Event], None]) -> Recipe:
-    """The recipe that this text writes; `watch` hears what `auto` stands for on the GPU that trains."""
+    """Parse a recipe; `watch` receives the resolution of `auto` on the training GPU."""
     rest = without_auto(text)
     if rest is None:
         return Recipe.parse(text)
@@ -216,7 +220,8 @@ def _without_auto(job: Job, text: str, target: torch.device, watch: Callable[[Ev
 
 
 def options_of(given: Mapping[str, Any]) -> TrainOptions:
-    """The options by their names; an unknown one is told with the nearest that there are."""
+    """Return the options from their names. Raises `UsageError` for an unknown one, with the nearest known
+    one."""
     known = [field.name for field in fields(TrainOptions)]
     for name in given:
         if name not in known:
@@ -227,8 +232,10 @@ def options_of(given: Mapping[str, Any]) -> TrainOptions:
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device of this name; without one a GPU if there is one, else the CPU. Of several processes each
-    has a GPU of its own."""
+    """Return the device of this name; by default a GPU, else the CPU.
+
+    Each of several processes has a GPU of its own. Raises `UsageError` for an unknown or missing device.
+    """
     import torch
 
     count, process = torch.cuda.device_count(), world()
@@ -256,8 +263,7 @@ def device_of(name: str | None) -> torch.device:
 
 
 def refuse_more_than_here(processes: int, device: str | None) -> None:
-    """Raises `UsageError` where fewer GPUs are here than processes are to train on; without any they train on
-    the CPU."""
+    """Raise `UsageError` for more processes than GPUs on this host; without any GPU they train on the CPU."""
     import torch
 
     count = torch.cuda.device_count()
@@ -268,9 +274,12 @@ def refuse_more_than_here(processes: int, device: str | None) -> None:
 
 
 def weights_of(job: Job, given: str | os.PathLike[str] | None) -> Path | None:
-    """The folder of weights to begin with: the one that is given, or the model's own, here or in the hub's
-    local cache. None for random ones, where they are asked for, or the model was made in Python. Raises
-    `ModelError` where there are none: nobody fine-tunes noise on purpose."""
+    """Return the folder of initial weights: the given one, or the model's own, here or in the hub's local
+    cache.
+
+    None for random weights: on request, or for a model made in Python. Raises `ModelError` without weights,
+    because fine-tuning of random weights is never intended.
+    """
     if given is not None:
         if not isinstance(given, str | os.PathLike):
             raise UsageError(f"weights is {given!r}; it must be a folder, a name on the hub, or {RANDOM!r}.")
@@ -288,7 +297,7 @@ def weights_of(job: Job, given: str | os.PathLike[str] | None) -> Path | None:
 
 
 def folder_of(output_dir: str | os.PathLike[str]) -> Path:
-    """The folder for checkpoints and the journal. Raises `UsageError` for what is none."""
+    """Return the folder for checkpoints and the journal. Raises `UsageError` for an invalid value."""
     if not isinstance(output_dir, str | os.PathLike) or not os.fspath(output_dir):
         raise UsageError(
             f"output_dir is {output_dir!r}; it must be the folder for checkpoints and the journal."
@@ -297,7 +306,7 @@ def folder_of(output_dir: str | os.PathLike[str]) -> Path:
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:
-    """The compute capability of a GPU; None for the CPU."""
+    """Return the compute capability of a GPU; None for the CPU."""
     import torch
 
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None

@@ -1,17 +1,17 @@
-"""What a user's data keeps in objects of its own: random generators and counters.
+"""State of a user's data in objects of its own: random generators and counters.
 
-A dataset may draw from `self.rng`, a collator from a generator that it makes with its first batch, a sampler
-from the one that it was given; a stream may count its epochs to seed them. No generator of the process knows
-of these. So the objects that a loader leads to are looked through once an epoch, and those of their
-attributes are kept and put back that hold
+A dataset may draw from `self.rng`. A collator may create a generator with its first batch, and a sampler may
+receive one. A stream may count its epochs to seed them. The process's generator states contain none of these.
+So the objects reachable from a loader are searched once an epoch. Attributes with these values are saved and
+restored:
 
-    a generator        torch's, Python's `random.Random`, numpy's `Generator` and `RandomState`
-    None               where there may be a generator later
-    a plain number     of the user's own classes: libraries' objects are led by `set_epoch`
+    a generator        torch's, Python's `random.Random`, numpy's `Generator` and `RandomState`.
+    None               a possible later generator.
+    a plain number     of the user's own classes: libraries' objects are controlled by `set_epoch`.
 
-What stands in a closure's cell is found and cannot be replaced, but its state can be set. What is hidden
-elsewhere (a module's global, the clock, the system's entropy) is not found: batches are compared for that
-(`loader.py`).
+A closure's cell is found and cannot be replaced, but the state of its generator can be set. Anything hidden
+elsewhere (a module's global, the clock, the system's entropy) is not found. A comparison of batches detects
+that (`loader.py`).
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from typing import Any, final
 from snugfit.errors import SnugfitError
 
 DEEPEST = 5
-"""Objects between the loader and one that is looked at."""
+"""Most references between the loader and a searched object."""
 
 LARGEST = 64
-"""Entries of a list or mapping that is looked through: a larger one holds samples."""
+"""Most entries of a searched list or mapping, since a larger one contains samples."""
 
 MOST = 2_000
-"""Objects that are looked at."""
+"""Most objects of a search."""
 
 LIBRARIES = frozenset({"accelerate", "datasets", "logging", "numpy", "torch", "torchvision", "transformers"})
-"""Packages whose objects' numbers are none of a user's counters."""
+"""Packages whose objects contain no counters of a user."""
 
 State = dict[str, Any]
-"""By the path of an attribute, such as `dataset.rng`: a JSON value, or [kind, state] of a generator."""
+"""Values by attribute path, such as `dataset.rng`: a JSON value, or [kind, state] of a generator."""
 
 
 @final
 class OwnState:
-    """The generators and counters that one loader leads to."""
+    """The generators and counters reachable from one loader."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -53,11 +53,11 @@ class OwnState:
         self._numbers = {path: value for path, value in values.items() if _kind_of(value) is None}
 
     def look(self) -> None:
-        """Looks through the objects again; there may be others than before."""
+        """Search the objects again, since they may have changed."""
         self._held = dict(_attributes(self._loader))
 
     def state(self) -> State:
-        """What the generators are, and the numbers that are others than at the beginning."""
+        """Return the generators' states, and the numbers that differ from the initial ones."""
         values = {path: held.value() for path, held in self._held.items()}
         return {
             path: [kind, _GET[kind](value)] if kind else value
@@ -66,8 +66,11 @@ class OwnState:
         }
 
     def set(self, state: Mapping[str, Any]) -> None:
-        """Puts back what `state` gave. What was not there then is taken away, and a generator that is not
-        there now is made. Raises `SnugfitError` where it cannot be."""
+        """Restore the result of `state`.
+
+        Values that did not exist then are removed, and missing generators are created. Raises `SnugfitError`
+        on failure.
+        """
         self.look()
         for path in self._held.keys() - state.keys():
             if path in self._numbers:
@@ -80,7 +83,7 @@ class OwnState:
 
 
 class _Attribute:
-    """One place that holds a generator or a number."""
+    """One place that contains a generator or a number."""
 
     def __init__(self, owner: Any, name: str, value: Any = None) -> None:
         self._owner, self._name, self._value = owner, name, value
@@ -89,7 +92,7 @@ class _Attribute:
         return self._value if self._owner is None else vars(self._owner).get(self._name)
 
     def set(self, state: Any) -> None:
-        """Gives a generator this state; without one of that kind, and for a number, replaces the value."""
+        """Set a generator's state; replace a number, or a value that is not a generator of that kind."""
         before = self.value()
         if isinstance(state, list) and _kind_of(before) == state[0]:
             _SET[state[0]](before, state[1])
@@ -97,7 +100,7 @@ class _Attribute:
             vars(self._owner)[self._name] = _new_generator(*state) if isinstance(state, list) else state
 
     def remove(self) -> None:
-        """Takes the value away, such as what a `cached_property` has worked out."""
+        """Remove the value, such as the result of a `cached_property`."""
         if self._owner is not None:
             vars(self._owner).pop(self._name, None)
 
@@ -107,7 +110,10 @@ def _is_librarys(value: Any) -> bool:
 
 
 def _attribute_at(loader: Any, path: str) -> _Attribute:
-    """The place of a generator that the data makes with its first batch."""
+    """Return the place of a generator that the data creates with its first batch.
+
+    Raises `SnugfitError` if its owner does not exist.
+    """
     owner, (*parents, name) = loader, path.split(".")
     for parent in parents:
         owner = next((child for inner, child, _ in _children(owner) if inner == parent), None)
@@ -120,7 +126,7 @@ def _attribute_at(loader: Any, path: str) -> _Attribute:
 
 
 def _attributes(loader: Any) -> Iterator[tuple[str, _Attribute]]:
-    """The attributes that hold a generator or a counter, by their paths; the nearest first."""
+    """Yield the attributes with a generator or a counter, by their paths; the nearest first."""
     waiting: list[tuple[str, Any, int]] = [("", loader, 0)]
     visited: set[int] = set()
     while waiting and len(visited) < MOST:
@@ -142,7 +148,7 @@ def _attributes(loader: Any) -> Iterator[tuple[str, _Attribute]]:
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Name, value and owner of what an object holds; the owner is None where nothing can be replaced."""
+    """Yield the name, value and owner of each child of an object; without an owner it cannot be replaced."""
     import numpy
     import torch
 
@@ -195,7 +201,7 @@ def _kinds() -> dict[str, type[Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """A numpy state with lists for its arrays."""
+    """Return a numpy state with its arrays as lists."""
     if isinstance(value, dict):
         return {name: _plain(inner) for name, inner in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value
@@ -216,7 +222,7 @@ _SET: dict[str, Callable[[Any, Any], None]] = {
 
 
 def _new_generator(kind: str, state: Any) -> Any:
-    """A new generator in this state."""
+    """Return a new generator in this state."""
     import numpy
 
     bits = (getattr(numpy.random, state["bit_generator"])(),) if kind == "numpy" else ()

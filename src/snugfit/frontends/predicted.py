@@ -1,11 +1,11 @@
-"""The prediction of a run that begins here, for the GPU that it trains on.
+"""Prediction of a starting run, for its GPU.
 
-It is made once for each recipe that a run goes on under, before anything is built, and costs some seconds. On
-the CPU, where only bytes of the host could be predicted, nothing is.
+It is computed once for each recipe of a run, before the build, and takes some seconds. On the CPU, only bytes
+of the host could be predicted, so there is no prediction.
 
-The rehearsal of one of several ranks makes torch's default process group a pretended one, and so does that of
-DeepSpeed's engine. In a process that trains with others, or with an engine, it is the real one, so there
-another process rehearses, while this one builds and trains: others would wait for it.
+The rehearsal of one of several ranks replaces torch's default process group by a fake one, as does that of
+DeepSpeed's engine. In a process that trains with several ranks or an engine, this is the real group. Another
+process rehearses there, while this one builds and trains, since the other ranks would wait for it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
 
 def run_predictor(device: torch.device, gpus: int = 1) -> PredictRun:
-    """For runs on this device, or on so many such: what a job under a recipe should take, or why that is not
-    known."""
+    """Return a function that predicts a job under a recipe on this device, or on `gpus` of them.
+
+    Its result is the prediction, or the reason for its absence.
+    """
     if device.type != "cuda":
         return predict_nothing
 
@@ -57,8 +59,10 @@ def run_predictor(device: torch.device, gpus: int = 1) -> PredictRun:
 
 
 def begin_to_import(job: Job, device: torch.device, gpus: int) -> None:
-    """Where a process that trains with others will have something simulated in another one: that begins to
-    import what it needs, while this one reads its data."""
+    """Start to import the modules of a later simulation in another process, while this one reads data.
+
+    Only processes that train with others simulate there.
+    """
     from snugfit.planning.several_gpus.judge import modules_of
     from snugfit.prediction.worker_pool import start_fork_server
 
@@ -67,8 +71,10 @@ def begin_to_import(job: Job, device: torch.device, gpus: int) -> None:
 
 
 def predict_apart(job: Job, recipe: Recipe, gpu: Gpu | str, gpus: int) -> Prediction:
-    """What is predicted of a job on so many of these GPUs, worked out in another process where a process
-    group is here. Raises `SnugfitError` where nothing can be, as for a job that cannot be sent there."""
+    """Predict a job on `gpus` of these GPUs, in another process if this one has a process group.
+
+    Raises `SnugfitError` without a prediction, as for a job that cannot be sent to another process.
+    """
     from snugfit.job.gpu import find_gpu
     from snugfit.planning.several_gpus.judge import Judge, modules_of
     from snugfit.prediction.predict import predict
@@ -90,7 +96,7 @@ def predict_apart(job: Job, recipe: Recipe, gpu: Gpu | str, gpus: int) -> Predic
 
 
 def run_figures(prediction: Prediction) -> PredictedRun:
-    """The figures of a prediction that are compared with those of a run."""
+    """Return the figures of a prediction that are compared with those of a run."""
     timing = prediction.timing
     return PredictedRun(
         reserved_bytes=prediction.footprint.reserved_bytes,

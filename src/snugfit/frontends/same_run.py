@@ -1,10 +1,11 @@
-"""Whether live objects are the run that a checkpoint is of: the same comparison for `fit` and `accelerate`.
+"""Compare live objects with the run of a checkpoint, for both `fit` and `accelerate`.
 
 `snugfit.train` builds its run from a description and compares that (`training/run/run.py`). Here a run is
-what it is made of (`training/checkpoint/facts.py`), and its recipe. A recipe may differ where the states do
-not depend on it: in attention, checkpointing, micro-batches and the allocator, as after memory ran out, in
-workers and in how matrix products are rounded. That is a warning. Another optimizer is seen by its class and
-numbers: fused or not, it is the same. Another precision, or other adapters, is another run.
+defined by its facts (`training/checkpoint/facts.py`) and its recipe. Recipes may differ in slots that do not
+affect the states, with a warning. These are attention, checkpointing, micro-batches and the allocator (as
+after running out of memory), workers, and the rounding of matrix products. An optimizer is identified by its
+class and hyperparameters: fused or not, it is the same. Another precision, or other adapters, make another
+run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from snugfit.training.checkpoint.manifest import Checkpoint
 
 FREE_SLOTS = CHANGING | {Slot.LOADING, Slot.MATMUL, Slot.OPTIMIZER}
-"""Slots that may be filled otherwise when a run is resumed; an optimizer is compared by its facts."""
+"""Slots that may differ when a run is resumed; an optimizer is compared by its facts."""
 
 
 def refuse_another_run(
@@ -36,10 +37,12 @@ def refuse_another_run(
     cure: str,
     warned: Sequence[str] = (),
 ) -> None:
-    """Compares what the checkpoint says of its run with what this one is `now`: these `names`, the recipe
-    under the name `recipe`, and the facts. Raises `UsageError` for another run's; warns where the numbers are
-    no longer the same bit for bit, as where what has a name in `warned` is another; notes where an older
-    checkpoint does not say."""
+    """Compare a checkpoint's description of its run with the current one, `now`.
+
+    Compared are the entries `names`, the recipe in the entry `recipe`, and the facts. Raises `UsageError` for
+    another run's checkpoint. A difference that changes the bits of the results, such as one in `warned`,
+    gives a warning. Facts missing from an older checkpoint give a note.
+    """
     before = checkpoint.about
     known = [name for name in names if name in before]
     wrong = differences(before, now, known) if known else []
@@ -57,10 +60,10 @@ def refuse_another_run(
 
 
 def recipe_differences(before: str, now: str, free: Collection[Slot]) -> tuple[list[str], list[str]]:
-    """Where two recipes differ: in what a run's states depend on, and in the `free` slots."""
+    """Return two lists of differences between recipes: those that affect a run's states, and `free` slots."""
     try:
         old, new = Recipe.parse(before), Recipe.parse(now)
-    except SnugfitError:  # a technique that this snugfit does not know
+    except SnugfitError:  # a technique unknown to this snugfit
         return differences({"recipe": before}, {"recipe": now}), []
     other = [slot for slot in Slot if old[slot] != new[slot]]
     if not other:

@@ -1,4 +1,4 @@
-"""`snugfit.accelerate`: a hand-written loop, trained as planned.
+"""`snugfit.accelerate`: a hand-written loop, trained under a plan.
 
     run = snugfit.accelerate(model, optimizer, loader, "bf16 + micro_batches(4)", output_dir="out")
     run.resume()
@@ -7,8 +7,8 @@
             loss = run.step(batch)
         run.save()
 
-The loader gives global batches, as it would without snugfit; a step cuts each into the recipe's
-micro-batches. The loop stays the user's: what it does between two steps is its own.
+The loader yields the same global batches as without snugfit; a step splits each into the recipe's
+micro-batches. The loop's own code between two steps stays the user's.
 """
 
 from __future__ import annotations
@@ -71,19 +71,18 @@ def accelerate(
     logging_steps: int = 10,
     watch: Callable[[Event], None] | None = None,
 ) -> HandRun:
-    """Makes a hand-written loop's model, optimizer and loader train under a plan's best recipe, or the recipe
-    that is named.
+    """Prepare a hand-written loop's model, optimizer and loader for a recipe or a plan's best recipe.
 
-    The model is where it is to be trained. `loader` gives global batches, mappings of the model's arguments
-    to tensors (B, ...); `batch_dims` names another dimension, as in `Model.from_module`. `scheduler` takes a
-    step with each of the run's; it is torch's, or a function that makes one of an optimizer. `loss(model,
-    batch)` gives the loss where the model does not, a mean over as many `items(batch)`; without that, over
-    the labels that count, or the samples. `clip` is the global norm of gradients. Checkpoints and journal go
-    to `output_dir`; unless `compare_code` is False, a run is resumed with the code that it began with.
-    `watch` hears every event; without one a line is printed every `logging_steps`, and what is kept or wrong.
+    The model is on its training device. `loader` yields global batches, mappings of the model's arguments to
+    tensors (B, ...); `batch_dims` names another dimension, as in `Model.from_module`. `scheduler` steps with
+    the optimizer: a torch schedule, or a function that creates one from an optimizer. `loss(model, batch)`
+    replaces the model's own loss. It is a mean over as many items as `items(batch)` returns, by default the
+    counted labels or the samples. `clip` is the global norm of gradients. Checkpoints and journal are written
+    to `output_dir`. A run resumes only with unchanged code unless `compare_code` is False. `watch` receives
+    every event; by default a line is printed every `logging_steps`, and for checkpoints and warnings.
 
-    Raises `UsageError` for what cannot be trained so and `RecipeError` for a wish that these cannot be given,
-    by name, `NothingFits` for a plan of nothing; nothing is changed then.
+    Raises `UsageError` for unsupported arguments, `RecipeError` with the name of an unsupported setting, and
+    `NothingFits` for a plan without a fitting recipe. Nothing has changed then.
     """
     options_of({"logging_steps": logging_steps, "save_total_limit": save_total_limit})
     _refuse_what_cannot_be_called(loss=loss, items=items, scheduler=getattr(scheduler, "step", scheduler))
@@ -116,8 +115,10 @@ def accelerate(
 
 
 def _device_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.device:
-    """Where the model is. Raises `UsageError` in one of several processes: nobody would tell the others of
-    its gradients, and all would write into one folder."""
+    """Return the model's device. Raises `UsageError` in one of several processes.
+
+    The processes would not exchange gradients, and all would write into one folder.
+    """
     if (process := world()) is not None and process.size > 1:
         raise UsageError(
             f"This is one of {process.size} processes, and snugfit.accelerate trains a hand-written loop in "
@@ -130,8 +131,10 @@ def _device_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torc
 def _job_to_train(
     job: Job, live: LiveTraining, step: CustomStep, notes: list[str], watch: Callable[[Event], None]
 ) -> Job:
-    """The job, with what its loss says of a batch in pieces where the recipe cuts it; `watch` hears it, and
-    the notes before."""
+    """Return the job with the test of its loss on split batches, if the recipe splits them.
+
+    Pass the notes and any warning to `watch`.
+    """
     for text in notes:
         watch({"event": "note", "text": text})
     if live.recipe.setup().micro_batches > 1:
@@ -152,7 +155,8 @@ def _refuse_what_cannot_be_called(**given: Any) -> None:
 
 
 def _train_state(live: LiveTraining, optimizer: Any, scheduler: Any) -> tuple[TrainState, list[str]]:
-    """The model and what belongs to it, as the recipe asks; with a line for each thing that is another."""
+    """Apply the recipe to the model, optimizer, schedule and scaler; return the state and notes on
+    replacements."""
     setup, notes = live.recipe.setup(), apply(live)
     recipes = optimizer_for(live.model, optimizer, live.recipe)
     if recipes is not optimizer:
@@ -173,7 +177,7 @@ def _name(optimizer: Any) -> str:
     return f"{type(optimizer).__module__.split('.')[0]}'s {type(optimizer).__name__}"
 
 
-# ---- what is trained ------------------------------------------------------------------------------------
+# ---- the job --------------------------------------------------------------------------------------------
 
 
 def job_of(
@@ -187,7 +191,7 @@ def job_of(
     dims: BatchDims | None,
     resumes: bool,
 ) -> Job:
-    """What this loop trains: a copy of the model without data, and an example from its loader."""
+    """Describe this loop's job by a copy of the model without data and an example from its loader."""
     example = _first_batch(loader, device, resumes)
     size = getattr(loader, "batch_size", None) or getattr(
         getattr(loader, "batch_sampler", None), "batch_size", None
@@ -204,7 +208,7 @@ def job_of(
 
 
 def _first_batch(loader: Any, device: torch.device, resumes: bool) -> dict[str, Any]:
-    """The first batch that the loader gives, on the host. Nothing that is random is drawn."""
+    """Return the loader's first batch, on the host. Random generators keep their state."""
     if isinstance(loader, Iterator) or not isinstance(loader, Iterable):
         raise UsageError(
             "accelerate needs a loader that yields its batches once per epoch, not a "
@@ -224,17 +228,17 @@ def _with_loss(model: Any, loss: LossOf) -> Any:
             self.model = model
 
         def forward(self, **batch: Any) -> Any:
-            """The user's loss of this batch, ()."""
+            """Return the user's loss of this batch, ()."""
             return loss(self.model, batch)
 
     return WithLoss()
 
 
-# ---- what it is trained under ---------------------------------------------------------------------------
+# ---- the recipe and the schedule ------------------------------------------------------------------------
 
 
 def recipe_of(plan: Any, job: Job) -> Recipe:
-    """The recipe that was named, or a plan's best. Raises `UsageError` for a plan of another batch."""
+    """Return the named recipe, or a plan's best. Raises `UsageError` for a plan of another batch."""
     if isinstance(plan, Recipe):
         return plan
     if isinstance(plan, str):
@@ -255,7 +259,7 @@ def recipe_of(plan: Any, job: Job) -> Recipe:
 
 
 def _schedule(given: Any, optimizer: Any) -> Any:
-    """The user's schedule, or none."""
+    """Return the user's schedule, or `NoSchedule`."""
     if given is None:
         return NoSchedule()
     return given if is_schedule(given) else given(optimizer)
@@ -263,14 +267,14 @@ def _schedule(given: Any, optimizer: Any) -> Any:
 
 @final
 class NoSchedule:
-    """Where the loop sets the learning rate itself, or leaves it."""
+    """Schedule of a loop that sets the learning rate itself, or leaves it constant."""
 
     def step(self) -> None:
-        """Leaves the learning rate as it is."""
+        """Leave the learning rate unchanged."""
 
     def state_dict(self) -> dict[str, Any]:
-        """There is nothing to keep."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """There is nothing to restore."""
+        """Ignore the state, which is empty."""

@@ -1,8 +1,8 @@
-"""The batches of a hand-written loop: a loader's, epoch after epoch, from where a run was.
+"""The batches of a hand-written loop: a loader's batches, epoch after epoch, from the position of a run.
 
-A resumed run must see the batches that were to come, so the loader has random generators of its own
-(`frontends/data_rng.py`). Their states are kept before the next batch and the one before it too, which is
-made again to see that it is the same (`frontends/loader.py`).
+A resumed run must continue with the next batches in order, so the loader has random generators of its own
+(`frontends/data_rng.py`). A checkpoint stores their states before the next batch and before the previous one.
+The previous batch is then produced again to check that it is the same (`frontends/loader.py`).
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class Batches:
         self._lent: BatchMark | None = None
         self._before_used: dict[str, Any] | None = None
         self.epoch = 0
-        """Epochs that are done."""
+        """Number of finished epochs."""
 
         self.position = 0
         """Batches of this epoch that have gone into a step."""
 
         self.fetching_seconds = 0.0
-        """How long the last fetch took."""
+        """Duration of the last fetch in seconds."""
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of an epoch: of the one that a resumed run was in, those that are left."""
+        """Yield the batches of an epoch; after a resume, the remaining ones of the interrupted epoch."""
         self._open()
         while True:
             if not self._fetched and self._fault is None:
@@ -60,7 +60,7 @@ class Batches:
         self.leave()
 
     def leave(self) -> bool:
-        """Ends an epoch whose batches were not all taken; whether one was going on."""
+        """End an epoch before its last batch; return True if an epoch was running."""
         if self._iterator is None:
             return False
         self._iterator = self._next = self._last = self._lent = None
@@ -78,14 +78,16 @@ class Batches:
         self._within = False
 
     def _count_lent(self) -> None:
-        """The batch that was lent last is behind us."""
+        """Count the last yielded batch as processed."""
         if self._lent is not None:
             self._last, self._lent = self._lent, None
             self.position += 1
 
     def fetch(self) -> None:
-        """Has the loader make the next batch, where an epoch goes on and none waits. What goes
-        wrong is raised where the batch is taken."""
+        """Fetch the next batch during an epoch, unless one is ready.
+
+        An error of the loader is raised when the batch is taken.
+        """
         if self._iterator is None or self._fetched or self._fault is not None:
             return
         begun, before = time.perf_counter(), self._rng.now
@@ -98,8 +100,7 @@ class Batches:
         self.fetching_seconds = time.perf_counter() - begun
 
     def used(self) -> None:
-        """The batch that was lent last has gone into a step. One that was not comes again in a resumed
-        run."""
+        """Mark the last yielded batch as trained; without this mark, a resumed run yields it again."""
         if self._lent is not None:
             began = self._rng.at_epoch_start
             following = self._lent.before if self.position else began
@@ -115,29 +116,28 @@ class Batches:
 
     @property
     def samples(self) -> int | None:
-        """Of the loader's dataset, where that says how many it has."""
+        """Number of samples in the loader's dataset; None if unknown."""
         return count_of(getattr(self._loader, "dataset", None))
 
     def facts(self) -> Facts:
-        """What makes the loader's order and content."""
+        """Return the facts that determine the loader's order and content."""
         return loader_facts(self._loader)
 
     @property
     def epochs_passed(self) -> float:
-        """Epochs that are done, with the part of this one, where the loader knows how long it is."""
+        """Finished epochs, with the fraction of the current one if the loader's length is known."""
         count = count_of(self._loader)
         return self.epoch + self.position / count if count else float(self.epoch)
 
-    # ---- kept --------------------------------------------------------------------------------------------
+    # ---- state for checkpoints ---------------------------------------------------------------------------
 
     @property
     def can_repeat(self) -> bool:
-        """Whether the batch that was used last can be given again."""
+        """True when the last trained batch can be yielded again."""
         return self._before_used is not None
 
     def to_json(self, *, repeating: bool = False) -> dict[str, Any]:
-        """Where the run is in its data; for a run that is `repeating`, where it was before the batch that
-        was used last."""
+        """Return the position in the data; with `repeating`, the position before the last trained batch."""
         if repeating:
             assert self._before_used is not None
             return {
@@ -155,7 +155,7 @@ class Batches:
         }
 
     def resume(self, state: dict[str, Any]) -> None:
-        """As it was when `to_json` was asked. Raises `TypeError` for what are no counts."""
+        """Restore the position that `to_json` returned. Raises `TypeError` for invalid counts."""
         for name in ("epoch", "place"):
             if type(state[name]) is not int or state[name] < 0:
                 raise TypeError(f'"{name}" is {state[name]!r}; it must be a whole number from 0')

@@ -1,8 +1,10 @@
-"""The checkpoints of a hand-written loop's run, and its folder.
+"""Checkpoints and folder of a hand-written loop's run.
 
-checkpoint-N/     config.json and model.safetensors, or the adapters'
-                  state.json, state.safetensors    optimizer, schedule, scaler, random generators
-                  hand.json                        where the run was in its data
+    checkpoint-N/     config.json and model.safetensors, or the adapters' files
+                      state.json, state.safetensors    optimizer, schedule, scaler, random generators
+                      hand.json                        position in the data
+
+`RunFolder` locks the folder, and `RunCheckpoints` saves and resumes the run.
 """
 
 from __future__ import annotations
@@ -38,14 +40,14 @@ if TYPE_CHECKING:
 
 DATA_POSITION = "hand.json"
 NOT_COMPARED_AS_THEY_ARE = ("recipe", "versions", FACTS)
-"""What a checkpoint says of its run and is compared by parts."""
+"""Entries of a checkpoint's description that are compared by parts."""
 
 CURE = " Name another output_dir, or leave resume() out: then the old checkpoints are renamed."
 
 
 @final
 class RunFolder:
-    """A folder that is one run's alone until it is closed."""
+    """A folder that only one run may use until it is closed."""
 
     def __init__(self, folder: Path) -> None:
         above = [folder.absolute(), *folder.absolute().parents]
@@ -57,12 +59,11 @@ class RunFolder:
         """Signals and the trigger file."""
 
     def close(self) -> None:
-        """Gives the folder to whoever trains there next; one that was made for this run, and in which it has
-        kept nothing, is gone."""
+        """Unlock the folder. A folder that was created for this run and contains no files is removed."""
         self._open.close()
 
     def _remove_unused(self) -> None:
-        """Of what was made for this run, the folders that are empty but for its lock."""
+        """Remove folders that were created for this run and contain only its lock."""
         with contextlib.suppress(OSError):
             if self._made and [path.name for path in self.store.root.iterdir()] == [LOCK]:
                 (self.store.root / LOCK).unlink()
@@ -72,7 +73,7 @@ class RunFolder:
 
 @final
 class RunCheckpoints:
-    """Saves and resumes one run, in its folder."""
+    """Saves and resumes one run in its folder."""
 
     def __init__(
         self,
@@ -95,27 +96,31 @@ class RunCheckpoints:
         self._manager.prepare(state)
         self._begun = self._closed = self._is_update_checked = False
         self.repeated_loss: float | None = None
-        """Of the step before a resume, where it is to be repeated."""
+        """Loss of the step before a resume, if that step is to be repeated."""
 
     def begin(self) -> None:
-        """A run that was not resumed begins anew: what stands in its folder is put aside."""
+        """Rename earlier checkpoints in the folder, unless the run was resumed."""
         if not self._begun:
             self._begun = True
             self._manager.set_aside_earlier()
 
     def check_first_update(self) -> None:
-        """After this process's first update, when the optimizer has its states. Raises `SnugfitError` for
-        states that no checkpoint can hold."""
+        """Check the optimizer's states after this process's first update, which creates them.
+
+        Raises `SnugfitError` for states that a checkpoint cannot store.
+        """
         if not self._is_update_checked:
             self._is_update_checked = True
             check_packable(self._state)
 
     def save(self, *, repeated_loss: float | None = None) -> None:
-        """A checkpoint of this boundary, unless there is one; it is written while the next steps run. With
-        the loss of the last step, that step is repeated when the run is resumed."""
+        """Save a checkpoint of this step, unless one exists; it is written while the next steps run.
+
+        Given the last step's loss, a resumed run repeats that step.
+        """
         self.begin()
         batches = self._batches.to_json(repeating=repeated_loss is not None)
-        if repeated_loss is not None:  # in the place of one that the loop has kept since
+        if repeated_loss is not None:  # replaces a checkpoint that the loop saved meanwhile
             self._manager.saved_step = None
         position = json.dumps({**batches, "repeated_loss": repeated_loss}) + "\n"
         self._manager.save(
@@ -124,8 +129,10 @@ class RunCheckpoints:
         )
 
     def resume(self, named: Path | None) -> bool:
-        """Makes the run the one of the newest whole checkpoint, or of the one that is named; False where
-        there is none. Raises `UsageError` for another run's."""
+        """Restore the newest complete checkpoint, or the named one; return False without one.
+
+        Raises `UsageError` for another run's checkpoint.
+        """
         checkpoint = (
             self._manager.newest() if named is None else self._manager.checkpoint_at(named, in_store=True)
         )
@@ -147,12 +154,12 @@ class RunCheckpoints:
         return True
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Block until all writes are done."""
         self._manager.wait()
 
     def close(self) -> None:
-        """Waits until the last checkpoint is written, and gives the folder back. Raises `SnugfitError` when
-        it could not be kept."""
+        """Finish the last checkpoint and unlock the folder. Raises `SnugfitError` when the checkpoint
+        failed."""
         if self._closed:
             return
         self._closed = True
@@ -166,7 +173,8 @@ class RunCheckpoints:
 def _about(
     job: Job, recipe: Recipe, state: TrainState, batches: Batches, code: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """What every checkpoint says of its run, as it began; with the functions whose `code` is compared."""
+    """Return the description of the run at its start for each checkpoint, with the compared functions
+    `code`."""
     import torch
 
     groups = state.optimizer.param_groups

@@ -1,14 +1,14 @@
-"""What a signal does to an evaluation of the user's own, between two steps of a hand-written loop.
+"""Stop a hand-written loop's evaluation between two steps after a signal.
 
-The loop is not ours, so an evaluation is recognized by what it does: a module computes without gradients, or
-is one that does not train. Where a signal has come, a checkpoint is kept and the loop is left there. It is
-kept as the last step left it, with its generators, and says that this step is to be repeated: the resumed run
-gives its batch once more, `run.step` gives the same loss without training, and what the loop does after it,
-the evaluation with it, is done again.
+The loop is the user's, so an evaluation is recognized by its forward passes. A module runs without gradients,
+or in evaluation mode. After a signal, a checkpoint is saved and the loop ends there. The checkpoint stores
+the state and the generators of the last step's end, and marks that step for repetition. A resumed run yields
+its batch again, and `run.step` returns the same loss without training. The loop's code after the step, with
+the evaluation, then runs again.
 
-An evaluation of other weights (an average's that was put into the model) must not be kept. So a few numbers
-of the model and the settings of the optimizer are compared with those after the step. Where they differ, the
-run ends before its next step.
+An evaluation of other weights, such as an average copied into the model, must not be saved. So samples of the
+model's values and the optimizer's settings are compared with those after the step. If they differ, the run
+ends before its next step.
 """
 
 from __future__ import annotations
@@ -26,21 +26,25 @@ if TYPE_CHECKING:
     from snugfit.training.checkpoint.state import TrainState
 
 TENSORS, NUMBERS = 8, 64
-"""How many tensors of a model are looked at, and how many numbers of each. A choice: an average, a merge or
-other weights change all or most of them, and so few cost no time."""
+"""Number of compared tensors of a model, and of values in each. A choice.
+
+An average, a merge or other weights change all or most tensors, and so few values take no time.
+"""
 
 
 class Stopped(SystemExit):
-    """A signal has stopped the run between two steps, where a checkpoint was kept; `code` is 75 or 130."""
+    """Exit between two steps after a signal and a saved checkpoint; `code` is 75 or 130."""
 
     repeats_step = False
-    """Whether the resumed run gives the last step once more, for what follows it was abandoned. What a loop
-    keeps of its own (an average of the weights) it then keeps as of before that step."""
+    """True if the resumed run yields the last step again, because the code after it was abandoned.
+
+    State that the loop saves itself, such as an average of the weights, must then date from before that step.
+    """
 
 
 @final
 class EvaluationWatch:
-    """Abandons what evaluates between two steps of one run once a signal has come."""
+    """Stops an evaluation between two steps of one run after a signal."""
 
     def __init__(self, state: TrainState, batches: Batches, checkpoints: RunCheckpoints | None) -> None:
         self._state, self._batches, self._checkpoints = state, batches, checkpoints
@@ -48,7 +52,7 @@ class EvaluationWatch:
         self._loss = 0.0
 
     def watch(self, loss: float) -> None:
-        """From a step's end on, which had this loss."""
+        """Watch modules from the end of a step with this loss."""
         if self._checkpoints is None:
             return
         self._loss = loss
@@ -57,7 +61,7 @@ class EvaluationWatch:
         self._checkpoints.interrupts.watch_modules(self._look)
 
     def end(self) -> None:
-        """The next step begins."""
+        """Stop watching, before the next step."""
         if self._checkpoints is not None:
             self._checkpoints.interrupts.watch_modules(None)
 
@@ -81,14 +85,14 @@ class EvaluationWatch:
         checkpoints.journal.tell("warning", text=text)
 
     def _is_as_the_step_left_it(self) -> bool:
-        """Whether model and optimizer are, as far as one sees."""
+        """Return True if the sampled values and the optimizer's settings are unchanged."""
         import torch
 
         numbers, settings = self._left
         return torch.equal(numbers, self._numbers()) and settings == _settings(self._state.optimizer)
 
     def _numbers(self) -> torch.Tensor:
-        """The first numbers of some tensors, (at most TENSORS x NUMBERS,) of float32."""
+        """Return the first values of some tensors, (at most TENSORS x NUMBERS,) of float32."""
         import torch
 
         rows = [tensor.detach()[(0,) * (tensor.dim() - 1)] for tensor in self._tensors]
@@ -96,7 +100,7 @@ class EvaluationWatch:
 
 
 def is_evaluation(module: Any) -> bool:
-    """Whether this module computes for no training."""
+    """Return True if this module runs without training."""
     import torch
 
     return not (torch.is_grad_enabled() and module.training)

@@ -1,8 +1,8 @@
-"""A recipe, done to a live model, optimizer and loader by the one applier (`step/applier.py`).
+"""Apply a recipe to a live model, optimizer and loader by the one applier (`step/applier.py`).
 
-What a recipe does not name stays the user's: attention, optimizer, adapters that stand already, a loader. The
-optimizer is made from the user's groups where the recipe names one, and torch's own `DataLoader` once more
-with workers or page-locked memory. Everything that can be refused is refused before anything is changed.
+Slots that the recipe does not name stay the user's: attention, optimizer, existing adapters, a loader. A
+named optimizer is created from the user's groups. Torch's own `DataLoader` is recreated for workers or
+page-locked memory. All refusals precede the first change.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ WRAPPED = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"
 
 
 def device_of_model(model: Any, optimizer: Any) -> torch.device:
-    """Where all of the model is. Raises `UsageError` for what cannot be trained by hand here: a model that is
-    wrapped or spread over devices, an optimizer of other parameters."""
+    """Return the device of the whole model.
+
+    Raises `UsageError` for a wrapped model, one spread over devices, or an optimizer of other parameters.
+    """
     import torch
 
     if not isinstance(model, torch.nn.Module):
@@ -79,24 +81,28 @@ def _kind(given: Any, article: str = "a") -> str:
 
 
 def live_of(model: Any, recipe: Recipe, device: torch.device) -> LiveTraining:
-    """The user's model, as the applier takes it."""
+    """Return the user's model in the applier's format."""
     return LiveTraining(front_end="custom_loop", recipe=recipe, model=model, device=device)
 
 
 def user_slots(live: LiveTraining) -> frozenset[Slot]:
-    """What stays as the user has it: what the recipe does not name, and adapters that stand already."""
+    """Return the slots that stay the user's: those without a technique in the recipe, and existing
+    adapters."""
     unnamed = {slot for slot in (Slot.ATTENTION, Slot.OPTIMIZER) if live.is_plain(slot)}
     return frozenset(unnamed | {Slot.ADAPTERS} if hasattr(live.model, "peft_config") else unnamed)
 
 
 def is_schedule(given: Any) -> bool:
-    """Whether this is a schedule that was made, and not a class or a function that makes one."""
+    """Return True for a schedule, False for a class or a function that creates one."""
     return not isinstance(given, type) and hasattr(given, "state_dict") and hasattr(given, "step")
 
 
 def refuse(live: LiveTraining, optimizer: Any, loader: Any, scheduler: Any, *, keeps: bool) -> None:
-    """Raises `RecipeError` for wishes that these cannot be given, by name, and `UsageError` for an optimizer
-    or a schedule that no step can be taken with, or that a run which `keeps` checkpoints cannot keep."""
+    """Refuse unsupported settings, optimizers and schedules.
+
+    Raises `RecipeError` with the names of unsupported settings. Raises `UsageError` for an optimizer or a
+    schedule that cannot step, or that a run with checkpoints (`keeps`) cannot save.
+    """
     refuse_optimizer(optimizer, keeps=keeps)
     setup = live.recipe.setup()
     reasons = [*objections(live, setup, user_slots(live)), *_objections(live, setup, optimizer, loader)]
@@ -116,7 +122,7 @@ def refuse(live: LiveTraining, optimizer: Any, loader: Any, scheduler: Any, *, k
 
 
 def _trial_optimizer(given: Any, recipe: Recipe) -> Any:
-    """The run's optimizer over other parameters, for a schedule that is made to see what it is."""
+    """Return the run's optimizer over dummy parameters, to create and check a schedule with it."""
     import torch
 
     trial = copy(given)
@@ -128,12 +134,12 @@ def _trial_optimizer(given: Any, recipe: Recipe) -> Any:
 
 
 def _objections(live: LiveTraining, setup: Setup, optimizer: Any, loader: Any) -> Iterator[str]:
-    """What stands beside the model and a wish would clash with."""
+    """Yield conflicts of the recipe with the optimizer and the loader."""
     another = not live.is_plain(Slot.OPTIMIZER)
     is_cast = setup.weights_dtype not in (None, dtype_of(live.model))
     if (another or is_cast) and _has_stepped(optimizer):
         yield "The optimizer has already taken steps. Call accelerate before the first step."
-    elif is_cast and not another and optimizer.state:  # Adagrad's begin when it is made
+    elif is_cast and not another and optimizer.state:  # Adagrad creates its states in its constructor
         yield (
             f"{live.technique(Slot.PRECISION)}: {_kind(optimizer, 'the')} has states for "
             f"{dtype_of(live.model)} weights already. Convert the model before the optimizer is created, or "
@@ -150,7 +156,7 @@ def _objections(live: LiveTraining, setup: Setup, optimizer: Any, loader: Any) -
 
 
 def _has_stepped(optimizer: Any) -> bool:
-    """Whether a state was made by a step: one that counts none was made with the optimizer."""
+    """Return True if a step created a state; a state with step 0 dates from the constructor."""
     return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())
 
 
@@ -161,13 +167,15 @@ def _lost_decay(optimizer: Any, setup: Setup) -> float:
 
 
 def apply(live: LiveTraining) -> list[str]:
-    """Does to the model what the recipe asks; gives a line for each thing that is another now."""
+    """Apply the recipe to the model; return one line for each replaced part."""
     return change_live(live, live.recipe.setup(), user_slots(live))
 
 
 def optimizer_for(model: Any, given: Any, recipe: Recipe) -> Any:
-    """The recipe's optimizer over the user's groups, with their numbers as far as it knows them; the user's
-    own where the recipe names none. Without a model nothing is prepared for it."""
+    """Return the recipe's optimizer over the user's groups, with the hyperparameters that it supports.
+
+    Return the user's optimizer if the recipe names none. Without a model, nothing is prepared in it.
+    """
     if recipe[Slot.OPTIMIZER] == roster.plain(Slot.OPTIMIZER):
         return given
     wish = recipe.setup().optimizer
@@ -179,12 +187,13 @@ def optimizer_for(model: Any, given: Any, recipe: Recipe) -> Any:
 
 
 def loader_for(loader: Any, setup: Setup, device: torch.device) -> Any:
-    """The user's loader; torch's own once more where the recipe wants workers or page-locked memory."""
+    """Return the user's loader, or a new torch `DataLoader` for the recipe's workers or page-locked
+    memory."""
     changed = _changed_arguments(loader, setup, device)
     return made_like(loader, **changed) if changed else loader
 
 
 def _changed_arguments(loader: Any, setup: Setup, device: torch.device) -> dict[str, Any]:
-    """What the recipe wants of a loader that this one does not do."""
+    """Return the loader arguments of the recipe that this loader lacks."""
     asked = loader_arguments(setup, device)
     return {name: value for name, value in asked.items() if value and value != getattr(loader, name, None)}

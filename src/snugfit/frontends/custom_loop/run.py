@@ -1,7 +1,7 @@
-"""A hand-written loop's run: its steps, its checkpoints, and where it is in its data.
+"""A hand-written loop's run: its steps, its checkpoints and its position in the data.
 
-A step does not take another recipe by itself, as the other front-ends do: the loop around it is the user's,
-and so is what to do when a step cannot be taken. It raises, with every weight as it was before the step.
+Unlike in the other front-ends, a failed step does not switch to another recipe. The surrounding loop is the
+user's, and so is the decision. The step raises, with every weight unchanged.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.recipe import Recipe
 
 MOST_SKIPPED = 50
-"""Steps in a row that a gradient scaler may leave out, as in the other front-ends."""
+"""Most consecutive steps that a gradient scaler may skip, as in the other front-ends."""
 
 
 def _close(run: weakref.ref[HandRun]) -> None:
@@ -57,8 +57,10 @@ def _close(run: weakref.ref[HandRun]) -> None:
 
 @final
 class HandRun:
-    """What `snugfit.accelerate` gives. Closed at the end of a `with`, when the process ends, or when nobody
-    holds it any more."""
+    """The run that `snugfit.accelerate` returns.
+
+    It closes at the end of a `with`, when the process ends, or when its last reference is deleted.
+    """
 
     def __init__(
         self,
@@ -85,35 +87,36 @@ class HandRun:
             weakref.finalize(self, checkpoints.close)
         atexit.register(_close, weakref.ref(self))
 
-    # ---- what the loop asks ------------------------------------------------------------------------------
+    # ---- interface of the loop ---------------------------------------------------------------------------
 
     @property
     def model(self) -> Any:
-        """The model that was given."""
+        """The model that was passed in."""
         return self._state.model
 
     @property
     def optimizer(self) -> Any:
-        """The user's, or the one that the recipe has put in its place."""
+        """The user's optimizer, or the recipe's replacement."""
         return self._state.optimizer
 
     @property
     def scheduler(self) -> Any:
-        """The one that was given or made; it takes a step with each of the run's."""
+        """The schedule that was passed in or created; it steps with the optimizer."""
         return self._state.scheduler
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that are done, those before a resume among them."""
+        """Number of finished optimizer steps, including those before a resume."""
         return self._state.progress.step
 
     @property
     def epoch(self) -> int:
-        """Epochs that are done."""
+        """Number of finished epochs."""
         return self._batches.epoch
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The numbers of the epochs that are left of so many: a resumed run begins with the one it was in."""
+        """Yield the numbers of the remaining epochs of `count`; a resumed run starts with the interrupted
+        one."""
         if self._resumed and self._batches.epoch >= count:
             done = f"all {count:,} epochs are done, in {self.steps:,} steps"
             self._checkpoints_for("resume").journal.tell("note", text=f"Nothing is left to train: {done}.")
@@ -127,17 +130,17 @@ class HandRun:
                 )
 
     def __iter__(self) -> Iterator[Any]:
-        """An epoch's global batches, as the loader makes them."""
+        """Yield an epoch's global batches, as the loader creates them."""
         self._refuse_closed()
         for batch in self._batches:
             yield batch
             self._between_steps()
 
     def step(self, batch: Mapping[str, Any]) -> float:
-        """One optimizer step over a global batch (B, ...), in micro-batches; gives its loss.
+        """Run one optimizer step over a global batch (B, ...), in micro-batches; return its loss.
 
-        Raises `SnugfitError` when the loss or a gradient is no number, `OutOfMemory`, `Stopped` before a step
-        after a signal, and `UsageError` for what is no batch of this run.
+        Raises `SnugfitError` for a NaN or infinite loss or gradient, and `OutOfMemory`. Raises `Stopped`
+        before a step after a signal, and `UsageError` for an invalid batch.
         """
         self._refuse_closed()
         pieces = self._cut(batch)
@@ -165,13 +168,15 @@ class HandRun:
         return result.loss
 
     def save(self) -> None:
-        """Keeps a checkpoint of this boundary; it is written while the next steps run."""
+        """Save a checkpoint of this step; it is written while the next steps run."""
         self._checkpoints_for("save").save()
 
     def resume(self, checkpoint: str | os.PathLike[str] | None = None) -> bool:
-        """Resumes the newest whole checkpoint; False where there is none. One that is named is gone back to,
-        and those after it get other names. Raises `UsageError` after the first step, for another run's
-        checkpoint and for what is none, `SnugfitError` when none that is there is whole.
+        """Resume the newest complete checkpoint; return False without one.
+
+        For a named checkpoint, the run returns to it, and later ones are renamed. Raises `UsageError` after
+        the first step, for another run's checkpoint, and for an invalid one. Raises `SnugfitError` when no
+        existing checkpoint is complete.
         """
         checkpoints = self._checkpoints_for("resume")
         if self._begun:
@@ -180,8 +185,8 @@ class HandRun:
         return self._resumed
 
     def close(self) -> None:
-        """Waits until the last checkpoint is written, and gives the folder back. Raises `SnugfitError` when
-        that could not be kept."""
+        """Finish the last checkpoint and unlock the folder. Raises `SnugfitError` when the checkpoint
+        failed."""
         if self._closed:
             return
         self._closed = True
@@ -205,14 +210,14 @@ class HandRun:
     # ---- a step ------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Before the first step: an old run is put aside, and this one predicted."""
+        """Rename an old run's checkpoints and predict this run, before the first step."""
         self._begun = True
         if self._checkpoints is not None:
             self._checkpoints.begin()
         self._logger.restart(self.job, self.recipe)
 
     def _before_update(self) -> None:
-        """While the device is still at the backward pass."""
+        """Fetch the next batch while the device still computes the backward pass."""
         self._backward.raise_if_updated()
         self._batches.fetch()
 
@@ -231,7 +236,7 @@ class HandRun:
         return [dict(piece) for piece in pieces]
 
     def _stop(self, fault: NonFinite, batch: Mapping[str, Any], before: Any) -> NoReturn:
-        """After a step that has no number: its batch is written down, the boundary before it is kept."""
+        """Write the batch of a step with a non-finite loss to disk, and save a checkpoint from before it."""
         self._backward.raise_if_updated()
         set_rng_states(before, self._state.device)
         where = ""
@@ -264,7 +269,7 @@ class HandRun:
         return out_of_memory(exhausted, self.recipe, self.steps, advice)
 
     def _compare_again(self, batch: Mapping[str, Any], *, is_cut: bool) -> None:
-        """Compare pieces of this batch with the whole of it, after some of the steps."""
+        """Compare pieces of this batch with the whole batch, after some of the steps."""
         self._taken += 1
         if not is_cut or not compares_again(self.job, self.recipe.setup(), self._taken):
             return
@@ -290,14 +295,17 @@ class HandRun:
         self._logger.write(self._step.norm)
 
     def _at_boundary(self, loss: float) -> None:
-        """A step is done. What the loop does after it is its own, and not yet done: a signal is obeyed before
-        the next step, or in an evaluation."""
+        """Start to watch for evaluations after a step.
+
+        The loop's code after the step has not run yet. A signal takes effect before the next step, or in an
+        evaluation.
+        """
         if self._checkpoints is not None:
             self._checkpoints.check_first_update()
             self._evaluations.watch(loss)
 
     def _between_steps(self) -> None:
-        """Everything that the loop does after a step is done: what was asked for is done now."""
+        """Handle requested checkpoints and stops; the loop's code after the step has finished."""
         if self._checkpoints is None or self._closed:
             return
         stopping = self._checkpoints.interrupts.stopping
@@ -312,7 +320,7 @@ class HandRun:
             raise Stopped(EXIT_CODES[stopping])
 
     def _repeat(self, checkpoints: RunCheckpoints) -> float:
-        """The step before a resume, for what the loop does after it; nothing is trained."""
+        """Return the loss of the step before a resume without training, for the loop's code after it."""
         loss, checkpoints.repeated_loss = checkpoints.repeated_loss, None
         assert loss is not None
         self._batches.used()

@@ -1,4 +1,4 @@
-"""A step of a hand-written loop: the training step, with a loss and a count of items of the user's."""
+"""A step of a hand-written loop: the training step with the user's loss and count of items."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 LossOf = Callable[[Any, dict[str, Any]], Any]
-"""Of a model and a batch on the device: the loss, a mean over the batch's items."""
+"""Function of a model and a batch on the device: the loss, a mean over the batch's items."""
 
 ItemsOf = Callable[[Mapping[str, Any]], float]
-"""Of a batch: how many items its loss is a mean over, or the sum of their weights."""
+"""Function of a batch: the number of items that its loss is a mean over, or the sum of their weights."""
 
 
 @final
 class CustomStep(TrainingStep):
-    """Waits for the gradients before each update: only whoever makes the batches could take steps again."""
+    """A training step that waits for the gradients before each update.
+
+    A later error could not repeat the steps, because only the user's loop produces the batches.
+    """
 
     def __init__(
         self,
@@ -57,7 +60,7 @@ class CustomStep(TrainingStep):
 
 
 def _value(given: LossOf | None, model: Any, batch: Mapping[str, Any]) -> Any:
-    """What the user's function gives, or the loss in the model's output; None where there is none."""
+    """Return the result of the user's function, or the loss in the model's output; None without one."""
     output = model(**batch) if given is None else given(model, dict(batch))
     try:
         return loss_of(output)

@@ -1,10 +1,10 @@
-"""The end of a fitted trainer's step: what was asked for in it, and an evaluation that is abandoned.
+"""The end of a fitted trainer's step: requested checkpoints and stops, and abandoned evaluations.
 
-After a step the Trainer logs, evaluates and saves, in this order, and at an epoch's end once more. A signal
-may come at any of these moments. A checkpoint is kept where the step stands; an evaluation is not waited for.
-The checkpoint then holds the Trainer's state and the random generators of before that evaluation, and says
-that it is to come, so that a resumed run makes it first. Of an epoch that the Trainer leaves because it is
-told to stop, no end is made: that comes when the run is resumed there.
+After a step the Trainer logs, evaluates and saves, in this order, and again at an epoch's end. A signal may
+arrive at any of these moments. A checkpoint of the current step is then saved without waiting for an
+evaluation. It contains the Trainer's state and the random generators from before that evaluation, and marks
+it as pending. A resumed run evaluates first. After a stop within an epoch, its end is not processed until the
+run is resumed there.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 
 def compare_again(trainer: Any, run: FitRun) -> None:
-    """Compare the micro-batches of a step with the whole batch, before some of the steps. Where they are
-    padded to different lengths the example is compared once more."""
+    """Compare the micro-batches of a step with the whole batch, before some of the steps.
+
+    If they are padded to different lengths, the example is compared again instead.
+    """
     plan = trainer.snugfit
     run.steps += 1
     cuts = plan.max_rows is not None or len(run.step.batches) > 1
@@ -42,10 +44,10 @@ def compare_again(trainer: Any, run: FitRun) -> None:
 
 
 def end_step(trainer: Any, run: FitRun, figures: StepEnd, go_on: Callable[[StepEnd], None]) -> None:
-    """The end of a step or of an epoch; `go_on` logs, evaluates and saves as the Trainer does."""
+    """Finish a step or an epoch; `go_on` logs, evaluates and saves as the Trainer does."""
     interrupts, step = run.checkpoints.interrupts, trainer.state.global_step
     ended = run.timer.write(trainer, run.logger, run.step, figures.learning_rate)
-    if figures.learning_rate is None:  # this process has taken no step of the epoch
+    if figures.learning_rate is None:  # this process had no step in the epoch
         figures = run.checkpoints.state.last_figures or figures
     run.checkpoints.state.last_figures = figures
     is_of_epoch, run.last_boundary = run.last_boundary == step, step
@@ -75,8 +77,10 @@ def _stop_where_asked(trainer: Any, run: FitRun) -> None:
 
 
 def evaluate(run: FitRun, go_on: Callable[[], Any]) -> Any:
-    """The Trainer's own evaluation. Raises `EvaluationStopped` when a signal has come, or comes; several
-    processes make it to its end, for each waits for what the others compute."""
+    """Run the Trainer's own evaluation. Raises `EvaluationStopped` at a signal before or during it.
+
+    Several processes finish it, because each waits for the results of the others.
+    """
     interrupts = run.checkpoints.interrupts
     run.checkpoints.state.note_before_evaluation()
     if not run.ranks.are_many:
@@ -90,7 +94,7 @@ def evaluate(run: FitRun, go_on: Callable[[], Any]) -> Any:
 
 
 def repeat_evaluation(trainer: Any, run: FitRun) -> None:
-    """When a run is resumed where an evaluation was abandoned: makes it."""
+    """Run the evaluation that was abandoned before a resume."""
     run.last_boundary = trainer.state.global_step
     pending = run.checkpoints.state.unevaluated
     if pending is None:

@@ -1,16 +1,17 @@
 """A fitted trainer's checkpoints: the store in place of the Trainer's own saving and loading.
 
-    checkpoint-N/     config.json, model.safetensors (or the adapters'), the tokenizer's files
-                      state.json, state.safetensors    optimizer, schedule, scaler, random generators
-                      trainer_state.json               the Trainer's own: its log, the best metric, callbacks
-                      fit.json                         what the Trainer forgets: losses since its last log
+    checkpoint-N/     config.json, model.safetensors (or the adapters'), the tokenizer's files.
+                      state.json, state.safetensors    optimizer, schedule, scaler, random generators.
+                      trainer_state.json               the Trainer's own: its log, the best metric, callbacks.
+                      fit.json                         missing in the Trainer's: losses since its last log.
 
-Where weights are spread over processes, all write one: each its parts of weights and states (`sharded.py`).
+If weights are spread over processes, all write one checkpoint: each its parts of weights and states
+(`sharded.py`).
 
-They are taken when the Trainer would save, whole or not at all, and written while the next steps run. Only
-a whole one is resumed; those that are broken are reported and kept aside. The data goes on where it was:
-the order of an epoch is drawn from a seed that is kept, and the generators that the data draws from are kept
-too (`data.py`). Weights are put into the model that stands, for it is the user's and others hold it.
+Checkpoints are taken when the Trainer would save, atomically, and written while the next steps run. Only a
+complete one is resumed; broken ones are reported and renamed. The data continues at its position. The order
+of an epoch is drawn from a saved seed, and the data's generators are saved too (`data.py`). Weights are
+loaded into the existing model, because it is the user's and other objects refer to it.
 """
 
 from __future__ import annotations
@@ -73,11 +74,11 @@ CURE = (
 
 
 SHARDING = "sharding"
-"""By which name a checkpoint says how several processes share the model."""
+"""Key in a checkpoint for the sharding of the model over processes."""
 
 
 def train_state_of(trainer: Any) -> TrainState:
-    """What the trainer's steps work with and change."""
+    """Return the state that the trainer's steps use and change."""
     optimizer = trainer.optimizer
     return TrainState(
         model=trainer.model,
@@ -104,10 +105,10 @@ class TrainerCheckpoints:
         self._trainer, self.interrupts, self._journal = trainer, interrupts, journal
         self._ranks = ranks
         self.state = StateFiles(trainer, data, ranks)
-        """What is kept beside weights and optimizer."""
+        """State besides weights and optimizer."""
         self._store, self.root = store, store.root
         self.users_files = UsersFiles(trainer, store.root)
-        """What the trainer's subclass writes into checkpoints."""
+        """Files that the trainer's subclass writes into checkpoints."""
         limit = trainer.args.save_total_limit
         self._manager = CheckpointManager(store, journal, trainer.args.device, limit=limit, ranks=ranks)
         self._seed = ranks.first_answers(lambda: _order_seed(trainer))
@@ -115,12 +116,12 @@ class TrainerCheckpoints:
         self._asked = str(trainer.snugfit.recipe)
         self._is_sharded = is_spread(trainer)
         self._begun = self._is_data_noted = False
-        self._is_update_checked = self._is_sharded  # torch's own AdamW and SGD are what is sharded
+        self._is_update_checked = self._is_sharded  # only torch's own AdamW and SGD are sharded
         self._goes_back = False
         self.finished: Any = None
-        """What `train()` gave, where this very run has finished already."""
+        """Result of `train()`, if this very run has finished before."""
         self.resumed: Checkpoint | None = None
-        """Where this run was resumed from."""
+        """Checkpoint from which this run was resumed."""
 
     def _about(self) -> dict[str, Any]:
         trainer, plan = self._trainer, self._trainer.snugfit
@@ -138,8 +139,11 @@ class TrainerCheckpoints:
         }
 
     def open(self, resume_from: str | bool | None) -> None:
-        """Finds what to resume from (`resumed`), as `train(resume_from_checkpoint=...)` asks for it. Without
-        that, what stands there is put aside, for the next start must not meet an older run's."""
+        """Find the checkpoint for `train(resume_from_checkpoint=...)` and set `resumed`.
+
+        A run that starts from the beginning renames existing checkpoints later, so that the next start meets
+        no older run's.
+        """
         self._facts = run_facts(self._trainer)
         if resume_from or self._trainer.args.save_strategy != "no":
             self._note_data()
@@ -161,13 +165,13 @@ class TrainerCheckpoints:
         self._manager.about = self._about()
 
     def _note_data(self) -> None:
-        """Reads some samples, once, where there is or will be a checkpoint to compare them with."""
+        """Read some samples, once, if a checkpoint exists or will exist to compare them with."""
         if not self._is_data_noted:
             self._is_data_noted = True
             self._facts |= dataset_facts(self._trainer.train_dataset)
 
     def _find(self, named: Path | None) -> Checkpoint:
-        """The checkpoint of this run that is asked for, the newest or the one that is named."""
+        """Return the newest or the named checkpoint of this run. Raises `UsageError` without one."""
         checkpoint = self._manager.newest() if named is None else self._manager.checkpoint_at(named)
         if checkpoint is None:
             raise _no_checkpoint(self.root)
@@ -184,9 +188,11 @@ class TrainerCheckpoints:
         refuse_another_run(self._manager, before, with_global_batch(self._about()), **how)
 
     def begin(self, resumed_from: str | None) -> None:
-        """Once, before the first step, with an optimizer: puts back what was kept in this folder, and takes
-        the memory that checkpoints are copied to. Raises `SnugfitError` for an optimizer or a schedule that
-        no checkpoint can hold, or that no step can be stopped with."""
+        """Restore this folder's saved state and allocate the memory for copies of checkpoints.
+
+        It runs once, before the first step, with an optimizer. Raises `SnugfitError` for an optimizer or a
+        schedule that no checkpoint can store, or one that cannot be stopped before an update.
+        """
         if self._begun:
             return
         self._begun = True
@@ -206,8 +212,8 @@ class TrainerCheckpoints:
             self._manager.prepare(state)
 
     def _make_room(self) -> None:
-        """What stands in the folder and is not gone on from gets other names: now nothing is refused any
-        more."""
+        """Rename checkpoints in the folder that this run does not continue; all refusals precede this
+        call."""
         forget_finished(self.root)
         if self.resumed is None:
             self._manager.set_aside_earlier()
@@ -215,15 +221,20 @@ class TrainerCheckpoints:
             self._manager.go_back_to(self.resumed)
 
     def check_first_update(self) -> None:
-        """After this process's first update, when the optimizer has its states. Raises `SnugfitError` for
-        states that no checkpoint can hold."""
+        """Check the optimizer's states after this process's first update, which creates them.
+
+        Raises `SnugfitError` for states that a checkpoint cannot store.
+        """
         if not self._is_update_checked:
             self._is_update_checked = True
             check_packable(train_state_of(self._trainer))
 
     def save(self, go_on: Callable[[], None] = lambda: None) -> bool:
-        """A checkpoint of this boundary, unless there is one; `go_on` saves as the user's subclass does.
-        Where somebody is told of it, it is waited for; gives whether it may be told of."""
+        """Save a checkpoint of this step, unless one exists; `go_on` saves as the user's subclass does.
+
+        For the hub and for callbacks on save, wait for it. Return False if it failed, so that they are not
+        called.
+        """
         trainer = self._trainer
         step = trainer.state.global_step
         best = trainer.state.best_global_step or None
@@ -243,7 +254,7 @@ class TrainerCheckpoints:
         return is_kept
 
     def _is_kept(self, step: int) -> bool:
-        """Whether there is a checkpoint of this step, or will be."""
+        """Return True if a checkpoint of this step exists or will exist."""
         is_now = step == self._trainer.state.global_step
         return bool(is_now or (self.root / f"checkpoint-{step}").is_dir())
 
@@ -256,12 +267,15 @@ class TrainerCheckpoints:
 
     @property
     def is_saved(self) -> bool:
-        """Whether there is a checkpoint of this step."""
+        """True if a checkpoint of this step exists."""
         return bool(self._manager.saved_step == self._trainer.state.global_step)
 
     def _snapshot(self, staging: Staging) -> Writable | None:
-        """What the first process keeps for all; in the others, which tell it of themselves, nothing, or where
-        weights are spread what each keeps of its own."""
+        """Return the snapshot that this process writes.
+
+        The first process writes for all; the others send it their random states and write nothing. With
+        spread weights each writes its own parts.
+        """
         trainer, ranks = self._trainer, self._ranks
         is_stopped = self.interrupts.stopping is not None
         files = self.state.files(is_stopped=is_stopped)
@@ -276,12 +290,12 @@ class TrainerCheckpoints:
         return snapshot(state, staging, random=random, **beside) if ranks.is_first else None
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Block until all writes are done."""
         self._manager.wait()
 
     def finish(self, output: Any) -> None:
-        """Waits for the last checkpoint, and notes what `train()` gives. Raises `SnugfitError` when the
-        checkpoint could not be kept."""
+        """Finish the last checkpoint and record the result of `train()`. Raises `SnugfitError` when it
+        failed."""
         self.wait()
         self._manager.raise_if_last_failed()
         if not self._ranks.is_first:
@@ -293,7 +307,7 @@ class TrainerCheckpoints:
 
 
 def refuse_no_checkpoint(root: Path, resume_from: str | bool | None) -> None:
-    """Raises `UsageError`, before anything is written into `root`, for a checkpoint that is not there."""
+    """Raise `UsageError` for a missing checkpoint, before anything is written into `root`."""
     if resume_from is True and not [*root.glob("checkpoint-*"), *root.glob(".replaced-*")]:
         raise _no_checkpoint(root)
     if resume_from and resume_from is not True:
@@ -307,7 +321,7 @@ def _no_checkpoint(root: Path) -> UsageError:
 
 
 def _order_seed(trainer: Any) -> int:
-    """What accelerate would draw an epoch's order from."""
+    """Return the seed from which accelerate would draw an epoch's order."""
     import torch
 
     given = trainer.args.data_seed

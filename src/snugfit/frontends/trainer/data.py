@@ -1,15 +1,16 @@
-"""A fitted trainer's data: its random numbers, apart from those of the model, and the next step's batches.
+"""A fitted trainer's data: its own random generators, and the next step's batches.
 
-**Position.** The data has random generators of its own (`frontends/data_rng.py`). Their states at an epoch's
-beginning and before each batch are kept, with the epoch and the batches of it that went into steps: from them
-a resumed run goes on (`frontends/loader.py`). transformers itself computes the position from the number of
-steps, which is wrong for a stream after its first epoch, and makes none of the batches that were seen.
+**Position.** The data has random generators of its own (`frontends/data_rng.py`). A checkpoint stores their
+states at an epoch's beginning and before each batch. It also stores the epoch and its number of trained
+batches. A resumed run continues from them (`frontends/loader.py`). transformers itself computes the position
+from the number of steps. That is wrong for a stream after its first epoch. It also creates none of the
+previous batches.
 
-**Prefetching.** A fitted trainer waits for the gradients before each update, and the GPU then waits until it
-has been asked for the update, and for the next forward pass. The Trainer makes the next batch in between,
-where an update is over before it: with BERT-large at 4 x 512 in fp32, a step so took 6.1 % longer than in the
-bare loop (results/h200-2026-11-22/train-overhead-doors-waiting.json). With the batch made while the device is
-still at the backward pass of the step before, it takes 2.8 % (train-overhead-doors.json).
+**Prefetching.** A fitted trainer waits for the gradients before each update. The GPU then idles until the
+update and the next forward pass are launched. The plain Trainer creates the next batch in between, after the
+update. With BERT-large at 4 x 512 in fp32, a step thus took 6.1 % longer than in the bare loop
+(results/h200-2026-11-22/train-overhead-doors-waiting.json). Created while the device is still in the previous
+backward pass, the batch leaves an overhead of 2.8 % (train-overhead-doors.json).
 """
 
 from __future__ import annotations
@@ -28,29 +29,31 @@ ONCE = Fraction(1)
 
 @final
 class DataPosition:
-    """Where a run is in its data: the epoch, the batches that have gone into steps, and the states of the
-    random generators before each of the others."""
+    """Position of a run in its data.
+
+    It consists of the epoch, its trained batches, and the states of the random generators before each
+    remaining batch.
+    """
 
     def __init__(self) -> None:
         self.rng = DataRng()
-        """What the data draws from."""
+        """Generators of the data."""
 
         self._marks: dict[int, BatchMark] = {}
         self._saved: dict[str, Any] | None = None
         self._epoch = self._used = self._made = 0
         self._is_exhausted = False
         self.epoch_is_over = False
-        """Whether this epoch has no batches left and its end is being dealt with."""
+        """True after an epoch's last batch, while its end is processed."""
 
     def resume(self, saved: dict[str, Any]) -> None:
-        """The random generators as they were when this was saved."""
+        """Restore the random generators to their saved states."""
         self.rng.resume(**_states_of(saved, "now"))
 
     # ---- an epoch ----------------------------------------------------------------------------------------
 
     def watch(self, loader: Any) -> Any:
-        """The loader that a trainer trains over, with an eye on its batches. accelerate's is a shell around
-        the real one."""
+        """Return the trainer's loader with its batches watched; accelerate's loader wraps the real one."""
         shell = loader if hasattr(loader, "base_dataloader") else None
         real = loader if shell is None else shell.base_dataloader
         if isinstance(real, _WatchedLoader):
@@ -63,8 +66,10 @@ class DataPosition:
         return loader
 
     def begin_epoch(self, loader: Any, epoch: int, skipped: int, saved: dict[str, Any] | None) -> Any:
-        """This epoch of a watched loader begins; or goes on after so many batches, where a run is resumed
-        that has `saved` this. Gives what to iterate over."""
+        """Start this epoch of a watched loader, or continue after `skipped` batches of a run `saved` before.
+
+        Return the object to iterate over.
+        """
         self._epoch, self._used, self._made, self._saved = epoch, skipped, 0, saved
         self._is_exhausted = self.epoch_is_over = False
         self._marks.clear()
@@ -77,13 +82,13 @@ class DataPosition:
         return loader
 
     def end_epoch(self) -> None:
-        """Its batches are all taken, and what an epoch's end brings is to come."""
+        """Mark the batches of the epoch as all taken, before its end is processed."""
         self.epoch_is_over = True
-        if self._saved is not None and not self._made:  # none of them was left when the run was resumed
+        if self._saved is not None and not self._made:  # none was left when the run was resumed
             self.rng.resume(**_states_of(self._saved, "now"))
 
     def _batches(self, loader: Any) -> Iterator[Any]:
-        """This epoch's batches, from the one on that comes next."""
+        """Yield this epoch's batches from the next one on."""
         saved, self._made = self._saved or {}, self._used + 1
         last, following = mark_from_json(saved.get("last")), saved.get("next")
         if last is not None:
@@ -101,18 +106,18 @@ class DataPosition:
             yield batch
 
     def use(self, batches: int) -> None:
-        """So many batches go into a step."""
+        """Count `batches` batches as used by a step."""
         self._marks = {index: mark for index, mark in self._marks.items() if index >= self._used - 1}
         self._used += batches
 
     def unuse(self, batches: int) -> None:
-        """The step that had them is not made: they come again."""
+        """Return `batches` batches of a step that is not taken; they are yielded again."""
         self._used -= batches
 
-    # ---- kept --------------------------------------------------------------------------------------------
+    # ---- state for checkpoints ---------------------------------------------------------------------------
 
     def to_json(self, rows: int) -> dict[str, Any]:
-        """What a checkpoint keeps of it; a batch has so many samples."""
+        """Return the position for a checkpoint; `rows` is the number of samples in a batch."""
         following, last = self._marks.get(self._used), self._marks.get(self._used - 1)
         return {
             "epoch": self._epoch + self.epoch_is_over,
@@ -127,8 +132,10 @@ class DataPosition:
 
 
 def position_of(saved: Mapping[str, Any], rows: int, *, more: Fraction = ONCE) -> tuple[int, int] | None:
-    """The epoch that a checkpoint was taken in, and the batches of so many samples that had gone into steps
-    of it in each process, of which there were so many times more; None where an older one does not say."""
+    """Return a checkpoint's epoch, and its number of trained batches of `rows` samples in each process.
+
+    `more` is the old number of processes over the new one. None for an older checkpoint without a position.
+    """
     if "place" not in saved:
         return None
     return saved["epoch"], math.ceil(saved["place"] * saved["rows"] * more / rows)
@@ -140,7 +147,7 @@ def _states_of(saved: Mapping[str, Any], now: str) -> dict[str, DataRngStates]:
 
 @final
 class _WatchedLoader:
-    """A loader whose epochs begin where the run is."""
+    """A loader whose epochs start at the run's position."""
 
     def __init__(self, loader: Any, batches: Callable[[Any], Iterator[Any]]) -> None:
         self._loader, self._batches = loader, batches
@@ -156,12 +163,12 @@ class _WatchedLoader:
 
 
 Fetched = tuple[list[Any], Any]
-"""The micro-batches of a step, and what the Trainer counted in them; its own form."""
+"""The micro-batches of a step, and the Trainer's count of their items, in its own format."""
 
 
 @final
 class StepPrefetcher:
-    """Makes the micro-batches of the next step before they are asked for."""
+    """Creates the micro-batches of the next step in advance."""
 
     def __init__(self) -> None:
         self._iterator: Any = None
@@ -169,8 +176,10 @@ class StepPrefetcher:
         self._ready: Fetched | Exception | None = None
 
     def take(self, iterator: Any, make: Callable[[], Fetched]) -> Fetched:
-        """The next ones of this epoch's iterator: those that are ready, or `make()`, which is also how the
-        ones after them are made. What went wrong when they were made is raised here."""
+        """Return the next micro-batches of this epoch's iterator: the prefetched ones, or those of `make()`.
+
+        `make` also creates the ones after them. An error of the prefetch is raised here.
+        """
         ready = self._ready if iterator is self._iterator else None
         self._iterator, self._make, self._ready = iterator, make, None
         if isinstance(ready, Exception):
@@ -178,7 +187,7 @@ class StepPrefetcher:
         return make() if ready is None else ready
 
     def fetch(self) -> None:
-        """Has the next ones made."""
+        """Prefetch the next micro-batches."""
         if self._make is None or self._ready is not None:
             return
         try:

@@ -1,7 +1,8 @@
-"""What makes a trainer's run: its arguments, its data, its model.
+"""Facts that identify a trainer's run: its arguments, its data, its model.
 
-`TrainingArguments` and what a subclass adds to them (a DPO's `beta`) are compared but for `FREE`: what logs,
-evaluates, saves, names and uploads, what a recipe or the global batch says better, and how a loader works.
+`TrainingArguments` and the additions of a subclass (a DPO's `beta`) are compared, except `FREE`. Free
+arguments concern logs, evaluation, saving, names, uploads and the work of a loader. Others are free because
+the recipe or the global batch replaces them.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from snugfit.training.checkpoint.facts import (
 from snugfit.training.run.run import LENGTH_OPTIONS, depends_on_length
 
 FREE = frozenset({
-    # named by the recipe or the global batch, or seen at the optimizer
+    # replaced by the recipe or the global batch, or compared at the optimizer
     "optim", "bf16", "fp16", "tf32", "half_precision_backend", "per_device_train_batch_size",
     "gradient_accumulation_steps", "gradient_checkpointing", "gradient_checkpointing_kwargs",
     "activation_checkpointing", "activation_checkpointing_kwargs", "auto_find_batch_size", "mixed_precision",
-    # of other places
+    # without effect on a step, or compared elsewhere
     "output_dir", "overwrite_output_dir", "run_name", "project", "report_to", "disable_tqdm", "debug",
     "prediction_loss_only", "load_best_model_at_end", "push_to_hub", "ignore_data_skip",
     "restore_callback_states_from_checkpoint", "resume_from_checkpoint",
@@ -37,25 +38,25 @@ FREE = frozenset({
     "bf16_full_eval", "fp16_full_eval", "parallelism_config", "deepspeed", "predict_with_generate",
     "dataset_num_proc", "generate_during_eval", "activation_offloading",
     "per_device_eval_batch_size", "distributed_state", "deepspeed_plugin",
-    # of a loader's work, not of its order
+    # work of a loader, without effect on its order
     "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers",
     "dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order",
 })  # fmt: skip
-"""Arguments that change no number of a step, or are compared elsewhere."""
+"""Arguments without effect on a step's results, or compared elsewhere."""
 
 FREE_BEGINNINGS = (
     "eval_", "save_", "log_", "logging_", "hub_", "trackio_", "ddp_", "fsdp", "torch_compile", "do_", "push_",
     "generation_", "torchdynamo", "ray_", "past_", "tpu_", "xla", "mp_",
 )  # fmt: skip
-"""Beginnings of the names of more such arguments."""
+"""Prefixes of the names of more such arguments."""
 
 OF_THE_BEST_MODEL = ("metric_for_best_model", "greater_is_better")
-"""Arguments that may be added or left out, but not be others: the best value so far is of that metric."""
+"""Arguments that may be added or removed, but not changed: the best value so far is of that metric."""
 
 
 def run_facts(trainer: Any) -> Facts:
-    """Facts about a trainer before it trains: of the optimizer, where it has one already."""
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate's is a shell
+    """Return facts about a trainer before it trains, including its optimizer if it has one."""
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate's wrapper
     return {
         **(_code(trainer) if trainer.snugfit.compare_code else {}),
         **({} if optimizer is None else optimizer_facts(optimizer)),
@@ -66,14 +67,13 @@ def run_facts(trainer: Any) -> Facts:
 
 
 def with_global_batch(about: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint says of its run, whose `batch_size` is that of each process, with the samples that
-    all of them take in a step."""
+    """Return a checkpoint's description with the global `batch_size`, instead of that of each process."""
     processes = about.get("processes", 1)
     return {**about, "processes": processes, "batch_size": about["batch_size"] * processes}
 
 
 def _code(trainer: Any) -> Facts:
-    """Of the user's functions that make a step: collator, loss, and the methods of a subclass."""
+    """Return facts about the user's functions in a step: collator, loss, and the methods of a subclass."""
     kinds = [kind for kind in type(trainer).__mro__ if not kind.__module__.startswith("snugfit.")]
     methods = {
         name: next(vars(holder)[name] for holder in (trainer, *kinds) if name in vars(holder))
@@ -92,7 +92,7 @@ def _arguments(trainer: Any) -> Facts:
         and not name.startswith((*FREE_BEGINNINGS, "_"))
         and (value is not None or name not in OF_THE_BEST_MODEL)
     }
-    if not brings_optimizer(trainer):  # so that it is refused before any weight is put back
+    if not brings_optimizer(trainer):  # so that it is refused before any weight is restored
         given["optim"] = getattr(args.optim, "value", args.optim).removesuffix("_fused")
     accelerators = vars(args.accelerator_config) if hasattr(args.accelerator_config, "__dict__") else {}
     given["accelerator_config"] = accelerators

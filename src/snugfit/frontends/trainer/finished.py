@@ -1,9 +1,9 @@
-"""A run that has finished says so when it is started again, and gives its result.
+"""Return the result of a finished run when it is started again.
 
-A scheduler that starts a job once more runs the same script in the same folder, which would train anew, or
-take a step more than was asked for. When training is done `finished.json` is written into the run's folder:
-which run it was, what `train()` gave, the Trainer's state, and the checkpoint whose weights are the result.
-It counts while the run that is started is that very one; what goes on or begins anew removes it first.
+A scheduler that restarts a job runs the same script in the same folder. This would train again, or take one
+step too many. At the end of training `finished.json` is written into the run's folder. It contains the run's
+facts, the result of `train()`, the Trainer's state, and the checkpoint with the final weights. It is valid
+only for the same run. A run that continues or starts again removes it first.
 """
 
 from __future__ import annotations
@@ -28,38 +28,42 @@ from snugfit.training.ranks import Ranks
 FINISHED_RUN = "finished.json"
 
 SAME = ("trainer", "asked", "batch_size", "samples", "length")
-"""What a checkpoint says of its run that is compared beside its facts, and how long the run is. However many
-processes have trained it, it is done."""
+"""Entries that are compared besides the facts, with the run's length.
+
+The number of processes is not compared: the run is finished for any.
+"""
 
 FOLDERS_OF_THIS_PROCESS: set[Path] = set()
-"""Where this process has trained: whoever calls `train()` there twice wants to train twice."""
+"""Folders of earlier runs in this process; a second `train()` there is intended to train again."""
 
 
 def forget_finished(root: Path) -> None:
-    """A run goes on or begins in this folder."""
+    """Remove the result of a finished run before a run continues or starts in this folder."""
     FOLDERS_OF_THIS_PROCESS.add(root.resolve())
     with suppress(OSError):
         (root / FINISHED_RUN).unlink()
 
 
 def note_finished(trainer: Any, root: Path, about: Mapping[str, Any], output: Any) -> None:
-    """Writes what `train()` has given, where a checkpoint holds the weights that it has left."""
+    """Write the result of `train()`, if a checkpoint contains its final weights."""
     best = trainer.state.best_global_step if trainer.args.load_best_model_at_end else None
     step = best or trainer.state.global_step
     if not (root / f"checkpoint-{step}").is_dir():
         return
     state, _ = pack({"state": asdict(trainer.state), "loss": output.training_loss, "metrics": output.metrics})
     document = {"about": {**about, "length": _length(trainer)}, "checkpoint": step, "result": state}
-    with suppress(OSError):  # a full disk: the next start takes up the last checkpoint
+    with suppress(OSError):  # a full disk: the next start resumes the last checkpoint
         write_document(root / FINISHED_RUN, document)
 
 
 def finished_output(
     trainer: Any, root: Path, about: Mapping[str, Any], resume_from: str | bool | None, ranks: Ranks
 ) -> Any:
-    """What this very run's `train()` gave when it finished in this folder, with its model and its state put
-    into the trainer; None where it has not, or is to be trained anew. Of several processes the first knows
-    it."""
+    """Return the result of this very run's `train()`, if it finished in this folder.
+
+    The trainer gets its model and its state. None for an unfinished run, or one to be trained again. The
+    first of several processes decides.
+    """
     from transformers import TrainerState
     from transformers.trainer_utils import TrainOutput
 
@@ -79,8 +83,10 @@ def finished_output(
 def _finished_run(
     root: Path, now: Mapping[str, Any], resume_from: str | bool | None
 ) -> tuple[dict[str, Any], Path] | None:
-    """What this folder says of the run that is started `now`, and the checkpoint that has its weights; None
-    where it has not finished, or is not asked for."""
+    """Return the stored result of the run `now` and the checkpoint with its weights.
+
+    None for an unfinished or different run, or if it was not requested.
+    """
     import torch
     from transformers import TrainerState
 
@@ -101,7 +107,8 @@ def _finished_run(
 
 
 def _asks_for_it(root: Path, resume_from: str | bool | None) -> bool:
-    """Whether the newest state of the folder is asked for; without a word only by another process."""
+    """Return True if the folder's newest state is requested; the default requests it only in a new
+    process."""
     from transformers.trainer_utils import get_last_checkpoint
 
     if resume_from is None:

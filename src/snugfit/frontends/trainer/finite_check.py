@@ -1,10 +1,11 @@
-"""A loss or a gradient that is no number stops a fitted trainer before a weight has changed.
+"""Stop a fitted trainer before a NaN or infinite loss or gradient changes a weight.
 
-transformers goes on, logs a loss of 0 and leaves weights that are no numbers. Here the step's loss and the
-norm of its gradients come to the host together, once a step; a gradient scaler's overflow is its own affair.
+transformers continues, logs a loss of 0 and leaves NaN weights. Here the step's loss and the norm of its
+gradients are copied to the host together, once a step. Overflows of a gradient scaler are handled by the
+scaler.
 
-Nothing else of a step waits for the GPU. The Trainer by itself does so twice: for the copy of a batch, before
-which the step before has to be done, and for the loss, at the end of the backward pass, as here.
+Nothing else in a step waits for the GPU. The plain Trainer waits twice. It waits for the copy of a batch,
+which follows the whole previous step. It also waits for the loss at the end of the backward pass, as here.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ LEFT_OVER = (
 
 
 def begin_step(trainer: Any, step: StepState) -> None:
-    """Before a step's first micro-batch: what it would be taken back to. What stands of a step that has come
-    to no update (an iterable dataset's end) goes."""
+    """Save the state to which a step returns, before its first micro-batch.
+
+    Gradients of an earlier step without an update (an iterable dataset's end) are dropped.
+    """
     if step.pending_micro_batches:
         trainer.model.zero_grad(set_to_none=True)
         loss_since_log(trainer).copy_(step.logged_loss_at_start)
@@ -44,8 +47,10 @@ def begin_step(trainer: Any, step: StepState) -> None:
 
 
 def raise_if_non_finite(trainer: Any, run: FitRun, norm: Any) -> None:
-    """Raises `SnugfitError` when this step's loss or norm is no number. Its batch is written down, and the
-    boundary before it is kept as a checkpoint."""
+    """Raise `SnugfitError` when this step's loss or norm is NaN or infinite.
+
+    Its batch is written to disk, and a checkpoint from before the step is saved.
+    """
     import torch
 
     step = run.step
@@ -56,10 +61,10 @@ def raise_if_non_finite(trainer: Any, run: FitRun, norm: Any) -> None:
     run.backward.raise_if_updated()
     scalars = [total, torch.as_tensor(norm, device=total.device), total.new_full((), 0) + tokens]
     loss, size, count = torch.stack([scalar.float() for scalar in scalars]).tolist()
-    if run.ranks.are_many:  # one that is no number makes the mean none, in all processes
+    if run.ranks.are_many:  # one NaN makes the mean NaN, in all processes
         loss, count = run.ranks.sum([loss / run.ranks.size, count])
     step.figures = StepFigures(loss, size, int(count))
-    has_scaler = trainer.accelerator.scaler is not None  # which leaves out what overflows
+    has_scaler = trainer.accelerator.scaler is not None  # the scaler skips overflows
     if math.isfinite(loss) and (has_scaler or math.isfinite(size)):
         return
     trainer.model.zero_grad(set_to_none=True)

@@ -1,18 +1,18 @@
-"""`snugfit.fit`: a user's live `transformers.Trainer`, trained as planned.
+"""`snugfit.fit`: a user's live `transformers.Trainer`, trained under a plan.
 
     import snugfit
 
     trainer = snugfit.fit(trainer)                            # planned for the GPU here
-    trainer = snugfit.fit(trainer, "bf16 + micro_batches(4)") # or the recipe is named
+    trainer = snugfit.fit(trainer, "bf16 + micro_batches(4)") # or with a named recipe
     trainer.train()
 
-The same object comes back. What `TrainingArguments` have a word for is written there; the rest is done to the
-model, or read by one subclass that the trainer's class becomes (`trainer_class.py`), under the user's own
-subclass's name and above it. The global batch (`per_device_train_batch_size` times
-`gradient_accumulation_steps`) is kept whatever the recipe is.
+`fit` returns the same object. Settings with a counterpart in `TrainingArguments` are written there. The rest
+is applied to the model, or read by one subclass that the trainer's class becomes (`trainer_class.py`). It has
+the name of the user's class and precedes it. The global batch (`per_device_train_batch_size` times
+`gradient_accumulation_steps`) stays the same under any recipe.
 
-Started by torchrun or `accelerate launch` the same script trains in several processes, by the Trainer's own
-DDP (`ranks.py`) or, where it is told so, FSDP2 (`sharded.py`).
+Started by torchrun or `accelerate launch`, the same script trains in several processes. They use the
+Trainer's own DDP (`ranks.py`) or its FSDP2, if configured (`sharded.py`).
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from snugfit.training.recovery import cut_warning
 
 
 def say(event: Event) -> None:
-    """Prints warnings and changes of plan, a line each, where the user gives no `watch`."""
+    """Print warnings and changes of plan, one line each; the default `watch`."""
     if text := event.get("text"):
-        with suppress(OSError):  # a terminal that was closed: the run goes on to its checkpoint
+        with suppress(OSError):  # a closed terminal: the run continues to its checkpoint
             print(f"snugfit: {escape_controls(text)}", flush=True)
 
 
@@ -55,17 +55,17 @@ def fit(
     compare_code: bool = True,
     watch: Callable[[Event], None] = say,
 ) -> Any:
-    """Makes `trainer`, a `transformers.Trainer` or a subclass's, train under `recipe`; gives it back.
+    """Prepare `trainer`, a `transformers.Trainer` or a subclass's, to train under `recipe`; return it.
 
-    `recipe` may be text. Without one it is planned, no less exact than the trainer's own arguments and
-    `fidelity`: for the `gpu` of this name, or the one here; where there is neither, the trainer keeps what it
-    asks for. `batch_dims` names the dimension of the samples where the tensors of a batch do not all begin
-    with it, as `Model.from_module` does. A run is resumed with the code that it began with (collator, loss,
-    forward passes), unless `compare_code` is False. `watch` hears every event of the journal, and what is
-    changed; those that are to be read have a `text`.
+    `recipe` may be text. The default is a plan, no less exact than the trainer's own arguments and
+    `fidelity`. It is for the named `gpu`, or the one here; without any GPU, the trainer keeps its settings.
+    `batch_dims` names the dimension of the samples for tensors that do not start with it, as in
+    `Model.from_module`. A run resumes only with unchanged code (collator, loss, forward passes), unless
+    `compare_code` is False. `watch` receives every event of the journal, and every change; events for the
+    user have a `text`.
 
-    Raises `UsageError` for a trainer or a recipe that this cannot honour, by name, and `NothingFits`; nothing
-    is changed then.
+    Raises `UsageError` for an unsupported trainer or recipe, by name, and `NothingFits`. Nothing has changed
+    then.
     """
     refuse_what_cannot_be_fitted(trainer)
     if recipe is None:
@@ -84,7 +84,7 @@ def fit(
     if pieces > 1:
         samples = several_samples(trainer, job)
         before, job = job, compared_job(trainer, job, samples, pieces=pieces)
-        is_own = Slot.BATCHING in chosen.user_slots  # then layers that mix samples do so with any Trainer
+        is_own = Slot.BATCHING in chosen.user_slots  # layers that mix samples then do so with any Trainer
         for warning in cut_warning(job, chosen.recipe) if job is not before or not is_own else ():
             journal.tell("warning", text=warning["text"])
     if not isinstance(trainer, FittedTrainer):

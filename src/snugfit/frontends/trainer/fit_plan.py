@@ -1,7 +1,7 @@
-"""What a trainer was fitted to: its job, its recipe, and who hears of what happens.
+"""The plan of a fitted trainer: its job, its recipe and its journal.
 
-The plan stands on the trainer (`trainer.snugfit`) and never changes; when memory runs out another takes its
-place. What changes from step to step is the `StepState` of the run (`fit_run.py`).
+The plan is an attribute of the trainer (`trainer.snugfit`) and immutable; when memory runs out another one
+replaces it. State that changes from step to step is in the `StepState` of the run (`fit_run.py`).
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FitPlan:
-    """What a trainer trains under."""
+    """Job, recipe and journal of a fitted trainer."""
 
     job: Job
     recipe: Recipe
     user_slots: frozenset[Slot]
-    """Slots that stay as the user has them."""
+    """Slots that stay under the user's control."""
 
     journal: Journal
-    """Takes events to whoever listens, and into the run's folder while `train()` goes on."""
+    """Sends events to the listener, and to the run's folder during `train()`."""
 
     compare_code: bool = True
-    """Whether a run is resumed with the code that it began with alone."""
+    """Resume a run only with unchanged code."""
 
     samples: Mapping[str, Any] | None = None
     """A host batch for comparisons during a run; None where the job's example is one."""
 
     loss: LossTraits = field(default_factory=LossTraits)
-    """What is known of the model's loss."""
+    """Properties of the model's loss."""
 
     max_rows: int | None = None
-    """Samples that a micro-batch of the loader's is cut into once more, since memory ran out."""
+    """Most samples of each piece, if the loader's micro-batches are split again after memory ran out."""
 
     def cut_finer(self, recipe: Recipe) -> FitPlan:
-        """The plan under this recipe, which cuts the batch finer than the loader does."""
+        """Return the plan under this recipe, which splits the batch finer than the loader."""
         return replace(self, recipe=recipe, max_rows=self.job.batch_size // recipe.setup().micro_batches)

@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class FitRun:
-    """What a `train()` that is going on works with."""
+    """State of a running `train()`."""
 
     checkpoints: TrainerCheckpoints
     logger: StepLogger
     recovery: Recovery
     timer: StepTimer
     data: DataPosition
-    """Where the run is in its data."""
+    """Position of the run in its data."""
 
     prefetcher: StepPrefetcher
     """The micro-batches of the next step."""
@@ -50,25 +50,25 @@ class FitRun:
     """This process among those that train together."""
 
     ignored_keys: list[str] | None = None
-    """What the user leaves out of an evaluation's outputs."""
+    """The user's `ignore_keys_for_eval` of `train()`."""
 
     last_boundary: int | None = None
-    """The step whose end came last: comes it again, it is an epoch's end."""
+    """The step that ended last; its second end is an epoch's end."""
 
     is_stopped: bool = False
-    """Whether a signal was obeyed there, so that the Trainer leaves the epoch."""
+    """True after a stop by a signal at that step, so that the Trainer leaves the epoch."""
 
     tree: ModuleTree | None = None
-    """The modules of the trainer's model, without what that was wrapped in."""
+    """The modules of the trainer's model, without its wrappers."""
 
     steps: int = 0
-    """Steps that were begun."""
+    """Number of started steps."""
 
     step: StepState = field(default_factory=StepState)
     backward: BackwardWatch = field(default_factory=BackwardWatch)
 
     def tree_of(self, model: Any) -> ModuleTree:
-        """The modules of the trainer's model. One that was there before is forgotten, and freed."""
+        """Return the modules of the trainer's model; a previous model is released."""
         if self.tree is None or self.tree.model is not model:
             self.tree = ModuleTree(model)
         return self.tree
@@ -76,8 +76,11 @@ class FitRun:
 
 @contextlib.contextmanager
 def open_run(trainer: Any, resume_from: str | bool | None) -> Iterator[FitRun]:
-    """The run of one `train()`, in a folder that is locked meanwhile; `checkpoints.resumed` is where it goes
-    on. `trainer.snugfit_run` is the run within this context, and None outside of it."""
+    """Open the run of one `train()`, in a folder that is locked meanwhile.
+
+    `checkpoints.resumed` is the checkpoint of a resumed run. `trainer.snugfit_run` is the run within this
+    context, and None outside.
+    """
     journal = trainer.snugfit.journal
     folder, begin_anew = Path(trainer.args.output_dir), "without resume_from_checkpoint"
     refuse_no_checkpoint(folder, resume_from)
@@ -102,12 +105,12 @@ def open_run(trainer: Any, resume_from: str | bool | None) -> Iterator[FitRun]:
             )
             yield trainer.snugfit_run
         finally:
-            checkpoints.wait()  # nobody writes here once the folder is given back
+            checkpoints.wait()  # no writes after the folder is unlocked
             trainer.snugfit_run = None
 
 
 def _recovery(trainer: Any, journal: Journal) -> Recovery:
-    """Finds recipes that this trainer's live model can go on under."""
+    """Return the search for recipes under which this trainer's live model can continue."""
     device, plan = trainer.args.device, trainer.snugfit
     changing = {Slot.BATCHING, Slot.CHECKPOINTING} - (plan.user_slots - {Slot.BATCHING})
 

@@ -1,7 +1,6 @@
-"""A live trainer as a job: its model, its batch, and an example from its own loader.
+"""Describe a live trainer as a job: its model, its batch, and an example from its own loader.
 
-Looking changes nothing: every random generator is as it was, and the loader that was made for the example is
-forgotten again.
+Every random generator is restored, and the loader of the example is discarded.
 """
 
 from __future__ import annotations
@@ -19,12 +18,14 @@ from snugfit.step.checkpointing import copy_without_data
 from snugfit.step.transformers_internals import bare_model, loading_batches_of, without_loader_record
 
 SAMPLES = 16
-"""Samples among which those are chosen that are compared, where the global batch has so many."""
+"""Number of samples from which the compared ones are chosen, if the global batch has as many."""
 
 
 def job_of(trainer: Any, dims: BatchDims | None = None) -> Job:
-    """What this trainer trains; `dims` names where the samples of its batches lie. Raises `UsageError` when
-    there is nothing to look at."""
+    """Return this trainer's job; `dims` names the dimensions of the samples in its batches.
+
+    Raises `UsageError` for a missing or empty dataset.
+    """
     args = trainer.args
     module, example = meta_copy(trainer), _first_batch(trainer)
     return Job(
@@ -39,8 +40,10 @@ def job_of(trainer: Any, dims: BatchDims | None = None) -> Job:
 
 
 def several_samples(trainer: Any, job: Job) -> dict[str, Any] | None:
-    """Read one batch of several samples by the trainer's own loader, where its micro-batches have fewer.
-    Return None where the example has all, and for a loader that cannot make one."""
+    """Read one batch of several samples by the trainer's own loader, if its micro-batches have fewer.
+
+    Return None if the example has all, and for a loader that cannot create one.
+    """
     if samples_in(job.model.example or {}, job.model.batch_dims) >= job.batch_size:
         return None
     with (
@@ -53,8 +56,10 @@ def several_samples(trainer: Any, job: Job) -> dict[str, Any] | None:
 
 
 def meta_copy(trainer: Any) -> Any:
-    """The trainer's model without data, as it was before anything was done to train it: what a fit has made
-    of it, and what accelerate puts around its forward pass when it has been trained, are left out."""
+    """Return the trainer's model without data, as it was before any preparation for training.
+
+    Changes by a fit are left out, and so is accelerate's wrapper around the forward pass of a trained model.
+    """
     if (plan := getattr(trainer, "snugfit", None)) is not None:
         return plan.job.model.module
     with bare_model(trainer.model):
@@ -62,7 +67,7 @@ def meta_copy(trainer: Any) -> Any:
 
 
 def _first_batch(trainer: Any) -> dict[str, Any]:
-    """The first micro-batch that the trainer's own loader gives, on the host."""
+    """Return the first micro-batch of the trainer's own loader, on the host."""
     if trainer.train_dataset is None:
         raise UsageError("The trainer has no train_dataset, so there is nothing to train on.")
     if count_of(trainer.train_dataset) == 0:

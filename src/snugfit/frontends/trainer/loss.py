@@ -1,14 +1,14 @@
-"""What a micro-batch's loss counts for: its share of what the whole batch's loss is a mean over.
+"""Weight of a micro-batch's loss: its share of the items in the whole batch's mean.
 
-transformers divides a model's loss by the items of the whole batch if the model takes `num_items_in_batch`,
-or so it assumes: any model with `**kwargs` takes it, and many average over their micro-batch all the same.
-Then losses of micro-batches are added up where their mean was meant: n of them give n times the gradient.
-Where a model takes no such number, micro-batches count alike, however much is in them.
+transformers assumes that a model which accepts `num_items_in_batch` divides its loss by the items of the
+whole batch. But any model with `**kwargs` accepts it, and many still average over their micro-batch.
+transformers then sums means instead of averaging them: n micro-batches give n times the gradient. For a model
+that does not accept it, all micro-batches have the same weight, whatever their count of items.
 
-    no code of the user's    the model is asked for its own mean, and that is weighed by the share
-    compute_loss and         the user's code gets `num_items_in_batch`, a tensor that knows whether anything
-    compute_loss_func        was computed with it. If so the loss is taken to be normalised by it; if not,
-                             it is a mean and is weighed
+    no custom loss           the model computes its own mean, which is weighted by the share.
+    compute_loss and         the user's code gets `num_items_in_batch`, a tensor that records its use in
+    compute_loss_func        computations. A loss that used it counts as normalized by it; any other is
+                             a mean and is weighted.
 """
 
 from __future__ import annotations
@@ -33,22 +33,24 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class LossTraits:
-    """What is known of a model's loss; each is None or False before the model was asked."""
+    """Properties of a model's loss; each is None or False before the first test."""
 
     uses_item_count: bool | None = None
-    """Whether the loss depends on `num_items_in_batch`."""
+    """True if the loss depends on `num_items_in_batch`."""
 
     shifts_labels: bool | None = None
-    """Whether the model shifts its labels by one."""
+    """True if the model shifts its labels by one."""
 
     corrected: bool = False
-    """Whether it was said what transformers would do wrong with it."""
+    """True after the warning about transformers' error with this loss."""
 
 
 def share_of(trainer: Any, step: StepState, piece: Mapping[str, Any], index: int) -> float | torch.Tensor:
-    """What a piece of the micro-batch of this index in the step counts for. A batch that is not cut is all
-    that there is: nothing is counted in it, for to read that from a GPU is to wait until it has done the step
-    before."""
+    """Return the weight of a piece of the micro-batch with this index in the step.
+
+    A whole single micro-batch has weight 1 without a count: reading one from a GPU would wait for the
+    previous step.
+    """
     if step.shares is not None:
         return step.shares[index]
     whole = piece is step.batches[index]
@@ -62,7 +64,7 @@ def share_of(trainer: Any, step: StepState, piece: Mapping[str, Any], index: int
 
 
 def _counting(trainer: Any) -> dict[str, Any]:
-    """How items are counted in this trainer's batches."""
+    """Return the arguments of `items_in` for this trainer's batches."""
     traits: LossTraits = trainer.snugfit.loss
     if traits.shifts_labels is None:
         model = trainer.accelerator.unwrap_model(trainer.model)
@@ -71,21 +73,24 @@ def _counting(trainer: Any) -> dict[str, Any]:
 
 
 def weigh_among_all(trainer: Any, step: StepState, ranks: Ranks) -> None:
-    """When a step begins in one of several processes: its micro-batches are weighed among those of all."""
+    """Weight the micro-batches among those of all processes, at the start of a step in several processes."""
     if ranks.are_many:
         step.shares = shares_of_all(step.batches, trainer.args.device, ranks, **_counting(trainer))
 
 
 def is_users_own(trainer: Any) -> bool:
-    """Whether the loss comes from the user's own code: a function, or a method of their subclass."""
+    """Return True for a loss of the user's own code: a function, or a method of their subclass."""
     return trainer.compute_loss_func is not None or overrides(trainer, "compute_loss")
 
 
 def weighed_loss(
     trainer: Any, items_of: Callable[[Mapping[str, Any]], float], model: Any, piece: Any, whole: Any
 ) -> Any:
-    """Compute the loss that a piece of a batch on the device adds, outside of a step; None where nothing
-    counts in it. A loss that uses the items of the whole batch is taken as it is, others are weighed."""
+    """Compute the loss that a piece of a batch on the device adds, outside of a step.
+
+    Return None for a piece without counted items. A loss that uses the items of the whole batch is returned
+    unchanged, others are weighted.
+    """
     import torch
 
     items, of_whole = items_of(piece), items_of(whole)
@@ -106,7 +111,7 @@ def _tracked_tensor() -> type[Any]:
     import torch
 
     class TrackedTensor(torch.Tensor):
-        """A number that records when something is computed with it; the results are plain tensors."""
+        """A number that records its use in computations; their results are plain tensors."""
 
         used: list[bool]
 
@@ -124,15 +129,17 @@ def _tracked_tensor() -> type[Any]:
 
 
 def track_use(items: torch.Tensor) -> Any:
-    """The same number, (); its `used` is empty until something is computed with it."""
+    """Return the same number, (); its `used` is empty until something is computed with it."""
     tracked = items.detach().as_subclass(_tracked_tensor())
     tracked.used = []
     return tracked
 
 
 def depends_on_item_count(trainer: Any, model: Any, inputs: Mapping[str, Any], items: Any) -> bool:
-    """Whether this model's loss depends on `num_items_in_batch`. Runs it once without gradients; random
-    generators and buffers are afterwards what they were."""
+    """Return True if this model's loss depends on `num_items_in_batch`.
+
+    One forward pass without gradients tests it; random generators and buffers are restored.
+    """
     import torch
 
     tracked = track_use(torch.as_tensor(items))
@@ -148,11 +155,13 @@ def depends_on_item_count(trainer: Any, model: Any, inputs: Mapping[str, Any], i
 def problem_of_model_loss(
     trainer: Any, step: StepState, model: Any, inputs: Mapping[str, Any], items: Any
 ) -> str:
-    """What transformers would do wrong with this model's loss and is corrected, in words; or nothing. The
-    model is asked once. A share makes nothing right where the loss is no mean over what is counted."""
+    """Describe transformers' corrected error with this model's loss, or return an empty text.
+
+    The model is tested once. A share corrects nothing for a loss that is not a mean over the counted items.
+    """
     traits, job = trainer.snugfit.loss, trainer.snugfit.job
     if trainer.label_smoother is not None or job.mixes_samples or job.unclear_cut:
-        return ""  # it divides by num_items_in_batch itself, or a warning says that
+        return ""  # it divides by num_items_in_batch itself, or another warning covers this
     per_micro_batch = not trainer.model_accepts_loss_kwargs or items is None
     if not per_micro_batch and traits.uses_item_count is None:
         traits.uses_item_count = depends_on_item_count(trainer, model, inputs, items)
@@ -165,7 +174,7 @@ def problem_of_model_loss(
 
 
 def problem_of_users_loss(trainer: Any, step: StepState, items: Any) -> str:
-    """The same for a loss of the user's own, which did not use the number that it was given."""
+    """Describe the same error for the user's own loss, which did not use `num_items_in_batch`."""
     if trainer.snugfit.job.mixes_samples or trainer.snugfit.job.unclear_cut:
         return ""
     who = "compute_loss_func" if trainer.compute_loss_func is not None else "compute_loss"

@@ -1,10 +1,10 @@
-"""When memory runs out in a fitted trainer's step, the same step is taken again with less.
+"""Repeat a fitted trainer's step under a smaller recipe when memory runs out.
 
-What follows is planned as for any run (`next_recipe.py`), as far as a live model can follow: layers that are
-recomputed from here on, and micro-batches that are cut finer. The loader goes on as it was; each micro-batch
-that it brings is cut here. So the global batch is kept, no sample is lost or seen twice, and the step that
-broke is taken again from its beginning: its partial gradients are dropped and the random generators put back.
-An update that breaks has changed weights and is not taken again.
+The next recipe is planned as for any run (`next_recipe.py`), within the limits of a live model. It may
+recompute layers from now on, and split micro-batches finer. The loader is unchanged, and each of its
+micro-batches is split here. So the global batch stays, and no sample is lost or repeated. The failed step is
+repeated from its beginning: its partial gradients are dropped and the random generators restored. A failed
+update has changed weights and is not repeated.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ NOT_BY_SEVERAL = "With several GPUs a run does not continue by itself under anot
 
 
 def retry_step(trainer: Any, run: FitRun, cause: str, message: str) -> None:
-    """After memory ran out in the forward or the backward pass: the step's beginning again, under the next
-    recipe. Raises `OutOfMemory` when there is none, and in one of several processes: the others wait for what
-    this one was to exchange."""
+    """Restart the step under the next recipe, after memory ran out in the forward or the backward pass.
+
+    Raises `OutOfMemory` without a next recipe, and in one of several processes: the others wait for its
+    exchanges.
+    """
     if run.ranks.are_many:
         exhausted = Exhausted(cause=cause, phase="gradients", message=message)
         text = f"It was rank {run.ranks.rank}. {NOT_BY_SEVERAL} {WHAT_TO_TRY}"
@@ -43,8 +45,7 @@ def retry_step(trainer: Any, run: FitRun, cause: str, message: str) -> None:
 
 
 def go_on_with_less(trainer: Any, run: FitRun) -> None:
-    """At a boundary, when memory is so short that steps crawl: the next step under the next recipe, if there
-    is one."""
+    """Switch to the next recipe, if any, after a step in which memory was so tight that steps slowed down."""
     number, exhausted = trainer.state.global_step + 1, short_of_memory()
     what = (
         f"Memory is too tight ({exhausted.cause} in several steps in a row). From step {number} the recipe is"
@@ -53,7 +54,7 @@ def go_on_with_less(trainer: Any, run: FitRun) -> None:
 
 
 def _go_on(trainer: Any, run: FitRun, exhausted: Exhausted, number: int, what: str) -> None:
-    """Step `number` and those after it under the next recipe."""
+    """Switch to the next recipe from step `number` on."""
     plan: FitPlan = trainer.snugfit
     release_unused_memory(trainer.args.device)
     chosen = run.recovery.next_recipe(exhausted, plan.recipe, number - 1)
@@ -68,7 +69,7 @@ def _go_on(trainer: Any, run: FitRun, exhausted: Exhausted, number: int, what: s
 
 
 def update_broke(trainer: Any, cause: str, error: BaseException) -> OutOfMemory:
-    """The error of memory that ran out where a step cannot be taken again."""
+    """Return the error for memory that ran out in a step that cannot be repeated."""
     plan: FitPlan = trainer.snugfit
     smaller = cut_smaller(plan.job, plan.recipe)
     cure = f" Resume with a recipe that needs less, such as '{smaller}'." if smaller else ""

@@ -1,10 +1,9 @@
-"""A plan for a live trainer: what it asks for today, and what may be changed of it.
+"""Plan for a live trainer: its current recipe, and the slots that may change.
 
-What the user has chosen and the plan has no business with stays: attention, engine, loader, allocator and
-adapters; and every slot whose choice is less exact than `fidelity` (a bf16 autocast under `same`, an SGD): it
-is the user's mathematics. What is left is searched: layers that are recomputed, the cut of the batch, the
-kernels of an optimizer that was named (one that nobody named stays the Trainer's default); and under `rounds`
-the precision of those who train in fp32.
+Some of the user's choices stay: attention, engine, loader, allocator and adapters. Choices that are less
+exact than `fidelity` (a bf16 autocast under `same`, an SGD) stay too, as the user's mathematics. The rest is
+searched: recomputed layers, the split of the batch, and the kernels of a named optimizer. An optimizer
+without a name stays the Trainer's default. Under `rounds` the precision of fp32 training is searched too.
 """
 
 from __future__ import annotations
@@ -37,32 +36,35 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 KEPT = (Slot.ADAPTERS, Slot.ATTENTION, Slot.ENGINE, Slot.ALLOCATOR, Slot.LOADING)
-"""Slots that no plan for a live trainer changes: its model has its adapters and its attention, the process
-has allocated, and whether the user's dataset bears workers, or gives batches of one length, for which layers
-are compiled once, is not known."""
+"""Slots that no plan for a live trainer changes.
+
+The model has its adapters and its attention, and the process has already allocated. It is unknown if the
+user's dataset supports workers. It is also unknown if it yields batches of one length, for which layers are
+compiled once.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """What a trainer is to train under."""
+    """The recipe of a trainer, and the slots that stay the user's."""
 
     recipe: Recipe
-    """As far as a recipe can say it."""
+    """The recipe, as far as the notation can express the settings."""
 
     user_slots: frozenset[Slot] = frozenset()
-    """Slots that stay as the user has them, whether the recipe can say it or not."""
+    """Slots that stay under the user's control, even without notation in the recipe."""
 
     default_optimizer: bool = False
-    """Whether the optimizer is the one that `TrainingArguments` have where none is named."""
+    """True for the default optimizer of `TrainingArguments`, without a name given."""
 
     says: str = ""
-    """Why, in a line."""
+    """The reason, in one line."""
 
 
 def choose(
     trainer: Any, job: Job, recipe: Recipe | str | None, gpu: str | None, fidelity: Fidelity | str
 ) -> Chosen:
-    """The recipe that was named, or a plan's for this GPU or the one here, or the trainer's own."""
+    """Return the named recipe, or a plan's for this GPU or the one here, or the trainer's own."""
     import torch
 
     if recipe is not None:
@@ -85,11 +87,11 @@ def choose(
 
 
 def _own_of_several(own: Chosen, processes: int, gpu: str | None) -> Chosen:
-    """In several processes a trainer's own settings stay. Raises `UsageError` where a plan was asked for."""
+    """Keep a trainer's own settings in several processes. Raises `UsageError` for a requested plan."""
     where = f"snugfit plan --gpus {processes} finds a recipe that fit can be given"
     if gpu is not None:
         raise UsageError(f"fit does not plan for {processes} processes. Leave gpu out; {where}.")
-    recipe = own.recipe.with_(roster.plain(Slot.SHARDING))  # it is the Trainer's own, whichever
+    recipe = own.recipe.with_(roster.plain(Slot.SHARDING))  # the Trainer's own stays, whichever it is
     says = f"{where}. The trainer keeps its own settings, '{recipe}'"
     return Chosen(recipe=recipe, user_slots=frozenset(Slot), says=says)
 
@@ -102,8 +104,7 @@ def compared_job(
     pieces: int = 1,
     again: bool = False,
 ) -> Job:
-    """Return the job, with the result of comparing this trainer's own loss in so many pieces
-    (`cut_loss.py`)."""
+    """Return the job, with the result of comparing this trainer's own loss in `pieces` (`cut_loss.py`)."""
     loss_of = partial(weighed_loss, trainer, counted_by(job, trainer.model))
     autocast = trainer.accelerator.autocast
     with unchanged_attributes(trainer), bare_model(trainer.model):
@@ -113,7 +114,7 @@ def compared_job(
 
 
 def recipe_of(trainer: Any) -> Chosen:
-    """What the trainer asks for today."""
+    """Return the trainer's current settings as a recipe."""
     by_slot = {read.slot: read.technique for read in read_slots(arguments_of(trainer))}
     techniques = tuple(by_slot[slot] or roster.plain(slot) for slot in Slot)
     unsaid = frozenset(slot for slot, technique in by_slot.items() if technique is None)
@@ -124,7 +125,8 @@ def recipe_of(trainer: Any) -> Chosen:
 
 
 def _plan_from(own: Chosen, job: Job, gpu: str, fidelity: Fidelity) -> Chosen:
-    """The fastest recipe that fits, with what stays. Raises `NothingFits`, with the nearest miss."""
+    """Return the fastest recipe that fits, with the fixed slots. Raises `NothingFits`, with the nearest
+    miss."""
     from snugfit.planning.search.search import plan
 
     degrees = list(Fidelity)
@@ -133,7 +135,7 @@ def _plan_from(own: Chosen, job: Job, gpu: str, fidelity: Fidelity) -> Chosen:
     default = {Slot.OPTIMIZER} if own.default_optimizer else set()
     whole = (
         {Slot.BATCHING} if mixing_of(job).reason or job.unclear_cut else set()
-    )  # as the user cuts it, or does not
+    )  # the user's batching stays where a split is wrong or unclear
     unchanged = frozenset({*KEPT, *own.user_slots, *less_exact, *whole, *default})
     keep = {slot: own.recipe[slot] for slot in unchanged}
     best = plan(job, gpu=gpu, fidelity=fidelity, keep=keep, front_end="fit")
@@ -150,7 +152,7 @@ def _plan_from(own: Chosen, job: Job, gpu: str, fidelity: Fidelity) -> Chosen:
 
 
 def arguments_of(trainer: Any) -> dict[str, Any]:
-    """The trainer's arguments and its model, by the names that techniques know (`counterpart.py`)."""
+    """Return the trainer's arguments and model, by the names of the techniques (`counterpart.py`)."""
     args, model = trainer.args, trainer.model
     name = next(name for name in NAMES if hasattr(args, name))
     recomputed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())

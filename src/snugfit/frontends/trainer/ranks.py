@@ -1,21 +1,21 @@
-"""A trainer that is one of several processes: what `fit` takes there, and what they tell each other.
+"""A trainer in one of several processes: the supported settings, and the exchanges between the processes.
 
-torchrun, or `accelerate launch`, starts the user's script in each of them, and the Trainer puts its model
-into DDP by itself, or, where it is told so, spreads it by FSDP2 (`sharded.py`). So each process trains on its
-part of the batch: `per_device_train_batch_size` times `gradient_accumulation_steps`, of each. The recipe says
-what one process does; how they are several it may say too (`ddp`, `fsdp`), and need not.
+torchrun, or `accelerate launch`, starts the user's script in each process. The Trainer itself wraps its model
+in DDP, or, if configured, shards it by FSDP2 (`sharded.py`). Each process trains on its part of the batch:
+`per_device_train_batch_size` times `gradient_accumulation_steps`. The recipe describes one process. It may
+also name the kind of sharding (`ddp`, `fsdp`), but need not.
 
-    before the forward pass    how many items count in each one's micro-batches, on the device: a micro-batch
-                               is weighed by its share of all of them, times the processes, so that the
-                               average of gradients that DDP and FSDP2 take is the gradient of the mean over
-                               the global batch. (transformers multiplies a loss that is a mean, such as a
-                               classifier's, by the processes)
-    before the update          losses and tokens, on the host: all stop at one that is no number
-    at a boundary              signals, and wishes for a checkpoint, on the host: all do what one has heard
-    in a checkpoint            random generators and places in the data of all, which the first writes
+    before the forward pass    counts of items in each process's micro-batches, on the device. A micro-batch
+                               is weighted by its share of all of them, times the processes. DDP's and
+                               FSDP2's average of gradients is then the gradient of the mean over the global
+                               batch. transformers multiplies a loss that is a mean, such as a classifier's,
+                               by the processes.
+    before the update          losses and tokens, on the host. All stop at a NaN or infinite one.
+    after a step               signals, and requests for a checkpoint, on the host. All react to each one.
+    in a checkpoint            random generators and positions in the data of all. The first writes them.
 
-What one process cannot do without the others waiting for it is not done: to take a step again with less
-memory, or to abandon an evaluation when a signal comes.
+Actions of one process for which the others would wait are not supported. Such actions are repeating a step
+with less memory, and abandoning an evaluation after a signal.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ if TYPE_CHECKING:
 HOW = "In several processes fit trains by the Trainer's own DDP or FSDP2"
 
 TO_SHARD = "TrainingArguments(fsdp=True, fsdp_config={'version': 2, 'reshard_after_forward': True})"
-"""What tells a Trainer of FSDP2."""
+"""Arguments that configure a Trainer for FSDP2."""
 
 
 def processes_of(trainer: Any) -> int:
-    """How many processes train this trainer's model."""
+    """Return the number of processes that train this trainer's model."""
     return int(trainer.args.world_size)
 
 
 def refuse_what_processes_cannot(trainer: Any) -> None:
-    """Raises `UsageError` for what a trainer that is one of several processes cannot be fitted with."""
+    """Raise `UsageError` for settings that `fit` does not support in one of several processes."""
     from accelerate.utils import DistributedType
     from torch.utils.data import IterableDataset
 
@@ -88,9 +88,11 @@ def refuse_what_processes_cannot(trainer: Any) -> None:
 
 
 def recipe_in_each(recipe: Recipe, processes: int, parallel: ParallelWish | None = None) -> Recipe:
-    """What each of so many processes does, without what says that they are several; `parallel` is what the
-    Trainer was told of that, without a word DDP. Raises `RecipeError` for what they cannot do together, and
-    where the recipe says otherwise."""
+    """Return the recipe of each process, without its sharding.
+
+    `parallel` is the Trainer's own configuration, by default DDP. Raises `RecipeError` for a combination that
+    the processes do not support, and for a recipe that contradicts the configuration.
+    """
     parallel = parallel or ParallelWish()
     setup = recipe.setup()
     wish, sharding = setup.parallel, recipe[Slot.SHARDING]
@@ -113,10 +115,10 @@ def recipe_in_each(recipe: Recipe, processes: int, parallel: ParallelWish | None
 
 
 def _disagreement(sharding: object, parallel: ParallelWish, wish: ParallelWish | None) -> str:
-    """The error of a recipe that shares the work otherwise than the Trainer was told."""
+    """Return the error for a recipe whose sharding contradicts the Trainer's configuration."""
     if parallel.weights != "sharded":
         shards = wish is not None and wish.weights == "sharded"
-        more = f" For fsdp tell the Trainer too: {TO_SHARD}." if shards else ""
+        more = f" For fsdp configure the Trainer too: {TO_SHARD}." if shards else ""
         return (
             f"{sharding} cannot be given to this trainer: it trains by the Trainer's own DDP, where each "
             f"process has all of the model. Write 'ddp' in its place, or leave it out.{more} snugfit train "
@@ -125,14 +127,14 @@ def _disagreement(sharding: object, parallel: ParallelWish, wish: ParallelWish |
     reshards = parallel.reshard == "layers"
     own = "fsdp" if reshards else f"fsdp(reshard={parallel.reshard})"
     return (
-        f"The recipe says '{sharding}', but the Trainer's FSDP2 has reshard_after_forward={reshards}, which "
+        f"The recipe has '{sharding}', but the Trainer's FSDP2 has reshard_after_forward={reshards}, which "
         f"is '{own}'. Write '{own}' in its place, leave it out, or change the Trainer's fsdp and fsdp_config."
     )
 
 
 @contextlib.contextmanager
 def ranks_of(trainer: Any) -> Iterator[Ranks]:
-    """This process among those that train the trainer's model."""
+    """Yield this process among those that train the trainer's model."""
     if processes_of(trainer) == 1:
         yield ALONE
         return
@@ -141,8 +143,10 @@ def ranks_of(trainer: Any) -> Iterator[Ranks]:
 
 
 def shares_of_all(batches: Sequence[Any], device: torch.device, ranks: Ranks, **counting: Any) -> Any:
-    """What each of this process's micro-batches counts for among those of all processes, (n,) on the device,
-    times the processes. Nobody waits for the device."""
+    """Return the weights of this process's micro-batches among those of all, times the processes, (n,).
+
+    They stay on the device, without synchronization.
+    """
     import torch
     import torch.distributed as dist
 
@@ -157,9 +161,12 @@ def shares_of_all(batches: Sequence[Any], device: torch.device, ranks: Ranks, **
 
 
 def with_some_item(batch: Mapping[str, Any], share: torch.Tensor) -> Mapping[str, Any]:
-    """The same micro-batch, or, where none of its labels counts and so its share is 0, with labels that do:
-    the mean over nothing is no number, and 0 times that is none either. One process leaves such a micro-batch
-    out; of several all must take it, and none waits to be told."""
+    """Return the micro-batch with at least one counted label.
+
+    A micro-batch without counted labels has share 0, and gets a label. The mean over nothing is NaN, and 0
+    times NaN is NaN. A single process skips such a micro-batch. Several processes must all take it, and none
+    waits for the counts.
+    """
     import torch
 
     changed: dict[str, Any] = {}

@@ -1,8 +1,8 @@
-"""A Setup's wishes, done to a live trainer by the one applier (`step/applier.py`).
+"""Apply the settings of a Setup to a live trainer by the one applier (`step/applier.py`).
 
-What `TrainingArguments` have a word for is written there; what is done to a model is done to the trainer's;
-what stands around a step or a run is read by the subclass that the trainer becomes (`trainer_class.py`).
-Everything that can be refused is refused before anything is changed.
+Settings with a counterpart in `TrainingArguments` are written there, and changes of a model are applied to
+the trainer's. The subclass that the trainer becomes (`trainer_class.py`) reads the settings around a step or
+a run. All refusals precede the first change.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ _REFUSED_OPTIMIZERS = {
         "adamw_torch_8bit",
     ): "has objects in its state, which checkpoints cannot contain, so the run could not be resumed",
 }
-"""By parts of their names (transformers' `OptimizerNames`), why no run is begun with these: those that update
-in gradient hooks, and those whose states are projectors or torchao's own tensors."""
+"""Parts of names in transformers' `OptimizerNames`, with the reason for refusing these optimizers.
+
+They update in gradient hooks, or have states that are projectors or torchao's own tensors.
+"""
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -46,8 +48,10 @@ if TYPE_CHECKING:
 
 
 def refuse_what_cannot_be_fitted(trainer: Any) -> None:
-    """Raises `UsageError` for what is no Trainer, and for one that spreads its model over devices, or trains
-    otherwise than can be kept."""
+    """Raise `UsageError` for an object that `fit` cannot train.
+
+    Refused are other objects than Trainers, models spread over devices, and settings that a run cannot save.
+    """
     import transformers
 
     if not isinstance(trainer, transformers.Trainer):
@@ -75,13 +79,15 @@ def refuse_what_cannot_be_fitted(trainer: Any) -> None:
 
 
 def apply(trainer: Any, job: Job, recipe: Recipe, user_slots: frozenset[Slot] = frozenset()) -> list[str]:
-    """Does what the recipe asks, but for slots that stay as the user has them; gives a line for each argument
-    that is another one now. Raises `RecipeError` for wishes that this trainer cannot be given."""
+    """Apply the recipe, except for the user's slots; return one line for each changed argument.
+
+    Raises `RecipeError` for settings that this trainer does not support.
+    """
     setup, args = recipe.setup(), trainer.args
     recipe.check(job, capability_of(args.device))
     live, brings = live_of(trainer, recipe), brings_optimizer(trainer)
     reasons = [text for slot, text in _objections(trainer, live, brings) if slot not in user_slots]
-    if any(getattr(args, name, False) for name in NAMES):  # also as no recipe can say it
+    if any(getattr(args, name, False) for name in NAMES):  # even if no recipe expresses it
         reasons += dropped_prefix(job) if Slot.CHECKPOINTING in user_slots else ()
     unchanged = user_slots | {Slot.OPTIMIZER} if brings else user_slots
     if Slot.OPTIMIZER in unchanged:
@@ -105,7 +111,7 @@ def apply(trainer: Any, job: Job, recipe: Recipe, user_slots: frozenset[Slot] = 
 
 
 def live_of(trainer: Any, recipe: Recipe) -> LiveTraining:
-    """The trainer's model, as the applier takes it."""
+    """Return the trainer's model in the applier's format."""
     return LiveTraining(
         front_end="fit",
         recipe=recipe,
@@ -116,14 +122,14 @@ def live_of(trainer: Any, recipe: Recipe) -> LiveTraining:
 
 
 def change_recipe(trainer: Any, recipe: Recipe) -> None:
-    """The live model and the micro-batches that are still to come, under this recipe."""
+    """Switch the live model and the remaining micro-batches to this recipe."""
     if recipe[Slot.CHECKPOINTING] != trainer.snugfit.recipe[Slot.CHECKPOINTING]:
         rewrap(trainer, recipe)
     trainer.snugfit = trainer.snugfit.cut_finer(recipe)
 
 
 def rewrap(trainer: Any, recipe: Recipe) -> None:
-    """Wraps the layers of a model that trains as this recipe asks, and changes nothing else."""
+    """Wrap the layers of a model in training as this recipe requires, and change nothing else."""
     live = live_of(trainer, recipe)
     set_arguments(trainer, _own_switch_off(trainer.args))
     change_live(live, recipe.setup(), set(Slot) - {Slot.CHECKPOINTING})
@@ -131,20 +137,22 @@ def rewrap(trainer: Any, recipe: Recipe) -> None:
 
 
 def _own_switch_off(args: Any) -> dict[str, Any]:
-    """The Trainer's own switch, which knows no spans, off: layers are wrapped here, as everywhere."""
+    """Turn the Trainer's own switch off, which has no spans; layers are wrapped here, as in other
+    front-ends."""
     return {name: False for name in NAMES if hasattr(args, name)}
 
 
 def brings_optimizer(trainer: Any) -> bool:
-    """Whether the user brings the optimizer: made already, as a class with its arguments, or by a method."""
+    """Return True if the user provides the optimizer: an instance, a class with its arguments, or a
+    method."""
     written = overrides(trainer, "create_optimizer", "get_optimizer_cls_and_kwargs")
-    # Once train() has run, the optimizer is there because the Trainer made it.
+    # after train(), the optimizer may be the Trainer's own
     is_made = trainer.optimizer is not None and not made_by_accelerate(trainer.optimizer)
     return is_made or trainer.optimizer_cls_and_kwargs is not None or written
 
 
 def _objections(trainer: Any, live: LiveTraining, brings: bool) -> Iterator[tuple[Slot, str]]:
-    """What this trainer brings that a recipe's wish would clash with."""
+    """Yield conflicts of the recipe with this trainer's optimizer and adapters."""
     if not live.is_plain(Slot.OPTIMIZER) and brings:
         optimizer = live.technique(Slot.OPTIMIZER)
         says = "the trainer has its own optimizer. Leave one of them out."
@@ -157,8 +165,10 @@ def _objections(trainer: Any, live: LiveTraining, brings: bool) -> Iterator[tupl
 
 
 def _refuse_users_optimizer(trainer: Any, brings: bool) -> None:
-    """Raises `UsageError` for an optimizer that a run cannot be checked, kept or resumed with, by the name
-    that `TrainingArguments` have for it, or as it was made."""
+    """Raise `UsageError` for an optimizer with which a run cannot be checked, saved or resumed.
+
+    The optimizer is given by its name in `TrainingArguments`, or as an instance.
+    """
     name = _value_of(trainer.args, "optim")
     if trainer.optimizer is not None:
         refuse_optimizer(getattr(trainer.optimizer, "optimizer", trainer.optimizer), keeps=True)
@@ -177,7 +187,7 @@ def refuse_optim_without_package(trainer: Any) -> None:
     The Trainer would look for the package in `train()`, when the data has been read.
     """
     name = _value_of(trainer.args, "optim")
-    is_refused = any(word in name for words in _REFUSED_OPTIMIZERS for word in words)  # in better words
+    is_refused = any(word in name for words in _REFUSED_OPTIMIZERS for word in words)  # by another error
     if brings_optimizer(trainer) or trainer.optimizer is not None or is_refused:
         return
     try:
@@ -196,8 +206,10 @@ def _value_of(args: Any, name: str) -> Any:
 
 
 def optimizer_for(trainer: Any, wish: OptimizerWish) -> Any:
-    """The wished optimizer in the Trainer's two groups, with and without decay, and with those numbers of the
-    user's `TrainingArguments` that it knows."""
+    """Return the recipe's optimizer in the Trainer's two groups, with and without decay.
+
+    It takes the hyperparameters that it supports from the user's `TrainingArguments`.
+    """
     args, model = trainer.args, trainer.model
     groups: list[dict[str, Any]] = [
         {"params": [], **known_numbers(wish, {"weight_decay": decay})} for decay in (args.weight_decay, 0.0)

@@ -1,18 +1,17 @@
-"""A trainer whose weights are spread over its processes: accelerate's FSDP2, as the Trainer is told of it.
+"""A trainer with weights sharded over its processes by accelerate's FSDP2, as configured in the Trainer.
 
-`TrainingArguments(fsdp=True, fsdp_config={"version": 2})` say so, or a file of `accelerate launch`. When
-training begins accelerate has torch spread the model (`fully_shard`): each process holds a part of weights,
-gradients and optimizer states. Gradients are averaged over the processes as by DDP, and micro-batches are
-weighed alike (`ranks.py`). What the recipe may say of it, `fsdp` and its `reshard`, must be what the Trainer
-was told.
+`TrainingArguments(fsdp=True, fsdp_config={"version": 2})` or a file of `accelerate launch` configure it. When
+training starts, accelerate shards the model by torch (`fully_shard`): each process has a part of weights,
+gradients and optimizer states. Gradients are averaged over the processes as in DDP, and micro-batches are
+weighted alike (`ranks.py`). `fsdp` and its `reshard` in the recipe must match the Trainer's configuration.
 
     checkpoint-N/   shards/            each process's parts (`training/checkpoint/shards.py`), as of
-                                       `snugfit train --recipe fsdp`
-                    everything else    by the first, as of any fitted trainer (`checkpoints.py`)
-                    model.safetensors  in the last one of a run, gathered
+                                       `snugfit train --recipe fsdp`.
+                    everything else    by the first, as of any fitted trainer (`checkpoints.py`).
+                    model.safetensors  in the last one of a run, gathered.
 
-Weights that a forward pass has gathered, and no backward pass has dropped again, stand in the place of the
-parts until they are dropped; so they are, before anything is kept or put back.
+A forward pass gathers whole weights, which replace the parts until a backward pass drops them. They are
+dropped before any state is saved or restored.
 """
 
 from __future__ import annotations
@@ -50,20 +49,19 @@ if TYPE_CHECKING:
     from snugfit.training.ranks import Ranks
 
 VERSION = 2
-"""Of FSDP, the one that is taken."""
+"""The supported version of FSDP."""
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
-"""Of those that `TrainingArguments` have a name for, torch's that update parts as they update whole weights
-(`KNOW_SHARDS`)."""
+"""Names in `TrainingArguments` of torch's optimizers that update parts like whole weights (`KNOW_SHARDS`)."""
 
 
 def is_spread(trainer: Any) -> bool:
-    """Whether its processes hold a part of the weights each, once they train."""
+    """Return True if each process has a part of the weights during training."""
     return bool(trainer.is_fsdp_enabled)
 
 
 def parallel_of(trainer: Any) -> ParallelWish:
-    """What the Trainer was told of its processes, as a recipe would wish for it. By itself it takes DDP."""
+    """Return the Trainer's configuration of its processes in a recipe's terms, by default DDP."""
     if not is_spread(trainer):
         return ParallelWish()
     reshard = "layers" if trainer.accelerator.state.fsdp_plugin.reshard_after_forward else "none"
@@ -71,7 +69,7 @@ def parallel_of(trainer: Any) -> ParallelWish:
 
 
 def refuse_what_is_not_sharded(trainer: Any) -> None:
-    """Raises `UsageError` for what a trainer under FSDP cannot be fitted with."""
+    """Raise `UsageError` for unsupported settings of a trainer under FSDP."""
     if not is_spread(trainer):
         return
     plugin, args = trainer.accelerator.state.fsdp_plugin, trainer.args
@@ -112,9 +110,11 @@ def refuse_what_is_not_sharded(trainer: Any) -> None:
 
 
 def refuse_recipe(trainer: Any, setup: Setup, *, optimizer: str | None) -> None:
-    """Raises `UsageError` for a recipe, without its sharding, that weights in parts do not go with. Where the
-    recipe does not say which `optimizer` it is, it is that of `TrainingArguments` by its name there, or, with
-    an empty one, the user's own, which is looked at when it is made."""
+    """Raise `UsageError` for a recipe, without its sharding, that sharded weights do not support.
+
+    `optimizer` is None for the recipe's own, or a name in `TrainingArguments`. An empty name is the user's
+    own, which is checked after its creation.
+    """
     if not is_spread(trainer):
         return
     if setup.scale_gradients:
@@ -128,8 +128,8 @@ def refuse_recipe(trainer: Any, setup: Setup, *, optimizer: str | None) -> None:
 
 
 def refuse_optimizer_of_parts(path: str) -> None:
-    """Raises `UsageError` for an optimizer, by the import path of its class, that is not known to update
-    parts of weights."""
+    """Raise `UsageError` for an optimizer, by its class's import path, without proven updates of sharded
+    weights."""
     if path not in KNOW_SHARDS:
         raise _unknown(path.partition(":")[2])
 
@@ -142,17 +142,20 @@ def _unknown(optimizer: str) -> UsageError:
 
 
 def drop_gathered(trainer: Any) -> None:
-    """Whole weights that a forward pass has left give their place to this process's parts."""
+    """Replace whole weights left by a forward pass with this process's parts."""
     if not is_spread(trainer):
         return
     after_evaluation(Setup(parallel=parallel_of(trainer)), trainer.model)
 
 
-# ---- kept ------------------------------------------------------------------------------------------------
+# ---- saving ----------------------------------------------------------------------------------------------
 
 
 def check_sharded(state: TrainState) -> None:
-    """Before the first step. Raises `UsageError` for an optimizer that is not known to update parts."""
+    """Check the optimizer and the schedule before the first step.
+
+    Raises `UsageError` for an optimizer without proven updates of sharded weights.
+    """
     kind = type(state.optimizer)
     home = "torch.optim" if kind.__module__.startswith("torch.optim.") else kind.__module__
     refuse_optimizer_of_parts(f"{home}:{kind.__name__}")
@@ -170,8 +173,10 @@ def snapshot_of_parts(
     processing: Any,
     is_stopped: bool,
 ) -> ShardedSnapshot:
-    """What this process keeps of a boundary; at the run's end, which is not where a signal has stopped it,
-    the first keeps the whole model too. All processes call it."""
+    """Return this process's parts for a checkpoint; all processes call it.
+
+    At the run's end, unless a signal stopped it, the first process also saves the whole model.
+    """
     drop_gathered(trainer)
     ends = trainer.state.global_step >= trainer.state.max_steps
     ends |= trainer.control.should_training_stop and not is_stopped
@@ -181,12 +186,14 @@ def snapshot_of_parts(
     return taken
 
 
-# ---- put back --------------------------------------------------------------------------------------------
+# ---- restoring -------------------------------------------------------------------------------------------
 
 
 def load_kept_weights(model: torch.nn.Module, folder: Path, ranks: Ranks) -> None:
-    """Puts the weights of a checkpoint, whole or in parts, into a model that stands, whole or in parts.
-    Raises `SnugfitError` when they are another model's. All processes call it."""
+    """Load the weights of a checkpoint into an existing model; both may be whole or sharded.
+
+    Raises `SnugfitError` for another model's weights. All processes call it.
+    """
     if has_shards(folder):
         load_weight_shards(model, folder, ranks)
         load_model_state(model, folder)
@@ -197,7 +204,7 @@ def load_kept_weights(model: torch.nn.Module, folder: Path, ranks: Ranks) -> Non
 
 
 def restore_kept(state: TrainState, folder: Path) -> None:
-    """Makes a run, whose weights are put back already, the one that was kept, whole or in parts."""
+    """Restore a run's whole or sharded state; its weights are already loaded."""
     restore(state, folder)
     if is_sharded(state):
         keep_parts(state.optimizer)

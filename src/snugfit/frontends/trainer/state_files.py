@@ -1,11 +1,11 @@
-"""What a fitted trainer's checkpoint keeps beside weights and optimizer, and how it is put back.
+"""State in a fitted trainer's checkpoint besides weights and optimizer, and its restoration.
 
-    trainer_state.json    the Trainer's own: its log, the best metric, its callbacks
-    fit.json              what the Trainer forgets: losses since its last log, where the run is in its data,
-                          what its last log line says, and what of the step's end is still to come
+    trainer_state.json    the Trainer's own: its log, the best metric, its callbacks.
+    fit.json              missing in the Trainer's: losses since its last log, the position in the data.
+                          Also the content of its last log line, and the pending work of the step's end.
 
-A resumed run makes an evaluation first that was abandoned. What an evaluation changes is therefore noted
-before it: the Trainer's state, its callbacks', and the random generators.
+A resumed run first repeats an abandoned evaluation. The state that an evaluation changes is therefore
+recorded before it: the Trainer's, its callbacks', and the random generators.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ EXTRA_STATE = "fit.json"
 TRAINER_STATE = "trainer_state.json"
 
 OF_OTHERS = "others"
-"""In it: what the processes after the first have of their own, by rank."""
+"""Key in it for the own state of the processes after the first, by rank."""
 
 
 @final
 class StateFiles:
-    """Writes and reads them, for one call of `train()`."""
+    """Writes and reads these files for one call of `train()`."""
 
     def __init__(self, trainer: Any, data: DataPosition, ranks: Ranks = ALONE) -> None:
         self._trainer, self._data, self._ranks = trainer, data, ranks
@@ -48,20 +48,22 @@ class StateFiles:
         self._generators: dict[str, Any] | None = None
         self._restored = False
         self.folder: Path | None = None
-        """The checkpoint that is resumed."""
+        """The resumed checkpoint; None without one."""
         self.last_figures: StepEnd | None = None
-        """What the last log line says of the step before it."""
+        """Figures of the last log line about the step before it."""
 
     @property
     def _device(self) -> torch.device:
         device: torch.device = self._trainer.args.device
         return device
 
-    # ---- kept --------------------------------------------------------------------------------------------
+    # ---- saving ------------------------------------------------------------------------------------------
 
     def files(self, *, is_stopped: bool) -> dict[str, str]:
-        """Their texts by their names, for a run that goes on or `is_stopped` by a signal. All processes ask
-        for them, and the first gets them."""
+        """Return their texts by name, for a run that continues or `is_stopped` by a signal.
+
+        All processes call it, and the first gets the state of all.
+        """
         trainer = self._trainer
         norm, learning_rate = self.last_figures or (None, None)
         ends = trainer.control.should_training_stop and trainer.state.global_step < trainer.state.max_steps
@@ -83,22 +85,22 @@ class StateFiles:
         return json.dumps(asdict(self._trainer.state), indent=2, sort_keys=True) + "\n"
 
     def note_before_evaluation(self) -> None:
-        """Notes what an evaluation changes."""
+        """Record the state that an evaluation changes."""
         self._trainer.store_flos()
         self._before_evaluation = self._state_text(), all_rng_states(self._device)
 
     def rewind_evaluation(self) -> None:
-        """The evaluation that was noted before is abandoned: the next checkpoint is one of before it."""
+        """Abandon the recorded evaluation; the next checkpoint contains the state before it."""
         assert self._before_evaluation is not None
         self._rewound, generators = self._before_evaluation
         restore_all_rng_states(generators, self._device)
         self._abandoned = {"save": bool(self._trainer.control.should_save)}
 
-    # ---- resumed -----------------------------------------------------------------------------------------
+    # ---- resuming ----------------------------------------------------------------------------------------
 
     @cached_property
     def _extra_state(self) -> dict[str, Any]:
-        """What the Trainer's own state does not hold."""
+        """State that the Trainer's own lacks."""
         if self.folder is None:
             return {}
         rows = self._trainer.args.per_device_train_batch_size
@@ -106,18 +108,18 @@ class StateFiles:
             extra: dict[str, Any] = json.loads((self.folder / EXTRA_STATE).read_text(encoding="utf-8"))
             after_first = extra.get(OF_OTHERS, [])
             processes = 1 + len(after_first)
-            if processes != self._ranks.size:  # each goes on from the first's place, with a mean of losses
+            if processes != self._ranks.size:  # all continue from the first's position and the mean loss
                 extra["loss"] = sum(one["loss"] for one in (extra, *after_first)) / processes
             elif self._ranks.rank:
                 extra |= after_first[self._ranks.rank - 1]
             if (extra["data"].get("rows", rows), processes) != (rows, self._ranks.size):
-                extra["data"]["last"] = None  # there are no batches like it any more
+                extra["data"]["last"] = None  # no batch has this size any more
             extra["processes"] = processes
         return extra
 
     @property
     def position(self) -> tuple[int, int] | None:
-        """The epoch that is resumed and the batches of it that were seen, where a checkpoint says so."""
+        """The resumed epoch and the number of its trained batches; None if the checkpoint lacks them."""
         if self.folder is None:
             return None
         extra, rows = self._extra_state, self._trainer.args.per_device_train_batch_size
@@ -125,26 +127,28 @@ class StateFiles:
 
     @property
     def unevaluated(self) -> dict[str, Any] | None:
-        """What the resumed step's end has left out, where its evaluation was abandoned."""
+        """Pending work of the resumed step's end after an abandoned evaluation; None without one."""
         pending: dict[str, Any] | None = self._extra_state.get("unevaluated")
         return pending
 
     @property
     def ends(self) -> bool:
-        """Whether the run that is resumed had ended there before its last step, as a callback asked."""
+        """True if a callback had ended the resumed run there before its last step."""
         return bool(self._extra_state.get("ends"))
 
     @contextlib.contextmanager
     def train_begin_freezes_nothing(self) -> Iterator[None]:
-        """Within it callbacks that freeze weights when training begins do so in no resumed run: it has begun
-        long ago, and others may train since."""
+        """Undo changes of frozen weights by callbacks at the start of a resumed run's training.
+
+        That run started long ago, and the set of trained weights may have changed since.
+        """
         from transformers import TrainerCallback
 
         state = self
 
         class RestoreFrozen(TrainerCallback):  # type: ignore[misc]
             def on_train_begin(self, *arguments: Any, **keywords: Any) -> None:
-                """Comes after the callbacks of the user's."""
+                """Restore the frozen weights after the user's callbacks."""
                 if state.folder is not None:
                     restore_frozen(state._trainer.model, state.folder)
 
@@ -156,38 +160,40 @@ class StateFiles:
             self._trainer.remove_callback(callback)
 
     def restore(self) -> dict[str, Any] | None:
-        """When the first epoch after a resume begins: puts back what the Trainer does not, and gives where
-        its data was. None in any other epoch."""
+        """Restore the state that the Trainer does not, at the start of the first epoch after a resume.
+
+        Return the position in the data; None in any other epoch.
+        """
         if self.folder is None or self._restored:
             return None
         self._restored = True
         self.last_figures = StepEnd(*self._extra_state.get("figures") or (None, None))
         restore_logged_losses(self._trainer, self._extra_state)
         self._restore_rng(self.folder)
-        if self.position is None or self.position[1]:  # an epoch that begins may freeze and unfreeze
+        if self.position is None or self.position[1]:  # a starting epoch may freeze and unfreeze
             restore_frozen(self._trainer.model, self.folder)
         data: dict[str, Any] = self._extra_state["data"]
         return data
 
     def note_generators(self) -> None:
-        """From here on a resumed run draws what follows, and not what the checkpoint says."""
+        """Record the generators for the draws of a resumed run, in place of those in the checkpoint."""
         self._generators = all_rng_states(self._device)
 
     def restore_generators(self, folder: Path) -> None:
-        """Those that the model draws from, as a resumed run goes on with them."""
+        """Restore the model's generators for a resumed run."""
         if self._generators is None:
             self._restore_rng(folder)
         else:
             restore_all_rng_states(self._generators, self._device)
 
     def _restore_rng(self, folder: Path) -> None:
-        """This process's, where there was such a process."""
+        """Restore this process's generators, if the checkpoint has any for it."""
         if self._ranks.rank < self._extra_state.get("processes", self._ranks.size):
             restore_rng(folder, self._device, self._ranks.rank)
 
 
 def check_trainer_state(folder: Path) -> None:
-    """Reads the Trainer's own state before the Trainer does. Raises `SnugfitError` where it is none."""
+    """Read the Trainer's own state before the Trainer does. Raises `SnugfitError` for an invalid one."""
     from transformers import TrainerState
 
     with as_written(folder):
@@ -195,7 +201,7 @@ def check_trainer_state(folder: Path) -> None:
 
 
 def _note_callbacks(trainer: Any) -> None:
-    """The state of callbacks that have one, into the Trainer's own, as the Trainer does it."""
+    """Store the state of stateful callbacks in the Trainer's own, as the Trainer does."""
     from transformers.trainer_callback import ExportableState
 
     states: dict[str, list[Any]] = {}

@@ -1,4 +1,4 @@
-"""Where a fitted trainer is in its optimizer step. `FittedTrainer` owns it and makes one for each step."""
+"""State of a fitted trainer's optimizer step. `FittedTrainer` owns it and creates one for each step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class StepFigures(NamedTuple):
-    """What one step came to, read from the device before its update."""
+    """Figures of one step, read from the device before its update."""
 
     loss: float
     norm: float
@@ -22,37 +22,37 @@ class StepState:
     """One optimizer step, from its micro-batches to its figures."""
 
     batches: list[Any] = field(default_factory=list)
-    """The step's micro-batches, as the loader gives them."""
+    """The step's micro-batches, as the loader yields them."""
 
     micro_batch_index: int = 0
-    """How many of them were begun."""
+    """Number of started micro-batches."""
 
     item_counts: list[int] = field(default_factory=list)
-    """Items of each of them, once they were counted."""
+    """Number of items in each micro-batch, once counted."""
 
     shares: torch.Tensor | None = None
-    """What each micro-batch counts for, (n,) on the device, where several processes have one batch."""
+    """Weights of the micro-batches, (n,) on the device, when several processes share one batch."""
 
     share: float | torch.Tensor | None = None
-    """Of the batch's items, those of the micro-batch that is being trained; None in an evaluation."""
+    """Weight of the current micro-batch among the batch's items; None in an evaluation."""
 
     loss_sum: torch.Tensor | None = None
-    """The weighed losses of the micro-batches so far, () on the device."""
+    """The weighted losses of the micro-batches so far, () on the device."""
 
     pending_micro_batches: int = 0
-    """Micro-batches of the step that has begun and not come to its update; 0 where there is none."""
+    """Micro-batches of a started step without an update so far; 0 without such a step."""
 
     rng_at_step_start: tuple[torch.Tensor, ...] = ()
-    """States of the generators of a forward pass when the step began."""
+    """States of the generators of a forward pass at the start of the step."""
 
     logged_loss_at_start: torch.Tensor | None = None
-    """What the Trainer's losses since its last log came to when the step began, () on the device."""
+    """The Trainer's losses since its last log at the start of the step, () on the device."""
 
     figures: StepFigures | None = None
-    """What the step came to; None before its last micro-batch is done."""
+    """Figures of the step; None before the end of its last micro-batch."""
 
     def following(self, batches: list[Any]) -> StepState:
-        """The next step. What this one leaves without an update is known to it."""
+        """Return the next step, with the count of this one's micro-batches that got no update."""
         return StepState(
             batches=batches,
             pending_micro_batches=self.pending_micro_batches,

@@ -1,8 +1,8 @@
-"""When a fitted trainer's steps begin and end, and how long each has waited for data.
+"""Start and end of a fitted trainer's steps, and their waits for data.
 
-A step begins when its micro-batches are asked for and ends at its boundary, before the Trainer logs,
-evaluates and saves. Most of them are made in the step before (`data.py`), which has waited for data when the
-device had nothing left to do when they came.
+A step starts when its micro-batches are requested and ends before the Trainer logs, evaluates and saves. Most
+micro-batches are created in the previous step (`data.py`). That step has waited for data if the device had no
+work left when they arrived.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 
 def logger_for(trainer: Any, journal: Journal) -> StepLogger:
-    """The journal's lines of one call of `train()`. What DDP or FSDP2 take of a user's own model is not
-    predicted."""
+    """Return the logger of one call of `train()`; DDP or FSDP2 with a user's own model is not predicted."""
     device = trainer.args.device
     unknown = brings_optimizer(trainer) or trainer.args.world_size > 1
     predict = predict_nothing if unknown else run_predictor(device)
@@ -51,7 +50,7 @@ def logger_for(trainer: Any, journal: Journal) -> StepLogger:
 
 @final
 class StepTimer:
-    """Times one step after the other, in seconds."""
+    """Times successive steps, in seconds."""
 
     def __init__(self, device: torch.device, processes: int = 1) -> None:
         import torch
@@ -60,34 +59,36 @@ class StepTimer:
         self._began = self._stalled = 0.0
         self._samples, self._processes = 0, processes
         self.tokens: torch.Tensor | int = 0
-        """Tokens of the step, and where they lie: they are read when its loss is (`finite_check.py`)."""
+        """Number of tokens of the step, on the batch's device; read together with its loss
+        (`finite_check.py`)."""
         self._unwritten = False
 
     def begin(self) -> None:
-        """Starts the clock of a step, when its micro-batches are asked for."""
+        """Start the clock of a step, when its micro-batches are requested."""
         self._began, self._stalled = time.perf_counter(), 0.0
 
     def record_launched(self) -> None:
-        """All that a step computes before its update has been launched."""
+        """Record that all of a step's computations before its update are launched."""
         if self._launched is not None:
             self._launched.record()
 
     @contextlib.contextmanager
     def fetching(self) -> Iterator[None]:
-        """Within it micro-batches are made."""
+        """Time the creation of micro-batches within the context."""
         began = time.perf_counter()
         yield
         if self._launched is None or self._launched.query():
             self._stalled += time.perf_counter() - began
 
     def count(self, batches: list[Any], dims: BatchDims | None) -> None:
-        """These are the micro-batches of the step, with the named dimensions of their samples."""
+        """Count the samples and tokens of the step's micro-batches, with the named dimensions of their
+        samples."""
         self._samples = self._processes * sum(samples_in(batch, dims) for batch in batches)
         self.tokens = sum(token_count(batch) for batch in batches)
         self._unwritten = bool(batches)
 
     def write(self, trainer: Any, logger: StepLogger, step: StepState, learning_rate: float | None) -> bool:
-        """At a boundary: writes the line of the step that ends there; False where there is none."""
+        """Write the line of the step that just ended; return False without one."""
         if not self._unwritten or step.figures is None or step.pending_micro_batches:
             return False
         self._unwritten = False

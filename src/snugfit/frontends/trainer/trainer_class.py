@@ -1,8 +1,8 @@
-"""The one class between a trainer and its own: it reads what `TrainingArguments` have no word for.
+"""The class between a trainer and its own class: it reads settings that `TrainingArguments` lack.
 
-`fitted_class(type(trainer))` is a class of the same name whose methods come first, then the user's own
-subclass's, then transformers'. Each does a little and calls what it stands before. What transformers keeps
-private comes by the plain names of `TrainerHooks`.
+`fitted_class(type(trainer))` is a class of the same name. Its methods come first, then the user's subclass's,
+then transformers'. Each does a little and calls the next one. `TrainerHooks` gives plain names to
+transformers' private methods.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from snugfit.training.run.trained import FINISHED, STOPPED
 
 
 def fitted_class(own: type[Any]) -> type[Any]:
-    """A subclass of a trainer's class that trains as it was fitted."""
+    """Return a subclass of a trainer's class that trains under its fitted plan."""
     bases = (FittedTrainer, *keeping_bases(own))
     return type(own.__name__, bases, {"__module__": __name__, "__doc__": own.__doc__})
 
 
 class FittedTrainer(TrainerHooks):
-    """What `fit` puts before a trainer's own class."""
+    """Methods that `fit` inserts before those of a trainer's own class."""
 
     snugfit: FitPlan
-    """What it trains under; another one takes its place when memory runs out."""
+    """The fitted plan; another one replaces it when memory runs out."""
 
     snugfit_run: FitRun | None
-    """The `train()` that is going on."""
+    """The running `train()`; None outside."""
 
     optimizer: Any
 
@@ -66,7 +66,7 @@ class FittedTrainer(TrainerHooks):
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **keywords: Any
     ) -> Any:
-        """The trainer's own, under the recipe, in a folder that is this run's alone."""
+        """Run the trainer's own `train()` under the recipe, in a folder locked for this run."""
         setup = self.snugfit.recipe.setup()
         set_process(setup, self.args.device)
         with (
@@ -94,7 +94,7 @@ class FittedTrainer(TrainerHooks):
         return done
 
     def create_optimizer(self, *arguments: Any, **keywords: Any) -> Any:
-        """The recipe's, with the user's numbers; or the one they brought."""
+        """Create the recipe's optimizer, with the user's hyperparameters, or return the user's own."""
         plan = self.snugfit
         if self.optimizer is not None or Slot.OPTIMIZER in plan.user_slots or brings_optimizer(self):
             return super().create_optimizer(*arguments, **keywords)
@@ -102,13 +102,13 @@ class FittedTrainer(TrainerHooks):
         return self.optimizer
 
     def get_eval_dataloader(self, *arguments: Any, **keywords: Any) -> Any:
-        """The trainer's own, with new workers."""
+        """Return the trainer's own loader, with new workers."""
         loader = super().get_eval_dataloader(*arguments, **keywords)
         renew_workers(loader)
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, *arguments: Any, **keywords: Any) -> Any:
-        """The micro-batches of one step."""
+        """Return the micro-batches of one step."""
         run, get_batch_samples = self._fit_run, super().get_batch_samples
 
         def fetch() -> Any:
@@ -123,8 +123,11 @@ class FittedTrainer(TrainerHooks):
         return samples, items
 
     def training_step(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
-        """One micro-batch, which counts for its share. Where memory runs out, all of the step so far again
-        with less; what is given is then what this adds to the losses that were given before."""
+        """Train one micro-batch, weighted by its share.
+
+        When memory runs out, repeat the step so far under a smaller recipe. The result is then the difference
+        to the losses returned before.
+        """
         run, step = self._fit_run, self._fit_run.step
         if step.micro_batch_index == 0:
             begin_step(self, step)
@@ -149,8 +152,10 @@ class FittedTrainer(TrainerHooks):
         return losses if before is not None or given is None else losses - given
 
     def _losses(self, model: Any, batches: list[Any], *arguments: Any, **keywords: Any) -> Any:
-        """Adds the gradients of these micro-batches, each in its pieces, and gives their weighed losses. One
-        in which nothing counts is left out: the mean over nothing is no number."""
+        """Add the gradients of these micro-batches, each in its pieces; return their weighted losses.
+
+        A micro-batch without counted items is skipped, because the mean over nothing is NaN.
+        """
         import torch
 
         run = self._fit_run
@@ -168,11 +173,11 @@ class FittedTrainer(TrainerHooks):
         return total
 
     def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
-        """In training, the loss weighed by its share; in an evaluation as it is."""
+        """Compute the loss, weighted by its share in training, unchanged in an evaluation."""
         if self.snugfit_run is None or self.snugfit_run.step.share is None:
             return super().compute_loss(model, inputs, *arguments, **keywords)
         step, share, plan = self.snugfit_run.step, self.snugfit_run.step.share, self.snugfit
-        # From here on the model is looked at by its user's code.
+        # from here on the user's code inspects the model
         self.snugfit_run.tree_of(self.model).withdraw()
         items = keywords.pop("num_items_in_batch", None)
         scaled = getattr(self, "loss_is_scaled_for_ga", None)
@@ -193,20 +198,22 @@ class FittedTrainer(TrainerHooks):
         return (loss[0] * share, *loss[1:]) if isinstance(loss, tuple) else loss * share
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """The trainer's own, over parameters that are counted once."""
+        """Return the trainer's own count, with the parameters counted once."""
         if self.snugfit_run is None:
             return int(super().floating_point_ops(inputs))
         with self.snugfit_run.tree_of(self.model).answering("num_parameters"):
             return int(super().floating_point_ops(inputs))
 
     def snugfit_clip(self, go_on: Callable[[], Any]) -> Any:
-        """Over parameters that are listed once."""
+        """Clip the gradients, with the parameters listed once."""
         with self._fit_run.tree_of(self.model).answering("parameters"):
             return go_on()
 
     def snugfit_before_update(self, norm: Any) -> None:
-        """A loss or a gradient that is no number ends the run here. Until the device has them the host makes
-        the next batch."""
+        """Stop the run at a NaN or infinite loss or gradient.
+
+        The host creates the next batch until the device has computed them.
+        """
         run = self._fit_run
         last = self.state.global_step + 1 >= self.state.max_steps
         if not last and not self.accelerator.gradient_state.end_of_dataloader:
@@ -215,14 +222,18 @@ class FittedTrainer(TrainerHooks):
         raise_if_non_finite(self, run, norm)
 
     def snugfit_position(self, epochs: int, batches: int) -> tuple[int, int]:
-        """Where the checkpoint was taken. transformers knows the steps alone, and not how long the epochs of
-        a stream are."""
+        """Return the position of the checkpoint.
+
+        transformers has only the number of steps, and not the length of a stream's epochs.
+        """
         position = None if self.args.ignore_data_skip else self._fit_run.checkpoints.state.position
         return position or (epochs, batches)
 
     def snugfit_epoch_begins(self, loader: Any, epoch: int, skipped: int) -> Any:
-        """A resumed epoch draws its order from the generators that it had. A run that is new begins its
-        checkpoints here, for now it has its optimizer."""
+        """Start an epoch; a resumed one draws its order from its saved generators.
+
+        A new run starts its checkpoints here, since its optimizer now exists.
+        """
         run = self._fit_run
         run.checkpoints.begin(None)
         loader, saved = run.data.watch(loader), run.checkpoints.state.restore()
@@ -233,51 +244,55 @@ class FittedTrainer(TrainerHooks):
         if saved is not None and self._is_at_its_end():
             self._say_nothing_is_left()
             self.control.should_training_stop = True
-            run.data.resume(saved)  # no batch is made again before what an epoch's end brings
+            run.data.resume(saved)  # no batch is created again before the work of an epoch's end
             return ()
         return loader
 
     def _is_at_its_end(self) -> bool:
-        """Whether a run that is resumed has no step left."""
+        """Return True if a resumed run has no step left."""
         ends = self.control.should_training_stop or self._fit_run.checkpoints.state.ends
         return ends or self.state.global_step >= self.state.max_steps
 
     def snugfit_border(self, figures: StepEnd, go_on: Callable[[StepEnd], None]) -> None:
-        """What was asked for during the step is done here: a checkpoint, an end, less memory."""
+        """Handle requests made during the step: a checkpoint, a stop, less memory."""
         end_step(self, self._fit_run, figures, go_on)
 
     def snugfit_evaluate(self, go_on: Callable[[], Any]) -> Any:
-        """Until a signal comes."""
+        """Evaluate until a signal arrives."""
         return evaluate(self._fit_run, go_on)
 
     def snugfit_save(self, go_on: Callable[[], None]) -> None:
-        """By the run's own checkpoints, with the files of the user's subclass. Where that failed, no callback
-        hears of a checkpoint."""
+        """Save by the run's own checkpoints, with the files of the user's subclass.
+
+        After a failure, no callback is notified of a checkpoint.
+        """
         handler: dict[str, Any] = self.callback_handler.__dict__
         handler.pop("on_save", None)
         if not self._fit_run.checkpoints.save(go_on):
             handler["on_save"] = lambda args, state, control: control
 
     def snugfit_keep(self) -> None:
-        """Where the saving of the user's subclass ends."""
+        """Write the run's own files at the end of the user's saving methods."""
         self._fit_run.checkpoints.users_files.write_own()
 
     def snugfit_load_weights(self, model: Any, folder: Path) -> None:
-        """Every weight, or an error."""
+        """Load every weight, or raise an error."""
         drop_gathered(self)
         load_kept_weights(model, folder, self._fit_run.ranks)
 
     def snugfit_load_optimizer(self, folder: Path | None) -> None:
-        """With the schedule and the scaler."""
+        """Load the optimizer, the schedule and the scaler."""
         self._fit_run.checkpoints.begin(None if folder is None else str(folder))
 
     def snugfit_load_generators(self, folder: Path) -> None:
-        """Those that the model draws from."""
+        """Restore the generators of the model."""
         self._fit_run.checkpoints.state.restore_generators(folder)
 
     def snugfit_before_finish(self) -> bool:
-        """The best model is read from a checkpoint, which may be being written. The mean loss is that of all
-        steps, those before a resume too. A run that is stopped by a signal is not finished."""
+        """Wait for checkpoints before the best model is read; return False for a run stopped by a signal.
+
+        The mean loss covers all steps, including those before a resume.
+        """
         run = self._fit_run
         if (saved := run.checkpoints.state.restore()) is not None:  # no epoch was left
             run.data.watch(self.callback_handler.train_dataloader)
@@ -305,6 +320,8 @@ def _name_memory_errors(trainer: Any) -> Iterator[None]:
 
 
 def _is_page_locked(args: Any) -> bool:
-    """Whether batches lie where a GPU fetches them by itself. Then nobody waits for that: to wait would be to
-    wait for the whole step before."""
+    """Return True for batches in page-locked memory, from which a GPU copies asynchronously.
+
+    The host does not wait for that copy, which would mean waiting for the whole previous step.
+    """
     return bool(args.device.type == "cuda" and args.dataloader_pin_memory)

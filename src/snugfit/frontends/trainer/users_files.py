@@ -1,13 +1,13 @@
-"""What a user's own subclass of Trainer puts into its checkpoints.
+"""Files that a user's own subclass of Trainer adds to its checkpoints.
 
-A subclass may override `_save`, `save_model` or `_save_checkpoint`: sentence-transformers writes what its
-models are made of, TRL a model's card. Such methods know the folder `output_dir/checkpoint-N` and write there
-at once. Here they are called while `output_dir` is a draft that no reader sees (its last part keeps the name
-of the real one), and what they have written is then kept with the run's own files: under one manifest, and
-shown by one rename. What they write beside the checkpoint goes to the real `output_dir`.
+A subclass may override `_save`, `save_model` or `_save_checkpoint`: sentence-transformers writes the parts of
+its models, TRL a model card. Such methods write into the folder `output_dir/checkpoint-N` directly. Here they
+are called while `output_dir` is a hidden draft, whose last part is the real one's name. Their files are then
+stored with the run's own files: under one manifest, and published by one rename. Files outside the checkpoint
+go to the real `output_dir`.
 
-Whoever writes a model's weights himself may write them as he likes; those that the run resumes from are then
-kept in a folder of their own.
+A subclass may write a model's weights in any form. The weights for resuming the run are then stored in a
+folder of their own.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from snugfit.training.checkpoint.state import Snapshot
 
 OWN_WEIGHTS = "snugfit"
-"""The folder within a checkpoint for the run's weights, where the user's subclass writes weights too."""
+"""Folder in a checkpoint for the run's weights, if the user's subclass also writes weights."""
 
 SAVES_MODEL = ("_save", "save_model")
 
 
 def weights_folder(checkpoint: Path) -> Path:
-    """Where the weights of a fitted trainer's checkpoint are."""
-    own = checkpoint / OWN_WEIGHTS  # or an adapter of that name, beside the model's state
+    """Return the folder of the weights in a fitted trainer's checkpoint."""
+    own = checkpoint / OWN_WEIGHTS  # or an adapter of that name, next to the model's state
     return own if own.is_dir() and not has_model_state(checkpoint) else checkpoint
 
 
@@ -42,22 +42,22 @@ class CollectedFiles:
     """The files of a checkpoint, written into a draft by the run and the user's subclass."""
 
     step: int
-    """The optimizer steps that are done."""
+    """Number of finished optimizer steps."""
 
     bytes: int
-    """How much room the run's own files take."""
+    """Size of the run's own files in bytes."""
 
     draft: Path
-    """It goes when its files have been moved."""
+    """Draft folder, deleted after its files have been moved."""
 
     files: Path
-    """The folder within the draft that becomes the checkpoint."""
+    """Folder within the draft that becomes the checkpoint."""
 
     fault: Exception | None = None
-    """What the system refused when they were written."""
+    """Error of the system during the writes; None without one."""
 
     def write(self, folder: Path) -> None:
-        """Moves them into `folder`, on the same file system. Raises what was refused before."""
+        """Move them into `folder`, on the same file system. Raises the stored `fault`."""
         try:
             if self.fault is not None:
                 raise self.fault
@@ -68,21 +68,24 @@ class CollectedFiles:
 
 
 class UsersFiles:
-    """Calls the saving methods of one trainer's subclass, and collects what they write."""
+    """Calls the saving methods of one trainer's subclass, and collects their files."""
 
     def __init__(self, trainer: Any, root: Path) -> None:
         self._trainer, self._root = trainer, root
         self.any = overrides(trainer, *SAVES_MODEL, "_save_checkpoint")
-        """Whether it has such methods."""
+        """True if it has such methods."""
 
         self.weights = overrides(trainer, *SAVES_MODEL)
-        """Whether they write the model."""
+        """True if they write the model."""
 
         self._write: Callable[[], None] | None = None
 
     def collect(self, draft: Path, snapshot: Snapshot, save: Callable[[], None]) -> CollectedFiles:
-        """What the user's `save` writes into the checkpoint of this snapshot, with the snapshot's files.
-        Raises what goes wrong in it, but for what the system refuses: that is for whoever keeps the files."""
+        """Collect the files that the user's `save` writes into this snapshot's checkpoint, with the
+        snapshot's own.
+
+        Raises errors of `save`, except the system's: these are stored in `fault` and raised by `write`.
+        """
         args, output_dir = self._trainer.args, self._trainer.args.output_dir
         beside = draft / self._root.name
         files = beside / f"checkpoint-{snapshot.step}"
@@ -111,7 +114,8 @@ class UsersFiles:
         return CollectedFiles(**collected)
 
     def write_own(self) -> None:
-        """Where the user's methods end, in `super()._save_checkpoint()`: the run's own files, once."""
+        """Write the run's own files, once, at the end of the user's methods, in
+        `super()._save_checkpoint()`."""
         write, self._write = self._write, None
         if write is not None:
             write()
@@ -124,7 +128,7 @@ class UsersFiles:
 
 
 def _move_into(path: Path, folder: Path) -> None:
-    """Moves a file or a folder, over what has its name."""
+    """Move a file or a folder, and replace files of the same name."""
     if path.is_dir() and (folder / path.name).is_dir():
         for inner in path.iterdir():
             _move_into(inner, folder / path.name)
