@@ -217,9 +217,7 @@ def test_compiled_layers_of_few_tell_of_many(recipe: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(few_layers, "DEEP", DEEP)
     job, setup = job_of("bert", 2 * DEEP), setup_of(recipe)
     found, asked = rehearse_from_few_layers(job, setup, CUDA), rehearse(job, setup, CUDA)
-    assert found is not None
-    assert figures(found) == figures(asked)
-    assert found.kernels == asked.kernels
+    assert found == asked
 
 
 WRITTEN = [("Llama-3.2-1B", LONG), ("bert", {})]

@@ -97,7 +97,7 @@ def passes_from_few_layers(
     asked = replace(setup, checkpoint=checkpoint)
     shallow, deeper = (_rehearse(depth, job, asked, policy, few, record) for few in (layers, layers + period))
     periods = (depth.layers - layers) // period - 1
-    return _deepen_passes(shallow, deeper, periods, compiled=setup.compile is not None)
+    return _deepen_passes(shallow, deeper, periods, compiled=is_one_program)
 
 
 def _repeats_layers(setup: Setup) -> bool:
