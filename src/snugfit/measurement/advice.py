@@ -46,10 +46,10 @@ def advice_on(gpus: Sequence[WatchedGpu], thread_share: float | None) -> Iterato
         yield "No GPU was watched, so there is no advice. `snugfit predict MODEL --gpu NAME` needs no GPU."
         return
     if not is_advised:
-        yield "Nothing in these readings asks for a change."
+        yield "These readings call for no change."
     yield (
         "Not known from outside: which part of a step takes the time. `snugfit measure` and "
-        "`snugfit predict --gpu NAME` say it for a job."
+        "`snugfit predict --gpu NAME` show it for a job."
     )
 
 
@@ -85,7 +85,7 @@ def _about_memory(gpu: WatchedGpu) -> Iterator[str]:
 def _about_time(gpu: WatchedGpu, thread_share: float | None) -> Iterator[str]:
     if gpu.utilization is None:
         yield (
-            "Whether the GPU waited is not known: its utilization was not read"
+            "It is not known if the GPU waited: its utilization was not read"
             f"{f' ({gpu.utilization_fault})' if gpu.utilization_fault else ''}."
         )
         return
@@ -110,6 +110,6 @@ def _about_time(gpu: WatchedGpu, thread_share: float | None) -> Iterator[str]:
         )
     else:
         yield (
-            f"{idle}. Python was busy {thread_share:.0%} of it, which does not say whether launching kernels "
-            "or waiting for data is to blame: try loader workers first, then a larger batch."
+            f"{idle}. Python was busy {thread_share:.0%} of it, so the cause may be the launch of kernels "
+            "or the wait for data. Try loader workers first, then a larger batch."
         )

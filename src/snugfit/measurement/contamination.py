@@ -77,8 +77,8 @@ def first_reason(
     outside_bytes: int = 0,
     until: float | None = None,
 ) -> str | None:
-    """Return the first sign of other processes on the GPU, or of a missing proof; None for a clean run. Waits
-    as `after` does.
+    """Return the first sign that the GPU was shared, or that this could not be excluded; None for a clean
+    run. Waits as `after` does.
 
     `reserved_bytes` is the allocator's peak and `context_bytes` the size of the context at the first tensor.
     `outside_bytes` are allocations of the run outside torch's allocator: its process group, and managed

@@ -1,4 +1,4 @@
-"""The host from the operating system: kills for memory, peak memory, the CPU's name, and its load.
+"""Host figures from the operating system: kills for memory, peak memory, the CPU's name, and its load.
 
 psutil reads the counters that it supports. Two more are read from /proc. One is the number of processes that
 the kernel killed for memory. It is counted per control group (v2 `memory.events`, v1 `memory.oom_control`)
@@ -78,9 +78,9 @@ def spill_to_host(system: str | None = None, release: str | None = None) -> str 
     if system != "Windows" and "microsoft" not in release.lower():
         return None
     return (
-        "under Windows and WSL the driver may move GPU memory into the host's memory instead of refusing it: "
-        "a run that does not fit becomes many times slower and does not fail. NVIDIA's control panel has a "
-        "switch, CUDA - Sysmem Fallback Policy (Prefer No Sysmem Fallback)"
+        "under Windows and WSL the driver may move GPU memory into the host's memory instead of refusing it. "
+        "A run that does not fit then becomes many times slower and does not fail. NVIDIA's control panel "
+        "has a switch, CUDA - Sysmem Fallback Policy (Prefer No Sysmem Fallback)"
     )
 
 

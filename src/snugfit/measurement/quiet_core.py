@@ -1,9 +1,9 @@
 """Pins the threads that launch a GPU's kernels to a CPU core without disturbance.
 
-One step took 23 ms on some cores and 34 to 38 ms on others, on the rented host of an H200 (2026-11-21). This
-changed from second to second, and the scheduler left the process on its core. We assume that two hardware
-threads share each core, and that another guest used the second thread of the slow ones. A guest has no
-counter for that, but a loop of pure Python takes almost twice as long there.
+On the rented host of an H200 (2026-11-21) a step took 23 ms on some cores. The same step took 34 to 38 ms on
+others. This changed from second to second, and the scheduler left the process on its core. We assume that two
+hardware threads share each core, and that another guest used the second thread of the slow ones. A guest has
+no counter for that, but a loop of pure Python takes almost twice as long there.
 
 So such a loop is timed at boundaries of phases, a few times a second. When it is slow, the step's own thread
 and that of autograd move to a core on which it is fast. The two take turns and never run together.
@@ -31,7 +31,7 @@ DISTURBED_RATIO = 1.25
 1.0 to 1.1 and 1.6 to 1.9."""
 
 INTERVAL, INTERVAL_ALL_DISTURBED = 0.2, 1.0
-"""Seconds until the next check, and until it when no core was quiet. A choice: a check takes 0.1 ms, and 2 ms
+"""Seconds until the next check after a quiet core, and after none. A choice: a check takes 0.1 ms, and 2 ms
 where all of 16 cores are tried."""
 
 MAX_CORES_TRIED = 32
@@ -108,8 +108,8 @@ class QuietCore:
         return statistics.median(self._samples) if self._samples else None
 
     def _move(self) -> bool:
-        """Move to the first quiet core, or at the first check to the quietest of all. Return True if one was
-        quiet."""
+        """Move to the first quiet core, or at the first check to the quietest of all. Return False if no core
+        was quiet."""
         candidates = sorted(self._candidates, key=lambda core: self._loop_seconds.get(core, 0.0))
         ALL_CORES.update(self._cores)
         for core in candidates[:MAX_CORES_TRIED]:

@@ -7,11 +7,11 @@ loader too. On the CPU the clock is read. The start-up is timed in the same way.
 of the stopwatch on an idle device. Its marks are the built model, the end of the first step, and the first
 boundary.
 
-The seconds of a step are a trimmed mean, of the middle nine tenths: a run's length is a sum of such means. A
-shared host alternates between slow and fast, for some tenths of a second to some seconds each. The median of
-its steps is now one and now the other. So steps continue for a while, even if they are short
-(`steady_steps`). Steps bound by the device are equally long each time. One outlier in a hundred steps is left
-out. The spread is (90th percentile - 10th percentile) / mean.
+The seconds of a step are the mean of the middle nine tenths, because means add up to a run's length. A shared
+host alternates between slow and fast, for some tenths of a second to some seconds each. The median of its
+steps is now one and now the other. So steps continue for a while, even if they are short (`steady_steps`).
+Steps bound by the device are equally long each time. One outlier in a hundred steps is left out. The spread
+is (90th percentile - 10th percentile) / mean.
 
 Some steps run while another process disturbs the core that launches kernels (`measurement/quiet_core.py`).
 They are left out of the mean if enough steps remain. The result is then the step on this machine, independent

@@ -167,7 +167,7 @@ def _on_cards(nvml: Nvml, environment: Mapping[str, str], indices: range) -> tup
             listed = ", ".join(f"{number}: {card}" for number, card in enumerate(shown))
             first = f", from GPU {indices.start} on" if indices.start else ""
             raise GpuError(
-                f"{len(indices)} GPUs were asked for{first}, and CUDA shows {len(shown)} here: {listed}. "
+                f"{len(indices)} GPUs were requested{first}, and CUDA shows {len(shown)} here: {listed}. "
                 "Name fewer, or predict for more: snugfit predict ... --gpus N."
             )
     cards = [card_at(nvml, environment, index) for index in indices]

@@ -25,7 +25,7 @@ class WatchResult:
         """Wall time of the block; None while it runs."""
         self.host_bytes: int | None = None
         """Largest resident memory of this process since its start, also before the block: the kernel's
-        counter cannot be reset."""
+        counter starts with the process."""
         self.thread_share: float | None = None
         """Share of the time in which the block's own thread computed and did not wait."""
         self.gpus: tuple[WatchedGpu, ...] = ()

@@ -71,7 +71,8 @@ class Footprint:
     """Bytes requested by tensors and kernels: `requested_bytes.all.peak` of the caching allocator."""
 
     allocated_bytes: int | None
-    """Bytes of the blocks handed out, after rounding and with unsplit rests: `allocated_bytes.all.peak`."""
+    """Bytes of the blocks handed out: rounded requests with the remainders of unsplit blocks.
+    `allocated_bytes.all.peak` of the caching allocator."""
 
     reserved_bytes: int | None
     """Bytes that the caching allocator reserved on the device: `reserved_bytes.all.peak`."""
@@ -95,7 +96,7 @@ class Footprint:
 
     pinned_bytes: int | None = None
     """Part of `host_bytes`: page-locked memory for offloaded activations and for weights that the host
-    updates. None when a measurement cannot separate it."""
+    updates. It is None when a measurement cannot separate it."""
 
     at: Moment | None = None
     """Moment of the peak of requested bytes; None when a measurement cannot determine it."""
@@ -157,13 +158,13 @@ class Startup:
     """Wall-clock seconds from the start of a process to its steady steps, stage by stage."""
 
     imports_seconds: float
-    """Seconds until torch and the model's code are imported."""
+    """Seconds from the start of the process until torch and the model's code are imported."""
 
     context_seconds: float
-    """Seconds until the device has a context; 0 on a CPU."""
+    """Seconds to create the device's context and the group of several ranks; 0 for one process on a CPU."""
 
     build_seconds: float
-    """Seconds until model and optimizer are on the device."""
+    """Seconds to build model and optimizer on the device."""
 
     first_step_seconds: float
     """Seconds of the first step, to its end on the device. It loads kernels and starts worker processes."""

@@ -54,8 +54,8 @@ class GpuClock:
 
     @property
     def fall(self) -> str | None:
-        """A sentence about a lowered clock. None where the mean reaches `LOWERED` of the highest clock, or
-        NVML gives no reason."""
+        """A sentence about a lowered clock. It is None where the mean reaches `LOWERED` of the highest clock,
+        or NVML gives no reason."""
         if not self.reasons or self.mean_mhz >= LOWERED * self.highest_mhz:
             return None
         why = ", ".join(
@@ -124,16 +124,16 @@ class Measurement(Tabular):
     then too long, even if they look stable."""
     disturbed: float | None = None
     """Share of the checks in which another process disturbed the core that launches kernels
-    (`measurement/quiet_core.py`). None on a CPU."""
+    (`measurement/quiet_core.py`). It is None on a CPU."""
     clock: GpuClock | None = None
     """The GPU's clock while steps were timed; with several ranks, that of the slowest.
 
-    None on a CPU, where NVML does not answer, and for less than a twentieth of a second of timed steps.
-    Results older than this field have None too.
+    It is None on a CPU, where NVML does not answer, and for less than 0.05 s of timed steps. Results older
+    than this field have None too.
     """
     host_loop_seconds: float | None = None
-    """Speed of that core while steps ran: median seconds of a short loop of pure Python on it. None on a CPU
-    and in older measurements."""
+    """Speed of that core while steps ran: median seconds of a short loop of pure Python on it. It is None on
+    a CPU and in older measurements."""
     message: str = ""
     """The last lines that a run wrote before it died."""
     gpus: int = 1
@@ -142,8 +142,8 @@ class Measurement(Tabular):
     """One entry for each of several ranks; empty for one process."""
     fabric_seconds: float | None = None
     """Seconds a step in which NCCL kernels ran on the first rank: the exchange of tensors, and the wait for
-    other ranks. Measured with torch's profiler in steps after the timed ones. None for one GPU, and on a
-    CPU."""
+    other ranks. Measured with torch's profiler in steps after the timed ones. It is None for one GPU, and on
+    a CPU."""
     exposed_fabric_seconds: float | None = None
     """Part of `fabric_seconds` in which no other kernel ran."""
 

@@ -122,7 +122,7 @@ class Prediction(Tabular):
     gpu: Gpu | None
     """The model of each GPU, also where there are several."""
     memory_bytes: int | None
-    """Memory limit in bytes: the GPU's memory without the driver's reserve, or the user's limit."""
+    """Memory limit: the GPU's memory without the driver's reserve, or the user's limit."""
     footprint: Footprint
     anatomy: Anatomy
     versions: Mapping[str, str]

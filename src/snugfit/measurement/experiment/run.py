@@ -202,7 +202,7 @@ def _message(runs: Sequence[RankRun], cause: int) -> str:
     said = run.result.message or output
     if len(runs) == 1:
         return said
-    return f"Rank {cause} of {len(runs)}{f': {said}' if said else ' ended first, and said nothing.'}"
+    return f"Rank {cause} of {len(runs)}{f': {said}' if said else ' ended first, without a message.'}"
 
 
 def _output(exits: Sequence[ChildExit]) -> str:
