@@ -138,7 +138,7 @@ class Watching:
 
     def _short(self, event: Event) -> str:
         parts = [*_of_the_step(event), *self._since.speeds()]
-        self._reserved_bytes = event.get("reserved_bytes", self._reserved_bytes)  # not every step has it
+        self._reserved_bytes = event.get("reserved_bytes", self._reserved_bytes)  # not every event has it
         if self._reserved_bytes:
             limit = self._expected.get("reserved_bytes")
             more = f" of {show_bytes(limit)} predicted" if limit else ""

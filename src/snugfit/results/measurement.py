@@ -26,7 +26,7 @@ class Device:
     """The device of a measurement, by its own description."""
 
     type: str
-    """`cuda` or `cpu`, as torch calls it."""
+    """`cuda` or `cpu`, the device type of torch."""
     name: str
     uuid: str | None = None
     driver: str | None = None

@@ -33,10 +33,10 @@ class StepSpeed:
     """Seconds of the steady step; 0 where they are not predicted."""
 
     low_seconds: float | None = None
-    """Nine in ten measured steps took at least that long."""
+    """Lower limit of the seconds of nine in ten measured steps; None where there is no spread."""
 
     high_seconds: float | None = None
-    """Nine in ten measured steps took at most that long."""
+    """Upper limit of the seconds of nine in ten measured steps; None where there is no spread."""
 
     samples_per_second: float
     """Global batch size divided by `step_seconds`."""

@@ -37,7 +37,8 @@ class PhaseSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseSpan:
-    """One passage of a phase on the host or the device, in seconds since the host began the steady step."""
+    """One contiguous part of a phase on the host or the device, in seconds since the host began the steady
+    step."""
 
     lane: str
     """Resource that works: `host` or `device`."""

@@ -49,7 +49,7 @@ def question(plan: Plan) -> str:
 
 
 def answer(plan: Plan) -> str:
-    """The best recipe with its figures, in one line."""
+    """Return the best recipe with its figures in one line."""
     shown = plan.best_or_nearest
     figures = f"{show_bytes(shown.needed_bytes)}, a step takes {pace(plan.timed(shown))}"
     if plan.best is None:
