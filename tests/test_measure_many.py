@@ -377,8 +377,8 @@ def test_what_several_cannot_measure(
 @pytest.mark.parametrize(
     ("device", "environment", "first", "words"),
     [
-        (None, {}, 0, r"3 GPUs were asked for, and CUDA shows 2 here: 0: NVIDIA H200.*--gpus N"),
-        ("cuda:1", {}, 0, "3 GPUs were asked for, from GPU 1 on, and CUDA shows 2"),
+        (None, {}, 0, r"3 GPUs were requested, and CUDA shows 2 here: 0: NVIDIA H200.*--gpus N"),
+        ("cuda:1", {}, 0, "3 GPUs were requested, from GPU 1 on, and CUDA shows 2"),
         ("cuda", {"CUDA_VISIBLE_DEVICES": "1"}, 0, "CUDA shows 1 here"),
         ("cuda", {"CUDA_VISIBLE_DEVICES": "7"}, 0, "CUDA_VISIBLE_DEVICES='7' shows no GPU"),
     ],

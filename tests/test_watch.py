@@ -148,10 +148,10 @@ def full(**facts: Any) -> WatchedGpu:
             ["70%", "larger batch", "There is memory"],
         ),
         (replace(full(nvml_bytes=60 * GIB), utilization=0.3), 0.1, ["70%", "Python waited", "workers"]),
-        (replace(full(), utilization=0.3), 0.5, ["does not say whether"]),
+        (replace(full(), utilization=0.3), 0.5, ["the launch of kernels or the wait for data"]),
         (replace(full(), utilization=0.3), None, ["why is not known"]),
         (replace(full(), utilization=None, utilization_fault="Not Supported"), 0.9, ["(Not Supported)"]),
-        (full(nvml_bytes=60 * GIB, reserved_bytes=50 * GIB, allocated_bytes=49 * GIB), 0.9, ["Nothing in"]),
+        (full(nvml_bytes=60 * GIB, reserved_bytes=50 * GIB, allocated_bytes=49 * GIB), 0.9, ["no change"]),
     ],
 )
 def test_what_was_seen_is_answered_with_what_to_do(

@@ -40,6 +40,11 @@ PLAINER = {
     r"put aside": "renamed",
     r"hears?": "takes",
     r"for want of": "because there is no",
+    r"were asked for": "were requested",
+    r"asks for a change": "calls for a change",
+    r"said nothing": "without a message",
+    r"[Ww]hether the GPU": "if the GPU",
+    r"[Ww]hat (it waits|was measured|a user|the training loop|the GPUs?)": "a noun",
 }
 
 

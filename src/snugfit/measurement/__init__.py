@@ -1,1 +1,1 @@
-"""Experiments in fresh processes, their peaks and seconds, and the ledger that keeps them."""
+"""Experiments in new processes, with their peaks and seconds, and the ledger of their results."""

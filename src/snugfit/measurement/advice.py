@@ -1,9 +1,12 @@
-"""What to change about a run that was watched: only what the readings show, with what they cannot show.
+"""Advice for a watched run, limited to conclusions that its readings support.
 
-Three readings decide. How full the GPU was at its peak. For which share of the time a kernel ran on it
-(NVML's utilization: one small kernel counts as much as one that fills the GPU). And, where that is low,
-whether the watched thread was computing meanwhile or waiting. Which line of the loop it was, no reading from
-outside tells.
+Three readings decide:
+
+- the share of the GPU's memory in use at the peak;
+- the share of the time in which a kernel ran, NVML's utilization (a small kernel counts as much as any);
+- where that share is low, the share of the time in which the watched thread computed.
+
+Readings from outside cannot identify the slow line of the training loop.
 """
 
 from __future__ import annotations
@@ -14,24 +17,25 @@ from snugfit.measurement.watched_gpu import WatchedGpu
 from snugfit.units import GIB, show_bytes
 
 NEARLY_FULL = 0.95
-"""Share of the GPU's memory above which a longer batch may be one too many. A choice."""
+"""Share of the GPU's memory above which a longer batch may not fit. A choice."""
 
 HALF_EMPTY = 0.5
-"""Share below which there is room for a larger batch. A choice."""
+"""Share of the GPU's memory below which a larger batch fits. A choice."""
 
 IDLE = 0.8
-"""Share of the time in which kernels ran, below which the GPU counts as waiting. A choice."""
+"""Share of the time with running kernels below which the GPU counts as idle. A choice."""
 
 BUSY, WAITING = 0.7, 0.4
-"""Shares of the time in which the thread computed: above the one it holds the GPU up, below the other it
-waits as well. Choices; between them the readings do not decide."""
+"""Shares of the time in which the thread computed. Above `BUSY` the thread delays the GPU; below `WAITING` it
+waits too. Between them the readings do not decide. Choices."""
 
 FRAGMENTED, FRAGMENTED_BYTES = 0.15, GIB
-"""Reserved and not allocated, as a share of what is reserved and in bytes, from which it is worth a word."""
+"""Limits for reserved and unallocated memory, as a share of reserved bytes and in bytes. Above both, advice
+mentions it."""
 
 
 def advice_on(gpus: Sequence[WatchedGpu], thread_share: float | None) -> Iterator[str]:
-    """Sentences, each with what was read and what to do about it; then what is not known."""
+    """Yield a sentence for each reading that calls for a change, then the limits of the readings."""
     is_advised = False
     for gpu in gpus:
         name = f"GPU {gpu.index}: " if len(gpus) > 1 else ""
@@ -42,10 +46,10 @@ def advice_on(gpus: Sequence[WatchedGpu], thread_share: float | None) -> Iterato
         yield "No GPU was watched, so there is no advice. `snugfit predict MODEL --gpu NAME` needs no GPU."
         return
     if not is_advised:
-        yield "Nothing in these readings asks for a change."
+        yield "These readings call for no change."
     yield (
         "Not known from outside: which part of a step takes the time. `snugfit measure` and "
-        "`snugfit predict --gpu NAME` say it for a job."
+        "`snugfit predict --gpu NAME` show it for a job."
     )
 
 
@@ -81,7 +85,7 @@ def _about_memory(gpu: WatchedGpu) -> Iterator[str]:
 def _about_time(gpu: WatchedGpu, thread_share: float | None) -> Iterator[str]:
     if gpu.utilization is None:
         yield (
-            "Whether the GPU waited is not known: its utilization was not read"
+            "It is not known if the GPU waited: its utilization was not read"
             f"{f' ({gpu.utilization_fault})' if gpu.utilization_fault else ''}."
         )
         return
@@ -106,6 +110,6 @@ def _about_time(gpu: WatchedGpu, thread_share: float | None) -> Iterator[str]:
         )
     else:
         yield (
-            f"{idle}. Python was busy {thread_share:.0%} of it, which does not say whether launching kernels "
-            "or waiting for data is to blame: try loader workers first, then a larger batch."
+            f"{idle}. Python was busy {thread_share:.0%} of it, so the cause may be the launch of kernels "
+            "or the wait for data. Try loader workers first, then a larger batch."
         )

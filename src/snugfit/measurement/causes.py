@@ -1,18 +1,18 @@
-"""The outcome of an experiment: one word for how the measured process ended.
+"""The outcome of an experiment: one word for the end of the measured process.
 
-    ok            it did what it should
-    oom:WHO       no memory on the GPU; WHO noticed: torch, cuda, cublas, cudnn, cusparse, cusolver, nccl,
-                  triton, bitsandbytes
-    host-oom      no memory on the host: refused to the child, or the kernel killed it for that
-    timeout       still running at its deadline
-    signal:NAME   killed by a signal (signal:SEGV, signal:ABRT, ...)
-    exit:CODE     ended with this code and reported nothing better
-    no-result     ended well and left no result
-    bad-result    left something that is no result
-    refused       a mistake of the user's that only the child could see; becomes an error, never a measurement
+- `ok`: success.
+- `oom:WHO`: out of GPU memory. WHO detected it: torch, cuda, cublas, cudnn, cusparse, cusolver, nccl, triton
+  or bitsandbytes.
+- `host-oom`: out of host memory. An allocation failed, or the kernel killed the process.
+- `timeout`: still running at its deadline.
+- `signal:NAME`: killed by a signal (signal:SEGV, signal:ABRT, ...).
+- `exit:CODE`: an exit code without a better report.
+- `no-result`: a successful exit without a result.
+- `bad-result`: a result that cannot be decoded.
+- `refused`: a user's mistake that only the child could detect. It is raised as an error, never a measurement.
 
-`step/memory_errors.py` recognises exceptions that mean memory; this file joins that with how the process
-ended. Beside each message below stands where it was met, as it does there.
+`step/memory_errors.py` recognises exceptions of exhausted memory. This file combines them with the exit of
+the process. As in that file, a comment at each message below gives its origin.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ NO_RESULT, BAD_RESULT, REFUSED = "no-result", "bad-result", "refused"
 
 
 def cause_of_exception(error: BaseException) -> str:
-    """The cause of death of a process that ended with this exception; `exit:1` when memory is none of it."""
+    """Return the cause of death of a process that ended with this exception; `exit:1` for one unrelated to
+    memory."""
     return memory_cause(error) or (REFUSED if isinstance(error, UsageError) else "exit:1")
 
 
 def cause_of_exit(child: ChildExit, reported: str | None) -> str:
-    """The outcome of a child: how it ended, beside what its result reports.
+    """Return the outcome of a child from its exit and its own report.
 
     `reported` is the outcome in the child's own result, `no-result` or `bad-result`. A child that reported
-    `ok` and then died is no success; a child that reported a cause and then ended is believed.
+    `ok` and then died counts as failed. A cause that a child reported before its exit is accepted.
     """
     if child.timed_out:
         return TIMEOUT
@@ -52,7 +53,7 @@ def cause_of_exit(child: ChildExit, reported: str | None) -> str:
 
 
 class _FatalMessage(NamedTuple):
-    """What C++ code writes when it ends the process itself."""
+    """A message of C++ code that ends the process itself."""
 
     returncode: int
     cause: str
@@ -60,17 +61,17 @@ class _FatalMessage(NamedTuple):
 
 
 _FATAL_MESSAGES = (
-    # not met yet: a C++ thread without Python above it, so that the exception ends the process
+    # Never observed: an exception in a C++ thread without Python frames would end the process.
     _FatalMessage(
         -signal.SIGABRT, "oom:torch", r"^terminate called after throwing .* 'c10::OutOfMemoryError'"
     ),
-    # from a log; that bitsandbytes then ends the process with 1 and raises nothing was not met yet
+    # From a log. It was never observed that bitsandbytes then exits with 1 and raises nothing.
     _FatalMessage(1, "oom:bitsandbytes", r"^Error out of memory at line \d+ in file .*\.(?:cu|cuh|cpp|c)\b"),
 )
 
 
 def _cause_in_output(child: ChildExit) -> str | None:
-    """The cause that the process wrote before it ended."""
+    """Return the cause in the last output of the process; None for other output."""
     for message in _FATAL_MESSAGES:
         if message.returncode == child.returncode and re.search(message.pattern, child.tail, re.MULTILINE):
             return message.cause

@@ -1,18 +1,17 @@
 """The measured process: `python -m snugfit.measurement.child REQUEST RESULT`.
 
-It reads one request, runs one experiment, writes one result and ends. Everything before the Step is arranged
-so that the allocator's peaks are the Step's own: the context is made by one tiny tensor whose memory is given
-back, and the peaks count from there. After the last step the device is idle, and that is the one moment when
-NVML and nvidia-smi are compared.
+It reads one request, runs one experiment, writes one result and exits. The allocator's peaks are those of the
+Step alone. One tiny tensor creates the context and is freed, and then the peaks are reset. After the last
+step the device is idle. NVML and nvidia-smi are compared at that moment only.
 
 The start-up is timed by the wall clock, from the moment at which the parent launched this process. The
-model's code, which building would import, is imported before the context is made, so that each stage of the
-start-up is one thing.
+model's code is imported before the context is created, rather than by the build. So each stage of the
+start-up is separate.
 
-Of several ranks each is such a process: its group is made right after the context, and where it is on a GPU
-everything is read before a few more steps that the first rank profiles.
+With several ranks, each is such a process. Its group is created right after the context. On a GPU all values
+are read before a few more steps, which the first rank profiles.
 
-Whatever is raised becomes a cause in the result, with the allocator's peaks so far, and exit code 1.
+Every exception becomes a cause in the result, with the allocator's peaks so far, and exit code 1.
 """
 
 from __future__ import annotations
@@ -49,17 +48,17 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 SEED = 0
-"""Of the random weights and data, which are the same in every run."""
+"""Seed of the random weights and data, equal in every run."""
 
 HISTORY_STEP = 2
 """The step after which a recorded history is written: the first steady one."""
 
 HISTORY_ENTRIES = 1_000_000
-"""Upper bound on the allocations and frees of a history: chosen, not measured."""
+"""Upper bound on the allocations and frees of a history. A choice, not measured."""
 
 
 def main() -> None:
-    """Runs the request, writes the result, and ends the process without freeing the heap."""
+    """Run the request, write the result, and end the process without freeing the heap."""
     request_path, result_path = Path(sys.argv[1]), Path(sys.argv[2])
     request = read_document(request_path)
     die_with_parent(request["parent"])
@@ -71,7 +70,7 @@ def main() -> None:
 
 
 def run(request: Mapping[str, Any], history: Path) -> ChildResult:
-    """The result of one request; an exception of the experiment becomes its outcome."""
+    """Return the result of one request; an exception of the experiment becomes its outcome."""
     try:
         return _run_steps(request, history)
     except Exception as error:
@@ -101,7 +100,7 @@ def _run_steps(request: Mapping[str, Any], history: Path) -> ChildResult:
     records = bool(request["history"])
     if records:
         torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES)
-    family = request["parent"] if context.group else None  # whose processes are this run's
+    family = request["parent"] if context.group else None  # ancestor of this run's processes
     loads: list[HostLoad | None] = [host_load(family)]
     steps = request["warmup"] + request["steps"]
     core = QuietCore((request["rank"], request["ranks"])) if on_gpu else None
@@ -113,7 +112,7 @@ def _run_steps(request: Mapping[str, Any], history: Path) -> ChildResult:
             _dump_history(index, history)
 
     stopwatch = Stopwatch(device, request["warmup"], after_step=after_step, core=core)
-    # Predictions are compared to the byte, so nothing of ours may stay on a GPU: kept losses would.
+    # Kept losses would add bytes on the GPU, but predictions are compared to the byte.
     step = open_step(job, setup, request["loop"], device, keep_losses=not on_gpu)
     step.trainer_arguments = request.get("trainer_arguments", {})
     if context.group is not None and on_gpu:
@@ -143,7 +142,8 @@ def _run_steps(request: Mapping[str, Any], history: Path) -> ChildResult:
 
 
 def _read_idle(request: Mapping[str, Any], stopwatch: Stopwatch) -> ChildResult:
-    """The seconds and the peaks so far, and what NVML and nvidia-smi count once the device is idle."""
+    """Return the seconds and the peaks so far, with the used bytes of NVML and nvidia-smi on the idle
+    device."""
     seconds = tuple(stopwatch.seconds())
     peaks = replace(_peaks(), timed_from=stopwatch.timed_from, timed_until=time.monotonic())
     uuid = request["uuid"]
@@ -155,8 +155,8 @@ def _read_idle(request: Mapping[str, Any], stopwatch: Stopwatch) -> ChildResult:
 def _run_with_further_steps(
     step: Step, steps: int, stopwatch: Stopwatch, request: Mapping[str, Any]
 ) -> ChildResult:
-    """Runs the steps, reads what an experiment measures, and goes on for a few steps, in which the first rank
-    measures the exchange with the others."""
+    """Run the steps, read the values of the experiment, and run a few more steps. In these the first rank
+    measures the exchange with other ranks."""
     from snugfit.measurement.experiment.fabric import EXTRA_STEPS, FabricProfiler, FurtherSteps
 
     profiler = FabricProfiler() if request["rank"] == 0 else None
@@ -173,9 +173,11 @@ def _run_with_further_steps(
 
 
 def _import_code_of(job: Job, setup: Setup) -> None:
-    """Imports the code of the job's model and of its adapters; a model that transformers has no class for is
-    refused when it is built. Imported while a model is built on the GPU, modules would put their constants
-    there: torchaudio's (by way of transformers) 4 bytes, peft's (LoHa) 16."""
+    """Import the code of the job's model and of its adapters.
+
+    A model without a class in transformers is refused later, by the build. An import during a build on the
+    GPU would place constants of modules there: torchaudio's (through transformers) 4 bytes, peft's (LoHa) 16.
+    """
     from snugfit.job.architectures import class_of
     from snugfit.step.applier import import_code
 
@@ -188,26 +190,27 @@ class _Context(NamedTuple):
     """The CUDA context of this process, and its group of ranks."""
 
     growth_bytes: int | None
-    """What the device's used bytes grew by; None on a CPU, and where NVML does not answer."""
+    """Growth of the device's used bytes; None on a CPU, and where NVML does not answer."""
 
     ready: float
-    """The moment at which all of it was there, by the monotonic clock."""
+    """The moment at which context and group existed, by the monotonic clock."""
 
     group: RankGroup | None = None
-    """None where one process trains."""
+    """The group of ranks; None where one process trains."""
 
     communication_bytes: int | None = None
-    """What the device's used bytes grew by when the group first exchanged something; None as above."""
+    """Growth of the device's used bytes by the first exchange of the group; None as for `growth_bytes`, and
+    without a group."""
 
 
 def _on_cpu(device: torch.device, request: Mapping[str, Any], imported: float) -> _Context:
-    """No context, and the group of ranks, where there is one."""
+    """Return a context for the CPU, with the group of ranks if there are several."""
     group = open_group(request, device)
     return _Context(None, time.monotonic() if group else imported, group)
 
 
 def _make_context(device: torch.device, request: Mapping[str, Any]) -> _Context:
-    """Makes the CUDA context with one tiny tensor, and the group of ranks, where there is one, after it."""
+    """Create the CUDA context with one tiny tensor, then the group of ranks if there are several."""
     import torch
 
     torch.cuda.set_device(device)
@@ -231,7 +234,7 @@ def _make_context(device: torch.device, request: Mapping[str, Any]) -> _Context:
 
 
 def _peaks() -> ChildResult:
-    """The peaks so far, of the allocator where there is one and of the host."""
+    """Return the peaks so far: of the host, and of the allocator where CUDA is initialized."""
     host = ChildResult(outcome=causes.OK, host_bytes=peak_resident_bytes())
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
@@ -239,7 +242,7 @@ def _peaks() -> ChildResult:
     try:
         stats = with_kept(torch.cuda.memory_stats())
         properties = torch.cuda.get_device_properties()
-    except Exception as fault:  # after a device-side fault the context answers nothing any more
+    except Exception as fault:  # after a device-side fault the context answers no call any more
         print(f"The allocator's peaks were lost: {fault}", file=sys.stderr)
         return host
     return replace(
@@ -275,7 +278,8 @@ def _used_bytes(uuid: str | None) -> int | None:
 
 
 def smi_used_bytes(uuid: str, command: str = "nvidia-smi") -> int | None:
-    """Used bytes of this GPU by nvidia-smi (whole MiB); None where it is missing or gives no number."""
+    """Return the used bytes of this GPU by nvidia-smi (whole MiB); None where it is missing or returns no
+    number."""
     try:
         answer = subprocess.run(
             [command, f"--id={uuid}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"],
@@ -292,7 +296,7 @@ def smi_used_bytes(uuid: str, command: str = "nvidia-smi") -> int | None:
 
 
 def _versions() -> dict[str, str]:
-    """Versions of the packages, and of the CUDA libraries that torch loaded."""
+    """Return the versions of the packages, and of the CUDA libraries that torch loaded."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.version.cuda:
         return versions()

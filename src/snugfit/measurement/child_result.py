@@ -1,7 +1,7 @@
 """The result that a measured child writes for its parent: one typed document, checked field by field.
 
-The parent believes nothing that has the wrong type: a number that is no number makes the whole result a
-`bad-result`. Only a loss may be missing (null): a loss can be NaN, and JSON has no NaN.
+The parent accepts no field of a wrong type: one makes the whole result a `bad-result`. Only a loss may be
+null, because a loss can be NaN and JSON has no NaN.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ _OUTCOME = re.compile(r"ok|refused|host-oom|oom:[a-z]+|exit:1")
 
 @dataclass(frozen=True, kw_only=True)
 class ChildResult:
-    """What one run measured of itself; None is what it could not measure."""
+    """The values that one run measured in its own process; None for a value without a measurement."""
 
     outcome: str
-    """`ok`, or the cause of death, as far as the child knows it."""
+    """`ok`, or the cause of death as the child detected it."""
 
     message: str = ""
-    """For a cause other than `ok`: the exception in one line."""
+    """The exception in one line, for an outcome other than `ok`."""
 
     seconds: tuple[float, ...] = ()
-    """Of each steady step."""
+    """Seconds of each steady step."""
 
     startup: Startup | None = None
-    """Seconds from the process's beginning to the steady steps."""
+    """Seconds from the start of the process to the steady steps."""
 
     losses: tuple[float, ...] = ()
-    """Each step's loss, warm-up included."""
+    """Loss of each step, with the warm-up steps."""
 
     requested_bytes: int | None = None
     allocated_bytes: int | None = None
@@ -83,57 +83,57 @@ class ChildResult:
     """Managed memory of its optimizer, on the GPU or not."""
 
     smi_bytes: int | None = None
-    """nvidia-smi's used memory at one quiet moment."""
+    """nvidia-smi's used bytes at one idle moment."""
 
     smi_nvml_bytes: int | None = None
-    """NVML's used memory at that moment."""
+    """NVML's used bytes at that moment."""
 
     device_name: str | None = None
-    """The device as torch names it."""
+    """Name of the device from torch."""
 
     total_bytes: int | None = None
-    """The GPU's memory as torch sees it."""
+    """The GPU's memory from torch, in bytes."""
 
     crowded: str | None = None
-    """What other processes took of the host's cores while steps were timed."""
+    """Use of the host's cores by other processes while steps were timed."""
 
     quiet: tuple[bool, ...] = ()
-    """Of each of `seconds`, whether the core that launches kernels was quiet."""
+    """For each of `seconds`: True if the core that launches kernels was quiet."""
 
     disturbed: float | None = None
     """`QuietCore.disturbed_share` of that core."""
 
     host_loop_seconds: float | None = None
-    """How long a short loop takes that core (`QuietCore.loop_seconds`)."""
+    """Seconds of a short loop on that core (`QuietCore.loop_seconds`)."""
 
     timed_from: float | None = None
-    """When the first steady step began on the host, by the monotonic clock."""
+    """Start of the first steady step on the host, by the monotonic clock."""
 
     timed_until: float | None = None
-    """When the last of them had ended on the device."""
+    """A moment after the end of the last steady step on the device, by the same clock."""
 
     peaks_at: float | None = None
-    """When the peaks were read, by the monotonic clock; None at the end of all."""
+    """Moment of the reading of the peaks, by the same clock; None if they are read at the very end."""
 
     failed_at: float | None = None
-    """When an exception ended it, by the same clock."""
+    """Moment of the exception that ended the run, by the same clock."""
 
     fabric_seconds: float | None = None
     """Seconds a step of NCCL's kernels, in steps after the timed ones."""
 
     exposed_fabric_seconds: float | None = None
-    """Of these, while no other kernel ran."""
+    """Part of `fabric_seconds` in which no other kernel ran."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of the packages and the CUDA libraries."""
+    """Versions of the packages and the CUDA libraries."""
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object without NaN; `ChildResult.from_json` reads it back."""
+        """Return a JSON object without NaN for `ChildResult.from_json`."""
         return asdict(self) | {"losses": finite_or_null(self.losses)}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The result that `to_json` wrote; raises `BadDocument` for anything else."""
+        """Return the result written by `to_json`. Raises `BadDocument` for another document."""
         names = {field.name for field in fields(cls)}
         if set(document) != names:
             odd = ", ".join(sorted(set(document) ^ names))
@@ -180,4 +180,4 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "versions": lambda value: isinstance(value, dict) and _is_list_of(list(value.values()), str),
     "startup": _is_startup_or_none,
 }
-"""Whether each field's value is one that a child can have written."""
+"""Validators by field: True for a value that a child can have written."""

@@ -1,7 +1,7 @@
-"""A GPU's clock while steps were timed, from the readings that the sampler took.
+"""A GPU's clock while steps were timed, from the readings of the sampler.
 
-A prediction is for a GPU that keeps its clock. Under its power limit, or when it is hot, a GPU lowers it, and
-the steps take longer for a reason that no recipe has.
+A prediction is for a GPU with a constant clock. A GPU lowers its clock at its power limit or when it is hot.
+The steps then take longer for a reason outside the recipe.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from snugfit.results.measurement import GpuClock
 
 
 class ClockReading(NamedTuple):
-    """What NVML said at one moment."""
+    """NVML's values at one moment."""
 
     moment: float
-    """By the monotonic clock."""
+    """Seconds of the monotonic clock."""
     mhz: int
-    """How fast the multiprocessors' clock ran then, in MHz."""
+    """The SM clock at that moment, in MHz."""
     reasons: int
-    """Why it is not higher: NVML's bits."""
+    """NVML's bits for the reasons of a lower clock."""
 
 
 def read_clock(card: Card, moment: float) -> ClockReading:
-    """The clock now; raises `NvmlUnavailable` where the driver does not report it."""
+    """Return the clock now. Raises `NvmlUnavailable` where the driver does not report it."""
     return ClockReading(moment, card.clock_mhz(), card.clock_reasons())
 
 
 def clock_between(
     readings: Iterable[ClockReading], card: Card, begin: float | None, end: float | None
 ) -> GpuClock | None:
-    """The clock between two moments; None where nothing was read then, or they are not known."""
+    """Return the clock between two moments; None without a reading between them, or without the moments."""
     if begin is None or end is None:
         return None
     within = [one for one in readings if begin <= one.moment <= end]

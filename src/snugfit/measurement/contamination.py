@@ -1,17 +1,18 @@
-"""Whether other processes used the GPU before, during or after an experiment.
+"""Checks for other processes on the GPU before, during and after an experiment.
 
-Before: no process computes there and next to nothing is used. After: it is as it was. Both are waited for,
-because the driver takes a moment to free a dead process's memory. During: NVML's process list is compared
-with our processes. Three things make that list less than proof, and each is handled here:
+Before: no process computes on the GPU and next to no memory is used. After: the GPU is as before. Both checks
+wait, because the driver takes a moment to free the memory of a dead process. During: NVML's process list is
+compared with our processes. That list is no proof for three reasons:
 
-- in a container its process ids may be the host's, so that ours are not among them: then more than one
-  process is one too many;
-- it may be empty or refused (containers, WSL): then the bytes decide, and what neither the allocator nor the
-  context explains is another process's;
-- a display's processes are not in it, but their bytes are: then the GPU is not clean, and the reason says so.
+- In a container its process ids may be the host's, so that it does not show ours. Then two processes or more
+  are contamination.
+- It may be empty or refused (containers, WSL). Then the bytes decide: any that neither the allocator nor the
+  context explains belong to another process.
+- It omits a display's processes, but not their bytes. Then the GPU is not clean, and the reason mentions
+  them.
 
-A GPU that is not clean is measured anyway and marked: `contaminated` holds the reason. Each function returns
-that reason as a sentence, or None.
+A GPU that is not clean is measured anyway, with the reason in `contaminated`. Each function returns that
+reason as a sentence, or None.
 """
 
 from __future__ import annotations
@@ -31,36 +32,36 @@ from snugfit.units import MIB, show_mib
 _T = TypeVar("_T")
 
 PATIENCE = 10.0
-"""Seconds to wait for a GPU to become clean. A choice: how long a driver takes was not measured."""
+"""Seconds to wait for a GPU to become clean. A choice: the delay of a driver was not measured."""
 
 IDLE_BYTES = 64 * MIB
-"""Upper bound on what an idle GPU uses, without the driver's reserve. A choice; published idle readings are
-0."""
+"""Upper bound on the used bytes of an idle GPU, without the driver's reserve. A choice; published idle
+readings are 0."""
 
 DRIFT_BYTES = 32 * MIB
 """Upper bound on the difference of the used bytes before and after an experiment. A choice."""
 
 LIBRARY_BYTES = 512 * MIB
-"""Upper bound on what kernels and libraries loaded during a run add to the context of the first tensor. In
-twenty runs of seven model families on an H200 it was 130 to 146 MiB; NCCL or another eager loader would add
-more."""
+"""Upper bound on the bytes that kernels and libraries loaded during a run add to the context of the first
+tensor. In twenty runs of seven model families on an H200 it was 130 to 146 MiB. NCCL or another eager loader
+would add more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuBaseline:
-    """The GPU before an experiment, from which all later readings are measured."""
+    """The GPU before an experiment, as the reference for all later readings."""
 
     used_bytes: int | None
-    """Used before the experiment began; None where NVML does not answer."""
+    """Used bytes before the experiment began; None where NVML does not answer."""
 
     pids: frozenset[int]
-    """Processes that were there already."""
+    """Processes on the GPU before the experiment."""
 
     reason: str | None
-    """Why it is not clean; None when it is."""
+    """Reason why the GPU is not clean; None when it is."""
 
     def growth(self, peak_bytes: int | None) -> int | None:
-        """A run's NVML bytes: what the device's used bytes grew by until its peak."""
+        """Return a run's NVML bytes: the growth of the device's used bytes until its peak."""
         if peak_bytes is None or self.used_bytes is None:
             return None
         return max(0, peak_bytes - self.used_bytes)
@@ -76,11 +77,12 @@ def first_reason(
     outside_bytes: int = 0,
     until: float | None = None,
 ) -> str | None:
-    """The first reason why the GPU was not a run's alone, or could not be proven so; waits as `after` does.
+    """Return the first sign that the GPU was shared, or that this could not be excluded; None for a clean
+    run. Waits as `after` does.
 
-    `reserved_bytes` is the allocator's peak, `context_bytes` the context's size at the first tensor and
-    `outside_bytes` what the run is known to take without torch's allocator: its process group, and managed
-    memory. Bytes are looked at `until` a moment of the monotonic clock; None looks at all.
+    `reserved_bytes` is the allocator's peak and `context_bytes` the size of the context at the first tensor.
+    `outside_bytes` are allocations of the run outside torch's allocator: its process group, and managed
+    memory. Growth counts up to the moment `until` of the monotonic clock, or over all readings for None.
     """
     reasons = [baseline.reason, during(sampler.censuses.values(), baseline)]
     grown = baseline.growth(sampler.peak_until(until))
@@ -94,12 +96,13 @@ def first_reason(
 
 
 def before(card: Card, *, patience: float) -> GpuBaseline:
-    """The GPU once it is clean, or after `patience` seconds, with the reason why it is not."""
+    """Return the state of the GPU once it is clean; after `patience` seconds, its state with the reason why
+    it is not."""
     return _wait_while_used(partial(_read_baseline, card), lambda baseline: baseline.reason, patience)
 
 
 def _wait_while_used(read: Callable[[], _T], reason_of: Callable[[_T], str | None], patience: float) -> _T:
-    """The first reading without a reason, or the last one after `patience` seconds."""
+    """Return the first reading without a reason, or the last one after `patience` seconds."""
     deadline = time.monotonic() + patience
     while True:
         reading = read()
@@ -130,7 +133,8 @@ def _read_baseline(card: Card) -> GpuBaseline:
 
 
 def after(card: Card, baseline: GpuBaseline, *, patience: float) -> str | None:
-    """Waits until the GPU is as it was before; the reason when after `patience` seconds it is not."""
+    """Wait until the GPU is as it was before. Return the difference if one remains after `patience`
+    seconds."""
     if baseline.used_bytes is None:
         return None
     return _wait_while_used(partial(_leftover, card, baseline), lambda reason: reason, patience)
@@ -149,7 +153,8 @@ def _leftover(card: Card, baseline: GpuBaseline) -> str | None:
 
 
 def during(censuses: Iterable[Census], baseline: GpuBaseline) -> str | None:
-    """Who else computed on the GPU during the run, by the process lists; None when nobody."""
+    """Return the use of the GPU by other processes during the run, from the process lists; None without
+    any."""
     censuses = list(censuses)
     lists_ours = any(census.own for census in censuses)
     for census in censuses:
@@ -165,7 +170,8 @@ def during(censuses: Iterable[Census], baseline: GpuBaseline) -> str | None:
 
 
 def _foreign_bytes(census: Census, baseline: GpuBaseline) -> str | None:
-    """The device's bytes minus ours, where the driver reports each process's bytes."""
+    """Return a sentence on the device's bytes less ours, where the driver reports the bytes of each
+    process."""
     own = [process.bytes for process in census.own if process.bytes is not None]
     if not census.own or len(own) < len(census.own) or baseline.used_bytes is None:
         return None
@@ -176,7 +182,7 @@ def _foreign_bytes(census: Census, baseline: GpuBaseline) -> str | None:
 
 
 def unexplained_growth(grown_bytes: int, *, reserved_bytes: int, context_bytes: int) -> str | None:
-    """What neither allocator nor context explains of the growth of the device's used bytes; None if little.
+    """Return a sentence on growth of the device's used bytes beyond allocator and context; None if little.
 
     For a process alone on its GPU, grown = context (at the first tensor) + libraries loaded later + reserved.
     """
@@ -190,7 +196,7 @@ def unexplained_growth(grown_bytes: int, *, reserved_bytes: int, context_bytes: 
 
 
 def _compute_processes(card: Card) -> list[GpuProcess]:
-    """The processes with a compute context; none where the driver hides them."""
+    """Return the processes with a compute context; none where the driver hides them."""
     try:
         return card.compute_processes()
     except NvmlUnavailable:
@@ -198,7 +204,8 @@ def _compute_processes(card: Card) -> list[GpuProcess]:
 
 
 def _list(processes: list[GpuProcess]) -> str:
-    """The processes as text, at most four by number: `process 17 (512 MiB), this process (23)`."""
+    """Return the processes as text, at most four with their numbers: `process 17 (512 MiB), this process
+    (23)`."""
     shown = []
     for process in processes:
         name = f"this process ({process.pid})" if process.pid == os.getpid() else f"process {process.pid}"

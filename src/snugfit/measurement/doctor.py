@@ -1,7 +1,8 @@
-"""Examines the installation: packages, what is missing and why, and the GPUs as the driver reports them.
+"""Examines the installation: packages, missing parts with their reasons, and the GPUs that the driver
+reports.
 
-Nothing imports torch, which takes seconds: versions come from the packages' metadata, torch's CUDA from its
-version file, GPUs from NVML.
+No function imports torch, which takes seconds. Versions come from the packages' metadata, torch's CUDA from
+its version file, GPUs from NVML.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ class Package:
 
     name: str
     version: str | None
-    """None when it is not installed."""
+    """Installed version; None without one."""
     required: bool
-    """Whether snugfit needs it."""
+    """True for a package that snugfit cannot run without."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +38,10 @@ class Extra:
     """One of snugfit's extras, and the techniques that need it."""
 
     name: str
-    """As in `pip install "snugfit[name]"`."""
+    """Name as in `pip install "snugfit[name]"`."""
     techniques: tuple[str, ...]
     off: str | None
-    """Why the techniques are off, with the cure; None when they are on."""
+    """Reason why the techniques are off, with the cure; None when they are on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +51,16 @@ class GpuStatus:
     name: str
     uuid: str
     compute_capability: tuple[int, int] | None
-    """CUDA's; None where the driver does not report it."""
+    """CUDA compute capability; None where the driver does not report it."""
     total_bytes: int | None
     used_bytes: int | None
-    """By all processes, now."""
+    """Bytes in use by all processes, now."""
     reserve_bytes: int | None
-    """The driver's own; None under drivers that do not show it apart."""
+    """The driver's own reserve in bytes; None under drivers that do not separate it."""
     processes: int | None
-    """How many compute on it; None where the driver hides them."""
+    """Number of processes with a compute context; None where the driver hides them."""
     fault: str | None = None
-    """Why something is missing here."""
+    """Reason for a missing value of this GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,38 +72,39 @@ class Doctor:
     python: str
     """The version of Python."""
     executable: str
-    """The path of the Python that runs this."""
+    """The path of the running Python."""
     platform: str
     """Operating system and machine."""
     packages: tuple[Package, ...]
-    """Required ones first, then optional ones."""
+    """Required packages first, then optional ones."""
     extras: tuple[Extra, ...]
     torch_cuda: str | None
-    """The CUDA that torch was built with; None for a build without."""
+    """The CUDA version of torch's build; None for a build without CUDA."""
     cuda_usable: bool
-    """Whether a measurement would run on a GPU."""
+    """True if a measurement can run on a GPU."""
     cuda_reason: str | None
-    """Why it would not."""
+    """Reason why it cannot."""
     asked_torch: bool = False
-    """Torch itself is not asked, only its files and NVML: importing it takes seconds."""
+    """Always False: the doctor reads torch's files and NVML, because an import of torch takes seconds."""
     driver: str | None
     """The NVIDIA driver's version."""
     nvml: str | None
-    """Why NVML does not answer; None when it does."""
+    """Reason why NVML does not answer; None when it does."""
     gpus: tuple[GpuStatus, ...]
-    """All of the machine, in the order of the PCI bus, whatever CUDA_VISIBLE_DEVICES shows."""
+    """All GPUs of the machine in the order of the PCI bus, regardless of CUDA_VISIBLE_DEVICES."""
     spills: str | None = None
-    """What the driver does when the GPU is full, where it goes on in the host's memory; else None."""
+    """Description of a driver that moves GPU memory to the host when the GPU is full; None for other
+    drivers."""
     visible_devices: str | None
     """CUDA_VISIBLE_DEVICES; None when it is not set."""
 
     def to_json(self) -> dict[str, Any]:
-        """The document that `snugfit doctor --json` prints."""
+        """Return the document that `snugfit doctor --json` prints."""
         return {"schema": SCHEMA, "what": "doctor", **asdict(self)}
 
 
 def examine(*, library: Any | None = None, environment: Mapping[str, str] = os.environ) -> Doctor:
-    """Examines this machine. Never raises for what is missing: that is what it reports."""
+    """Examine this machine. A missing part is reported and never raised."""
     gpus: tuple[GpuStatus, ...] = ()
     driver = nvml_fault = None
     try:
@@ -154,7 +156,7 @@ def _status_of(card: Card) -> GpuStatus:
 def _why_no_cuda(
     build: str | None, nvml_fault: str | None, gpus: tuple[GpuStatus, ...], environment: Mapping[str, str]
 ) -> str | None:
-    """Why a measurement would not run on a GPU, as far as that shows without torch."""
+    """Return the reason why a measurement cannot run on a GPU, found without torch; None without one."""
     if version_of("torch") is None:
         return "torch is not installed"
     if build is None:
@@ -169,7 +171,7 @@ def _why_no_cuda(
 
 
 def _extras() -> tuple[Extra, ...]:
-    """Each extra of the roster with the techniques that need it."""
+    """Return each extra of the roster with the techniques that need it."""
     from snugfit.techniques.roster import techniques
 
     needing: dict[str, list[Any]] = {}

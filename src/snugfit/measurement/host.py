@@ -1,16 +1,18 @@
-"""What the operating system says of the host: kills for memory, peak memory, the CPU's name, and its load.
+"""Host figures from the operating system: kills for memory, peak memory, the CPU's name, and its load.
 
-psutil reads the counters that it knows. Two it does not know and are read from /proc here: how many processes
-the kernel killed for memory (counted per control group, v2 `memory.events`, v1 `memory.oom_control`, and for
-the machine in `/proc/vmstat`), and the peak of resident memory. A child that died of SIGKILL while a kill
-counter rose was killed for memory; nothing says more, since the kernel's log is not ours to read.
+psutil reads the counters that it supports. Two more are read from /proc. One is the number of processes that
+the kernel killed for memory. It is counted per control group (v2 `memory.events`, v1 `memory.oom_control`)
+and for the machine (`/proc/vmstat`). The other is the peak of resident memory. A child that died of SIGKILL
+while a kill counter rose was killed for memory. There is no better evidence, because the kernel's log is not
+readable.
 
-The load shows whether other processes took the cores while steps were timed. A host that is crowded all the
-time makes every step equally slow, and so looks stable: on two cores beside two busy processes a tiny BERT's
-steps took 1.35 s with a spread of 1 %, and 13 ms with one thread instead of two. (Probably threads that meet
-at a barrier wait for the one without a core.) Limits: the counters are those of the whole machine, so a
-process that is held to a few of its cores may be crowded there unnoticed; and they are coarse, so very short
-runs show nothing.
+The load shows if other processes took the cores while steps were timed. A host that is crowded all the time
+makes every step equally slow, and so looks stable. On two cores next to two busy processes a tiny BERT's
+steps took 1.35 s with a spread of 1 %. With one thread instead of two they took 13 ms. (Probably threads at a
+barrier wait for the one without a core.)
+
+Limits: the counters are those of the whole machine, so crowding on a few cores of an affinity mask can go
+unnoticed. The counters are also coarse, so very short runs show no crowding.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MIN_LOAD_SECONDS = 0.2
-"""Below it the kernel's ticks are too coarse. A choice."""
+"""Below this duration the kernel's ticks are too coarse. A choice."""
 
 CROWDED_BUSY_SHARE, CROWDED_OTHER_SHARE = 0.9, 0.1
-"""Crowded: so much of all cores was busy, and so much of them with other processes. A choice."""
+"""Shares of all cores that count as crowded: busy in total, and busy with other processes. Choices."""
 
 
 def oom_kills(root: Path = Path("/")) -> int:
-    """Sum of the kernel's OOM-kill counters that concern this process; 0 where there are none."""
+    """Return the sum of the kernel's OOM-kill counters that concern this process; 0 where there are none."""
     counters = [root / "proc/vmstat"]
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
@@ -48,10 +50,11 @@ def oom_kills(root: Path = Path("/")) -> int:
 
 
 def peak_resident_bytes() -> int:
-    """Largest resident memory of this process so far, in bytes.
+    """Return the largest resident memory of this process so far, in bytes.
 
-    `VmHWM` rather than `getrusage`: Linux hands `ru_maxrss` through fork and exec, so that the child of a
-    large notebook would report the notebook's size. Loader workers share most of our pages and are not added.
+    Linux passes `ru_maxrss` of `getrusage` through fork and exec, so the child of a large notebook would
+    report the notebook's size. `VmHWM` does not have this fault. Loader workers share most of our pages and
+    are not added.
     """
     kibibytes = _number(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status"))
     if kibibytes is not None:
@@ -61,41 +64,44 @@ def peak_resident_bytes() -> int:
 
 
 def cpu_name() -> str:
-    """The CPU as it names itself."""
+    """Return the name of the CPU from the system."""
     name = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
     return name[1].strip() if name else platform.processor() or platform.machine() or "CPU"
 
 
 def spill_to_host(system: str | None = None, release: str | None = None) -> str | None:
-    """What the driver of Windows does when the GPU's memory is full, where this machine has it: under Windows
-    itself, and under WSL, whose kernel's release names it. None elsewhere."""
+    """Return a warning about drivers of Windows that move memory to the host when the GPU is full.
+
+    They run under Windows itself, and under WSL, which is recognised by its kernel's release. None elsewhere.
+    """
     system, release = system or platform.system(), release or platform.release()
     if system != "Windows" and "microsoft" not in release.lower():
         return None
     return (
-        "under Windows and WSL the driver may move GPU memory into the host's memory instead of refusing it: "
-        "a run that does not fit becomes many times slower and does not fail. NVIDIA's control panel has a "
-        "switch, CUDA - Sysmem Fallback Policy (Prefer No Sysmem Fallback)"
+        "under Windows and WSL the driver may move GPU memory into the host's memory instead of refusing it. "
+        "A run that does not fit then becomes many times slower and does not fail. NVIDIA's control panel "
+        "has a switch, CUDA - Sysmem Fallback Policy (Prefer No Sysmem Fallback)"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostLoad:
-    """CPU counters at one moment, in seconds since some beginning."""
+    """CPU counters at one moment, in seconds since a fixed start."""
 
     wall: float
-    """Of the monotonic clock."""
+    """Seconds of the monotonic clock."""
 
     busy: float
-    """Of all cores of the machine together."""
+    """Busy seconds of all cores of the machine together."""
 
     own: float
-    """Of this process and its living and waited-for children, or of all living processes of a family."""
+    """CPU seconds of this process and its living and waited-for children, or of all living processes of a
+    family."""
 
 
 def host_load(family: int | None = None) -> HostLoad | None:
-    """The counters now; None where the system has none. With `family`, a process id, all that descends from
-    that process counts as own."""
+    """Return the counters now; None where the system has none. With a process id `family`, all its
+    descendants count as own."""
     import psutil
 
     try:
@@ -113,7 +119,8 @@ def host_load(family: int | None = None) -> HostLoad | None:
 
 
 def crowding(first: HostLoad | None, last: HostLoad | None, cores: int) -> str | None:
-    """What other processes took between two moments when next to no core was idle; None if little."""
+    """Return the use of cores by other processes between two moments with almost no idle core; None if
+    little."""
     if first is None or last is None or last.wall - first.wall < MIN_LOAD_SECONDS:
         return None
     wall = last.wall - first.wall
@@ -125,7 +132,7 @@ def crowding(first: HostLoad | None, last: HostLoad | None, cores: int) -> str |
 
 
 def _number(pattern: str, path: Path) -> int | None:
-    """The number that the pattern finds in a file of the system."""
+    """Return the number that the pattern matches in a file of the system; None without a match."""
     match = re.search(pattern, _read(path), re.MULTILINE)
     return int(match[1]) if match else None
 

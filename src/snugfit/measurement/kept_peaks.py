@@ -1,9 +1,9 @@
-"""The allocator's peaks over a whole run, whoever sets its counters back meanwhile.
+"""The allocator's peaks over a whole run, also when its counters are reset during the run.
 
-DeepSpeed sets them back each time it empties the allocator's cache (`empty_cache` of
-`deepspeed.runtime.utils`), which it does for each group of parameters while it builds its engine. What a run
-took before would be lost. Of a ViT on an H100 (results/accuracy-seed2511.json, run 37) 3.3 GB were left of
-the 4.2 that are predicted, and NVML agreed with the prediction within 3 %.
+DeepSpeed resets them each time it empties the allocator's cache (`empty_cache` of `deepspeed.runtime.utils`).
+It does so for each group of parameters while it builds its engine. The earlier peaks of the run would be
+lost. A ViT on an H100 (results/accuracy-seed2511.json, run 37) reported 3.3 GB of the predicted 4.2. NVML
+agreed with the prediction within 3 %.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Mapping
 PEAKS = ("requested_bytes.all.peak", "allocated_bytes.all.peak", "reserved_bytes.all.peak")
 
 _BEFORE: dict[str, int] = {}
-"""The largest of each before the counters were set back."""
+"""The largest value of each peak before a reset of the counters."""
 
 
 def keep_peaks() -> None:
-    """From here on, what torch's counters have reached is kept when they are set back."""
+    """Patch torch's reset of the peaks so that the values before each reset are stored."""
     import torch
 
     set_back = torch.cuda.reset_peak_memory_stats
@@ -32,5 +32,5 @@ def keep_peaks() -> None:
 
 
 def with_kept(stats: Mapping[str, int]) -> dict[str, int]:
-    """The allocator's counters, their peaks those of the whole run."""
+    """Return the allocator's counters with the peaks of the whole run."""
     return {**stats, **{name: max(peak, stats.get(name, 0)) for name, peak in _BEFORE.items()}}

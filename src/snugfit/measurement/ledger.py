@@ -4,9 +4,9 @@
         measurement.json      the Measurement
         stderr.txt            the end of the measured process's output
 
-A run's folder is written under a hidden name and renamed when it is complete, so that a visible folder is
-complete. Names consist of what was measured, without anything but letters, digits and dashes: no name of a
-model or recipe leads out of the ledger.
+A run's folder is written under a hidden name and renamed when it is complete. So every visible folder is
+complete. Its name holds only letters, digits and dashes. So no name of a model or recipe can lead out of the
+ledger.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MEASUREMENT, OUTPUT = "measurement.json", "stderr.txt"
 
 @contextmanager
 def open_ledger(root: Path) -> Iterator[None]:
-    """Makes the ledger's folder, or raises `UsageError` before anything is measured.
+    """Create the ledger's folder. Raises `UsageError` before the measurement starts if that fails.
 
-    A run that leaves nothing to keep (a user's mistake, Ctrl-C) leaves no new folder either.
+    A run without a measurement (a user's mistake, Ctrl-C) leaves no new folder behind.
     """
     absent = [folder for folder in (root, *root.parents) if not folder.exists()]
     try:
@@ -45,14 +45,15 @@ def open_ledger(root: Path) -> Iterator[None]:
         _refuse_unwritable(root)
         yield
     except BaseException:
-        with suppress(OSError):  # a folder that holds something stays, and so do those above it
+        with suppress(OSError):  # a folder with contents stays, and so do those above it
             for folder in absent:
                 folder.rmdir()
         raise
 
 
 def _refuse_unwritable(root: Path) -> None:
-    """Writes a file rather than asks: a superuser may write everywhere, and /proc takes no file at all."""
+    """Write a test file. Permission bits do not suffice: a superuser may write everywhere, and /proc takes no
+    file at all. Raises `UsageError`."""
     try:
         tempfile.TemporaryFile(dir=root).close()
     except OSError as refusal:
@@ -63,7 +64,7 @@ def _refuse_unwritable(root: Path) -> None:
 
 
 def write(root: Path, measurement: Measurement, output: str) -> Path:
-    """Writes a measurement and the process's output, all or nothing, and returns the run's folder."""
+    """Write a measurement and the process's output, all or nothing, and return the run's folder."""
     name = _name(measurement)
     draft = root / f".{name}"
     try:
@@ -84,6 +85,6 @@ def _name(measurement: Measurement) -> str:
 
 
 def slug(text: str) -> str:
-    """At most 48 lower-case letters, digits and dashes of a text; never empty."""
+    """Return at most 48 lower-case letters, digits and dashes of a text; never empty."""
     dashed = re.sub(r"[^a-z0-9]+", "-", text.lower())
     return dashed.strip("-")[:48].strip("-") or "run"

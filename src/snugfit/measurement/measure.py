@@ -1,18 +1,17 @@
-"""Measures one experiment, in a process of its own, on a GPU that is proven clean.
+"""Measures one experiment in a process of its own, on a GPU without other processes.
 
-    the parent (experiment/run.py)              the child (child.py)
-    finds the GPU by NVML, waits until clean
-    writes the request                 ----->   builds the Step, warms up, runs the steady steps
-    sleeps; a thread samples NVML               reads the allocator's peaks; nvidia-smi once
-    decides how it ended               <-----   writes its result
-    waits until the GPU is clean again
+- The parent (experiment/run.py) finds the GPU by NVML, waits until it is clean, and writes the request.
+- The child (child.py) builds the Step, warms up, and runs the steady steps. The parent sleeps meanwhile; a
+  thread samples NVML.
+- The child reads the allocator's peaks, reads nvidia-smi once, and writes its result.
+- The parent determines the outcome, and waits until the GPU is clean again.
 
-The parent never touches CUDA, uses no CPU while it waits (but for NVML's readings), and believes nothing that
-it cannot check: a run that died has a cause, a GPU that was shared has a reason, a result is a complete file.
-Models that live only in this Python process are refused: a fresh process could get them only by pickle, which
-runs whatever it contains; `snugfit.watch()` measures those in place.
+The parent never touches CUDA, and uses no CPU while it waits, except for NVML's readings. It accepts only
+results that it can check. A dead run has a cause, a shared GPU has a reason, a result is a complete file.
+Models that exist only in this Python process are refused. A new process could get them only by pickle, which
+executes code; `snugfit.watch()` measures them in place.
 
-Several GPUs that train together have a child each, of which each finds the others by a file in a temporary
+Several GPUs that train together have a child each. The children find each other by a file in a temporary
 folder, so that no port has to be free.
 """
 
@@ -55,16 +54,19 @@ def measure(
     record_history: Path | str | None = None,
     trainer_arguments: Mapping[str, Any] | None = None,
 ) -> Measurement:
-    """Runs the job under the recipe (which may be text) in a fresh process and returns what it took.
+    """Run the job under the recipe (also as text) in a new process and return its measurement.
 
-    `device` is `cpu`, `cuda`, or None for a GPU if there is one; `gpu_index` counts as CUDA does. With `gpus`
-    so many from that one on train together, each in a process of its own (a rank): the measurement holds the
-    bytes of the rank that needs the most and the seconds of the slowest, and all of them in `ranks`. A run
-    that dies is a measurement too: its `outcome` is the cause. `ledger` is the folder where it is kept, or
-    None. `record_history` writes torch's recorded allocations of the first three steps to that file (for
-    pytorch.org/memory_viz; recording slows the steps down). `trainer_arguments` of the `trainer` loop are
-    given to `TrainingArguments` besides what the recipe says; a ledger keeps no such run. Raises `UsageError`
-    for what cannot be measured.
+    `device` is `cpu`, `cuda`, or None for a GPU if there is one; `gpu_index` is CUDA's index. `gpus` is the
+    number of GPUs that train together from that index on, each in a process of its own (a rank). The
+    measurement then has the bytes of the largest rank and the seconds of the slowest, and those of all in
+    `ranks`.
+
+    A run that dies is a measurement too: its `outcome` is the cause. `ledger` is the folder for results, or
+    None. `record_history` is a file for torch's recorded allocations of the first three steps (for
+    pytorch.org/memory_viz; recording slows the steps down). `trainer_arguments` extend the
+    `TrainingArguments` of the `trainer` loop; a ledger stores no such run.
+
+    Raises `UsageError` for a job, recipe or argument that cannot be measured.
     """
     refuse_what_is_no_job(job)
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
@@ -99,7 +101,7 @@ def measure(
 
 
 def _refuse_invalid(request: MeasurementRequest) -> None:
-    """Raises `UsageError` for what no process could run."""
+    """Raise `UsageError` for a request that no process could run."""
     job, loop = request.job, request.loop
     if job.model.module is not None:
         raise JobError(
@@ -127,7 +129,8 @@ def _refuse_invalid(request: MeasurementRequest) -> None:
 
 
 def _path_of(argument: str, value: object) -> Path | None:
-    """The path in an argument of `measure`, which may be text too."""
+    """Return the path in an argument of `measure`, which may be text too. Raises `UsageError` for another
+    type."""
     if value is None or isinstance(value, str | os.PathLike):
         return None if value is None else Path(value)
     raise UsageError(f"{argument} is {value!r}; it must be a path, or None.")

@@ -1,13 +1,13 @@
 """NVML: the driver's own figures of a GPU's memory, and the processes that use it.
 
-One GPU is asked at a time, found by its UUID, so that no reading ever sums or mixes GPUs. Version 2 of the
-memory query shows the driver's own reserve apart from what is used; version 1 (drivers before R510) counts
-the reserve as used, which cancels out in differences.
+Each query is for one GPU, found by its UUID, so no reading ever sums or mixes GPUs. Version 2 of the memory
+query separates the driver's own reserve from the used bytes. Version 1 (drivers before R510) counts the
+reserve as used, which cancels out in differences.
 
-Everything NVML may refuse is refused somewhere: no driver at all, a driver too old for version 2, WSL (no
-process list), MIG, containers whose process ids are not ours, bytes that are None or 0. So every question
-goes through `_ask`, and what cannot be answered raises `NvmlUnavailable` with the reason in words; whoever
-asks goes on without the answer and keeps the reason. The library is a parameter, so tests bring their own.
+Every query of NVML fails on some system. Examples are a missing driver, a driver too old for version 2, WSL
+without a process list, and MIG. Containers may show foreign process ids, and bytes may be None or 0. So every
+query goes through `_ask`. A failed one raises `NvmlUnavailable` with the reason in words. The caller
+continues without the value and stores the reason. The library is a parameter, so that tests can replace it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ CLOCK_SM = 1
 """`NVML_CLOCK_SM`, the clock of the multiprocessors, from nvml.h."""
 
 CLOCK_REASONS = {"power": 0x04 | 0x80, "heat": 0x20 | 0x40, "the hardware": 0x08, "its settings": 0x02}
-"""Why a clock is not higher, in words, with the bits of `nvmlClocksEventReasons` from nvml.h. That a GPU is
-idle is none."""
+"""Reasons for a lower clock in words, with the bits of `nvmlClocksEventReasons` from nvml.h. An idle GPU is
+no such reason."""
 
 
 class NvmlUnavailable(SnugfitError):
-    """NVML, or one of its answers, is not available here; the message says why."""
+    """NVML, or one of its answers, is not available here; the message has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class DeviceMemory:
     total_bytes: int
 
     used_bytes: int
-    """Held by processes; under version 1 the driver's reserve too."""
+    """Used by processes; under version 1 including the driver's reserve."""
 
     reserve_bytes: int | None
     """The driver's own reserve, or None where only version 1 answers."""
@@ -50,13 +50,13 @@ class DeviceMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuProcess:
-    """A process that holds a context on the GPU."""
+    """A process with a context on the GPU."""
 
     pid: int
-    """As the driver numbers it: in a container this may be no process that is visible here."""
+    """Process id of the driver; in a container this may be no process that is visible here."""
 
     bytes: int | None
-    """What it uses; None where the driver does not report it."""
+    """Bytes of the process; None where the driver does not report them."""
 
 
 class Card:
@@ -72,7 +72,7 @@ class Card:
             self.name = "unnamed GPU"
 
     def memory(self) -> DeviceMemory:
-        """Its memory now; raises `NvmlUnavailable` for no answer, and for one that cannot be true."""
+        """Return its memory now. Raises `NvmlUnavailable` without an answer, and for an impossible one."""
         if self._version != 1:
             try:
                 answer = _ask(self._library, "nvmlDeviceGetMemoryInfo", self._handle, version=MEMORY_V2)
@@ -80,7 +80,7 @@ class Card:
                 self._version = 2
                 return memory
             except (NvmlUnavailable, AttributeError) as refusal:
-                if self._version == 2:  # a version that answered once is kept: the two count differently
+                if self._version == 2:  # stay with the version of the first answer: the two count differently
                     raise NvmlUnavailable(str(refusal)) from None
         answer = _ask(self._library, "nvmlDeviceGetMemoryInfo", self._handle)
         memory = _valid_memory(answer.total, answer.used, None)
@@ -89,39 +89,41 @@ class Card:
 
     @property
     def counts_reserve(self) -> bool:
-        """Whether `used_bytes` holds the driver's reserve, as version 1 does. Known after `memory()`."""
+        """True if `used_bytes` includes the driver's reserve, as in version 1. Valid after `memory()`."""
         return self._version == 1
 
     def compute_processes(self) -> list[GpuProcess]:
-        """Processes with a compute context here; raises `NvmlUnavailable` where the driver hides them."""
+        """Return the processes with a compute context. Raises `NvmlUnavailable` where the driver hides
+        them."""
         return _processes(_ask(self._library, "nvmlDeviceGetComputeRunningProcesses", self._handle))
 
     def graphics_processes(self) -> list[GpuProcess]:
-        """Processes that draw on a display through this GPU; none where the driver hides them."""
+        """Return the processes that draw on a display through this GPU; none where the driver hides them."""
         try:
             return _processes(_ask(self._library, "nvmlDeviceGetGraphicsRunningProcesses", self._handle))
         except NvmlUnavailable:
             return []
 
     def utilization(self) -> float:
-        """Share of the last moment (up to a second, as the driver chooses) in which a kernel ran; raises
-        `NvmlUnavailable` where the driver does not report it."""
+        """Return the share of the last moment (up to a second, chosen by the driver) in which a kernel ran.
+        Raises `NvmlUnavailable` where the driver does not report it."""
         share = getattr(_ask(self._library, "nvmlDeviceGetUtilizationRates", self._handle), "gpu", None)
         if type(share) is not int or not 0 <= share <= 100:
             raise NvmlUnavailable(f"NVML reports a utilization of {share!r} %.")
         return share / 100
 
     def clock_mhz(self) -> int:
-        """The multiprocessors' clock now; raises `NvmlUnavailable` where the driver does not report it."""
+        """Return the SM clock now in MHz. Raises `NvmlUnavailable` where the driver does not report it."""
         return self._mhz("nvmlDeviceGetClockInfo")
 
     def highest_clock_mhz(self) -> int:
-        """The highest that it may have; raises `NvmlUnavailable` likewise."""
+        """Return the highest supported SM clock in MHz. Raises `NvmlUnavailable` where the driver does not
+        report it."""
         return self._mhz("nvmlDeviceGetMaxClockInfo")
 
     def clock_reasons(self) -> int:
-        """Why the clock is not higher now, as bits (`CLOCK_REASONS`); raises `NvmlUnavailable` likewise.
-        Drivers before R535 know the question by another name."""
+        """Return the current reasons of a lower clock as bits (`CLOCK_REASONS`). Drivers before R535 use
+        another function name. Raises `NvmlUnavailable` where the driver does not report them."""
         try:
             return int(_ask(self._library, "nvmlDeviceGetCurrentClocksEventReasons", self._handle))
         except NvmlUnavailable:
@@ -134,7 +136,7 @@ class Card:
         return mhz
 
     def capability(self) -> tuple[int, int] | None:
-        """Its CUDA compute capability; None where the driver does not report it."""
+        """Return its CUDA compute capability; None where the driver does not report it."""
         try:
             major, minor = _ask(self._library, "nvmlDeviceGetCudaComputeCapability", self._handle)
         except NvmlUnavailable:
@@ -142,7 +144,8 @@ class Card:
         return int(major), int(minor)
 
     def first_mig_device(self) -> Card:
-        """The first MIG device of a partitioned GPU (all that CUDA shows of it), else the GPU itself."""
+        """Return the first MIG device of a partitioned GPU (the only one that CUDA shows), else the GPU
+        itself."""
         try:
             current, _ = _ask(self._library, "nvmlDeviceGetMigMode", self._handle)
         except NvmlUnavailable:
@@ -178,21 +181,21 @@ class Nvml:
         self.close()
 
     def close(self) -> None:
-        """Shuts NVML down. Cards of this NVML answer no more."""
+        """Shut NVML down. Later calls to its cards fail."""
         try:
             _ask(self._library, "nvmlShutdown")
         except NvmlUnavailable:
             return
 
     def driver(self) -> str | None:
-        """The driver's version; None where it is not reported."""
+        """Return the driver's version; None where it is not reported."""
         try:
             return _text(_ask(self._library, "nvmlSystemGetDriverVersion"))
         except NvmlUnavailable:
             return None
 
     def cards(self) -> list[Card]:
-        """Every GPU of this machine in NVML's order, which is the order of the PCI bus."""
+        """Return every GPU of this machine in NVML's order, which is the order of the PCI bus."""
         count = _ask(self._library, "nvmlDeviceGetCount")
         return [
             Card(self._library, _ask(self._library, "nvmlDeviceGetHandleByIndex", index))
@@ -200,12 +203,12 @@ class Nvml:
         ]
 
     def card(self, uuid: str) -> Card:
-        """The GPU or MIG device with this UUID."""
+        """Return the GPU or MIG device with this UUID."""
         return Card(self._library, _ask(self._library, "nvmlDeviceGetHandleByUUID", uuid))
 
 
 def open_nvml(library: Any | None = None) -> Nvml:
-    """NVML, opened; raises `NvmlUnavailable` with the reason where there is none."""
+    """Return an opened NVML. Raises `NvmlUnavailable` with the reason if that fails."""
     library = library if library is not None else _binding()
     _ask(library, "nvmlInit")
     return Nvml(library)
@@ -220,9 +223,11 @@ def _binding() -> Any:
 
 
 def _ask(library: Any, question: str, *arguments: Any, **named: Any) -> Any:
-    """The answer to one call into NVML. Broad on purpose: a binding in front of a foreign driver raises its
-    own errors, but also AttributeError, UnicodeDecodeError or OSError when driver and binding do not
-    match."""
+    """Return the result of one call into NVML; every failure becomes `NvmlUnavailable`.
+
+    The handler is broad on purpose. A binding raises its own errors, but also AttributeError,
+    UnicodeDecodeError or OSError when driver and binding do not match.
+    """
     try:
         return getattr(library, question)(*arguments, **named)
     except Exception as refusal:
@@ -230,7 +235,7 @@ def _ask(library: Any, question: str, *arguments: Any, **named: Any) -> Any:
 
 
 def _valid_memory(total: Any, used: Any, reserve: Any) -> DeviceMemory:
-    """The three numbers of bytes, when they can be true together; raises `NvmlUnavailable` otherwise."""
+    """Return the three numbers of bytes if they are possible together. Raises `NvmlUnavailable` otherwise."""
     numbers = (total, used) if reserve is None else (total, used, reserve)
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise NvmlUnavailable(f"NVML reports no memory: total {total!r}, used {used!r}, reserve {reserve!r}.")
@@ -251,5 +256,5 @@ def _processes(answer: Any) -> list[GpuProcess]:
 
 
 def _text(answer: Any) -> str:
-    """The answer as text; older bindings return bytes."""
+    """Return the answer as text; older bindings return bytes."""
     return answer.decode(errors="replace") if isinstance(answer, bytes) else str(answer)

@@ -1,16 +1,15 @@
 """A child process that cannot outlive or block its parent.
 
-It runs in a session of its own, so that one `killpg` reaches it and all its descendants. The parent sleeps in
-`poll` on two file descriptors, the child's death (a pidfd) and the child's output (a pipe), and uses no CPU
-while nothing happens. Only the last 64 KiB of the output are kept. When the deadline passes the group is
-asked to end (SIGTERM) and then killed (SIGKILL); whatever happens here, also Ctrl-C, the group is killed and
-reaped.
+It runs in its own session, so that one `killpg` reaches it and all its descendants. The parent sleeps in
+`poll` on two file descriptors, the child's death (a pidfd) and the child's output (a pipe). It uses no CPU in
+between. Only the last 64 KiB of the output are stored. At the deadline the group gets SIGTERM and then
+SIGKILL. In every case, also after Ctrl-C, the group is killed and reaped.
 
-The child's half is `die_with_parent`: the kernel kills it when the parent dies, however it dies, and each
-process it forks does the same in its turn.
+The child's half is `die_with_parent`. The kernel kills the child when the parent dies for any reason. Each
+process that the child forks is bound to the child in the same way.
 
-The group is killed *before* its leader is reaped: until then the leader's zombie holds the group's number,
-and it can belong to nobody else. That is why psutil's `Process.wait`, which reaps, is not used here.
+The group is killed *before* its leader is reaped. Until then the leader's zombie reserves the group's number,
+so no other group can have it. psutil's `Process.wait` reaps, so it is not used here.
 """
 
 from __future__ import annotations
@@ -32,36 +31,37 @@ from typing import Self
 from snugfit.measurement.host import oom_kills
 
 TAIL_BYTES = 64 * 1024
-"""Of a child's output, the end is kept: enough for a long traceback."""
+"""Size of the stored end of a child's output: enough for a long traceback."""
 
 GRACE_SECONDS = 5.0
-"""From the request to end (SIGTERM) to the kill (SIGKILL)."""
+"""Seconds between SIGTERM and SIGKILL."""
 
 REAP_SECONDS = 2.0
-"""How long to wait for killed descendants to end. A choice; contamination.py checks the GPU itself."""
+"""Seconds to wait for killed descendants to exit. A choice; contamination.py checks the GPU itself."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChildExit:
-    """How a child process ended."""
+    """The exit of a child process."""
 
     returncode: int
     """Exit code, or minus the signal's number."""
 
     timed_out: bool
-    """Whether it was still running at its deadline."""
+    """True if it was still running at its deadline."""
 
     tail: str
-    """The end of what it wrote to stdout and stderr."""
+    """The end of its output to stdout and stderr."""
 
     oom_kills: int
-    """How many processes the kernel killed for memory meanwhile, as far as its counters show here."""
+    """Number of processes that the kernel killed for memory in the meantime, from the counters visible
+    here."""
 
 
 class Child:
-    """One child process with its group; a context manager that leaves nothing of it behind."""
+    """One child process with its group; a context manager that leaves no process behind."""
 
     def __init__(
         self,
@@ -106,20 +106,20 @@ class Child:
         return self._process.pid
 
     def owns(self, pid: int) -> bool:
-        """Whether a process belongs to the child's session."""
+        """Return True for a process in the child's session."""
         try:
             return os.getsid(pid) == self.pid
         except OSError:
             return False
 
     def kill(self) -> None:
-        """Kills the child and its group at once; another thread may be waiting for it."""
+        """Kill the child and its group at once. Another thread may wait for it."""
         with self._reaping:
             if self._process.returncode is None:
                 self._signal_group(signal.SIGKILL)
 
     def wait(self, deadline_seconds: float) -> ChildExit:
-        """Sleeps until the child has ended, or ends it at its deadline."""
+        """Sleep until the child has exited, or end it at its deadline."""
         timed_out = not self._sleep_until(time.monotonic() + deadline_seconds)
         if timed_out:
             self._signal_group(signal.SIGTERM)
@@ -133,7 +133,7 @@ class Child:
         )
 
     def _sleep_until(self, moment: float) -> bool:
-        """Whether the child died before that moment."""
+        """Return True if the child died before that moment."""
         poller = select.poll()
         for descriptor in (self._output, self._pidfd):
             if descriptor is not None:
@@ -149,7 +149,7 @@ class Child:
         return True
 
     def _has_died(self) -> bool:
-        """Asks without reaping, so that the group's number stays ours."""
+        """Check for the child's death without reaping, so that the group's number stays ours."""
         if self._process.returncode is not None:
             return True
         try:
@@ -159,7 +159,7 @@ class Child:
         return status is not None
 
     def _read_output(self) -> bool:
-        """Reads what the child has written by now; False when nobody holds the other end any more."""
+        """Read the child's output so far. Return False once no process has the other end open."""
         if self._output is None:
             return False
         try:
@@ -177,7 +177,7 @@ class Child:
             os.killpg(self.pid, number)
 
     def _end(self) -> None:
-        """Kills what remains of the group, reaps it, and reads the rest of the output. Safe to call twice."""
+        """Kill the rest of the group, reap it, and read the rest of the output. Safe to call twice."""
         with self._reaping:
             if self._process.returncode is None:
                 self._signal_group(signal.SIGKILL)
@@ -195,8 +195,8 @@ class Child:
             self._pidfd = None
 
     def _reap_group(self) -> None:
-        """Waits until the group has no member; those that became our children are reaped here (where we are
-        process 1 of a container)."""
+        """Wait until the group has no member. Members that became our children are reaped here (in process 1
+        of a container)."""
         deadline = time.monotonic() + REAP_SECONDS
         while time.monotonic() < deadline:
             with contextlib.suppress(ChildProcessError):
@@ -209,10 +209,10 @@ class Child:
 
 
 def die_with_parent(parent: int) -> None:
-    """Asks the kernel to kill this process when its parent dies, and the same for whatever it forks.
+    """Register a kill of this process at its parent's death, also for every process that it forks.
 
-    To be called first. A parent that died before the request reached the kernel would go unnoticed, so the
-    parent's number is compared afterwards. Only Linux knows the request; elsewhere nothing happens.
+    It must be the first call. A parent that died before the registration would go unnoticed, so the parent's
+    process id is compared afterwards. Only Linux supports this; on other systems the function has no effect.
     """
     if sys.platform != "linux":
         return
@@ -225,7 +225,7 @@ def die_with_parent(parent: int) -> None:
             os._exit(128 + signal.SIGTERM)
 
     def before_fork() -> None:
-        # The kernel means the parent *thread*: a fork from a thread that ends is left alone.
+        # The kernel means the parent *thread*, so a fork from a thread that ends is left alone.
         in_main = threading.current_thread() is threading.main_thread()
         forker[0] = os.getpid() if in_main else None
 

@@ -1,15 +1,16 @@
-"""Pins the threads that launch a GPU's kernels to a CPU core that nobody else disturbs.
+"""Pins the threads that launch a GPU's kernels to a CPU core without disturbance.
 
-On the rented host of an H200 (2026-11-21) one and the same step took 23 ms on some cores and 34 to 38 ms on
-others, changing from second to second, and the system left the process on its core all the same. We take it
-that two hardware threads share each core, and that somebody else used the other half of the slow ones. A
-guest has no counter for that, but a loop of pure Python takes almost twice as long there. So at boundaries of
-phases, a few times a second, such a loop is timed, and when it is slow the step's own thread and that of
-autograd (they take turns and never run together) move to a core where it is fast.
+On the rented host of an H200 (2026-11-21) a step took 23 ms on some cores. The same step took 34 to 38 ms on
+others. This changed from second to second, and the scheduler left the process on its core. We assume that two
+hardware threads share each core, and that another guest used the second thread of the slow ones. A guest has
+no counter for that, but a loop of pure Python takes almost twice as long there.
 
-Every other thread, and every forked process, keeps all the cores that the process was given. (A program that
-is started by `subprocess` does not: it inherits the one.) psutil pins whole processes only, so threads are
-pinned by `os.sched_setaffinity`.
+So such a loop is timed at boundaries of phases, a few times a second. When it is slow, the step's own thread
+and that of autograd move to a core on which it is fast. The two take turns and never run together.
+
+Every other thread, and every forked process, keeps all the cores of the process. A program started by
+`subprocess` does not: it inherits the one core. psutil pins whole processes only, so threads are pinned by
+`os.sched_setaffinity`.
 """
 
 from __future__ import annotations
@@ -23,57 +24,59 @@ from contextlib import suppress
 from pathlib import Path
 
 LOOP_ITERATIONS = 1_500
-"""Of the timed loop: 20 to 40 microseconds."""
+"""Iterations of the timed loop, which take 20 to 40 microseconds."""
 
 DISTURBED_RATIO = 1.25
-"""A core is disturbed when the loop takes so many times its shortest time. 1.0 to 1.1 and 1.6 to 1.9 were
-measured."""
+"""Ratio of the loop's time to its shortest time above which a core counts as disturbed. Measured ratios were
+1.0 to 1.1 and 1.6 to 1.9."""
 
 INTERVAL, INTERVAL_ALL_DISTURBED = 0.2, 1.0
-"""Seconds until the next check, and when no core was quiet. A choice: a check takes 0.1 ms, and 2 ms where
-all of 16 cores are tried."""
+"""Seconds until the next check after a quiet core, and after none. A choice: a check takes 0.1 ms, and 2 ms
+where all of 16 cores are tried."""
 
 MAX_CORES_TRIED = 32
-"""In one check; those that were quiet last, or never tried, come first."""
+"""Number of cores tried in one check. Cores that were quiet last, or never tried, come first."""
 
 TASKS = Path("/proc/self/task")
 
 AUTOGRAD = "pt_autograd"
-"""The name that torch gives the threads of its backward pass."""
+"""Prefix of torch's names of the threads of its backward pass."""
 
 ALL_CORES: set[int] = set()
-"""The cores that a forked process is given back; empty while no thread is pinned."""
+"""The cores that a forked process gets back; empty while no thread is pinned."""
 
 
 class QuietCore:
-    """Keeps the calling thread, and autograd's, on a quiet core. Does nothing where the system cannot pin."""
+    """Keeps the calling thread, and autograd's, on a quiet core. It has no effect where the system cannot
+    pin."""
 
     def __init__(self, share: tuple[int, int] = (0, 1)) -> None:
-        """Of several processes that do so, `share` says which this is and how many: each keeps to cores of
-        its own. (Of the two threads of a core, numbers i and i + n/2 on most hosts, both go to one.)"""
+        """Limit the candidate cores to a share. `share` is the number of this process and the count of all
+        that do so, so that each has its own cores. (Both threads of a core, numbers i and i + n/2 on most
+        hosts, go to one process.)"""
         self._cores = (
             os.sched_getaffinity(0) if hasattr(os, "sched_setaffinity") and TASKS.is_dir() else set()
         )
         self._candidates = sorted(self._cores)[share[0] :: share[1]]
-        """The cores that the loop may move to."""
+        """The cores that the thread may move to."""
         self._loop_seconds: dict[int, float] = {}
-        """The last measured of each core."""
+        """Last measured seconds of the loop on each core."""
         self._best = math.inf
         self._next_check = 0.0
         self._is_autograd: dict[str, bool] = {}
-        """By thread id, as text."""
+        """True for threads of autograd, by thread id as text."""
         self._samples: list[float] = []
         """Seconds of the loop at each check."""
         self.disturbed_samples = 0
-        """How often the core was disturbed so far."""
+        """Number of checks so far that found the core disturbed."""
 
     def sample(self) -> None:
-        """Times one loop and counts whether the core is disturbed now; moves nothing."""
+        """Time one loop and count a disturbance of the core; move no thread."""
         if self._samples:
             self.disturbed_samples += self._time_loop() > DISTURBED_RATIO * self._best
 
     def rebalance(self) -> None:
-        """Checks the core, when it is time to, and moves away from a disturbed one."""
+        """Check the core if a check is due, and move away from a disturbed one."""
         if time.perf_counter() < self._next_check or len(self._candidates) < 2:
             return
         seconds = self._time_core()
@@ -87,7 +90,7 @@ class QuietCore:
         self._next_check = time.perf_counter() + (INTERVAL if quiet else INTERVAL_ALL_DISTURBED)
 
     def release(self) -> None:
-        """Gives all cores back to the threads that were pinned; the samples stay."""
+        """Give all cores back to the pinned threads; the samples stay."""
         ALL_CORES.clear()
         autograd = (int(thread) for thread, is_autograd in self._is_autograd.items() if is_autograd)
         for thread in (threading.get_native_id(), *autograd):
@@ -95,17 +98,18 @@ class QuietCore:
                 os.sched_setaffinity(thread, self._cores)
 
     def disturbed_share(self) -> float | None:
-        """Share of the checks in which the core was disturbed; None when there was none."""
+        """Return the share of the checks in which the core was disturbed; None without a check."""
         if not self._samples:
             return None
         return statistics.fmean(seconds > DISTURBED_RATIO * self._best for seconds in self._samples)
 
     def loop_seconds(self) -> float | None:
-        """Seconds of the timed loop, the median of all checks; None when there was none."""
+        """Return the median seconds of the timed loop over all checks; None without a check."""
         return statistics.median(self._samples) if self._samples else None
 
     def _move(self) -> bool:
-        """To the first quiet core, at the first check to the quietest of all; whether one was quiet."""
+        """Move to the first quiet core, or at the first check to the quietest of all. Return False if no core
+        was quiet."""
         candidates = sorted(self._candidates, key=lambda core: self._loop_seconds.get(core, 0.0))
         ALL_CORES.update(self._cores)
         for core in candidates[:MAX_CORES_TRIED]:
@@ -121,7 +125,7 @@ class QuietCore:
         return len(self._samples) == 1
 
     def _pin_autograd(self) -> None:
-        """Autograd's threads follow to this core; others that inherited it get all cores back."""
+        """Pin autograd's threads to this core. Give all cores back to other threads that inherited it."""
         core = os.sched_getaffinity(0)
         for thread in os.listdir(TASKS):
             with suppress(OSError):  # a thread may end at any time
@@ -133,7 +137,8 @@ class QuietCore:
                     os.sched_setaffinity(int(thread), core if self._is_autograd[thread] else self._cores)
 
     def _time_core(self) -> float:
-        """Seconds of the loop on this core: the shortest of three, for a hiccup is no neighbour."""
+        """Return the seconds of the loop on this core: the shortest of three, because one interruption is no
+        disturbance."""
         seconds = min(self._time_loop() for _ in range(3))
         self._best = min(self._best, seconds)
         return seconds

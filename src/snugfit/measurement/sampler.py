@@ -1,9 +1,9 @@
-"""A thread that reads NVML every few milliseconds and keeps the peak.
+"""A thread that reads NVML every few milliseconds and stores the peak.
 
-It runs in the parent of a measurement, never in the measured process, whose host thread is often what bounds
-the step. The caching allocator does not give segments back between steps, so a reading each 10 ms finds the
-peak; what lives shorter is a freed-and-retried segment, which `retries` shows. Each quarter of a second it
-also records which processes hold a context, and how many bytes each.
+It runs in the parent of a measurement. In the measured process it would delay the host thread, which often
+bounds the step. The caching allocator does not return segments between steps, so a reading each 10 ms finds
+the peak. Only a segment that is freed for a retry is shorter, and `retries` shows it. Each quarter of a
+second the thread also records the processes with a context, with the bytes of each.
 """
 
 from __future__ import annotations
@@ -23,27 +23,30 @@ INTERVAL = 0.01
 """Seconds between two readings."""
 
 READINGS_PER_CENSUS = 25
-"""A process list takes longer than a memory reading, so it is read less often. A choice."""
+"""Number of memory readings per process list. A list takes longer than a memory reading. A choice."""
 
 READINGS_BEFORE_UTILIZATION = 100
-"""The driver's utilization is of up to a second before: earlier ones would be of the time before sampling."""
+"""The driver's utilization covers up to a second before, so earlier values would include the time before
+sampling."""
 
 READINGS_PER_CLOCK = 5
-"""Steps may be timed for less than half a second, and the clock is read all along. A choice."""
+"""Number of memory readings per reading of the clock. Steps may be timed for less than half a second, so the
+clock is read all the time. A choice."""
 
 MAX_REFUSALS = 100
-"""After a second of refusals in a row the GPU is lost or NVML is, and sampling stops."""
+"""Number of failed readings in a row, a second of them, after which sampling stops: the GPU or NVML is
+lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Census:
-    """The processes that held a context on the GPU at one moment."""
+    """The processes with a context on the GPU at one moment."""
 
     used_bytes: int
-    """Used on the device by all of them."""
+    """Bytes in use on the device by all of them."""
 
     own: tuple[GpuProcess, ...]
-    """Processes that belong to the sampling side, as `belongs` decides."""
+    """Processes of the sampling side, for which `belongs` is True."""
 
     foreign: tuple[GpuProcess, ...]
     """All the other processes."""
@@ -61,17 +64,17 @@ class Sampler:
         self.peak_bytes: int | None = None
         """Largest used bytes so far; None before the first reading."""
         self._rises: list[tuple[float, int]] = []
-        """When the used bytes rose above all before, by the monotonic clock, and to what."""
+        """Each new maximum of the used bytes, with its moment by the monotonic clock."""
         self.censuses: dict[frozenset[int], Census] = {}
-        """For each distinct set of process ids, the census in which the device was fullest."""
+        """For each distinct set of process ids, the census with the most used bytes."""
         self.refusal: str | None = None
-        """Why a reading failed, when one did."""
+        """Reason of the last failed reading; None without one."""
         self.clocks: list[ClockReading] = []
-        """Of the multiprocessors; empty where the driver does not report it."""
+        """Readings of the SM clock; empty where the driver does not report it."""
         self.utilizations: list[float] = []
         """Shares of the time in which kernels ran, one for each census after the first second."""
         self.utilization_fault: str | None = "the block was shorter than a second"
-        """Why there are none."""
+        """Reason why `utilizations` is empty."""
 
     def __enter__(self) -> Self:
         self.read()
@@ -87,7 +90,7 @@ class Sampler:
         self.read()
 
     def read(self) -> bool:
-        """Reads the used bytes once; False when NVML refused."""
+        """Read the used bytes once. Return False if NVML does not answer."""
         try:
             used = self._card.memory().used_bytes
         except NvmlUnavailable as reason:
@@ -99,12 +102,13 @@ class Sampler:
         return True
 
     def peak_until(self, moment: float | None) -> int | None:
-        """The peak until a moment of the monotonic clock, or of all readings; None before the first."""
+        """Return the peak until a moment of the monotonic clock, or of all readings; None before the first
+        reading."""
         rises = (used for when, used in self._rises if moment is None or when <= moment)
         return max(rises, default=None)
 
     def count(self) -> None:
-        """Takes one census; does nothing where the driver hides the processes."""
+        """Take one census; no effect where the driver hides the processes."""
         try:
             processes = self._card.compute_processes()
             used = self._card.memory().used_bytes

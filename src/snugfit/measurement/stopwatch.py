@@ -1,21 +1,22 @@
-"""Seconds of steady steps, timed at step boundaries only, and how many steps to time.
+"""Seconds of steady steps, timed at step boundaries only, and the number of steps to time.
 
-On a GPU an event is recorded in the stream at each boundary, and nothing waits until the run is over: a
-synchronisation after each step would drain the device and charge the next step for filling it again, which a
-real loop does not pay. The time between two boundaries holds everything a loop does there, the loader too.
-On the CPU the clock is read. The start-up is timed in the same way: from the moment at which the stopwatch is
-made, when the device is quiet, to the built model, the end of the first step, and the first boundary.
+On a GPU an event is recorded in the stream at each boundary, without a wait until the run is over. A
+synchronisation after each step would drain the device, and the next step would include the time to fill it
+again. A real loop does not have that cost. The time between two boundaries includes all work of the loop, the
+loader too. On the CPU the clock is read. The start-up is timed in the same way. It begins with the creation
+of the stopwatch on an idle device. Its marks are the built model, the end of the first step, and the first
+boundary.
 
-A step's time is the trimmed mean: of the middle nine tenths. A run's length is made of means: a host that
-others use too alternates between slow and fast, some tenths of a second to some seconds each, and the median
-of its steps is now one and now the other. So steps go on for a while, however short they are (`steady_steps`;
-what the device bounds is as long each time), and a hiccup in a hundred steps is left out. The spread
-(90th percentile - 10th percentile) / mean stands beside the mean.
+The seconds of a step are the mean of the middle nine tenths, because means add up to a run's length. A shared
+host alternates between slow and fast, for some tenths of a second to some seconds each. The median of its
+steps is now one and now the other. So steps continue for a while, even if they are short (`steady_steps`).
+Steps bound by the device are equally long each time. One outlier in a hundred steps is left out. The spread
+is (90th percentile - 10th percentile) / mean.
 
-Steps in which somebody else disturbed the core that launches kernels (`measurement/quiet_core.py`) are left
-out of the mean when enough others remain: what is stated is what the step takes on this machine, whatever its
-neighbours do. Which steps were disturbed is decided without regard to how long they took. The mean of all
-steps stands beside it.
+Some steps run while another process disturbs the core that launches kernels (`measurement/quiet_core.py`).
+They are left out of the mean if enough steps remain. The result is then the step on this machine, independent
+of its neighbours. The choice of these steps does not depend on their length. `every_seconds` is the mean of
+all steps.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ if TYPE_CHECKING:
     from snugfit.measurement.quiet_core import QuietCore
 
 MAX_STABLE_SPREAD = 0.10
-"""Above it the mean is called unstable. A convention of ours, not a measured bound. It does not show a host
-that is crowded all the time, which makes every step equally slow; `host.crowding` does."""
+"""Spread above which the mean is called unstable. A convention of ours, not a measured bound. A host that is
+crowded all the time makes every step equally slow, which the spread does not show; `host.crowding` does."""
 
 TRIMMED_SHARE = 0.05
 """Share of the shortest steps, and of the longest, that the mean leaves out."""
 
 MIN_QUIET_STEPS, MIN_QUIET_SHARE = 5, 0.1
-"""Undisturbed steps that are enough to stand for all: so many, and this share of them. Choices."""
+"""Smallest number and share of undisturbed steps that replace all steps in the mean. Choices."""
 
 WARMUP = 3
 """Steps before the steady ones. States are created at the end of the first step, and the second is like all
@@ -51,11 +52,12 @@ later ones."""
 
 MIN_STEPS, MAX_STEPS = 8, 400
 HOST_BOUND_SECONDS, DEVICE_BOUND_SECONDS = 2.0, 1.0
-"""For how long steady steps go on, by what bounds them."""
+"""Seconds of steady steps, by the bound of the step."""
 
 
 def steady_steps(step_seconds: float | None, *, host: bool = True) -> int:
-    """Number of steps to time when one is predicted to take `step_seconds`, and the host to bound it."""
+    """Return the number of steps to time for a predicted length of `step_seconds`. `host` is True for a step
+    bound by the host."""
     if not step_seconds:
         return MIN_STEPS
     seconds = HOST_BOUND_SECONDS if host else DEVICE_BOUND_SECONDS
@@ -67,13 +69,13 @@ class _Boundary(NamedTuple):
 
     mark: Any
     disturbed_before: int
-    """Disturbed samples of the core until here."""
+    """Disturbed samples of the core until this boundary."""
     disturbed_after: int
-    """The same, with the sample that is taken here."""
+    """Disturbed samples with the sample at this boundary."""
 
 
 class Stopwatch(Observer):
-    """Times a step as its `Observer`; `seconds()`, `quiet()` and `startup()` answer afterwards."""
+    """Times a step as its `Observer`; `seconds()`, `quiet()` and `startup()` return the results."""
 
     def __init__(
         self,
@@ -87,17 +89,17 @@ class Stopwatch(Observer):
         self._first_step_ended = False
         self._boundaries: list[_Boundary] = []
         self.timed_from: float | None = None
-        """When the first steady step began on the host, by the monotonic clock."""
+        """Start of the first steady step on the host, by the monotonic clock."""
         self._starting: list[Any] = [self._mark()]
-        """Marks of the start-up: this stopwatch is made, the model is built, the first step ends."""
+        """Marks of the start-up: this stopwatch is created, the model is built, the first step ends."""
 
     def step_begins(self, index: int) -> None:
-        """Marks the beginning of the first steady step."""
+        """Mark the beginning of the first steady step."""
         if index == self._warmup:
             self._add_boundary()
 
     def step_ends(self, index: int) -> None:
-        """Marks the end of each steady step, and of the very first step, which ends the start-up."""
+        """Mark the end of each steady step, and of the very first step, which ends the start-up."""
         if index == 0:
             self._starting.append(self._mark())
             self._first_step_ended = True
@@ -107,25 +109,27 @@ class Stopwatch(Observer):
             self._after_step(index)
 
     def phase(self, name: str) -> None:
-        """Times nothing, since events inside the step would cost time; from the second step on the loop's
-        thread checks here whether its core is quiet. (In the first one, threads are created.)"""
+        """Check the core of the loop's thread from the second step on. Nothing is timed, because events
+        inside the step would cost time. (In the first step threads are created.)"""
         if self._core and self._first_step_ended:
             self._core.rebalance()
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Marks the end of building."""
+        """Mark the end of the build."""
         self._starting.append(self._mark())
 
     def seconds(self) -> list[float]:
-        """Seconds of each steady step; waits for the device."""
+        """Return the seconds of each steady step; waits for the device."""
         return self._between([boundary.mark for boundary in self._boundaries])
 
     def quiet(self) -> list[bool]:
-        """Of each steady step, whether its core was quiet at all checks in it and at both its boundaries."""
+        """Return True for each steady step with a quiet core at all checks in it and at both its
+        boundaries."""
         return [begin.disturbed_before == end.disturbed_after for begin, end in pairwise(self._boundaries)]
 
     def startup(self, *, imports_seconds: float, context_seconds: float) -> Startup:
-        """The start-up of a run whose process took so long before this stopwatch; waits for the device."""
+        """Return the start-up of a run; waits for the device. The arguments are the seconds of the process
+        before this stopwatch."""
         settles = self._warmup > 0
         first_boundary = [boundary.mark for boundary in self._boundaries[:1] if settles]
         build, first, *settling = self._between(self._starting + first_boundary)
@@ -139,7 +143,7 @@ class Stopwatch(Observer):
         )
 
     def _between(self, marks: Sequence[Any]) -> list[float]:
-        """Seconds from each mark to the next."""
+        """Return the seconds from each mark to the next."""
         pairs = pairwise(marks)
         if self._device.type != "cuda":
             return [end - begin for begin, end in pairs]
@@ -167,7 +171,7 @@ class Stopwatch(Observer):
 
 
 def timing_of(seconds: Sequence[float], batch_size: int, quiet: Sequence[bool] = ()) -> Timing | None:
-    """Mean, spread and samples per second of steady steps, without those that `quiet` says were disturbed.
+    """Return mean, spread and samples per second of steady steps, without those that are False in `quiet`.
 
     None when no step was timed. One step alone has no spread, so it cannot be called stable.
     """

@@ -1,17 +1,17 @@
-"""The device that is measured, found without touching CUDA, and the environment of the process that uses it.
+"""The measured device, found without touching CUDA, and the environment of the process that uses it.
 
-The measuring process must not hold a context on the GPU that it measures, so it asks NVML and the environment
-only. The child then sees that one GPU and no other, by its UUID. Processes that train together see all of
-theirs, as under torchrun, each with the one that its rank names as its current device: NCCL finds the links
-between GPUs that a process sees in any version, and a context that strays onto another's GPU, which a user
-pays for too, shows in that one's bytes. Where NVML does not answer, a GPU is used
-only when it was asked for by name, and the measurement says that it could not be proven clean.
+The measuring process must not have a context on the GPU that it measures, so it reads only NVML and the
+environment. The child then sees that one GPU and no other, by its UUID. Processes that train together see all
+of their GPUs, as under torchrun, each with the GPU of its rank as current device. So NCCL of any version
+finds the links between them. A stray context on another rank's GPU, which a user would have too, appears in
+the bytes of that rank. Without NVML a GPU is used only by explicit request. The measurement then records that
+the GPU could not be proven clean.
 
-The child's environment is ours without secrets, with one device and the recipe's allocator. A list of what is
-allowed would lose what makes a user's machine work (library paths, CUDA's and the threads' settings), so
-variables are handed on except those whose names say that they hold a secret: a measurement opens no socket
-and has no use for them. Images often tell Python to keep no bytecode; each measured process would then
-compile torch and transformers again, so bytecode goes to the user's folder of caches.
+The child's environment is ours without secrets, with one device and the recipe's allocator settings. A list
+of allowed variables would lose settings that a user's machine needs (library paths, CUDA's and the threads'
+settings). So all variables are passed on except those with the name of a secret: a measurement opens no
+socket and needs none. Images often disable Python's bytecode. Each measured process would then compile torch
+and transformers again, so bytecode goes to the user's cache folder.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SECRET = re.compile(r"(?:^|_)(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(
 
 
 MAX_ON_CPU = 16
-"""Processes that train together without a GPU: chosen, as many as a node has GPUs."""
+"""Largest number of processes that train together without a GPU. A choice: as many as a node has GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,25 +49,26 @@ class Target:
     """A device for one experiment."""
 
     type: str
-    """`cuda` or `cpu`, as torch calls it."""
+    """`cuda` or `cpu`, the device type of torch."""
 
     card: Card | None = None
-    """The GPU as NVML knows it; None on the CPU, and where NVML does not answer."""
+    """The GPU in NVML; None on the CPU, and where NVML does not answer."""
 
     driver: str | None = None
 
     index: int = 0
-    """CUDA's index of the GPU, as this process counts."""
+    """CUDA's index of the GPU in this process."""
 
     doubt: str | None = None
-    """Why no card is known though a GPU is used."""
+    """Reason why a GPU is used without a card of NVML."""
 
     beside: tuple[str, ...] = ()
-    """The UUIDs of all GPUs that train together, this one's among them; empty for one alone."""
+    """The UUIDs of all GPUs that train together, with this one; empty for one alone."""
 
     @property
     def torch_device(self) -> str:
-        """The device as the child calls it: the only one it sees, where the card is known and alone."""
+        """The device in the child's numbering: `cuda:0` for a single card, else its position in `beside`.
+        Without NVML it is the index of this process."""
         if self.type == "cpu":
             return "cpu"
         if self.card and self.beside:
@@ -76,8 +77,7 @@ class Target:
 
     @property
     def visibility(self) -> dict[str, str]:
-        """What the child's environment must say, so that it sees this device and no other, or all that train
-        together."""
+        """Environment variables that show the child this device only, or all devices that train together."""
         if self.type == "cpu":
             return {VISIBLE_DEVICES: ""}
         if self.beside:
@@ -85,7 +85,7 @@ class Target:
         return {VISIBLE_DEVICES: self.card.uuid} if self.card else {}
 
     def describe(self, torch_name: str | None, torch_bytes: int | None) -> Device:
-        """The device as a measurement keeps it, by torch's name and total bytes where NVML does not
+        """Return the device for a measurement, with torch's name and total bytes where NVML does not
         answer."""
         from snugfit.results.measurement import Device
 
@@ -105,7 +105,7 @@ class Target:
 def open_target(
     device: str | None, index: int, *, environment: Mapping[str, str], library: Any | None = None
 ) -> Iterator[Target]:
-    """The one target for `device`, as `open_targets` gives it."""
+    """Yield the one target for `device`, as in `open_targets`."""
     with open_targets(device, index, 1, environment=environment, library=library) as targets:
         yield targets[0]
 
@@ -114,10 +114,10 @@ def open_target(
 def open_targets(
     device: str | None, index: int, count: int, *, environment: Mapping[str, str], library: Any | None = None
 ) -> Iterator[tuple[Target, ...]]:
-    """The targets for `device`: `cpu`, `cuda`, `cuda:1`, or None for GPUs if there are any; so many, in
-    CUDA's order from that GPU on.
+    """Yield the targets for `device`: `cpu`, `cuda`, `cuda:1`, or None for GPUs if there are any. They are
+    `count` GPUs in CUDA's order from that GPU on.
 
-    NVML stays open inside. Raises `GpuError` for a GPU that was asked for, or is meant by
+    NVML stays open inside. Raises `GpuError` for a GPU that was requested, or selected by
     CUDA_VISIBLE_DEVICES, and cannot be used.
     """
     kind, index = _parse_device(device, index)
@@ -150,7 +150,7 @@ def open_targets(
 
 
 def _on_cpu(count: int) -> tuple[Target, ...]:
-    """The CPU, for so many processes. Raises `GpuError` for more than it is meant for."""
+    """Return the CPU `count` times. Raises `GpuError` for more than `MAX_ON_CPU` processes."""
     if count > MAX_ON_CPU:
         raise GpuError(
             f"{count} processes on the CPU, which takes the place of GPUs only to try things out: at "
@@ -160,14 +160,14 @@ def _on_cpu(count: int) -> tuple[Target, ...]:
 
 
 def _on_cards(nvml: Nvml, environment: Mapping[str, str], indices: range) -> tuple[Target, ...]:
-    """The cards that CUDA calls by these indices. Raises `GpuError` where there are not so many."""
+    """Return targets for the cards with these CUDA indices. Raises `GpuError` where there are fewer cards."""
     if len(indices) > 1:
         shown = visible_cards(nvml, environment)
         if shown and indices.stop > len(shown):
             listed = ", ".join(f"{number}: {card}" for number, card in enumerate(shown))
             first = f", from GPU {indices.start} on" if indices.start else ""
             raise GpuError(
-                f"{len(indices)} GPUs were asked for{first}, and CUDA shows {len(shown)} here: {listed}. "
+                f"{len(indices)} GPUs were requested{first}, and CUDA shows {len(shown)} here: {listed}. "
                 "Name fewer, or predict for more: snugfit predict ... --gpus N."
             )
     cards = [card_at(nvml, environment, index) for index in indices]
@@ -179,20 +179,21 @@ def _on_cards(nvml: Nvml, environment: Mapping[str, str], indices: range) -> tup
 
 
 def gpu_here(device: str | None = None) -> str | None:
-    """The name of this machine's GPU, or of the one that `device` (`cuda:1`) names; None where NVML knows
-    none. Nothing touches CUDA."""
+    """Return the name of this machine's GPU, or of the GPU `device` (`cuda:1`); None where NVML finds none.
+    CUDA is not touched."""
     target = target_here(device)
     return target.card.name if target.card else None
 
 
 def target_here(device: str | None = None) -> Target:
-    """What `device` means on this machine, found within a fraction of a second; its card answers nothing."""
+    """Return the target for `device` on this machine, within a fraction of a second. NVML is closed
+    afterwards, so its card answers no call."""
     with open_target(device, 0, environment=os.environ) as target:
         return target
 
 
 def _has_cuda_driver() -> bool:
-    """Whether the library is there by which torch reaches a GPU. Loading it makes no context."""
+    """Return True if CUDA's driver library can be loaded. Loading it creates no context."""
     try:
         ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:
@@ -201,7 +202,8 @@ def _has_cuda_driver() -> bool:
 
 
 def _parse_device(device: str | None, index: int) -> tuple[str | None, int]:
-    """Torch's type of the device (None where the user named none) and the GPU's index."""
+    """Return torch's type of the device (None without a named one) and the GPU's index. Raises `GpuError` for
+    an unknown device."""
     if type(index) is not int or index < 0:
         raise GpuError(f"GPU index {index!r}: GPUs count from 0.")
     if device is None or device in ("cpu", "cuda"):
@@ -215,7 +217,7 @@ def _parse_device(device: str | None, index: int) -> tuple[str | None, int]:
 def child_environment(
     inherited: Mapping[str, str], setup: Setup, *, visibility: Mapping[str, str]
 ) -> dict[str, str]:
-    """The variables of the measured process, which runs under this Setup."""
+    """Return the variables of the measured process under this Setup."""
     from snugfit.step.applier import process_environment
 
     environment = process_environment(
@@ -226,7 +228,7 @@ def child_environment(
         environment.setdefault("PYTHONPYCACHEPREFIX", str(Path(cache) / "snugfit" / "bytecode"))
     source = Path(__file__).resolve().parents[2]
     installed = [Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")]
-    if source not in installed:  # a source tree: the child must find the same snugfit
+    if source not in installed:  # a source tree: the child must import the same snugfit
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(source), environment.get("PYTHONPATH")])
         )

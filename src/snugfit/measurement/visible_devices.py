@@ -1,14 +1,15 @@
-"""The physical GPU that CUDA means by an index: CUDA_VISIBLE_DEVICES, read as CUDA reads it.
+"""The physical GPU of a CUDA index: CUDA_VISIBLE_DEVICES, parsed by CUDA's rules.
 
-NVML numbers all GPUs of the machine; CUDA numbers those that CUDA_VISIBLE_DEVICES shows, in its order. The
-parent of a measurement must know the physical GPU without touching CUDA, so the variable is read here, by
-CUDA's rules (CUDA Programming Guide, "CUDA Environment Variables"; torch.cuda._parse_visible_devices agrees):
+NVML numbers all GPUs of the machine. CUDA numbers those that CUDA_VISIBLE_DEVICES shows, in its order. The
+parent of a measurement needs the physical GPU without touching CUDA, so this file parses the variable. The
+rules are those of the CUDA Programming Guide ("CUDA Environment Variables");
+torch.cuda._parse_visible_devices agrees:
 
-- a list of indices, or of UUIDs (which may be shortened, as long as they match one GPU);
-- the list ends at the first entry that names no GPU, -1 by custom; an entry named twice empties the list;
-- indices count GPUs by speed unless CUDA_DEVICE_ORDER=PCI_BUS_ID. NVML does not know CUDA's order of speed,
-  so where GPUs of different kinds are counted that way the variable is asked for: no wrong GPU is measured;
-- of a GPU that is partitioned by MIG, CUDA shows the first MIG device.
+- The value is a list of indices, or of UUIDs (which may be shortened, if they match one GPU).
+- The list ends at the first entry that names no GPU, -1 by custom. A repeated entry empties the list.
+- Indices count GPUs by speed unless CUDA_DEVICE_ORDER=PCI_BUS_ID. NVML cannot report CUDA's order of speed.
+  GPUs of different kinds in that order are refused with a hint at the variable: no wrong GPU is measured.
+- CUDA shows only the first MIG device of a partitioned GPU.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ DEVICE_ORDER = "CUDA_DEVICE_ORDER"
 
 
 def hides_all(environment: Mapping[str, str]) -> bool:
-    """Whether the user hid every GPU on purpose: an empty CUDA_VISIBLE_DEVICES, or -1 first."""
+    """Return True if the user hid every GPU on purpose: an empty CUDA_VISIBLE_DEVICES, or -1 first."""
     value = environment.get(VISIBLE_DEVICES)
     return value is not None and (not value.strip() or value.strip().startswith("-"))
 
 
 def card_at(nvml: Nvml, environment: Mapping[str, str], index: int = 0) -> Card:
-    """The card that CUDA calls `index`. Raises `GpuError` when there is none, or which one is not known."""
+    """Return the card with the CUDA index `index`. Raises `GpuError` when there is none, or it cannot be
+    determined."""
     cards = visible_cards(nvml, environment)
     if 0 <= index < len(cards):
         return cards[index]
@@ -43,7 +45,8 @@ def card_at(nvml: Nvml, environment: Mapping[str, str], index: int = 0) -> Card:
 
 
 def visible_cards(nvml: Nvml, environment: Mapping[str, str]) -> list[Card]:
-    """The cards that CUDA shows, in CUDA's numbering."""
+    """Return the cards that CUDA shows, in CUDA's numbering. Raises `GpuError` where CUDA's order cannot be
+    determined."""
     value = environment.get(VISIBLE_DEVICES)
     if value is not None and value.strip().startswith(("GPU-", "MIG-")):
         return _by_uuid(nvml, [entry.strip() for entry in value.split(",")])
@@ -55,7 +58,7 @@ def visible_cards(nvml: Nvml, environment: Mapping[str, str]) -> list[Card]:
 
 
 def _numbers(value: str, count: int) -> list[int]:
-    """The indices of the list, up to the first that names no GPU; none when one stands twice."""
+    """Return the indices of the list, up to the first without a GPU; empty after a repeated index."""
     numbers: list[int] = []
     for entry in value.split(","):
         digits = re.match(r"\s*\+?(\d+)", entry)
@@ -68,7 +71,7 @@ def _numbers(value: str, count: int) -> list[int]:
 
 
 def _by_uuid(nvml: Nvml, entries: list[str]) -> list[Card]:
-    """The cards of a list of UUIDs, up to the first that names none; none when one stands twice."""
+    """Return the cards of a list of UUIDs, up to the first without a card; empty after a repeated one."""
     every_card = nvml.cards()
     cards: list[Card] = []
     for entry in entries:
@@ -82,7 +85,7 @@ def _by_uuid(nvml: Nvml, entries: list[str]) -> list[Card]:
 
 
 def _card_of_uuid(nvml: Nvml, cards: list[Card], entry: str) -> Card | None:
-    """The card of one UUID, which may be shortened; None where it matches no card or several."""
+    """Return the card of one UUID, which may be shortened; None where it matches no card or several."""
     if entry.startswith("GPU-"):
         matches = [card for card in cards if card.uuid.lower().startswith(entry.lower())]
         return _first_mig_device(matches[0]) if len(matches) == 1 else None

@@ -4,11 +4,11 @@
         trainer.train()
     print(seen)
 
-Unlike in `measure`, the GPU may be shared and the process has run before. So each number says what it covers:
-the allocator's peaks are this process's since the beginning of the block (their counters are reset there),
-NVML's is the device's with all processes on it, and this process's share stands beside it where the driver
-reports it. Without a GPU there remain the time and the host's memory, and the reason. The result ends in what
-to change about what was seen (`advice.py`).
+Unlike in `measure`, the GPU may be shared and the process has run before. So each number has a stated scope.
+The allocator's peaks are this process's since the beginning of the block, where the counters are reset.
+NVML's peak is the device's with all processes on it. This process's share is given where the driver reports
+it. Without a GPU the result has the time, the host's memory, and the reason. It ends with advice
+(`advice.py`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _SampledCard(NamedTuple):
     sampler: Sampler
 
     def facts(self) -> dict[str, Any]:
-        """Fields of a `WatchedGpu` that NVML knows."""
+        """Return the fields of a `WatchedGpu` that NVML reports."""
         censuses = self.sampler.censuses.values()
         shares = [process.bytes for census in censuses for process in census.own if process.bytes]
         facts: dict[str, Any] = {
@@ -65,13 +65,13 @@ class _SampledCard(NamedTuple):
 
 
 class Watch:
-    """The context manager that `watch` gives; entering it gives the `WatchResult`."""
+    """The context manager that `watch` returns; entering it returns the `WatchResult`."""
 
     def __init__(self, samples: int | None, gpus: Sequence[int] | None, library: Any | None = None) -> None:
         self._result, self._gpus, self._library = WatchResult(samples), gpus, library
         self._open = ExitStack()
         self._watched: dict[int, _SampledCard | str] = {}
-        """By CUDA's index; a text is the reason why a GPU is not sampled."""
+        """Sampled GPUs by CUDA index; a text is the reason why a GPU is not sampled."""
         self._retries: dict[int, int] = {}
 
     def __enter__(self) -> WatchResult:
@@ -108,7 +108,8 @@ class Watch:
         self._result.host_bytes = peak_resident_bytes()
 
     def _choose(self) -> list[int]:
-        """The indices to watch; none, with the reason, where there is no GPU and none was asked for."""
+        """Return the indices to watch. Without a GPU, and without a request for one, store the reason and
+        return none."""
         if self._gpus is not None:
             indices = list(self._gpus) if isinstance(self._gpus, Iterable) else []
             if not indices or any(type(index) is not int or index < 0 for index in indices):
@@ -127,7 +128,7 @@ class Watch:
         return [0]
 
     def _open_cards(self, opened: ExitStack) -> None:
-        """Starts a sampler for each watched GPU; where a card is not found the reason is kept."""
+        """Start a sampler for each watched GPU; where a card is not found, store the reason."""
         try:
             nvml = opened.enter_context(open_nvml(self._library))
         except NvmlUnavailable as reason:
@@ -146,7 +147,7 @@ class Watch:
             self._refuse(str(self._watched[self._indices[0]]))
 
     def _refuse(self, reason: str) -> None:
-        """Keeps the reason why there is no NVML. GPUs that were asked for, or are in use, are still watched
+        """Store the reason why there is no NVML. GPUs that were requested, or are in use, are still watched
         by torch's own counters."""
         if self._gpus is None and not self._in_use():
             self._result.without_gpu, self._indices, self._watched = reason, [], {}
@@ -157,7 +158,7 @@ class Watch:
         return self._cuda is not None and bool(self._cuda.is_initialized())
 
     def _card(self, nvml: Nvml, index: int) -> Card:
-        """The card by torch's UUID, when CUDA runs already; else by CUDA_VISIBLE_DEVICES."""
+        """Return the card by torch's UUID if CUDA is initialized, else by CUDA_VISIBLE_DEVICES."""
         if self._in_use():
             uuid = str(getattr(self._cuda.get_device_properties(index), "uuid", ""))
             for prefix in ("", "GPU-", "MIG-"):
@@ -166,7 +167,7 @@ class Watch:
         return card_at(nvml, os.environ, index)
 
     def _finish_work(self) -> str | None:
-        """Waits for the watched GPUs; the error of a broken context is returned as text."""
+        """Wait for the watched GPUs; return the error of a broken context as text."""
         if not self._in_use():
             return None
         try:
@@ -177,7 +178,7 @@ class Watch:
         return None
 
     def _result_of(self, index: int, fault: str | None) -> WatchedGpu:
-        """Everything that is known about one GPU at the end of the block."""
+        """Return all values of one GPU at the end of the block."""
         facts: dict[str, Any] = {"doubt": fault}
         watched = self._watched.get(index)
         if isinstance(watched, str):
@@ -193,16 +194,16 @@ class Watch:
 
 
 def _cuda() -> Any:
-    """`torch.cuda` where torch is imported already and can use it; watching imports nothing."""
+    """Return `torch.cuda` where torch is already imported and built with CUDA; watching imports nothing."""
     torch = sys.modules.get("torch")
     return torch.cuda if torch is not None and torch.version.cuda is not None else None
 
 
 def watch(*, samples: int | None = None, gpus: Sequence[int] | None = None) -> Watch:
-    """Watches a block: `with snugfit.watch() as seen: ...`, then `print(seen)`.
+    """Watch a block: `with snugfit.watch() as seen: ...`, then `print(seen)`.
 
-    `samples` gives samples per second (or set `seen.samples`). `gpus` are CUDA's indices; without it the
-    current GPU is watched, and without a GPU time and host memory. Raises `GpuError` for a GPU that is asked
-    for and is not there.
+    `samples` is the number of samples in the block, for samples per second (or set `seen.samples`). `gpus`
+    are CUDA indices. The default is the current GPU; without a GPU only time and host memory are measured.
+    Raises `GpuError` for a requested GPU that does not exist.
     """
     return Watch(samples, gpus)

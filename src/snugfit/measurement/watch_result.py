@@ -1,4 +1,4 @@
-"""The result of a watched block: a value that prints itself in a terminal and in a notebook."""
+"""The result of a watched block, with its output for a terminal and a notebook."""
 
 from __future__ import annotations
 
@@ -16,44 +16,46 @@ SCHEMA = 1
 
 
 class WatchResult:
-    """What a watched block took; filled when the block ends. `samples` may be set inside or after it."""
+    """The measured values of a watched block; set when the block ends. `samples` may be set inside or after
+    it."""
 
     def __init__(self, samples: int | None = None) -> None:
         self.samples = samples
         self.seconds: float | None = None
         """Wall time of the block; None while it runs."""
         self.host_bytes: int | None = None
-        """Largest resident memory of this process, its past included: the kernel's counter starts there."""
+        """Largest resident memory of this process since its start, also before the block: the kernel's
+        counter starts with the process."""
         self.thread_share: float | None = None
-        """Share of the time in which the block's own thread computed, and did not wait."""
+        """Share of the time in which the block's own thread computed and did not wait."""
         self.gpus: tuple[WatchedGpu, ...] = ()
         self.without_gpu: str | None = None
-        """Why no GPU was watched."""
+        """Reason why no GPU was watched."""
 
     @property
     def samples(self) -> int | None:
-        """How many samples the block processed; None when that was not said."""
+        """Number of samples that the block processed; None if it was not given."""
         return self._samples
 
     @samples.setter
     def samples(self, count: int | None) -> None:
-        """Raises `UsageError` for what is no count."""
+        """Raise `UsageError` for a value that is no whole number above 0."""
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise UsageError(f"samples is {count!r}; it must be a whole number above 0, or None.")
         self._samples = count
 
     @property
     def samples_per_second(self) -> float | None:
-        """Samples over seconds, when both are known."""
+        """Samples divided by seconds; None where one of them is missing."""
         return self.samples / self.seconds if self.samples and self.seconds else None
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What to change about what was seen, and what the readings do not say; empty while it runs."""
+        """Suggested changes, and the limits of the readings; empty while the block runs."""
         return () if self.seconds is None else tuple(advice_on(self.gpus, self.thread_share))
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """The result as pairs of a name and a value."""
+        """Yield the result as pairs of a name and a value."""
         if self.seconds is None:
             yield "watching", "the block has not ended yet"
             return
@@ -88,7 +90,7 @@ class WatchResult:
         return f"<table>{rows}</table>"
 
     def to_json(self) -> dict[str, Any]:
-        """The result as a JSON object."""
+        """Return the result as a JSON object."""
         return {
             "schema": SCHEMA,
             "what": "seen",

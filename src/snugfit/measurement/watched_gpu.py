@@ -1,4 +1,4 @@
-"""One GPU during a watched block: what was read of it, as plain values."""
+"""Readings of one GPU during a watched block, as plain values."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedGpu:
-    """One GPU during the block; None is what could not be measured."""
+    """One GPU during the block; None for each value that could not be measured."""
 
     index: int
-    """As CUDA counts in this process."""
+    """CUDA index in this process."""
     name: str | None = None
     uuid: str | None = None
     requested_bytes: int | None = None
-    """Peak of what this process's tensors asked the allocator for."""
+    """Peak of the bytes that this process's tensors requested."""
     allocated_bytes: int | None = None
-    """Peak of what the allocator gave them."""
+    """Peak of the bytes of the blocks that the allocator handed out."""
     reserved_bytes: int | None = None
-    """Peak of what the allocator took from the device."""
+    """Peak of the bytes that the allocator reserved on the device."""
     retries: int | None = None
-    """How often the allocator released its cache to go on."""
+    """Number of times that the allocator released its cache to serve a request."""
     nvml_bytes: int | None = None
-    """Peak of what all processes used on the device, without the driver's reserve where NVML shows it."""
+    """Peak of the bytes in use by all processes, without the driver's reserve where NVML separates it."""
     process_bytes: int | None = None
-    """Of that, this process's share, where the driver reports it."""
+    """Part of `nvml_bytes` of this process, where the driver reports it."""
     reserve_bytes: int | None = None
-    """Held by the driver itself."""
+    """The driver's own reserve."""
     total_bytes: int | None = None
     utilization: float | None = None
     """Mean share of the time in which a kernel ran, after the first second."""
     utilization_fault: str | None = None
-    """Why that is not known."""
+    """Reason why `utilization` is None."""
     other_processes: str | None = None
-    """Who else used the GPU, in words; None where nobody was seen."""
+    """A sentence about other processes on the GPU; None if none were detected."""
     doubt: str | None = None
-    """Why something is missing."""
+    """Reason why a value is missing."""

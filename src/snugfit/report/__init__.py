@@ -1,1 +1,1 @@
-"""Results in, text, plots and pages out."""
+"""Text, plots and pages of results."""

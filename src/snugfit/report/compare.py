@@ -1,7 +1,6 @@
-"""Predictions side by side, and a prediction beside its measurement.
+"""Predictions side by side, and a prediction next to its measurement.
 
-Every difference is shown twice, in bytes and in per cent: per cent tells whether it matters, bytes whether it
-is enough.
+Every difference is shown in bytes and in per cent. Per cent show if it matters, bytes if it is enough.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ FIGURES = {
 
 
 def render(predictions: Sequence[Prediction]) -> RenderableType:
-    """Recipes for one job side by side; differences are to the first."""
+    """Return the table of recipes for one job; differences are to the first recipe."""
     first = predictions[0]
     where = first.gpu.name if first.gpu else "no GPU named"
     head = words(f"{job_line(first.job)} · {first.loop} loop · {where}", "bold")
@@ -64,7 +63,7 @@ _PACE = ("ms a step>", "likely>", "samples/s>", "tokens/s>", "MFU>")
 
 
 def _pace(prediction: Prediction) -> tuple[str, ...]:
-    """The cells of `_PACE`; empty ones where the seconds are not known."""
+    """Return the cells of `_PACE`; empty ones where seconds are not predicted."""
     speed = prediction.speed
     if speed is None:
         return ("",) * len(_PACE)
@@ -78,7 +77,7 @@ def _pace(prediction: Prediction) -> tuple[str, ...]:
 
 
 def _kinds(predictions: Sequence[Prediction]) -> PlainTable:
-    """Each kind of bytes at the recipes' own peaks: where the difference comes from."""
+    """Return the bytes of each kind at the recipes' own peaks, the source of their difference."""
     names = list(dict.fromkeys(line.kind for prediction in predictions for line in prediction.anatomy.kinds))
     per_recipe = [{line.kind: line.bytes for line in prediction.anatomy.kinds} for prediction in predictions]
     rows = [(name, *(show_mib(kinds.get(name, 0)) for kinds in per_recipe)) for name in names]
@@ -104,7 +103,7 @@ def _fits(prediction: Prediction) -> Text:
 
 
 def beside(comparison: Comparison) -> RenderableType:
-    """A prediction beside its measurement, with the errors."""
+    """Return a prediction next to its measurement, with the errors."""
     rows = [
         (
             FIGURES[line.figure],

@@ -14,14 +14,14 @@ from snugfit.units import show_bytes
 
 COLUMNS = 72
 NARROWEST_NUMBER = 3
-"""Columns of a micro-batch from which each gets its number."""
+"""Columns of a micro-batch from which each shows its number."""
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def draw_curve(curve: Sequence[CurvePoint], *, micro_batches: int = 1) -> list[RenderableType]:
-    """Live bytes through the steady step, with the phases under them; the micro-batches by number where
-    their passes are too short for names."""
+    """Return live bytes through the steady step, with the phases below. Micro-batches get numbers if their
+    passages are too short for names."""
     top = max(point.live_bytes for point in curve) or 1
     heights = sample([(point.position, point.live_bytes / top) for point in curve], COLUMNS)
     passages, note = phase_passages(curve), ""
@@ -36,7 +36,7 @@ def draw_curve(curve: Sequence[CurvePoint], *, micro_batches: int = 1) -> list[R
 
 
 def bars(heights: Sequence[float], *, rows: int = 4) -> list[str]:
-    """Columns of the given heights (0 to 1), as `rows` lines of text, the highest first."""
+    """Return columns of the given heights (0 to 1) as `rows` lines of text, the highest first."""
     levels = [round(max(0.0, min(1.0, height)) * rows * 8) for height in heights]
     return [
         "".join(_EIGHTHS[max(0, min(8, level - 8 * row))] for level in levels)
@@ -45,9 +45,10 @@ def bars(heights: Sequence[float], *, rows: int = 4) -> list[str]:
 
 
 def sample(points: Sequence[tuple[float, float]], columns: int) -> list[float]:
-    """The largest value in each of `columns` equal parts of [0, 1]; an empty part holds the one before it.
+    """Return the largest value in each of `columns` equal parts of [0, 1]; an empty part repeats the one
+    before it.
 
-    Peaks are what the curve is looked at for, so a part shows its maximum and not its mean.
+    A part shows its maximum and not its mean, because the curve is there for its peaks.
     """
     largest: list[float | None] = [None] * columns
     for position, value in points:
@@ -61,7 +62,7 @@ def sample(points: Sequence[tuple[float, float]], columns: int) -> list[float]:
 
 
 def legend(spans: Sequence[tuple[str, int, int]], columns: int) -> str:
-    """Names under the columns they span, each cut to its span."""
+    """Return a line of names under the columns they span, each cut to its span."""
     line = [" "] * columns
     for name, start, end in spans:
         room = end - start

@@ -1,4 +1,4 @@
-"""What the doctor found, in a terminal."""
+"""The doctor's findings in a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from snugfit.units import show_bytes
 
 
 def render(doctor: Doctor) -> RenderableType:
-    """Packages, extras, and the GPUs with their driver."""
+    """Return tables of the packages, the extras, and the GPUs with their driver."""
     packages = table(
         ("Package", "Version", ""),
         (
@@ -34,7 +34,7 @@ def _machine(doctor: Doctor) -> Iterator[tuple[str, str]]:
     yield "platform", doctor.platform
     yield "torch's CUDA", doctor.torch_cuda or "none: a build for the CPU"
     usable = "yes" if doctor.cuda_usable else f"no: {doctor.cuda_reason or 'the reason is not known'}"
-    yield "CUDA can be used", f"{usable} (torch was not asked)"
+    yield "CUDA can be used", f"{usable} (found without torch)"
     yield "driver", doctor.driver or "none"
     if doctor.nvml:
         yield "NVML", doctor.nvml

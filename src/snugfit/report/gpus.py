@@ -18,7 +18,7 @@ WIDE = 103
 
 
 class _GpuTable:
-    """One line a GPU; a terminal that is too narrow gets it without architecture and year."""
+    """A table with one line for each GPU; a narrow terminal gets it without architecture and year."""
 
     def __init__(self, gpus: Sequence[Gpu]) -> None:
         self._gpus = gpus
@@ -31,7 +31,7 @@ class _GpuTable:
 
 
 def render(gpus: Sequence[Gpu]) -> RenderableType:
-    """The table of these GPUs; what is not known is an empty cell."""
+    """Return the table of these GPUs; a missing figure is an empty cell."""
     note = (
         "GiB: memory that processes can use. fp32 to bf16: dense TFLOP/s from the data sheet. For one GPU "
         "with its sources: snugfit gpus NAME"
@@ -51,7 +51,7 @@ def _cells(gpu: Gpu) -> tuple[object, ...]:
 
 
 def render_one(gpu: Gpu) -> RenderableType:
-    """Everything about one GPU, with the source of each figure, and what is uncertain."""
+    """Return the figures of one GPU, each with its source, and the uncertain ones."""
     return Group(table(("", gpu.name), _facts(gpu)), table(("Figure", "Source"), gpu.sources.items()))
 
 

@@ -1,4 +1,4 @@
-"""A measurement in a terminal: how the run ended, what it took, and how far it can be trusted."""
+"""A measurement in a terminal: its outcome, its bytes and seconds, and its reliability."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from snugfit.units import MIB, show_bytes, show_mib, show_seconds
 
 
 def render(measurement: Measurement) -> RenderableType:
-    """The whole report of one measurement."""
+    """Return the whole report of one measurement."""
     parts: list[RenderableType] = [_heading(measurement)]
     if measurement.footprint:
         parts.append(footprint_table(measurement.footprint))
@@ -46,7 +46,7 @@ def _heading(measurement: Measurement) -> Text:
 
 
 def ranks_table(measurement: Measurement) -> PlainTable:
-    """One line for each process; the one whose bytes stand above is marked."""
+    """Return a table with one line for each process; the rank of the measurement's footprint is marked."""
     on_gpu = measurement.device.type != "cpu"
     worst = next((one for one in measurement.ranks if one.footprint == measurement.footprint), None)
     rows = []
@@ -71,7 +71,7 @@ def _mib(nbytes: int | None) -> str:
 
 
 def fabric_rows(measurement: Measurement) -> list[tuple[str, str, str]]:
-    """The seconds that GPUs exchange tensors in a step, where they are known."""
+    """Return a row for the seconds of NCCL's exchanges in a step; none where they were not measured."""
     seconds, exposed = measurement.fabric_seconds, measurement.exposed_fabric_seconds
     if seconds is None or exposed is None:
         return []
@@ -80,7 +80,7 @@ def fabric_rows(measurement: Measurement) -> list[tuple[str, str, str]]:
 
 
 def timing_table(timing: Timing, more: Sequence[tuple[str, str, str]] = ()) -> PlainTable:
-    """Seconds of a step, and what follows from them."""
+    """Return the seconds of a step with the figures derived from them."""
     rows = [
         ("step", show_seconds(timing.step_seconds), f"mean of {timing.steps} steady steps"),
         *_with_disturbed(timing),
@@ -100,7 +100,8 @@ def _with_disturbed(timing: Timing) -> list[tuple[str, str, str]]:
 
 
 def startup_table(startup: Startup, timing: Timing, *, several: bool) -> PlainTable:
-    """The stages of a start and their sum, the start-up, in seconds; of the slowest of `several` ranks."""
+    """Return the stages of a start and their sum, the start-up, in seconds; with `several` ranks those of the
+    slowest."""
     group = ", and the group of all ranks" if several else ""
     rows = [
         ("imports", startup.imports_seconds, "from the start of the process: torch and the model's code"),

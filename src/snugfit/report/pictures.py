@@ -35,7 +35,7 @@ REPORT_WIDTH = 120
 """Columns of the text report on a page."""
 
 MOST_STEPS = 100
-"""Timed steps that are drawn."""
+"""Largest number of timed steps in a picture."""
 
 ALLOWED = "the memory limit"
 
@@ -43,7 +43,7 @@ BESIDE = ("predicted", "measured")
 
 
 class PageParts(NamedTuple):
-    """What a page or a notebook's cell shows of a result."""
+    """The parts of a result on a page or in a notebook's cell."""
 
     title: str
     lines: Sequence[str]
@@ -52,11 +52,11 @@ class PageParts(NamedTuple):
     report: RenderableType
     """The whole result in words and tables."""
     doubts: Iterable[str] = ()
-    """What is uncertain in it, as sentences."""
+    """Sentences on the uncertain parts of the result."""
 
 
 def write_page(path: Path, result: object) -> None:
-    """Writes the pictures of a result, with its whole report as text, as one self-contained page."""
+    """Write the pictures of a result, with its whole report as text, as one self-contained page."""
     write_atomically(path, _html(document, result).encode("utf-8"))
 
 
@@ -72,7 +72,7 @@ def plot_bytes(result: object, form: str) -> bytes:
 
 
 def notebook_cell(result: object) -> str:
-    """The pictures and tables of a result as an inert HTML fragment."""
+    """Return the pictures and tables of a result as an inert HTML fragment."""
     return _html(fragment, result)
 
 
@@ -87,17 +87,18 @@ def _uncertain(parts: PageParts) -> list[str]:
 
 
 def has_pictures(kind: type) -> bool:
-    """Whether results of this kind are drawn."""
+    """Return True for a type of results with pictures."""
     return kind in _PARTS
 
 
 def parts_of(result: object) -> PageParts:
-    """Return the page of this result: of a feature's, the parts themselves are given."""
+    """Return the page of this result. A feature passes the parts themselves."""
     return result if isinstance(result, PageParts) else _PARTS[type(result)](result)
 
 
 def draw_prediction(one: Prediction) -> list[Picture]:
-    """Bytes through the step, bytes by module, and the step's timeline, as far as they are known."""
+    """Return bytes through the step, bytes by module, and the step's timeline, as far as they are
+    predicted."""
     anatomy, pictures = one.anatomy, []
     if anatomy.curve and anatomy.curve[0].kinds:
         over_step = memory_over_step(
@@ -122,7 +123,7 @@ def _of_prediction(one: Prediction) -> PageParts:
 
 
 def _of_recipes(compared: RecipeComparison) -> PageParts:
-    """What each recipe needs, side by side, and the bytes through the step of each."""
+    """Return each recipe's need side by side, and the bytes through the step of each."""
     several = compared.predictions
     memory = several[0].memory_bytes
     groups = [BarGroup(str(one.recipe), [one.needed_bytes]) for one in several]

@@ -1,4 +1,4 @@
-"""A prediction in a terminal: what it takes, whether it fits, and what the bytes are for."""
+"""A prediction in a terminal: its bytes and seconds, its verdict on the fit, and its bytes by kind."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ LARGEST_SHOWN = 12
 BOUND_BY = {
     "host": "the host",
     LINK: "the link to the host's memory",
-    COMMUNICATION: "what the GPUs exchange",
-    PIPELINE: "what it waits for other stages",
+    COMMUNICATION: "the exchange between GPUs",
+    PIPELINE: "the wait for other stages",
 }
-"""How what bounds a step is called."""
+"""Names of a step's bounds in sentences."""
 
 _PHASE_ORDER = ("build", "load", "forward", "backward", "clip", "update")
 
 
 def render(prediction: Prediction, *, operators: bool = False) -> RenderableType:
-    """The whole report of one prediction."""
+    """Return the whole report of one prediction."""
     anatomy = prediction.anatomy
     parts: list[RenderableType] = [heading(prediction), footprint_table(prediction.footprint)]
     parts += [ranks_table(prediction)] if prediction.ranks else []
@@ -52,7 +52,7 @@ def render(prediction: Prediction, *, operators: bool = False) -> RenderableType
 
 
 def heading(prediction: Prediction) -> Text:
-    """Job, recipe, loop and GPU, on two lines."""
+    """Return job, recipe, loop and GPU, on two lines."""
     where = prediction.gpu.name if prediction.gpu else "no GPU named"
     where = f"{prediction.gpus} x {where}" if prediction.gpus > 1 else where
     text = words(job_line(prediction.job), "bold").append("\n")
@@ -61,7 +61,7 @@ def heading(prediction: Prediction) -> Text:
 
 
 def footprint_table(footprint: Footprint) -> PlainTable:
-    """The five numbers of a footprint, each with what it means; what is not known is left out."""
+    """Return the figures of a footprint, each with its meaning; missing ones are left out."""
     also = ", managed memory" if footprint.managed_bytes else ""
     lines = (
         ("requested", footprint.requested_bytes, "what tensors and kernels ask for"),
@@ -72,14 +72,14 @@ def footprint_table(footprint: Footprint) -> PlainTable:
         ("managed", footprint.managed_bytes or None, "of the above: paged states; they give way to the rest"),
         ("CUDA context", footprint.context_bytes, "of the above: CUDA and its loaded libraries"),
         ("host", footprint.host_bytes, "resident memory of the process"),
-        ("page-locked", footprint.pinned_bytes or None, "of the host's: for what the GPU copies there"),
+        ("page-locked", footprint.pinned_bytes or None, "of the host's: buffers of the GPU's copies"),
     )
     known = [(name, show_mib(size), show_bytes(size), why) for name, size, why in lines if size is not None]
     return table(("At the peak", "MiB>", ">", "Meaning"), known)
 
 
 def ranks_table(prediction: Prediction) -> PlainTable:
-    """What ranks take that differ, with a mark at the one that all the rest is about."""
+    """Return the needs of ranks that differ, with a mark at the rank of the footprint."""
     rows = [
         (
             f"{one.rank}{' (shown)' if one.rank == prediction.rank else ''}",
@@ -97,7 +97,7 @@ def ranks_table(prediction: Prediction) -> PlainTable:
 
 
 def verdict(prediction: Prediction) -> Text:
-    """Whether it fits, and by how much."""
+    """Return a sentence on the fit, with the spare or missing bytes."""
     spare, memory = prediction.spare_bytes, prediction.memory_bytes
     if spare is None or memory is None:
         return words("To see whether it fits, add --gpu NAME or --memory AMOUNT.")
@@ -112,7 +112,7 @@ def verdict(prediction: Prediction) -> Text:
 
 
 def about_pace(prediction: Prediction) -> list[Text]:
-    """How long a step takes, and what bounds it."""
+    """Return sentences on the seconds of a step and on its bound."""
     timing, speed = prediction.timing, prediction.speed
     if timing is None or speed is None:
         return []
@@ -131,19 +131,19 @@ def about_pace(prediction: Prediction) -> list[Text]:
 
 
 def _about_stages(timing: StepSeconds) -> list[Text]:
-    """How long GPUs wait for others that have other layers."""
+    """Return a sentence on the waits of GPUs for other pipeline stages."""
     if not timing.bubble:
         return []
     return [
         words(
-            f"This GPU waits {show_seconds(timing.idle_seconds)} of it for other stages. Of all GPUs' time "
-            f"{100 * timing.bubble:.0f} % are spent so: the bubble, which more micro-batches make smaller."
+            f"This GPU waits {show_seconds(timing.idle_seconds)} of it for other stages. All GPUs spend "
+            f"{100 * timing.bubble:.0f} % of their time so: the bubble. More micro-batches make it smaller."
         )
     ]
 
 
 def _about_exchanges(timing: StepSeconds) -> list[Text]:
-    """How long GPUs exchange tensors, and how much of it the step waits for."""
+    """Return a sentence on the seconds of exchanges between GPUs, and on the part that is not hidden."""
     if (efficiency := timing.scaling_efficiency) is None:
         return []
     return [
@@ -156,7 +156,7 @@ def _about_exchanges(timing: StepSeconds) -> list[Text]:
 
 
 def _startup(prediction: Prediction) -> list[RenderableType]:
-    """How long the start-up takes, and of what it is made."""
+    """Return a sentence on the seconds of the start-up and its parts."""
     start, timing = prediction.startup, prediction.timing
     if start is None or timing is None:
         return []
@@ -179,7 +179,7 @@ def _peak(prediction: Prediction) -> list[RenderableType]:
     lines: list[RenderableType] = [words(f"The peak is {when}: {moment}.")]
     if moment.step:
         return lines
-    from snugfit.step.build import could_be_spread_from_the_host  # whose handlers take a tenth of a second
+    from snugfit.step.build import could_be_spread_from_the_host  # its handlers take a tenth of a second
 
     if could_be_spread_from_the_host(prediction.job, prediction.recipe.setup()):
         lines.append(
@@ -192,7 +192,7 @@ def _peak(prediction: Prediction) -> list[RenderableType]:
 
 
 def kinds_table(prediction: Prediction) -> PlainTable:
-    """Bytes by kind at the peak, each with its reason."""
+    """Return the bytes by kind at the peak, each with its reason."""
     lines = prediction.anatomy.kinds
     total = sum(line.bytes for line in lines) or 1
     rows = [
@@ -220,8 +220,8 @@ def _largest_table(anatomy: Anatomy) -> PlainTable:
 
 
 def operators_table(anatomy: Anatomy, timing: StepSeconds | None = None) -> PlainTable:
-    """FLOPs, bytes, kernels and, where they are known, milliseconds of each operator group in each phase,
-    with shares of the step's totals."""
+    """Return FLOPs, bytes and kernels of each operator group in each phase, with shares of the step's totals.
+    With `timing` the table has milliseconds too."""
     known = {(line.group, line.phase): line for line in timing.phases} if timing else {}
     flops = sum(line.flops for line in anatomy.operators) or 1
     moved = sum(line.bytes for line in anatomy.operators) or 1

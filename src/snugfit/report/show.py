@@ -1,8 +1,7 @@
-"""Any result as text or HTML, by its type: what `print` and a notebook show.
+"""Results as text or HTML, by their type, for `print` and notebooks.
 
-The values stand below this room and know nothing of it, so they are given their faces from here: `attach`
-sets `__str__` and `_repr_html_` on their classes. Whoever hands out results calls it once; nothing happens at
-import.
+Results belong to rooms below this one and cannot import it. So `attach` sets `__str__` and `_repr_html_` on
+their classes. Each caller that returns results calls it once; an import has no such effect.
 """
 
 from __future__ import annotations
@@ -38,24 +37,24 @@ _RENDERERS: dict[type, Callable[[Any], RenderableType]] = {
 
 
 def text(result: object) -> str:
-    """A result as plain text."""
+    """Return a result as plain text."""
     return as_text(_RENDERERS[type(result)](result))
 
 
 def html(result: object) -> str:
-    """A result as an inert HTML fragment: pictures and tables where it has them."""
+    """Return a result as an inert HTML fragment, with pictures and tables where it has them."""
     if has_pictures(type(result)):
         return notebook_cell(result)
     return as_html(_RENDERERS[type(result)](result))
 
 
 def _as_plain_text(result: object, printer: Any, _cycle: bool) -> None:
-    """The text that IPython keeps beside the HTML: the report, not the fields of the dataclass."""
+    """Print the report as IPython's plain text next to the HTML, instead of the dataclass's fields."""
     printer.text(text(result))
 
 
 def attach() -> None:
-    """Lets every result print itself, in a terminal and in a notebook."""
+    """Set the text and HTML representations of every result's class."""
     for kind in _RENDERERS:
         setattr(kind, "__str__", text)  # noqa: B010 - mypy forbids assigning to a method
         setattr(kind, "_repr_html_", html)  # noqa: B010

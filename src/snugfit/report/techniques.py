@@ -1,4 +1,4 @@
-"""The techniques in a terminal, slot by slot: what a recipe may be written of."""
+"""The techniques in a terminal, slot by slot, as the vocabulary of recipes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from snugfit.techniques.technique import Technique
 
 
 def render(roster: Sequence[type[Technique]]) -> RenderableType:
-    """One line a technique; the plain one of each slot, which a recipe need not name, is marked."""
+    """Return one line for each technique. The plain technique of each slot, the default of a recipe, is
+    marked."""
     rows: list[tuple[str, ...]] = []
     slot = None
     for technique in roster:
@@ -41,7 +42,7 @@ def _settings(technique: type[Technique]) -> str:
 
 
 def document(roster: Sequence[type[Technique]]) -> dict[str, Any]:
-    """The same as JSON, with every setting and source."""
+    """Return the techniques as JSON, with every setting and source."""
     return {
         "schema": 1,
         "what": "techniques",

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from snugfit.training.journal import Event
 
 STALLED = 0.1
-"""More loader workers are proposed from this share of a step spent waiting for data: a choice."""
+"""Share of a step spent waiting for data above which more loader workers are proposed. A choice."""
 
 
 class Watching:
-    """Shows a run's events. Without a `started` event, in a hand-written loop, the end is unknown."""
+    """Shows a run's events. Without a `started` event, in a hand-written loop, the last step is unknown."""
 
     def __init__(self, every: int, *, out: TextIO | None = None, bar: bool | None = None) -> None:
         self._out = out or sys.stderr
@@ -49,7 +49,7 @@ class Watching:
             self._bar.close()
 
     def __call__(self, event: Event) -> None:
-        """Shows one event of the journal; those that nobody needs to see are ignored."""
+        """Show one event of the journal; an event without a line is ignored."""
         show = getattr(self, f"_on_{event['event']}", None)
         if show is not None:
             show(event)
@@ -58,7 +58,7 @@ class Watching:
         if self._bar:
             self._bar.say(escape_controls(text))
         else:
-            with suppress(OSError):  # a terminal that was closed: the run goes on to its checkpoint
+            with suppress(OSError):  # a terminal that was closed: the run continues to its checkpoint
                 print(escape_controls(text), file=self._out, flush=True)
 
     def _on_started(self, event: Event) -> None:
@@ -138,7 +138,7 @@ class Watching:
 
     def _short(self, event: Event) -> str:
         parts = [*_of_the_step(event), *self._since.speeds()]
-        self._reserved_bytes = event.get("reserved_bytes", self._reserved_bytes)  # not every step has it
+        self._reserved_bytes = event.get("reserved_bytes", self._reserved_bytes)  # not every event has it
         if self._reserved_bytes:
             limit = self._expected.get("reserved_bytes")
             more = f" of {show_bytes(limit)} predicted" if limit else ""
@@ -147,14 +147,14 @@ class Watching:
 
 
 class _SinceLastLine:
-    """What has passed since the last line: steps, samples, tokens, and seconds in all, without data, and at
-    the data sheet's peak."""
+    """Sums since the last line: steps, samples, tokens, seconds, seconds without data, seconds at the data
+    sheet's peak."""
 
     def __init__(self, *, proposed: bool = False) -> None:
         self.steps, self.samples, self.tokens = 0, 0, 0
         self.seconds, self.stalled, self.at_peak = 0.0, 0.0, 0.0
         self.proposed = proposed
-        """Whether more workers have been proposed."""
+        """True once more workers have been proposed."""
 
     def add(self, event: Event) -> None:
         self.steps += 1
@@ -165,7 +165,7 @@ class _SinceLastLine:
         self.at_peak += event["seconds"] * event.get("mfu", 0.0)
 
     def speeds(self) -> list[str]:
-        """Speeds, and which share of the time was useful."""
+        """Return the speeds, and the useful share of the time."""
         if not self.seconds:
             return []
         parts = [f"{self.samples / self.seconds:,.1f} samples/s"]

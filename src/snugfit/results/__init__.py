@@ -1,1 +1,1 @@
-"""What is predicted or measured of a step, as plain values that every room above knows."""
+"""Predicted and measured results of a training step, as plain values for all rooms above."""

@@ -1,8 +1,8 @@
-"""What a step takes: bytes at the peak, and seconds. The same types, whether predicted or measured.
+"""Peak bytes and seconds of a training step, in the same types for predictions and measurements.
 
-A prediction and a measurement hold the same `Footprint`, `Timing` and `Startup`, so that they can be laid
-side by side without translating one into the other. What one of them cannot know is None: a measurement
-knows no kinds, a prediction on a CPU no NVML.
+A prediction and a measurement share `Footprint`, `Timing` and `Startup`, so they can be compared field by
+field. A field that one of them cannot fill is None. A measurement has no kinds, and a prediction on a CPU has
+no NVML bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from snugfit.documents import decode_fields, encode_fields
 
 
 class Kind(StrEnum):
-    """What bytes on the device are used for."""
+    """Use of bytes on the device."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -33,7 +33,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """When something happened in a step."""
+    """A moment in a training step."""
 
     phase: str
     """`build`, `load`, `forward`, `backward`, `clip`, `update`."""
@@ -45,15 +45,15 @@ class Moment:
     """The operator that ran, by torch's name."""
 
     step: int = 1
-    """Which step of the run, from 1; 0 before the first."""
+    """Number of the step in the run, from 1; 0 before the first."""
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object, which says that its steps count from 1; in older ones they count from 0."""
+        """Return a JSON object with the mark that steps count from 1; older objects count from 0."""
         return asdict(self) | {"counted_from": 1}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The moment that `to_json` wrote, of this version or an older one."""
+        """Return the moment written by `to_json` of this version or an older one."""
         own = {entry.name: document[entry.name] for entry in fields(cls) if entry.name in document}
         own["step"] = own.get("step", 0) + 1 - document.get("counted_from", 0)
         return cls(**own)
@@ -68,51 +68,52 @@ class Footprint:
     """Bytes at the peak of a run, from building the model to the last step."""
 
     requested_bytes: int | None
-    """What tensors and kernels asked for: `requested_bytes.all.peak`."""
+    """Bytes requested by tensors and kernels: `requested_bytes.all.peak` of the caching allocator."""
 
     allocated_bytes: int | None
-    """What they were handed, after rounding and unsplit blocks: `allocated_bytes.all.peak`."""
+    """Bytes of the blocks handed out: rounded requests with the remainders of unsplit blocks.
+    `allocated_bytes.all.peak` of the caching allocator."""
 
     reserved_bytes: int | None
-    """What the allocator took from the device: `reserved_bytes.all.peak`."""
+    """Bytes that the caching allocator reserved on the device: `reserved_bytes.all.peak`."""
 
     nvml_bytes: int | None
-    """What the device counts as used by this process, the driver's own reserve apart."""
+    """Bytes in use by this process as NVML counts them, without the driver's own reserve."""
 
     context_bytes: int | None = None
-    """Of `nvml_bytes`: the CUDA context and the libraries loaded into it."""
+    """Part of `nvml_bytes`: the CUDA context and the libraries loaded into it."""
 
     communication_bytes: int = 0
-    """Of `nvml_bytes`: what NCCL keeps to exchange tensors with other GPUs; what the tensors themselves take
-    is of the kind `communication`."""
+    """Part of `nvml_bytes`: NCCL's buffers for exchanges with other GPUs. The exchanged tensors are counted
+    as kind `communication` instead."""
 
     managed_bytes: int = 0
-    """Of `nvml_bytes`: memory that the driver moves between host and GPU (paged optimizers), as far as there
-    is room for it. A step fits without it."""
+    """Part of `nvml_bytes`: memory that the driver moves between host and GPU (paged optimizers), as far as
+    it fits. A step fits without it."""
 
     host_bytes: int | None = None
     """Largest resident memory of the process on the host."""
 
     pinned_bytes: int | None = None
-    """Of the host's: page-locked memory for activations that wait for the backward pass and for weights that
-    the host updates; None when a measurement cannot tell."""
+    """Part of `host_bytes`: page-locked memory for offloaded activations and for weights that the host
+    updates. It is None when a measurement cannot separate it."""
 
     at: Moment | None = None
-    """The moment of the requested peak; None when a measurement cannot tell."""
+    """Moment of the peak of requested bytes; None when a measurement cannot determine it."""
 
     kinds: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by kind at that moment; they add up to `requested_bytes`."""
+    """Bytes by kind at that moment; their sum is `requested_bytes`."""
 
     retries: int = 0
-    """How often the allocator had to release its cached blocks to go on."""
+    """Number of times that the allocator released its cached blocks to serve a request."""
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; `Footprint.from_json` reads it back."""
+        """Return a JSON object for `Footprint.from_json`."""
         return encode_fields(self)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The footprint that `to_json` wrote."""
+        """Return the footprint written by `to_json`."""
         return decode_fields(cls, document)
 
 
@@ -121,69 +122,70 @@ class Timing:
     """Seconds of one optimizer step in the steady state."""
 
     step_seconds: float
-    """Mean of the steady steps, without disturbed ones and the shortest and longest twentieths of the
-    rest."""
+    """Mean of the steady steps. Disturbed steps are left out, and so are the shortest and the longest
+    twentieth of the rest."""
 
     spread: float
     """(90th percentile - 10th percentile) / mean of the steady steps."""
 
     samples_per_second: float
-    """Global batch over `step_seconds`."""
+    """Global batch size divided by `step_seconds`."""
 
     steps: int
-    """How many steady steps this mean is of."""
+    """Number of steady steps in this mean."""
 
     unstable: bool = False
-    """True when the spread is too large for the mean to be trusted."""
+    """True when the spread is too large to trust the mean."""
 
     seconds: tuple[float, ...] = ()
-    """The length of every timed step."""
+    """Seconds of each timed step."""
 
     every_seconds: float | None = None
-    """The mean with disturbed steps in it; None in results older than this field."""
+    """Mean that includes disturbed steps; None in results older than this field."""
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; `Timing.from_json` reads it back."""
+        """Return a JSON object for `Timing.from_json`."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The timing that `to_json` wrote."""
+        """Return the timing written by `to_json`."""
         return decode_fields(cls, document)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Startup:
-    """Seconds of the wall clock from a process's beginning to its steady steps, stage by stage."""
+    """Wall-clock seconds from the start of a process to its steady steps, stage by stage."""
 
     imports_seconds: float
-    """Until torch and the model's code are imported."""
+    """Seconds from the start of the process until torch and the model's code are imported."""
 
     context_seconds: float
-    """Until the device has a context; 0 on a CPU."""
+    """Seconds to create the device's context and the group of several ranks; 0 for one process on a CPU."""
 
     build_seconds: float
-    """Until model and optimizer stand on the device."""
+    """Seconds to build model and optimizer on the device."""
 
     first_step_seconds: float
-    """Of the first step, to its end on the device: kernels are loaded and worker processes started in it."""
+    """Seconds of the first step, to its end on the device. It loads kernels and starts worker processes."""
 
     settling_seconds: float = 0.0
-    """Of the further steps before the steady ones."""
+    """Seconds of the further steps before the steady ones."""
 
     settling_steps: int = 0
-    """How many those are."""
+    """Number of those further steps."""
 
     def total_seconds(self, step_seconds: float) -> float:
-        """The whole start-up, less what its steps would take at the steady length `step_seconds`."""
+        """Return the seconds of the start-up, less the seconds of its steps at the steady length
+        `step_seconds`."""
         steps = self.first_step_seconds + self.settling_seconds - step_seconds * (1 + self.settling_steps)
         return self.imports_seconds + self.context_seconds + self.build_seconds + max(0.0, steps)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; `Startup.from_json` reads it back."""
+        """Return a JSON object for `Startup.from_json`."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The start-up that `to_json` wrote."""
+        """Return the start-up written by `to_json`."""
         return cls(**document)

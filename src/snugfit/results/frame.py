@@ -1,4 +1,4 @@
-"""Results as tables of pandas, where that is installed."""
+"""Results as pandas tables, where pandas is installed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from snugfit.errors import UsageError
 
 
 class Tabular(ABC):
-    """A result that can be laid out in rows."""
+    """A result with rows."""
 
     @abstractmethod
     def to_rows(self) -> list[dict[str, Any]]:
-        """Its rows, each with the same keys; bytes and seconds as plain numbers."""
+        """Return the rows, all with the same keys; bytes and seconds are plain numbers."""
 
     def to_frame(self) -> Any:
-        """Its rows as a `pandas.DataFrame`. Raises `UsageError` where pandas is not installed."""
+        """Return the rows as a `pandas.DataFrame`. Raises `UsageError` where pandas is not installed."""
         try:
             from pandas import DataFrame
         except ImportError:

@@ -15,47 +15,47 @@ from snugfit.techniques.recipe import Recipe
 SCHEMA = 1
 
 LOWERED = 0.97
-"""Of its highest clock: a mean below that is said. A choice."""
+"""Share of the highest clock. A mean clock below it is reported. A choice."""
 
 HIGH_DISTURBANCE = 0.2
-"""Share of disturbed checks of a core from which a measurement says so. A choice."""
+"""Share of disturbed checks of a core from which reports mention it. A choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """The device a measurement ran on, as it names itself."""
+    """The device of a measurement, by its own description."""
 
     type: str
-    """`cuda` or `cpu`, as torch calls it."""
+    """`cuda` or `cpu`, the device type of torch."""
     name: str
     uuid: str | None = None
     driver: str | None = None
     total_bytes: int | None = None
-    """By NVML, or by torch where NVML does not answer."""
+    """From NVML, or from torch where NVML does not answer."""
     reserve_bytes: int | None = None
-    """Held by the driver itself; no process can use it."""
+    """Bytes reserved by the driver itself; no process can use them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuClock:
-    """The clock of a GPU's multiprocessors while steps were timed, by NVML."""
+    """The SM clock of a GPU while steps were timed, from NVML."""
 
     mean_mhz: float
     """The mean of all readings."""
     lowest_mhz: int
-    """The lowest of them."""
+    """The lowest of all readings."""
     highest_mhz: int
-    """The highest that this GPU may have."""
+    """The highest clock that this GPU supports."""
     readings: int
-    """How often it was read."""
+    """Number of readings of the clock."""
     reasons: Mapping[str, float] = field(default_factory=dict)
-    """Why it was not higher, as NVML says, with the share of the readings: `power`, `heat`, `the hardware`,
-    `its settings`."""
+    """NVML's reasons for a lower clock, each with its share of the readings. Keys: `power`, `heat`, `the
+    hardware`, `its settings`."""
 
     @property
     def fall(self) -> str | None:
-        """That it was lowered, in words; None where it was not, by more than `LOWERED`, or NVML says no
-        reason."""
+        """A sentence about a lowered clock. It is None where the mean reaches `LOWERED` of the highest clock,
+        or NVML gives no reason."""
         if not self.reasons or self.mean_mhz >= LOWERED * self.highest_mhz:
             return None
         why = ", ".join(
@@ -70,22 +70,22 @@ class GpuClock:
 
 @dataclass(frozen=True, kw_only=True)
 class RankMeasured:
-    """One of several processes that trained together; what it did not live to report is None."""
+    """The result of one rank of several; a value that a dead process did not report is None."""
 
     rank: int
-    """Its number, from 0."""
+    """Number of the rank, from 0."""
     gpu_index: int | None
-    """Of its GPU, as CUDA counts; None on a CPU."""
+    """CUDA index of its GPU; None on a CPU."""
     uuid: str | None
-    """Of its GPU; None on a CPU, and where NVML does not answer."""
+    """UUID of its GPU; None on a CPU, and where NVML does not answer."""
     footprint: Footprint | None
     """Its bytes at their peak."""
     step_seconds: float | None
-    """The mean of its steady steps, as in `Timing`."""
+    """Mean seconds of its steady steps, as in `Timing`."""
     contaminated: str | None = None
-    """Why its GPU was not this run's alone, when it was not."""
+    """Reason why its GPU was shared with other processes; None where it was not."""
     crowded: str | None = None
-    """What other processes took of the host's cores, as in `Measurement`."""
+    """Use of the host's cores by other processes, as in `Measurement`."""
     disturbed: float | None = None
     """Share of the checks that found this rank's core disturbed, as in `Measurement`."""
 
@@ -102,55 +102,58 @@ class Measurement(Tabular):
     """`ok`, or the cause of death: `oom:torch`, `host-oom`, `signal:SEGV`, `timeout`, `exit:1`, `no-result`,
     `bad-result`."""
     footprint: Footprint | None
-    """Of several ranks: of the one that needs the most, by NVML, else reserved, else on the host; `device` is
-    its GPU."""
+    """Bytes at the peak; with several ranks, those of the rank with the largest NVML, else reserved, else
+    host bytes. `device` is its GPU."""
     timing: Timing | None
-    """Of several ranks: of the slowest."""
+    """Seconds of the steps; with several ranks, those of the slowest."""
     versions: Mapping[str, str]
     when: str
     """Start, ISO 8601 in UTC."""
     startup: Startup | None = None
-    """What came before the steady steps; None for a run that died, and in results older than this field."""
+    """The stages before the steady steps; None for a run that died, and in results older than this field."""
     first_context_bytes: int | None = None
     """NVML bytes right after the first tiny tensor, before any kernel of the step was loaded."""
     smi_bytes: int | None = None
-    """nvidia-smi's used memory at the one moment the two were compared, next to `smi_nvml_bytes`."""
+    """nvidia-smi's used bytes, read at the same moment as `smi_nvml_bytes` for a comparison."""
     smi_nvml_bytes: int | None = None
     contaminated: str | None = None
-    """Why the GPU was not this run's alone, when it was not."""
+    """Reason why the GPU was shared with other processes; None where it was not."""
     losses: tuple[float, ...] = ()
     crowded: str | None = None
-    """What other processes took of the host's cores while steps were timed, when none was left: the seconds
-    are then too long, however stable they look."""
+    """Use of the host's cores by other processes while steps were timed and no core was free. The seconds are
+    then too long, even if they look stable."""
     disturbed: float | None = None
-    """Share of the checks in which somebody else disturbed the core that launches kernels
-    (`measurement/quiet_core.py`); None on a CPU."""
+    """Share of the checks in which another process disturbed the core that launches kernels
+    (`measurement/quiet_core.py`). It is None on a CPU."""
     clock: GpuClock | None = None
-    """Of the GPU while steps were timed; None on a CPU, where NVML does not tell, for steps that are timed
-    in less than a twentieth of a second, and in results older than this field. Of several ranks: of the
-    slowest's."""
+    """The GPU's clock while steps were timed; with several ranks, that of the slowest.
+
+    It is None on a CPU, where NVML does not answer, and for less than 0.05 s of timed steps. Results older
+    than this field have None too.
+    """
     host_loop_seconds: float | None = None
-    """How fast that core was while steps ran: seconds of a short loop of pure Python on it, the median; None
-    on a CPU and in older measurements."""
+    """Speed of that core while steps ran: median seconds of a short loop of pure Python on it. It is None on
+    a CPU and in older measurements."""
     message: str = ""
-    """For a run that died: the last lines it wrote."""
+    """The last lines that a run wrote before it died."""
     gpus: int = 1
-    """How many trained together."""
+    """Number of GPUs that trained together."""
     ranks: tuple[RankMeasured, ...] = ()
-    """Each of several processes; empty for one alone."""
+    """One entry for each of several ranks; empty for one process."""
     fabric_seconds: float | None = None
-    """Seconds a step that kernels of NCCL ran on the first rank, in steps after the timed ones, under torch's
-    profiler: the exchange of tensors, and waiting for other ranks. None for one GPU, and on a CPU."""
+    """Seconds a step in which NCCL kernels ran on the first rank: the exchange of tensors, and the wait for
+    other ranks. Measured with torch's profiler in steps after the timed ones. It is None for one GPU, and on
+    a CPU."""
     exposed_fabric_seconds: float | None = None
-    """Of these: while no other kernel ran."""
+    """Part of `fabric_seconds` in which no other kernel ran."""
 
     @property
     def ok(self) -> bool:
-        """Whether the run ended as it should."""
+        """True when the run ended without a fault."""
         return self.outcome == "ok"
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """One row: how the run ended, its bytes at the peak, and its seconds."""
+        """Return one row with the outcome, the bytes at the peak and the seconds."""
         shape, timing = self.footprint, self.timing
         return [
             {
@@ -169,11 +172,11 @@ class Measurement(Tabular):
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """The document that the ledger keeps."""
+        """Return the document that the ledger stores."""
         fields = encode_fields(self, losses=finite_or_null(self.losses))
         return {"schema": SCHEMA, "what": "measurement", **fields}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The measurement that `to_json` wrote."""
+        """Return the measurement written by `to_json`."""
         return decode_fields(cls, {**document, "losses": null_to_nan(document["losses"])})

@@ -20,7 +20,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class KindLine:
-    """Bytes of one kind at the peak, and why they are there."""
+    """Bytes of one kind at the peak, with the reason for them."""
 
     kind: str
     bytes: int
@@ -29,10 +29,10 @@ class KindLine:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorLine:
-    """Tensors alive at the peak that one module and operator allocated, together."""
+    """All tensors of one module and operator that are alive at the peak."""
 
     module: str
-    """Dotted name; layers of one stack are folded: `bert.encoder.layer.*.attention`."""
+    """Dotted name. Layers of one stack share a name: `bert.encoder.layer.*.attention`."""
     operator: str
     phase: str
     kind: str
@@ -45,20 +45,20 @@ class CurvePoint:
     """Bytes after one event of the steady step."""
 
     position: float
-    """Share of the step's events that have passed, in [0, 1]."""
+    """Share of the step's events up to this one, in [0, 1]."""
     phase: str
     live_bytes: int
     reserved_bytes: int
     kinds: Mapping[str, int] = field(default_factory=dict)
-    """Live bytes by kind; they add up to `live_bytes`."""
+    """Live bytes by kind; their sum is `live_bytes`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleLine:
-    """Bytes of one kind at the peak that one module allocated, all its operators together."""
+    """Bytes of one kind at the peak that one module allocated with all its operators."""
 
     module: str
-    """Dotted name, folded as in `TensorLine`; empty for the loop."""
+    """Dotted name, folded as in `TensorLine`; empty for the training loop."""
     kind: str
     bytes: int
 
@@ -78,102 +78,103 @@ class OperatorLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Anatomy:
-    """Where the bytes are at the peak, and which kernels the step runs."""
+    """The composition of the bytes at the peak, and the kernels of the step."""
 
     kinds: tuple[KindLine, ...]
     largest: tuple[TensorLine, ...]
     curve: tuple[CurvePoint, ...]
     operators: tuple[OperatorLine, ...]
     syncs: int
-    """How often the steady step waits for the device (`.item()` and the like)."""
+    """Number of waits for the device in the steady step (`.item()` and similar calls)."""
     modules: tuple[ModuleLine, ...] = ()
-    """All bytes at the peak, by module and kind, the largest first."""
+    """All bytes at the peak, by module and kind, in descending order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankPredicted:
-    """What one rank of several takes, where they differ: ranks of one stage of the layers take the same."""
+    """Predicted bytes of one rank, where ranks differ. Ranks of one pipeline stage are alike."""
 
     rank: int
     """The first rank of its stage."""
     stage: int
-    """Its stage, from 0; of several the first."""
+    """Its pipeline stage, from 0; with several stages on the rank, the first."""
     layers: int
-    """How many of the layers it has."""
+    """Number of its layers."""
     requested_bytes: int
-    """What its tensors and kernels ask for at the peak, as in `Footprint`."""
+    """Bytes requested by its tensors and kernels at the peak, as in `Footprint`."""
     allocated_bytes: int
-    """What they are handed."""
+    """Bytes of the blocks handed out, as in `Footprint`."""
     reserved_bytes: int
-    """What the allocator takes from the device."""
+    """Bytes reserved by the caching allocator on the device."""
     nvml_bytes: int | None
-    """What the device counts as used; None where no context is known."""
+    """Bytes in use on the device; None where no context size is available."""
     idle_seconds: float | None = None
-    """Of the step, in which it waits for other stages; None where the seconds are not known."""
+    """Seconds of the step in which it waits for other stages; None where seconds are not predicted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction(Tabular):
-    """What a job under a recipe will take, and whether that fits."""
+    """The predicted bytes and seconds of a job under a recipe, with the verdict on its fit."""
 
     job: Job
     recipe: Recipe
     loop: str
     gpu: Gpu | None
-    """Each of the GPUs, where there are several."""
+    """The model of each GPU, also where there are several."""
     memory_bytes: int | None
-    """What may be used: the GPU's memory without the driver's reserve, or what the user named."""
+    """Memory limit: the GPU's memory without the driver's reserve, or the user's limit."""
     footprint: Footprint
     anatomy: Anatomy
     versions: Mapping[str, str]
-    """Package versions the rehearsal ran with."""
+    """Versions of the packages in the simulation."""
     doubts: tuple[str, ...] = ()
-    """Sentences on what in this prediction is less certain than the rest."""
+    """Sentences on the less certain parts of this prediction."""
     timing: StepSeconds | None = None
-    """Seconds of the steady step; None when no GPU was named, or its rates are not known."""
+    """Seconds of the steady step; None without a named GPU, or without rates of it."""
     headroom_bytes: int = 0
-    """How much of the memory should stay free."""
+    """Bytes of the memory that should stay free."""
     startup: Startup | None = None
-    """The start-up; None where the seconds are not known, and outside the plain loop."""
+    """The start-up; None where seconds are not predicted, and outside the plain loop."""
     timeline: tuple[PhaseSpan, ...] = ()
-    """When host and device work in the steady step, phase by phase; empty where the seconds are not known."""
+    """The work of host and device in the steady step, phase by phase; empty where seconds are not
+    predicted."""
     gpus: int = 1
-    """How many train together. Bytes are those of one of them, and so are the kernels; samples per second
-    are of all."""
+    """Number of GPUs that train together. Bytes and kernels are those of one GPU; samples per second are of
+    all."""
     rank: int = 0
-    """Which of them the bytes are of: the one that needs the most, where they differ."""
+    """The rank of these bytes: the one that needs the most, where ranks differ."""
     ranks: tuple[RankPredicted, ...] = ()
-    """Ranks that differ: the first stage's, the last one's, and what stands for those between; empty where
-    all are alike."""
+    """One entry for each group of ranks that differ: the first stage, the stages between, the last stage.
+    Empty where all ranks are alike."""
     software: str = "installed"
-    """`installed`, or the name of a software profile that was emulated."""
+    """`installed`, or the name of an emulated software profile."""
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that must be free on the device: NVML bytes without managed memory, or reserved bytes where
-        no context is known."""
+        """Bytes that must be free on the device: NVML bytes without managed memory, or reserved bytes if the
+        context's size is missing."""
         footprint = self.footprint
         fixed = (footprint.nvml_bytes or 0) - footprint.managed_bytes
         return fixed or footprint.reserved_bytes or footprint.requested_bytes or 0
 
     @property
     def spare_bytes(self) -> int | None:
-        """Bytes to spare, negative when the step does not fit; None when no memory was named."""
+        """Bytes to spare, negative when the step does not fit; None without a memory limit."""
         return None if self.memory_bytes is None else self.memory_bytes - self.needed_bytes
 
     @property
     def fits(self) -> bool | None:
-        """Whether the step fits in the memory; None when no memory was named."""
+        """True if the step fits in the memory; None without a memory limit."""
         return None if self.spare_bytes is None else self.spare_bytes >= 0
 
     @property
     def tight(self) -> bool | None:
-        """Whether the step fits and leaves less than the headroom; None when no memory was named."""
+        """True if the step fits and leaves less than the headroom; None without a memory limit."""
         return None if self.spare_bytes is None else 0 <= self.spare_bytes < self.headroom_bytes
 
     @property
     def speed(self) -> StepSpeed | None:
-        """How fast the step is; None where its seconds are not known."""
+        """The speed of the step; None where seconds are not predicted."""
         timing = self.timing
         if timing is None:
             return None
@@ -186,11 +187,11 @@ class Prediction(Tabular):
         )
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Bytes by kind at the peak, a row each."""
+        """Return one row of bytes at the peak for each kind."""
         return [asdict(line) | {"kind": str(line.kind)} for line in self.anatomy.kinds]
 
     def to_json(self) -> dict[str, Any]:
-        """The document that `snugfit predict --json` prints."""
+        """Return the document that `snugfit predict --json` prints."""
         timing = self.timing and self.speed and self.timing.to_json() | asdict(self.speed)
         verdict = {"fits": self.fits, "tight": self.tight, "spare_bytes": self.spare_bytes}
         fields = encode_fields(self, timing=timing, **verdict)
@@ -198,8 +199,8 @@ class Prediction(Tabular):
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The prediction that `to_json` wrote. Raises `KeyError`, `TypeError` or `ValueError` for another
-        document."""
+        """Return the prediction written by `to_json`. Raises `KeyError`, `TypeError` or `ValueError` for
+        another document."""
         if document["what"] != "prediction" or document["schema"] != SCHEMA:
             raise ValueError("another kind of document")
         return decode_fields(cls, document)

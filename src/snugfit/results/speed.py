@@ -1,8 +1,8 @@
-"""How fast a step is: its seconds with their spread, samples and tokens a second, and MFU.
+"""The speed of a step: its seconds with their spread, samples and tokens a second, and MFU.
 
-The spread is what nine in ten measured steps kept to. The errors are `predicted / measured - 1` of the 66
-drawn steps of seed 20261124 on an H200, forecast after its calibration (README.md and docs/accuracy.md), by
-what was predicted to bound the step.
+The spread is the range of nine in ten measured steps. The errors are `predicted / measured - 1`, grouped by
+the predicted bound of the step. They come from the 66 drawn steps of seed 20261124 on an H200, predicted
+after its calibration (README.md and docs/accuracy.md).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 GPU_BOUND = 0.064
 HOST_BOUND = 0.204
 ANY_BOUND = 0.170
-"""Where it is not known what bounds the step."""
+"""For a step without a predicted bound."""
 
 SCALED = 0.35
-"""On a GPU whose rates were scaled by data sheet: the guide's published speeds of a V100 are within it
+"""For a GPU with rates scaled by data sheet. The guide's published speeds of a V100 are within it
 (docs/seconds.md)."""
 
 _ERRORS = {"host": HOST_BOUND, "loading": HOST_BOUND, "": ANY_BOUND}
@@ -27,29 +27,29 @@ _ERRORS = {"host": HOST_BOUND, "loading": HOST_BOUND, "": ANY_BOUND}
 
 @dataclass(frozen=True, kw_only=True)
 class StepSpeed:
-    """How fast a predicted step is; what is not known is None."""
+    """The speed of a predicted step; None for each value that is not predicted."""
 
     step_seconds: float
-    """Of the steady step; 0 where that is not known."""
+    """Seconds of the steady step; 0 where they are not predicted."""
 
     low_seconds: float | None = None
-    """Nine in ten measured steps took at least that long."""
+    """Lower limit of the seconds of nine in ten measured steps; None where there is no spread."""
 
     high_seconds: float | None = None
-    """Nine in ten measured steps took at most that long."""
+    """Upper limit of the seconds of nine in ten measured steps; None where there is no spread."""
 
     samples_per_second: float
-    """Global batch over `step_seconds`."""
+    """Global batch size divided by `step_seconds`."""
 
     tokens_per_second: float | None = None
-    """Padding counts too; None where a batch has no tokens."""
+    """Tokens, with padding; None where a batch has no tokens."""
 
     mfu: float | None = None
-    """Model FLOPs utilisation (`StepSeconds.mfu`); None where no peak is known."""
+    """Model FLOPs utilisation (`StepSeconds.mfu`); None without a peak of the data sheet."""
 
     @property
     def samples_range(self) -> tuple[float, float] | None:
-        """Samples per second of the slowest and the fastest of those steps; None where they are not known."""
+        """Samples per second at `high_seconds` and at `low_seconds`; None where there is no spread."""
         if self.low_seconds is None or self.high_seconds is None:
             return None
         samples = self.samples_per_second * self.step_seconds
@@ -59,9 +59,11 @@ class StepSpeed:
 def speed_of(
     seconds: float, job: Job, *, measured_rates: bool | None, bound: str = "", mfu: float | None = None
 ) -> StepSpeed:
-    """The speed of a step of the job that is predicted to take so many seconds. `bound` is what bounds it
-    (`StepSeconds.bound`; empty where that is not known), `measured_rates` whether its GPU was measured; with
-    None there is no spread."""
+    """Return the speed of a step of the job with `seconds` as its predicted length.
+
+    `bound` is the limit of the step (`StepSeconds.bound`; empty for none). `measured_rates` is True for a
+    measured GPU and False for scaled rates; None gives no spread.
+    """
     error = _ERRORS.get(bound, GPU_BOUND) if measured_rates else SCALED
     known = measured_rates is not None and seconds > 0
     return StepSpeed(

@@ -1,1 +1,1 @@
-"""One experiment: its request, the processes that run it, and what becomes of their results."""
+"""One experiment: its request, its processes, and the combination of their results."""

@@ -1,12 +1,12 @@
-"""The processes of one experiment: they live together, and end together.
+"""The processes of one experiment, which end together.
 
-Processes that exchange tensors wait for each other, so when one of them dies the others would wait until
-NCCL's own limit, which is ten minutes. Here the first that ends badly ends all: the others have a second to
-say that they failed too (all may have run out of memory), and are killed. Others may fail because of the
-first (a connection that closes), so each says when it failed, and the earliest is the cause; one that was
-killed from outside could say nothing and comes first.
+Processes that exchange tensors wait for each other. When one of them dies, the rest would wait until NCCL's
+own limit of ten minutes. Here the first bad exit ends all. The rest have a second to report their own failure
+(all may have run out of memory), and are then killed. Some may fail only because of the first, for example
+when a connection closes. So each process reports the time of its failure, and the earliest is the cause. A
+process that was killed from outside reports nothing and counts as the earliest.
 
-Each process is waited for by a thread of its own, which sleeps (`process.py`).
+A sleeping thread waits for each process (`process.py`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Self
 from snugfit.measurement.process import Child, ChildExit
 
 GRACE_SECONDS = 1.0
-"""From the first that ends badly to the kill of the others: chosen."""
+"""Seconds between the first bad exit and the kill of the rest. A choice."""
 
 
 class Children:
-    """Child processes that end together; a context manager that leaves nothing of them behind."""
+    """Child processes that end together; a context manager that leaves no process behind."""
 
     def __init__(self, commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]) -> None:
         self._children = [
@@ -35,7 +35,7 @@ class Children:
         self._open = ExitStack()
         self._change = threading.Condition()
         self.failed: list[int] = []
-        """The numbers of those that ended badly by themselves, as they were noticed."""
+        """The numbers of the children that failed by themselves, in the order of detection."""
         self._ended, self._killing = 0, False
 
     def __enter__(self) -> Self:
@@ -51,11 +51,12 @@ class Children:
         self._open.close()
 
     def owns(self, pid: int) -> bool:
-        """Whether a process belongs to one of the children's sessions."""
+        """Return True for a process in a session of one of the children."""
         return any(child.owns(pid) for child in self._children)
 
     def wait(self, deadline_seconds: float) -> list[ChildExit]:
-        """Sleeps until all have ended, one has ended badly, or the deadline has passed; then none lives."""
+        """Sleep until all have exited, one has failed, or the deadline has passed. No child is alive
+        afterwards."""
         if len(self._children) == 1:
             return [self._children[0].wait(deadline_seconds)]
         with ThreadPoolExecutor(len(self._children)) as threads:
@@ -65,12 +66,12 @@ class Children:
             ]
             try:
                 return [wait.result() for wait in waits]
-            except BaseException:  # Ctrl-C too: the threads must not go on to wait
+            except BaseException:  # Ctrl-C too: the threads must not continue to wait
                 self._kill()
                 raise
 
     def first_cause(self, failed_at: Callable[[int], float | None]) -> int | None:
-        """Which child's end is the cause of all, by when each says that it failed; None when none did."""
+        """Return the number of the child that failed first by `failed_at`; None without a failure."""
         return min(self.failed, key=lambda number: failed_at(number) or 0.0, default=None)
 
     def _wait_for(self, number: int, deadline_seconds: float) -> ChildExit:

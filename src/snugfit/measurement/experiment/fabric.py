@@ -1,12 +1,11 @@
-"""Seconds that the exchange between ranks takes of a step, in a few steps after the timed ones.
+"""Seconds of the exchange between ranks, in a few steps after the timed ones.
 
-torch's profiler needs memory of the GPU and slows the host, so it runs when bytes are read and steps are
-timed. All ranks go on for these steps, and the first one profiles: it is then the last to arrive at each
-exchange, so that its kernels of NCCL show the exchange itself and little waiting for the computing.
+torch's profiler needs memory of the GPU and slows the host, so it runs after bytes are read and steps are
+timed. All ranks run these steps, and the first one profiles. The profiler makes it the last to arrive at each
+exchange. So its NCCL kernels show the exchange itself with little waiting for other ranks.
 
-    fabric    the sum of what NCCL's kernels take
-    exposed   of the time in which one of them runs: without any other kernel beside it, so that the step is
-              longer by it
+- `seconds`: the sum of the seconds of NCCL's kernels.
+- `exposed_seconds`: those in which an NCCL kernel runs without any other kernel, and so lengthens the step.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ if TYPE_CHECKING:
     import torch
 
 WARM_STEPS, PROFILED_STEPS = 1, 2
-"""Of the steps after the timed ones: the first starts the profiler up and does not count."""
+"""Numbers of steps after the timed ones. The first starts the profiler up and does not count."""
 
 EXTRA_STEPS = WARM_STEPS + PROFILED_STEPS
 
 
 MARKS = ("nccl:", "ProfilerStep")
-"""How torch's own marks begin, which lie around kernels and are none. A kernel of NCCL's is called
+"""Prefixes of torch's own marks, which surround kernels. NCCL's kernels have names such as
 `ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)`."""
 
 
@@ -40,15 +39,15 @@ class KernelSpan(NamedTuple):
 
 
 class Fabric(NamedTuple):
-    """What ranks exchange in a step, in seconds of the device."""
+    """Exchange of ranks in a step, in seconds of the device."""
 
     seconds: float
     exposed_seconds: float
 
 
 class FabricProfiler:
-    """Profiles the steps after the timed ones, on a GPU. Where the profiler fails, which a driver may forbid
-    it to work, the run goes on without it."""
+    """Profiles the steps after the timed ones, on a GPU. If the profiler fails, as under a driver that
+    forbids it, the run continues without it."""
 
     def __init__(self) -> None:
         from torch import profiler
@@ -61,11 +60,11 @@ class FabricProfiler:
         self._failed = False
 
     def begin(self) -> None:
-        """Starts at the end of the last timed step."""
+        """Start the profiler at the end of the last timed step."""
         self._try(self._profiler.start)
 
     def step_ends(self) -> None:
-        """At the end of each further step, once the device has done it too; stops after the last."""
+        """End a further step once the device has finished it; stop after the last."""
         import torch
 
         torch.cuda.synchronize()
@@ -73,7 +72,7 @@ class FabricProfiler:
         self._try(self._profiler.step if self._left else self._profiler.stop)
 
     def fabric(self) -> Fabric | None:
-        """What was seen; None when no kernel of NCCL was."""
+        """Return the measured exchange; None without a kernel of NCCL."""
         spans: list[KernelSpan] = []
         self._try(lambda: spans.extend(self._spans()))
         return fabric_of(spans, PROFILED_STEPS)
@@ -95,7 +94,7 @@ class FabricProfiler:
 
 
 class FurtherSteps(Observer):
-    """Hands the timed steps on to an observer, then calls `when_timed` and has a profiler watch the rest."""
+    """Forwards the timed steps to an observer, then calls `when_timed` and profiles the rest."""
 
     def __init__(
         self,
@@ -109,12 +108,13 @@ class FurtherSteps(Observer):
         self._is_timed = True
 
     def step_begins(self, index: int) -> None:
-        """Of a timed step."""
+        """Forward the beginning of a timed step."""
         if self._is_timed:
             self._timed.step_begins(index)
 
     def step_ends(self, index: int) -> None:
-        """Of a timed step, of the last of them, or of a further one."""
+        """Forward the end of a timed step, start the profiler after the last of them, and step the profiler
+        after that."""
         if not self._is_timed:
             if self._profiler:
                 self._profiler.step_ends()
@@ -127,17 +127,17 @@ class FurtherSteps(Observer):
                 self._profiler.begin()
 
     def phase(self, name: str) -> None:
-        """Of a timed step."""
+        """Forward a phase of a timed step."""
         if self._is_timed:
             self._timed.phase(name)
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Before the first step."""
+        """Forward the end of the build."""
         self._timed.build_ends(model, optimizer)
 
 
 def fabric_of(spans: Iterable[KernelSpan], steps: int) -> Fabric | None:
-    """Seconds a step of NCCL's kernels among these, in seconds of one clock; None when there are none."""
+    """Return the seconds a step of NCCL's kernels among the spans of one clock; None without such kernels."""
     exchanges: list[tuple[float, float]] = []
     computing: list[tuple[float, float]] = []
     for span in spans:
@@ -150,7 +150,7 @@ def fabric_of(spans: Iterable[KernelSpan], steps: int) -> Fabric | None:
 
 
 def _union_length(spans: Sequence[tuple[float, float]]) -> float:
-    """The time in which at least one of the spans is."""
+    """Return the length of the union of the spans."""
     total, until = 0.0, float("-inf")
     for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, until))

@@ -1,11 +1,11 @@
-"""The measured process's part in a group of several: how it finds the others, and how it leaves.
+"""The process group of a measured process with several ranks: its creation and its end.
 
-Ranks find each other by a file in the run's temporary folder (torch's `FileStore`), so no port is chosen that
-another process might take. On GPUs they exchange by NCCL, on the CPU by gloo. As in torchtitan's and most
-users' scripts the group is bound to no device when it is made: NCCL starts with the first exchange, a sum of
-one number here, so that its memory and its start are no part of the first step.
+Ranks find each other by a file in the run's temporary folder (torch's `FileStore`). So no port is needed that
+another process might take. GPUs exchange by NCCL, CPUs by gloo. The group is created without a device, as in
+torchtitan's and most users' scripts. NCCL therefore starts with the first exchange, a sum of one number here.
+Its memory and its start are no part of the first step.
 
-No rank ends before all have: another may still read from its memory.
+No rank exits before all are done, because another rank may still read from its memory.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ if TYPE_CHECKING:
     import torch
 
 LEAVING = "snugfit-leaving"
-"""Of the store: how many ranks are done."""
+"""Key of the store that counts the finished ranks."""
 
 LONGEST = timedelta(days=1)
-"""How long a rank waits for another. The parent ends all long before: when one dies, or at its deadline."""
+"""Timeout of a rank that waits for another. The parent ends all ranks long before, when one dies or at its
+deadline."""
 
 
 class RankGroup:
-    """The ranks of a run, as this one sees them. It is made when all have come."""
+    """The process group of a run, seen from one rank. The constructor returns once all ranks have joined."""
 
     def __init__(self, request: Mapping[str, Any], device: torch.device) -> None:
         import torch.distributed as dist
@@ -45,7 +46,7 @@ class RankGroup:
         self.exchange()
 
     def exchange(self) -> None:
-        """Sums one number over all ranks, and waits for it."""
+        """Sum one number over all ranks, and wait for it."""
         import torch
         import torch.distributed as dist
 
@@ -54,15 +55,15 @@ class RankGroup:
             torch.cuda.synchronize(self._device)
 
     def leave(self) -> None:
-        """Waits until all ranks are done."""
+        """Wait until all ranks are done."""
         self._store.add(LEAVING, 1)
         while self._store.add(LEAVING, 0) < self._ranks:
             time.sleep(0.01)
 
 
 def _backend(request: Mapping[str, Any], device: torch.device) -> str:
-    """What exchanges tensors. Gradients that are on the host, of weights that the host keeps, are clipped by
-    a norm that ranks exchange there."""
+    """Return the backend. The host needs gloo too if it holds gradients: their norm for clipping is exchanged
+    there."""
     if device.type != "cuda":
         return "gloo"
     parallel = request["setup"]["parallel"] or {}
@@ -70,5 +71,5 @@ def _backend(request: Mapping[str, Any], device: torch.device) -> str:
 
 
 def open_group(request: Mapping[str, Any], device: torch.device) -> RankGroup | None:
-    """The group of this run's ranks, when all have come; None where one process trains."""
+    """Return the group of this run's ranks once all have joined; None where one process trains."""
     return RankGroup(request, device) if request["ranks"] > 1 else None

@@ -1,4 +1,4 @@
-"""One process of an experiment, once it has ended: its bytes, and whether its GPU was its own."""
+"""One process of an experiment after its exit: its bytes, and the contamination of its GPU."""
 
 from __future__ import annotations
 
@@ -22,39 +22,40 @@ from snugfit.step.wishes.engine.config import group_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class RankRun:
-    """What is known of one process: where it ran, what it reported, how it ended."""
+    """The request, device, report and exit of one process."""
 
     request: MeasurementRequest
     target: Target
     baseline: GpuBaseline | None
-    """Of its GPU; None on the CPU, and without NVML."""
+    """The state of its GPU before the run; None on the CPU, and without NVML."""
     sampler: Sampler | None
     result: ChildResult
     exited: ChildExit
     quiet: Sequence[bool]
-    """Of each of its steps, whether nothing disturbed it (`quiet_on_all`)."""
+    """For each of its steps: True if it was not disturbed (`quiet_on_all`)."""
 
     def footprint(self) -> Footprint | None:
-        """Its bytes at their peak; None without a result."""
+        """Return its bytes at their peak; None without a result."""
         peak = None
         if self.baseline and self.sampler:
             peak = self.baseline.growth(self.sampler.peak_until(self.result.peaks_at))
         return measured_footprint(self.result, peak)
 
     def timing(self) -> Timing | None:
-        """The seconds of its steps, in each of which all ranks together take a global batch."""
+        """Return the seconds of its steps, in each of which all ranks together process a global batch."""
         return timing_of(self.result.seconds, self.request.job.batch_size, self.quiet)
 
     def clock(self) -> GpuClock | None:
-        """Its GPU's clock while its steps were timed; None on a CPU, and where NVML does not tell."""
+        """Return its GPU's clock while its steps were timed; None on a CPU, and where NVML does not report
+        it."""
         if self.target.card is None or self.sampler is None:
             return None
         result = self.result
         return clock_between(self.sampler.clocks, self.target.card, result.timed_from, result.timed_until)
 
     def contamination(self) -> str | None:
-        """Why the GPU was not this run's alone, or could not be proven so; None when it was. The memory of a
-        process group is the run's own."""
+        """Return the reason why its GPU was shared, or could not be proven clean; None for a clean GPU.
+        Memory of the process group belongs to the run."""
         target, result = self.target, self.result
         if target.card is None or self.baseline is None or self.sampler is None:
             doubt = target.doubt
@@ -72,7 +73,7 @@ class RankRun:
         )
 
     def to_measured(self, rank: int, footprint: Footprint | None, contaminated: str | None) -> RankMeasured:
-        """What a measurement keeps of this rank."""
+        """Return the entry of this rank in a measurement."""
         timing = self.timing()
         on_gpu = self.target.type != "cpu"
         return RankMeasured(
@@ -88,13 +89,13 @@ class RankRun:
 
 
 def quiet_on_all(results: Sequence[ChildResult]) -> list[bool]:
-    """Of each step, whether the cores that launch kernels were quiet in all processes: these wait for each
-    other, so what disturbs one of them makes the step longer in all."""
+    """Return True for each step in which the cores that launch kernels were quiet in all processes. Processes
+    wait for each other, so a disturbance of one lengthens the step in all."""
     return [all(calm) for calm in zip(*(result.quiet for result in results), strict=False)]
 
 
 def worst_of(footprints: Sequence[Footprint | None]) -> int:
-    """The number of the one that needs the most: by NVML, else reserved, else on the host."""
+    """Return the index of the footprint with the largest NVML, else reserved, else host bytes."""
 
     def needs(number: int) -> tuple[int, int, int]:
         one = footprints[number]
@@ -106,17 +107,18 @@ def worst_of(footprints: Sequence[Footprint | None]) -> int:
 
 
 def slowest_of(runs: Sequence[RankRun]) -> int:
-    """The number of the one whose steps took longest. Ranks wait for each other, so they differ little."""
+    """Return the index of the rank with the longest steps. Ranks wait for each other, so they differ
+    little."""
     timings = [run.timing() for run in runs]
     return max(range(len(runs)), key=lambda number: getattr(timings[number], "step_seconds", 0.0))
 
 
 def measured_footprint(result: ChildResult, nvml_bytes: int | None) -> Footprint | None:
-    """The measured bytes; None without a result.
+    """Return the measured bytes; None without a result.
 
-    Managed memory and the context are what NVML counts beyond the allocator's segments and what the process
-    group took when it was made, when all peaked together; pages are taken to be on the GPU as far as there is
-    more than the first context. Without retries the allocator never gives a segment back, so they did.
+    Context and managed memory are NVML's bytes beyond the allocator's segments and the process group, if all
+    of them peaked together. They did without retries: the allocator then never returns a segment. Pages count
+    as on the GPU as far as these bytes exceed the first context.
     """
     if result.host_bytes is None:
         return None

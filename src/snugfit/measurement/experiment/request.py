@@ -1,7 +1,7 @@
-"""What one experiment is asked, and how each of its processes reads that.
+"""The request of one experiment, and its form for each process.
 
 An experiment on several GPUs has a process for each (a rank). Every rank trains on its share of the global
-batch, with the same seed and the same samples: weights must be alike, and ranks then differ by their GPUs
+batch, with the same seed and the same samples. Weights must be alike, and ranks then differ by their GPUs
 alone.
 """
 
@@ -24,7 +24,7 @@ from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 
 @dataclass(frozen=True, kw_only=True)
 class MeasurementRequest:
-    """What is to be measured, and how long."""
+    """The job, recipe, length and options of one measurement."""
 
     job: Job
     recipe: Recipe
@@ -35,26 +35,27 @@ class MeasurementRequest:
     """Number of steady steps."""
     deadline_seconds: float
     history: Path | None
-    """Where the allocator's recorded history goes (the first rank's); None records none."""
+    """File for the allocator's recorded history of the first rank; None records none."""
     trainer_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Of `TrainingArguments`, besides those that the recipe gives."""
+    """Fields of `TrainingArguments` in addition to those of the recipe."""
     gpus: int = 1
-    """How many train together."""
+    """Number of GPUs that train together."""
 
     @property
     def setup(self) -> Setup:
-        """The Setup of each process. Raises `UsageError` where the recipe is not for so many GPUs."""
+        """The Setup of each process. Raises `UsageError` where the recipe does not support this number of
+        GPUs."""
         return on_gpus(self.recipe.setup(), self.gpus)
 
     @property
     def rank_job(self) -> Job:
-        """The job of each process. Raises `UsageError` for a batch that cannot be shared evenly."""
+        """The job of each process. Raises `UsageError` for a batch that cannot be divided evenly."""
         return job_of_rank(self.job, self.setup)
 
     def document(
         self, target: Target, baseline: GpuBaseline | None, *, rank: int = 0, store: Path | None = None
     ) -> dict[str, object]:
-        """The request as one process reads it. `store` is the file by which ranks find each other."""
+        """Return the request for one process. `store` is the file by which ranks find each other."""
         return {
             "parent": os.getpid(),
             "launched": time.monotonic(),

@@ -1,7 +1,7 @@
-"""Runs one experiment in processes of its own, one for each GPU, and puts their results together.
+"""Runs one experiment, one process for each GPU, and combines their results.
 
-The figures of several ranks are those of the one that matters: the bytes of the rank that needs the most, the
-seconds of the slowest one. All are kept beside (`Measurement.ranks`).
+The bytes are those of the rank that needs the most, the seconds those of the slowest rank.
+`Measurement.ranks` has the values of all ranks.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from snugfit.measurement.target import Target, child_environment
 from snugfit.results.measurement import Measurement
 
 _MESSAGE_LINES = 20
-"""Lines of a dead child's output that the measurement keeps; the ledger keeps up to 64 KiB of it."""
+"""Lines of a dead child's output in the measurement; the ledger stores up to 64 KiB of it."""
 
 
 def run_experiment(request: MeasurementRequest, targets: Sequence[Target]) -> tuple[Measurement, str]:
-    """The measurement of one request, one process on each target, and the end of the processes' output."""
+    """Return the measurement of one request, one process on each target, and the end of the processes'
+    output."""
     baselines = _baselines(targets)
     when = datetime.now(UTC).isoformat(timespec="seconds")
     with tempfile.TemporaryDirectory(prefix="snugfit-") as folder:
@@ -81,12 +82,13 @@ def run_experiment(request: MeasurementRequest, targets: Sequence[Target]) -> tu
 
 
 def child_command(request: Path, result: Path) -> list[str]:
-    """The command of the measured process. `-P`: no file of the working directory shadows a module."""
+    """Return the command of the measured process. With `-P` no file of the working directory shadows a
+    module."""
     return [sys.executable, "-P", "-m", "snugfit.measurement.child", str(request), str(result)]
 
 
 def read_result(exited: ChildExit, file: Path) -> ChildResult:
-    """The child's result, empty where the file holds none; its outcome is that of the whole process."""
+    """Return the child's result, empty where the file holds none, with the outcome of the whole process."""
     try:
         result = ChildResult.from_json(read_document(file))
     except FileNotFoundError:
@@ -99,8 +101,8 @@ def read_result(exited: ChildExit, file: Path) -> ChildResult:
 
 
 def rank_environment(inherited: Mapping[str, str], rank: int, ranks: int) -> dict[str, str]:
-    """The variables of one of several processes: those that torchrun sets, but for an address, which a file
-    stands for; and its share of the host's cores, where the user named none."""
+    """Return the variables of one of several processes: those of torchrun except the address, which a file
+    replaces. Each process also gets its share of the host's cores, unless the user set `OMP_NUM_THREADS`."""
     if ranks == 1:
         return {}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -111,13 +113,13 @@ def rank_environment(inherited: Mapping[str, str], rank: int, ranks: int) -> dic
         "LOCAL_WORLD_SIZE": str(ranks),
         "OMP_NUM_THREADS": inherited.get("OMP_NUM_THREADS") or str(max(1, cores // ranks)),
     }
-    if sys.platform == "linux":  # gloo would ask for the host's own name, which a container may not know
+    if sys.platform == "linux":  # gloo would resolve the host's own name, which may fail in a container
         variables["GLOO_SOCKET_IFNAME"] = inherited.get("GLOO_SOCKET_IFNAME") or "lo"
     return variables
 
 
 def _baselines(targets: Sequence[Target]) -> list[GpuBaseline | None]:
-    """Each GPU once it is clean. All of them together are waited for as long as one."""
+    """Return each GPU's state once it is clean. The patience applies to all of them together."""
     deadline = time.monotonic() + contamination.PATIENCE
     return [
         contamination.before(target.card, patience=max(0.0, deadline - time.monotonic()))
@@ -136,7 +138,7 @@ def _environments(request: MeasurementRequest, targets: Sequence[Target]) -> lis
 
 
 def _first_cause(children: Children, runs: Sequence[RankRun]) -> int:
-    """The rank whose end decides how the run ended: the first that failed, or any when none did."""
+    """Return the rank that decides the outcome: the first that failed, or any when none did."""
     cause = children.first_cause(lambda rank: runs[rank].result.failed_at)
     if cause is not None:
         return cause
@@ -145,7 +147,7 @@ def _first_cause(children: Children, runs: Sequence[RankRun]) -> int:
 
 
 def _measurement(request: MeasurementRequest, runs: Sequence[RankRun], cause: int, when: str) -> Measurement:
-    """The measurement of all ranks together, which ended as the rank `cause` did."""
+    """Return the measurement of all ranks together, with the outcome of the rank `cause`."""
     footprints = [run.footprint() for run in runs]
     reasons = [run.contamination() for run in runs]
     worst, outcome = worst_of(footprints), runs[cause].result.outcome
@@ -183,14 +185,14 @@ def _measurement(request: MeasurementRequest, runs: Sequence[RankRun], cause: in
 
 
 def _of_ranks(reasons: Sequence[str | None], runs: Sequence[RankRun]) -> str | None:
-    """The first of the reasons, with its GPU where there are several."""
+    """Return the first of the reasons, with its GPU where there are several."""
     if len(runs) == 1:
         return reasons[0]
     return next((f"GPU {runs[rank].target.index}: {why}" for rank, why in enumerate(reasons) if why), None)
 
 
 def _message(runs: Sequence[RankRun], cause: int) -> str:
-    """The end of a dead run's output, or its exception; empty for a run that did not die."""
+    """Return the end of a dead run's output, or its exception; empty for a successful run."""
     run = runs[cause]
     if run.result.outcome == causes.OK:
         return ""
@@ -200,11 +202,11 @@ def _message(runs: Sequence[RankRun], cause: int) -> str:
     said = run.result.message or output
     if len(runs) == 1:
         return said
-    return f"Rank {cause} of {len(runs)}{f': {said}' if said else ' ended first, and said nothing.'}"
+    return f"Rank {cause} of {len(runs)}{f': {said}' if said else ' ended first, without a message.'}"
 
 
 def _output(exits: Sequence[ChildExit]) -> str:
-    """What the processes wrote last, one after the other."""
+    """Return the last output of each process, one after the other."""
     if len(exits) == 1:
         return exits[0].tail
     return "\n".join(f"--- rank {rank} ---\n{exited.tail}" for rank, exited in enumerate(exits))

@@ -1,4 +1,5 @@
-"""Draws in a terminal: every run with its errors, the order within jobs, the quantiles, and the band."""
+"""Draws in a terminal: every run with its errors, the order within jobs, the quantiles, and the allowed
+errors."""
 
 from __future__ import annotations
 
@@ -26,11 +27,11 @@ FIGURES = {
     "step_seconds": "step",
 }
 GAP = 0.05
-"""What the first choice of a plan may lose to the best of its measured recipes."""
+"""Allowed loss of a plan's first choice against the best of its measured recipes, as a share."""
 
 
 def render(result: Accuracy) -> Page:
-    """The draw for a terminal."""
+    """Return the draw for a terminal."""
     complaints = (Sentence(f"Run {run.number}: {run.complaint}", "fault") for run in result.outside)
     return Page(
         [Sentence(title(result), "heading"), *grids(result)],
@@ -41,7 +42,7 @@ def render(result: Accuracy) -> Page:
 
 
 def grids(result: Accuracy) -> Iterator[Grid]:
-    """The runs: one table, or one for each job where jobs have several."""
+    """Yield the runs: one table, or one for each job where jobs have several."""
     if result.kind == "drawn":
         yield runs_grid(result)
         return
@@ -51,7 +52,7 @@ def grids(result: Accuracy) -> Iterator[Grid]:
 
 
 def runs_grid(result: Accuracy) -> Grid:
-    """One row a run."""
+    """Return one row for each run."""
     bytes_heads = ("NVML MiB>", "measured>", "allocated %>", "reserved %>", "NVML %>")
     heads = ("No.", *bytes_heads, "ms a step>", "measured>", "%>", "bound by", "Job", "Recipe<")
     rows = tuple(
@@ -69,7 +70,7 @@ def runs_grid(result: Accuracy) -> Grid:
 
 
 def title(result: Accuracy) -> str:
-    """What was drawn, and where it ran."""
+    """Return the contents of the draw and its device."""
     families = len({run.family for run in result.runs})
     jobs = len(group_by_job(result.runs))
     count = f"{jobs} job{'s' if jobs > 1 else ''}"
@@ -85,7 +86,7 @@ def title(result: Accuracy) -> str:
 
 
 def job_words(run: ComparedRun) -> str:
-    """A drawn job in one cell."""
+    """Return a drawn job for one cell."""
     job = run.job
     what = f"{job.model.name}: {job.task}, {sizes(job)}"
     extras = [f"built on the {job.build_on}"] if job.build_on != "device" else []
@@ -95,7 +96,7 @@ def job_words(run: ComparedRun) -> str:
 
 
 def about_order(result: Accuracy) -> Iterator[str]:
-    """The order within all jobs together, and what first choices lost."""
+    """Yield the order within all jobs together, and the losses of first choices."""
     if result.kind == "drawn":
         return
     if line := order_line(result.runs):
@@ -105,7 +106,7 @@ def about_order(result: Accuracy) -> Iterator[str]:
 
 
 def gaps_line(jobs: Sequence[Sequence[ComparedRun]]) -> Iterator[str]:
-    """How many first choices were near the best, and the worst of them."""
+    """Yield the number of first choices near the best, and the worst of them."""
     gaps = [gap(runs) for runs in jobs if any(run.outcome for run in runs)]
     known = [share for share in gaps if share is not None]
     if gaps:
@@ -118,7 +119,7 @@ def gaps_line(jobs: Sequence[Sequence[ComparedRun]]) -> Iterator[str]:
 
 
 def summary_grid(result: Accuracy) -> Grid:
-    """The quantiles of each figure beside its band."""
+    """Return the quantiles of each figure next to its allowed error."""
     rows = []
     for figure, name in FIGURES.items():
         errors = result.errors(figure)
@@ -148,6 +149,6 @@ def _verdict(result: Accuracy) -> str:
 
 
 def file_name(result: str, kind: str = "drawn", count: int = 0) -> str:
-    """The file of a draw: by its seed or its jobs' files, and what was drawn of them."""
+    """Return the file name of a draw: its seed or its jobs' files, then its kind."""
     ending = {"drawn": "", "within-job": "-within-job", "top": f"-top{count}"}[kind]
     return f"accuracy-{result}{ending}.json"

@@ -1,5 +1,5 @@
-"""`docs/accuracy.md`: what is claimed, how it was found, all errors in one picture, the worst of them with
-their causes, and every run."""
+"""`docs/accuracy.md`: the claim, the method, a histogram of all errors, the worst with causes, and all
+runs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from snugfit.report.text.grid import Grid, escape
 from snugfit.results.measurement import HIGH_DISTURBANCE
 
 EDGES = (-0.3, -0.2, -0.15, -0.1, -0.05, 0.0, 0.05, 0.1, 0.15, 0.2, 0.3)
-"""Between the bars of the histogram, as shares."""
+"""Limits between the bars of the histogram, as shares."""
 
 COLUMNS = 50
-"""Of its longest bar."""
+"""Characters of the histogram's longest bar."""
 
 WORST = 10
-"""How many of the largest errors are listed."""
+"""Number of the largest errors in the list."""
 
 _HEAD = """# Accuracy
 
@@ -36,13 +36,14 @@ Written by `snugfit accuracy --show FOLDER --format markdown` from the files in 
 
 A seed draws models, jobs and recipes over {families} families; each is predicted, then measured in a process
 of its own. All runs are shown. The largest allowed errors: {band}. Errors are
-`predicted / measured - 1`, of the peak over the whole run and of the mean steady step. How a run is
-measured is described in [measuring.md](measuring.md), how seconds are predicted in [seconds.md](seconds.md).
+`predicted / measured - 1`, of the peak over the whole run and of the mean steady step. The
+measurement of a run is described in [measuring.md](measuring.md), the prediction of seconds in
+[seconds.md](seconds.md).
 """
 
 
 def document(results: Sequence[Accuracy]) -> str:
-    """The whole page as Markdown."""
+    """Return the whole page as Markdown."""
     band = ", ".join(f"{FIGURES[figure]} {100 * share:g} %" for figure, share in BAND.items())
     families = {run.family for result in results if result.kind == "drawn" for run in result.runs}
     parts = [_HEAD.format(band=band, families=len(families))]
@@ -59,13 +60,13 @@ def document(results: Sequence[Accuracy]) -> str:
 
 
 def _together(results: Sequence[Accuracy]) -> str:
-    """All results in four sentences."""
+    """Return all results in a few sentences."""
     runs = [run for result in results for run in result.runs]
     errors = sorted(abs(run.error("step_seconds") or 0.0) for run in runs if run.seconds)
     median, nine, largest = (per_cent(error, digits=1, signed=False) for error in error_quantiles(errors))
     lines = [
         f"Seconds of a step over all {len(errors)} measured runs: half of the errors are below {median} %, "
-        f"nine in ten below {nine} %, the largest is {largest} %."
+        f"nine in ten below {nine} %. The largest is {largest} %."
     ]
     several = [run for result in results if result.kind != "drawn" for run in result.runs]
     lines += [line for line in [order_line(several)] if line]
@@ -74,7 +75,7 @@ def _together(results: Sequence[Accuracy]) -> str:
 
 
 def histogram(runs: Sequence[ComparedRun]) -> str:
-    """The errors of seconds, counted between edges."""
+    """Return the errors of seconds, counted between edges."""
     errors = [run.error("step_seconds") or 0.0 for run in runs]
     lower, upper = (None, *EDGES), (*EDGES, None)
     counts = [
@@ -100,7 +101,7 @@ def _edge(share: float) -> str:
 
 
 def worst_grid(runs: Sequence[ComparedRun]) -> Grid:
-    """The largest errors of seconds, and why, where that is known."""
+    """Return the largest errors of seconds, with their causes where available."""
     worst = sorted(runs, key=lambda run: -abs(run.error("step_seconds") or 0.0))[:WORST]
     rows = tuple(
         (job_words(run), str(run.recipe), *seconds_cells(run), run.bound or "", "; ".join(causes(run)))
@@ -111,7 +112,7 @@ def worst_grid(runs: Sequence[ComparedRun]) -> Grid:
 
 
 def causes(run: ComparedRun) -> Iterator[str]:
-    """What is known of why a run is off: what somebody found out, and what the run itself says."""
+    """Yield the causes of a run's error: the recorded cause, and signs in the run's own values."""
     if run.cause:
         yield run.cause
     if run.contaminated:
@@ -128,7 +129,7 @@ def causes(run: ComparedRun) -> Iterator[str]:
 
 
 def _origin(result: Accuracy) -> Iterator[str]:
-    """What predicted: packages and rates, and whether that was before the runs were measured."""
+    """Yield the packages and rates of the predictions. A prediction made after the measurements is marked."""
     yield f"Predicted with {_packages(result.versions)}{f'; rates {result.rates}' if result.rates else ''}."
     if result.rescored:
         yield (

@@ -1,4 +1,4 @@
-"""The plot of draws: seconds predicted against seconds measured, and how often errors are how large."""
+"""The plot of draws: predicted against measured seconds, and a histogram of the errors."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from snugfit.errors import UsageError
 from snugfit.report.text.figure import BLUE, LIGHT_BLUE, ORANGE, drawing
 
 NINE_IN_TEN = 0.2
-"""The dotted lines: the error that nine runs in ten are to stay below."""
+"""Error of the dotted lines, below which nine runs in ten should stay."""
 
 FARTHEST = 50
-"""Per cent at which the histogram ends; what is beyond is counted in its last bars."""
+"""Per cent at which the histogram ends. Larger errors are counted in its last bars."""
 
 
 def draw(results: Sequence[Accuracy], form: str) -> bytes:
-    """The plot as a `png` or an `svg` file's bytes. Raises `UsageError` when no run has seconds."""
+    """Return the plot as the bytes of a `png` or an `svg` file. Raises `UsageError` when no run has
+    seconds."""
     groups: dict[str, list[ComparedRun]] = {}
     for run in (run for result in results for run in result.runs if run.seconds):
         groups.setdefault("host" if run.bound == "host" else "device", []).append(run)
@@ -41,6 +42,6 @@ def draw(results: Sequence[Accuracy], form: str) -> bytes:
         errors = [100 * (before / after - 1) for before, after in pairs]
         within = [max(-FARTHEST, min(FARTHEST, error)) for error in errors]
         right.hist(within, bins=list(range(-FARTHEST, FARTHEST + 5, 5)), color=LIGHT_BLUE, edgecolor="white")
-        right.set_xlabel("Error, per cent of what was measured")
+        right.set_xlabel("Error, per cent of the measured seconds")
         right.set_ylabel("Runs")
     return drawn.content

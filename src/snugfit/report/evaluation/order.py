@@ -1,5 +1,5 @@
-"""The recipes of one job side by side: predicted beside measured, whether what was predicted to be faster
-was, and what choosing by it costs."""
+"""The recipes of one job side by side: predicted and measured values, their order, and the loss of the first
+choice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ HEADS = (
 
 
 def recipes_grid(runs: Sequence[ComparedRun], title: str, note: str = "") -> Grid:
-    """One row a recipe; errors are the shares by which predictions are too high, ranks those of seconds."""
+    """Return one row for each recipe. Errors are the shares by which predictions are too high; ranks are
+    those of seconds."""
     predicted = _ranks((run.number, run.predicted_step_seconds) for run in runs)
     measured = _ranks((run.number, run.step_seconds) for run in runs if run.outcome == "ok")
     rows = tuple(
@@ -36,7 +37,8 @@ def recipes_grid(runs: Sequence[ComparedRun], title: str, note: str = "") -> Gri
 
 
 def bytes_cells(run: ComparedRun) -> Iterator[str]:
-    """NVML MiB predicted and measured (or how the run died), and the errors of all bytes in per cent."""
+    """Yield predicted and measured NVML MiB (or the run's cause of death), and the errors of all bytes in per
+    cent."""
     yield _mib(run.predicted.nvml_bytes if run.predicted else None)
     if run.outcome not in (None, "ok"):
         yield str(run.outcome)
@@ -46,21 +48,21 @@ def bytes_cells(run: ComparedRun) -> Iterator[str]:
 
 
 def seconds_cells(run: ComparedRun) -> Iterator[str]:
-    """Milliseconds of a step predicted and measured, and the error in per cent."""
+    """Yield predicted and measured milliseconds of a step, and the error in per cent."""
     for seconds in (run.predicted_step_seconds, run.step_seconds if run.outcome == "ok" else None):
         yield "" if seconds is None else f"{seconds * 1e3:,.1f}"
     yield per_cent(run.error("step_seconds"), digits=1)
 
 
 def per_cent(share: float | None, *, digits: int = 2, signed: bool = True) -> str:
-    """`+0.12`, or nothing for what is not known."""
+    """Return the share as `+0.12`; empty for None."""
     if share is None:
         return ""
     return f"{100 * share:+.{digits}f}" if signed else f"{100 * share:.{digits}f}"
 
 
 def order_line(runs: Sequence[ComparedRun]) -> str:
-    """How much of the order within each job held; nothing where there is no order."""
+    """Return the agreement of predicted and measured order within each job; empty without an order."""
     order, clear = pooled_agreement(runs), pooled_agreement(runs, apart=APART)
     if order.tau is None:
         return ""
@@ -74,8 +76,7 @@ def order_line(runs: Sequence[ComparedRun]) -> str:
 
 
 def gap_line(runs: Sequence[ComparedRun]) -> str:
-    """How far the first choice of one job is from the best that was measured; nothing where it is not
-    known."""
+    """Return the distance of a job's first choice from the fastest measured recipe; empty without both."""
     slower = gap(runs)
     if slower is None:
         return ""
@@ -86,7 +87,7 @@ def gap_line(runs: Sequence[ComparedRun]) -> str:
 
 
 def _ranks(seconds: Iterable[tuple[int, float | None]]) -> dict[int, str]:
-    """The rank of each number, the fastest first."""
+    """Return the rank of each number, the fastest first."""
     known = sorted((duration, number) for number, duration in seconds if duration)
     return {number: str(rank) for rank, (_, number) in enumerate(known, 1)}
 

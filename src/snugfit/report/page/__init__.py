@@ -1,1 +1,1 @@
-"""Pictures as plain SVG, and the pages that hold them."""
+"""Pictures as plain SVG, and the pages around them."""

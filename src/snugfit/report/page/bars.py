@@ -1,4 +1,4 @@
-"""Bars: several figures of some things side by side, and the passages of a step's phases."""
+"""Bars: several figures of a few names side by side, and the passages of a step's phases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from snugfit.results.step_seconds import PhaseSpan
 from snugfit.units import show_seconds
 
 THICK = 15.0
-"""Units that a bar is high."""
+"""Height of a bar, in units."""
 
 LANE, LEFT = 46.0, 62.0
 """Height of a lane of the timeline, and its left edge, in units."""
@@ -22,16 +22,16 @@ _PHASES = {"load": "c6", "forward": "c1", "backward": "c3", "clip": "c5", "updat
 
 
 class BarGroup(NamedTuple):
-    """The bars of one thing."""
+    """The bars of one name."""
 
     name: str
     values: Sequence[float | None]
-    """One for each series; None where it is not known."""
+    """One value for each series; None without one."""
     remark: str = ""
-    """What else is said of it, on its own line with the name."""
+    """An addition to the name on its line."""
 
     ranges: Sequence[tuple[float, float] | None] = ()
-    """Between which values each lies, where that is known; as many as there are values, or none."""
+    """Lower and upper limit of each value, or None; empty if no value has limits."""
 
 
 def bars(
@@ -43,8 +43,11 @@ def bars(
     bound: float | None = None,
     bound_words: str = "",
 ) -> Picture:
-    """For each group its name on a line, and below it a bar for each series with its figure and, as a thin
-    line, its range. `bound` is a line across all."""
+    """Return a picture with a name and bars for each group.
+
+    Each series has a bar below the name, with its figure and, as a thin line, its range. `bound` is a line
+    across all.
+    """
     known = [value for group in groups for value in group.values if value is not None]
     highest = [known[1] for group in groups for known in group.ranges if known]
     figures = [figure for group in groups for figure in _figures(group, show)]
@@ -84,7 +87,7 @@ def _ranges(group: BarGroup) -> Sequence[tuple[float, float] | None]:
 
 
 def _figures(group: BarGroup, show: Callable[[float], str]) -> list[str]:
-    """What stands beside each bar: `9.30 (6.89 to 14.31)`; nothing where it is not known."""
+    """Return the figures next to the bars: `9.30 (6.89 to 14.31)`; empty without a value."""
     shown = []
     for value, likely in zip(group.values, _ranges(group), strict=True):
         between = f" ({show(likely[0])} to {show(likely[1])})" if likely else ""
@@ -95,7 +98,7 @@ def _figures(group: BarGroup, show: Callable[[float], str]) -> list[str]:
 def _bar(
     index: int, length: float, y: float, figure: str, ends: tuple[float, float] | None
 ) -> Iterable[Markup]:
-    """One bar of that length, the line of its range, and its figure."""
+    """Yield one bar of that length, the line of its range, and its figure."""
     yield tag("rect", x=0, y=y, width=max(1.0, length), height=THICK, class_=f"shape c{index}")
     if ends:
         middle = y + THICK / 2
@@ -104,7 +107,8 @@ def _bar(
 
 
 def timeline(spans: Sequence[PhaseSpan], step_seconds: float) -> Picture:
-    """When the host launches and when the device runs each phase of the steady step."""
+    """Return a picture of the times at which the host launches and the device runs each phase of the steady
+    step."""
     end = max([step_seconds, *(span.end_seconds for span in spans)])
     scale = (WIDTH - LEFT - 8) / end
     lanes = {"host": 8.0, "device": 8.0 + LANE + 8}

@@ -15,16 +15,16 @@ from snugfit.results.prediction import CurvePoint
 from snugfit.units import show_bytes, show_mib
 
 LEFT, RIGHT, HIGH, BASE = 58.0, WIDTH - 8.0, 34.0, 320.0
-"""Edges of the area that is drawn."""
+"""Edges of the drawing area."""
 
 FURTHEST_BOUND = 3.0
-"""How many times the highest bytes the GPU's memory may be to be drawn to scale."""
+"""Largest ratio of the GPU's memory to the highest bytes at which the memory limit is drawn."""
 
 NARROWEST_STRIP = 6.0
-"""Units of the step that are pointed at together, and tell the highest moment in them."""
+"""Smallest width in units of a strip that a pointer can reach. It shows the highest moment in it."""
 
 NARROWEST_BRACKET = 24.0
-"""Units of a micro-batch from which each gets its number."""
+"""Width in units of a micro-batch from which each gets its number."""
 
 KIND_ORDER = (
     Kind.CONTEXT,
@@ -43,7 +43,7 @@ _COLOURS = {kind: f"c{number}" for kind, number in zip(KIND_ORDER, (8, 0, 2, 1, 
 
 
 def colour_of(kind: str) -> str:
-    """The class that gives a kind of bytes its colour."""
+    """Return the CSS class with the colour of a kind of bytes."""
     return _COLOURS.get(Kind(kind), "c7")
 
 
@@ -54,7 +54,7 @@ def memory_over_step(
     memory_bytes: int | None = None,
     micro_batches: int = 1,
 ) -> Picture:
-    """Bytes by kind through the steady step, what the allocator reserves, and the GPU's memory."""
+    """Return a picture of bytes by kind through the steady step, reserved bytes, and the GPU's memory."""
     stacks = [{str(Kind.CONTEXT): context_bytes, **point.kinds} for point in curve]
     present = [str(kind) for kind in KIND_ORDER if any(stack.get(kind) for stack in stacks)]
     reserved = [context_bytes + point.reserved_bytes for point in curve]
@@ -106,7 +106,7 @@ def _y(size: float, top: float) -> float:
 
 
 def _strips(edges: Sequence[float]) -> list[int]:
-    """Indices of the edges at which a strip begins, and that of the last edge."""
+    """Return the indices of the edges at which a strip begins, and that of the last edge."""
     begins = [0]
     for index, x in enumerate(edges[:-1]):
         if x - edges[begins[-1]] >= NARROWEST_STRIP:
@@ -115,7 +115,7 @@ def _strips(edges: Sequence[float]) -> list[int]:
 
 
 def _points(edges: Sequence[float], sizes: Sequence[float], top: float) -> str:
-    """A line through the sizes at these edges, without the points inside a level stretch."""
+    """Return a line through the sizes at these edges, without the points inside a level stretch."""
     heights = [f"{_y(size, top):.1f}" for size in sizes]
     inside = [
         set(heights[max(0, index - 1) : index + 2]) == {heights[index]} for index in range(len(heights))
@@ -129,8 +129,8 @@ def _points(edges: Sequence[float], sizes: Sequence[float], top: float) -> str:
 def _layers(
     stacks: Sequence[Mapping[str, int]], present: Sequence[str], edges: Sequence[float], top: float
 ) -> Iterable[Markup]:
-    """A kind's bytes on those of the kinds before it, where they are high enough to be seen; the last ones
-    go on to the last edge."""
+    """Yield each kind's bytes on top of the kinds before it, where they are high enough to be visible. The
+    last values extend to the last edge."""
     lower = [0.0] * len(edges)
     for kind in present:
         upper = [
@@ -149,8 +149,8 @@ def _layers(
 
 
 def _phases(curve: Sequence[CurvePoint]) -> Iterable[Markup]:
-    """Backward passes shaded, and the names of passages under those wide enough for them; the last one's also
-    before it, where that is free."""
+    """Yield shaded backward passes, and the names of passages below those wide enough for them. The last name
+    may extend to the left, where there is room."""
     named_until = LEFT
     passages = phase_passages(curve)
     for number, passage in enumerate(passages):
@@ -166,7 +166,7 @@ def _phases(curve: Sequence[CurvePoint]) -> Iterable[Markup]:
 
 
 def _micro_batches(passages: Sequence[Passage]) -> Iterable[Markup]:
-    """A bracket under each, with its name."""
+    """Yield a bracket under each passage, with its name."""
     y = BASE + 30
     for passage in passages:
         start, end = _x(passage.start) + 2, _x(passage.end) - 2

@@ -1,4 +1,4 @@
-"""Bytes by module at the peak, as a map: the larger the area, the more bytes."""
+"""Bytes by module at the peak, as a map with areas in proportion to bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEAST_SHARE = 0.004
 """Share of the peak below which modules are drawn together."""
 
 LINE, MOST_LINES = 16.0, 4
-"""Units from one line of an area's words to the next, and how many it has at most."""
+"""Units from one line of an area's words to the next, and the largest number of lines."""
 
 
 class _Box(NamedTuple):
@@ -31,8 +31,8 @@ class _Box(NamedTuple):
 
 
 def modules_at_peak(modules: Sequence[ModuleLine]) -> Picture:
-    """A map of the bytes at the peak, by the module that allocated them: an area for each, its colour the
-    kind."""
+    """Return a map of the bytes at the peak by the module that allocated them. Each has an area, coloured by
+    its kind."""
     whole = sum(line.bytes for line in modules) or 1
     large = [line for line in modules if line.bytes >= LEAST_SHARE * whole]
     drawn = [(line.module or "(the loop)", str(line.kind), line.bytes) for line in large]
@@ -61,12 +61,12 @@ def modules_at_peak(modules: Sequence[ModuleLine]) -> Picture:
             for line in modules
         ],
         legend=tuple(LegendEntry(colour_of(kind), kind) for kind in KIND_ORDER if kind in present),
-        note="A * means all layers of a stack. What the training loop allocates has no module.",
+        note="A * means all layers of a stack. Tensors of the training loop have no module.",
     )
 
 
 def _outer(modules: Sequence[str]) -> str:
-    """What the dotted names begin with, all but those of few parts: `base_model.model.`."""
+    """Return the common prefix of the dotted names with more than two parts: `base_model.model.`."""
     parts = [module.split(".")[:-1] for module in modules if module.count(".") > 1]
     shared = takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))
     return "".join(f"{level[0]}." for level in shared)
@@ -84,8 +84,8 @@ def _cell(module: str, kind: str, size: int, box: _Box) -> Iterable[Markup]:
 
 
 def _tail(module: str, letters: int, rows: int) -> list[str]:
-    """The last parts of a dotted name, on at most so many rows of so many letters; none where not even the
-    last part fits."""
+    """Return the last parts of a dotted name, on at most `rows` rows of `letters` letters. Empty if the last
+    part does not fit."""
     lines: list[str] = []
     for part in reversed(module.split(".")):
         joined = f"{part}.{lines[0]}" if lines else part
@@ -99,7 +99,7 @@ def _tail(module: str, letters: int, rows: int) -> list[str]:
 
 
 def tile(sizes: Sequence[int], box: _Box) -> list[_Box]:
-    """The box cut into one rectangle for each size, in proportion, none much longer than wide (Bruls et al.,
+    """Return one rectangle of the box for each size, in proportion, none much longer than wide (Bruls et al.,
     Squarified Treemaps, 2000). Sizes are positive and descend."""
     left = sum(sizes)
     tiles: list[_Box] = []
@@ -132,7 +132,7 @@ def tile(sizes: Sequence[int], box: _Box) -> list[_Box]:
 
 
 def _worst(sizes: Sequence[int], area: float, side: float) -> float:
-    """The worst ratio of length to width in a row of rectangles along `side`."""
+    """Return the worst ratio of length to width in a row of rectangles along `side`."""
     thick = sum(sizes) * area / side
     lengths = [size * area / thick for size in sizes]
     return max(max(thick / length, length / thick) for length in lengths)

@@ -1,4 +1,4 @@
-"""A picture with its legend and its table, and the page or the notebook's cell that shows some of them."""
+"""A picture with its legend and its table, and the page or the notebook's cell around pictures."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class LegendEntry(NamedTuple):
-    """What one colour means."""
+    """The meaning of one colour."""
 
     class_: str
-    """The class of the shapes that have it; `line ...` for a line."""
+    """The class of the shapes in that colour; `line ...` for a line."""
     words: str
 
 
@@ -27,16 +27,16 @@ class Picture:
     """One picture, and the same figures as a table."""
 
     title: str
-    """What it shows, in a few words."""
+    """Description of the picture in a few words."""
 
     svg: Markup
-    """The drawing; it is whole without any other file."""
+    """The drawing; it needs no other file."""
 
     heads: tuple[str, ...]
-    """The table's columns; one that ends in `>` holds numbers."""
+    """The table's columns; a head that ends in `>` marks numbers."""
 
     rows: Sequence[Sequence[str]]
-    """Cells, as many in each row as there are heads."""
+    """Cells, the same number in each row as heads."""
 
     legend: tuple[LegendEntry, ...] = ()
     """The colours, in the order of the drawing."""
@@ -45,21 +45,22 @@ class Picture:
     """A sentence under the drawing."""
 
     numbered: bool = False
-    """Whether the drawing has numbers that only the table explains."""
+    """True if the drawing has numbers that only the table explains."""
 
 
 def document(
     title: str, lines: Iterable[str], pictures: Sequence[Picture], notes: Iterable[str] = (), *, report: str
 ) -> str:
-    """A whole HTML page that needs no other file and no network: sentences, pictures, notes below them, and
-    the result as plain text in `report`."""
+    """Return a whole HTML page that needs no other file and no network. It has sentences, pictures, notes
+    below them, and the result as plain text in `report`."""
     return _fill("page.html.j2", title, lines, pictures, notes, report, open_first=False)
 
 
 def fragment(
     title: str, lines: Iterable[str], pictures: Sequence[Picture], notes: Iterable[str] = (), *, report: str
 ) -> str:
-    """The same for a notebook's cell: without a script, and the first picture's table open."""
+    """Return the contents of `document` for a notebook's cell: without a script, and the first picture's
+    table open."""
     return _fill("fragment.html.j2", title, lines, pictures, notes, report, open_first=True)
 
 

@@ -1,7 +1,7 @@
-"""The same pictures as a `png` or an `svg` file of matplotlib's, each with its title, legend and note.
+"""The pictures of a page as a `png` or `svg` file of matplotlib, each with its title, legend and note.
 
-A picture is a flat list of shapes with classes, as the page has them; they are drawn here in the page's light
-colours, one unit for one unit.
+A picture is a flat list of shapes with classes, the same as in the page. Here they are drawn in the page's
+light colours, one unit for one unit.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ UNIT = 1 / 96
 """Inches of a unit: those of a pixel in a browser."""
 
 MARGIN, LINE = 20.0, 18.0
-"""Units around all, and from one line of words to the next."""
+"""Margin around the plot, and distance between lines of words, in units."""
 
 SIZE, LARGE = 13.0, 15.0
-"""Units of the font of words, and of titles."""
+"""Font sizes of words and of titles, in units."""
 
 POINTS = 72
-"""Of an inch, in which matplotlib counts fonts."""
+"""Points of an inch, matplotlib's unit of font sizes."""
 
 _LINES: dict[str, dict[str, Any]] = {
     "rule": {"color": "rule", "linewidth": 0.75},
@@ -41,7 +41,7 @@ _LINES: dict[str, dict[str, Any]] = {
     "reserved": {"color": "ink", "linewidth": 1.1},
     "best": {"color": "mark", "linewidth": 1.9},
 }
-"""How the page's style draws each class of lines."""
+"""The page's style of each class of lines."""
 
 _INKS = {"faint": "faint", "on0": "paper"}
 
@@ -49,7 +49,8 @@ _INKS = {"faint": "faint", "on0": "paper"}
 def plot(
     title: str, lines: Iterable[str], pictures: Sequence[Picture], notes: Iterable[str], form: str
 ) -> bytes:
-    """The answer in sentences, its pictures one below the other, and notes, as the bytes of such a file."""
+    """Return the bytes of a file with the answer in sentences, its pictures one below the other, and
+    notes."""
     with drawing(form, width=(WIDTH + 2 * MARGIN) * UNIT, height=1.0) as drawn:
         drawn.figure.set_layout_engine("none")
         axes = drawn.figure.add_axes((0.0, 0.0, 1.0, 1.0))
@@ -71,7 +72,7 @@ def plot(
 
 @cache
 def _colours() -> dict[str, str]:
-    """The page's light colours: `c0` to `c8`, and `ink`, `faint`, `rule`, `mark`, `paper`."""
+    """Return the page's light colours: `c0` to `c8`, and `ink`, `faint`, `rule`, `mark`, `paper`."""
     style = files("snugfit.report.page").joinpath("templates/style.css").read_text(encoding="utf-8")
     named = re.findall(r"--(\w+): (#\w+);", style.partition("}")[0])
     return dict(named) | dict(re.findall(r"\.(c\d) \{ fill: (#\w+);", style))
@@ -79,7 +80,7 @@ def _colours() -> dict[str, str]:
 
 @cache
 def _width(words: str, size: float, *, bold: bool = False) -> float:
-    """How many units wide the words are."""
+    """Return the width of the words in units."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 
@@ -94,15 +95,15 @@ class _Shape(NamedTuple):
     name: str
     attributes: dict[str, str]
     words: str
-    """What a `text` or a `title` says."""
+    """Contents of a `text` or a `title`."""
 
     def number(self, name: str) -> float:
-        """One of its attributes as a number."""
+        """Return one of its attributes as a number."""
         return float(self.attributes[name])
 
     @property
     def corners(self) -> list[tuple[float, float]]:
-        """The corners of a line of several parts, or of an area."""
+        """The corners of a polyline or an area."""
         pairs = (pair.split(",") for pair in self.attributes["points"].split())
         return [(float(x), float(y)) for x, y in pairs]
 
@@ -117,23 +118,23 @@ class _Shapes(HTMLParser):
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Notes an element with its attributes."""
+        """Add an element with its attributes."""
         self.shapes.append(_Shape(tag, {key: value or "" for key, value in attrs}, ""))
 
     def handle_data(self, data: str) -> None:
-        """Adds to what the last element says."""
+        """Append text to the last element."""
         last = self.shapes[-1]
         self.shapes[-1] = last._replace(words=last.words + data)
 
 
 class _Canvas:
-    """Axes that count units from the top left corner; `y` is where the next thing begins."""
+    """Axes that count units from the top left corner; `y` is the beginning of the next element."""
 
     def __init__(self, axes: Axes) -> None:
         self._axes, self._order, self.y = axes, 0, MARGIN
 
     def write(self, text: str, size: float = SIZE, *, bold: bool = False, ink: str = "ink") -> None:
-        """A paragraph as wide as a picture."""
+        """Draw a paragraph as wide as a picture."""
         columns = int(2 * WIDTH / size)
         while any(_width(line, size, bold=bold) > WIDTH - MARGIN for line in wrap(harmless(text), columns)):
             columns -= 2
@@ -143,7 +144,7 @@ class _Canvas:
         self.y += 0.3 * size
 
     def add(self, picture: Picture) -> None:
-        """A picture with its title, legend and note, and what its numbers mean."""
+        """Draw a picture with its title, legend and note, and the explanations of its numbers."""
         self.y += LINE
         self.write(picture.title, bold=True)
         self._legend(picture)
@@ -238,7 +239,7 @@ class _Canvas:
         )
 
     def _above(self) -> int:
-        """A level above all that is drawn."""
+        """Return a level above all existing shapes."""
         self._order += 1
         return self._order
 
@@ -248,7 +249,7 @@ class _Canvas:
         self._axes.plot(xs, ys, **style | {"color": _colours()[style["color"]]}, zorder=self._above())
 
     def _fill(self, corners: Sequence[tuple[float, float]], classes: str) -> None:
-        """An area; a `strip` is only there to be pointed at."""
+        """Draw an area. A `strip` is omitted: it is only a target for a pointer."""
         from matplotlib.patches import Polygon
 
         class_ = classes.rsplit(maxsplit=1)[-1]

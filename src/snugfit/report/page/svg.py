@@ -1,7 +1,7 @@
 """Elements, scales and texts of a picture, as plain SVG.
 
-A picture is drawn `WIDTH` units wide, and the page scales it. Colours are classes, which the page's style
-gives for light and for dark. Foreign words are escaped here, once.
+A picture is `WIDTH` units wide, and the page scales it. Colours are classes. The page's style defines them
+for light and for dark. Foreign words are escaped here, once.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from snugfit.report.text.terminal import harmless
 from snugfit.units import GIB, MIB
 
 WIDTH = 800
-"""Units from the left edge of a picture to its right."""
+"""Width of a picture in units."""
 
 LETTER = 8.4
-"""Units that a letter of the pictures' 13-unit font takes, on the safe side of its mean."""
+"""Width of a letter in the pictures' 13-unit font, in units, a little above its mean."""
 
 
 def tag(name: str, *content: str, **attributes: Any) -> Markup:
-    """One element. Contents that are no `Markup` are escaped; an attribute's `_` stands for `-`."""
+    """Return one element. Contents that are no `Markup` are escaped; `_` in an attribute becomes `-`."""
     shown = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(_figure(value))}"'
         for key, value in attributes.items()
@@ -37,19 +37,19 @@ def _figure(value: object) -> str:
 
 
 def text(words: str, x: float, y: float, *, anchor: str | None = None, class_: str | None = None) -> Markup:
-    """Words at a place; `anchor` is SVG's `text-anchor`."""
+    """Return words at a position; `anchor` is SVG's `text-anchor`."""
     return tag("text", words, x=float(x), y=float(y), text_anchor=anchor, class_=class_)
 
 
 def point(about: str, *shapes: str, start: bool = False) -> Markup:
-    """Shapes that a pointer or the keyboard can reach, and what is said of them there. One of a picture is
-    its `start`: the Tab key goes there, and the arrows on from it."""
+    """Return shapes that a pointer or the keyboard can reach, with their description. One of a picture is its
+    `start`: the Tab key goes there, and the arrow keys move to the rest."""
     title = tag("title", about)
     return tag("g", title, *shapes, class_="point", role="img", tabindex="0" if start else "-1")
 
 
 def picture(about: str, height: float, *content: str) -> Markup:
-    """The whole picture, with what a screen reader says of it."""
+    """Return the whole picture, with its description for a screen reader."""
     return tag(
         "svg",
         *content,
@@ -61,7 +61,7 @@ def picture(about: str, height: float, *content: str) -> Markup:
 
 
 def shorten(words: str, room: float) -> str:
-    """As much of `words` as fits `room` units, empty where that says nothing."""
+    """Return as much of `words` as fits `room` units; empty where fewer than five letters fit."""
     letters = int(room / LETTER)
     if len(words) <= letters:
         return words
@@ -69,12 +69,12 @@ def shorten(words: str, room: float) -> str:
 
 
 def unit_of(top: float) -> tuple[int, str]:
-    """The unit for bytes up to `top`: its size and its name."""
+    """Return the unit for bytes up to `top`: its size and its name."""
     return (GIB, "GiB") if top >= GIB else (MIB, "MiB")
 
 
 def ticks(top: float, *, count: int = 5) -> list[float]:
-    """Round numbers from 0 to at most `top`, about `count` of them."""
+    """Return round numbers from 0 to at most `top`, about `count` of them."""
     if top <= 0:
         return [0.0]
     rough = top / count
@@ -84,7 +84,8 @@ def ticks(top: float, *, count: int = 5) -> list[float]:
 
 
 def byte_axis(top: float, left: float, right: float, base: float, high: float) -> list[Markup]:
-    """Lines across and figures at the left for bytes from 0, at the height `base`, to `top`, at `high`."""
+    """Return lines across and figures at the left for bytes from 0, at the height `base`, to `top`, at
+    `high`."""
     unit, name = unit_of(top)
     parts = [text(name, left - 8, high - 10, anchor="end")]
     for tick in ticks(top / unit):

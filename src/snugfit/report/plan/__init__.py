@@ -1,1 +1,1 @@
-"""Plans, as tables and plots."""
+"""Plans as tables and plots."""

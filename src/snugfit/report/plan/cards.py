@@ -1,4 +1,4 @@
-"""Plans by number of GPUs, in a terminal and as Markdown: how many of which kind, and what they cost."""
+"""Plans by number of GPUs, in a terminal and as Markdown: kinds, numbers and costs of GPUs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from snugfit.units import GIB, show_bytes, show_seconds
 
 
 def render(plans: CardPlans, prices: Prices | None = None) -> Page:
-    """The answers, a line for each kind and number of GPUs, and how the search was made."""
+    """Return the answers, a line for each kind and number of GPUs, and a description of the search."""
     prices = prices or Prices()
     return Page(
         [Sentence(_question(plans), "heading")],
@@ -91,7 +91,7 @@ def _nearest(plans: CardPlans) -> str:
     miss = nearest.answers[0]
     short = f"is short by {show_bytes(nearest.lacking_bytes)} on each"
     if nearest.lacking_bytes <= 0:
-        short = "is within 3 % of what fits, which figures from few layers do not tell"
+        short = "is within 3 % of the limit, the uncertainty of figures from few layers"
     return f"The nearest miss: {miss.gpus:,} x {nearest.key} {short}: {miss.recipe}."
 
 
@@ -112,7 +112,7 @@ def _about_the_run(plans: CardPlans, prices: Prices) -> Iterator[str]:
 
 
 def _what_more_bring(plans: CardPlans) -> Iterator[str]:
-    """A line for each kind on whether more than its last answer's GPUs are cheaper."""
+    """Yield a line for each kind with the numbers of GPUs that are not cheaper than its last answer."""
     for kind in plans.fitting:
         one = kind.cheapest
         if one is None or one.gpus == plans.gpus[-1]:
@@ -130,7 +130,7 @@ _Show = Callable[[CardsOfKind, OnGpus, CardsCost], str]
 
 
 def _table(plans: CardPlans, prices: Prices) -> Grid:
-    """A line for each kind on each number of GPUs that is an answer, and the nearest misses last."""
+    """Return a line for each kind and number of GPUs that is an answer, with the nearest misses last."""
     known = [
         (kind, one, cost_of_cards(kind, one, prices, plans.steps))
         for kind in plans.answers
@@ -154,8 +154,11 @@ def _table(plans: CardPlans, prices: Prices) -> Grid:
 
 
 def _sort_key(plans: CardPlans, row: _Row) -> tuple[float, ...]:
-    """What fits before what does not; by the fewest of the kind and its seconds or, where that was asked, by
-    what a sample costs, without a price last."""
+    """Return a key that sorts fitting answers first.
+
+    They are sorted by the fewest GPUs of the kind and their seconds. With the objective `cost` they are
+    sorted by the price of a sample, those without a price last.
+    """
     kind, one, cost = row
     if not one.fits:
         return 1.0, kind.lacking_bytes, 0.0, 0.0

@@ -12,15 +12,17 @@ from snugfit.report.page.svg import WIDTH, byte_axis, picture, point, tag, text,
 from snugfit.units import show_bytes, show_mib, show_seconds
 
 LEFT, RIGHT, HIGH, BASE = 58.0, WIDTH - 24.0, 34.0, 360.0
-"""Edges of the area that is drawn."""
+"""Edges of the drawing area."""
 
 APART = 17.0
-"""Units between two points from which both get a number."""
+"""Distance in units between two points from which both get a number."""
 
 
 def draw_front(plan: Plan) -> Picture:
-    """The recipes of the front, the best, and the memory that may be used. Numbers are the table's; a point
-    too close to a numbered one has none, but the answer has one."""
+    """Return a picture of the recipes of the front, the best one, and the memory limit.
+
+    Numbers are those of the table. A point too close to a numbered one has none; the answer always has one.
+    """
     front, answer = plan.fitting_first, plan.best_or_nearest
     speeds = [plan.speed(choice) for choice in front]
     sizes = [choice.needed_bytes for choice in front]

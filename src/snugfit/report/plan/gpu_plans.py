@@ -1,4 +1,4 @@
-"""Plans for many GPUs, in a terminal and as Markdown: which card trains this, and what it costs."""
+"""Plans for many GPUs, in a terminal and as Markdown: the GPUs that can train a job, and their costs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from snugfit.units import GIB, show_bytes, show_seconds
 
 HOUR = 3600
 FEW = 6
-"""GPUs that are named where there may be many."""
+"""Largest number of GPUs that a sentence lists."""
 
 SCALED = "~"
-"""Stands before seconds that were scaled from another GPU's by data sheet."""
+"""Mark before seconds that were scaled from another GPU's by data sheet."""
 
 
 def render(plans: GpuPlans, prices: Prices | None = None) -> Page:
-    """The answers, the table of GPUs, and how the search was made."""
+    """Return the answers, the table of GPUs, and a description of the search."""
     prices = prices or Prices()
     return Page(
         [Sentence(question(plans), "heading")],
@@ -39,13 +39,13 @@ def render(plans: GpuPlans, prices: Prices | None = None) -> Page:
 
 
 def question(plans: GpuPlans) -> str:
-    """What was asked, in one line."""
+    """Return the job, the number of GPUs, the fidelity and the objective in one line."""
     asked = f"fidelity {plans.fidelity} · objective {plans.objective}"
     return f"{job_line(plans.job)} · {len(plans.answers)} GPUs · {asked}"
 
 
 def headline(plans: GpuPlans, prices: Prices) -> Iterator[str]:
-    """The answers that are asked for: the smallest card, the fastest, the cheapest."""
+    """Yield the answers: the smallest card, the fastest, the cheapest."""
     if not plans.fitting:
         yield f"None of these GPUs can train this. {_nearest(plans)}".strip()
         return
@@ -62,7 +62,7 @@ def headline(plans: GpuPlans, prices: Prices) -> Iterator[str]:
 
 
 def slots_kept(plans: GpuPlans) -> Iterator[str]:
-    """What every recipe has in the slots that were not searched."""
+    """Yield a line about the techniques of every recipe in the slots that were not searched."""
     if len(plans.kept) == len(Slot):
         yield f"The same recipe on every GPU: {_recipe(plans)}."
     elif plans.kept:
@@ -84,7 +84,7 @@ def _about(what: str, answer: OnGpu, prices: Prices, steps: int | None) -> str:
 
 
 def cards_like(plans: GpuPlans, answer: OnGpu) -> str:
-    """A card as people rent it, by its size, with the models of that size that train this too: `an 80 GB card
+    """Return a card by its marketed size, with the models of that size that train this too: `an 80 GB card
     (A100, H100)`."""
     size = answer.gpu.marketed_gb
     if size is None:
@@ -112,7 +112,7 @@ def _nearest(plans: GpuPlans) -> str:
 
 
 def the_run(plans: GpuPlans, prices: Prices) -> Iterator[str]:
-    """A line about the whole run, where its length was said."""
+    """Yield a line about the whole run if its length was given."""
     if plans.steps:
         samples = plans.steps * plans.job.batch_size
         yield (
@@ -123,14 +123,15 @@ def the_run(plans: GpuPlans, prices: Prices) -> Iterator[str]:
 
 
 def without_a_price(keys: Sequence[str], prices: Prices) -> Iterator[str]:
-    """A line about those of these kinds, which train the job, that have no price where others have one."""
+    """Yield a line about kinds that train the job but have no price, if at least one kind has a price."""
     unpriced = [key for key in keys if key not in prices.per_hour]
     if prices.per_hour and unpriced:
         yield f"No price was given for {some_of(unpriced, FEW)}, which can train this too."
 
 
 def table(plans: GpuPlans, prices: Prices) -> Grid:
-    """A line for each GPU whose bytes are known, the best first, and those on which nothing fits last."""
+    """Return a line for each GPU with predicted bytes, the best first; those without a fitting recipe are
+    last."""
     costs = {answer.key: cost(answer, prices, plans.steps) for answer in plans.answers}
     known = sorted(
         (answer for answer in plans.answers if answer.choice),
@@ -186,7 +187,7 @@ def _verdict(answer: OnGpu) -> str:
 
 
 def _order(plans: GpuPlans, answer: OnGpu, cost: Cost) -> tuple[float, ...]:
-    """What fits before what does not; then by the objective, what is not known last."""
+    """Return a key that sorts fitting answers first, then by the objective, with missing values last."""
     choice = answer.choice
     assert choice is not None
     seconds, far = answer.pace(plans.steps), float("inf")
@@ -199,7 +200,7 @@ def _order(plans: GpuPlans, answer: OnGpu, cost: Cost) -> tuple[float, ...]:
 
 
 def unknown(plans: GpuPlans) -> list[Grid]:
-    """The GPUs without a prediction, and why; those of one reason together."""
+    """Return the GPUs without a prediction, with the reason; GPUs with the same reason share a line."""
     reasons: dict[str, list[OnGpu]] = {}
     for answer in plans.answers:
         if answer.why:
@@ -212,12 +213,12 @@ def unknown(plans: GpuPlans) -> list[Grid]:
 
 
 def doubts(plans: GpuPlans) -> dict[str, None]:
-    """What the rehearsals of the answers had to assume, each once."""
+    """Return the assumptions in the simulations of the answers, each once."""
     return dict.fromkeys(doubt for answer in plans.answers for doubt in answer.doubts)
 
 
 def looked_at(plans: GpuPlans) -> Iterator[str]:
-    """How many recipes the searches evaluated, and how the answers were checked."""
+    """Yield a line about the number of searched recipes, and about the check of the answers."""
     if plans.counts:
         recipes, searches = max(counts.recipes for counts in plans.counts), len(plans.counts)
         judged = sum(counts.replayed for counts in plans.counts)
@@ -230,7 +231,7 @@ def looked_at(plans: GpuPlans) -> Iterator[str]:
 
 
 def _agreement(plans: GpuPlans) -> str:
-    """Whether simulating each answer in full gave the bytes that the search found."""
+    """Return a sentence that compares the full simulation of each answer with the bytes of the search."""
     other = [answer.key for answer in plans.answers if answer.verified is False]
     if other:
         return (
@@ -255,14 +256,14 @@ def _number(value: float) -> str:
 
 
 def show_money(value: float | None) -> str:
-    """Three figures, or none where it is not known."""
+    """Return three digits; empty without a value."""
     if value is None:
         return ""
     return f"{value:,.2f}" if value >= 1 else f"{value:.3g}"
 
 
 def show_duration(seconds: float | None) -> str:
-    """Seconds, minutes or hours; nothing where it is not known."""
+    """Return seconds, minutes or hours; empty without a value."""
     if seconds is None:
         return ""
     if seconds < HOUR:

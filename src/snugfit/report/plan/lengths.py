@@ -1,4 +1,4 @@
-"""What a dataset's lengths mean, in a terminal and as Markdown: how to pad, what that takes, what costs."""
+"""A dataset's lengths in a terminal and as Markdown: ways of padding, their needs, and inefficient sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from snugfit.report.text.page import Page, Sentence
 from snugfit.units import GIB, show_bytes
 
 ORDERS = {"fixed": "one length", "random": "at random", "grouped": "grouped"}
-"""How each order pads a batch, in a few words."""
+"""Name of each order of the batches."""
 
 ASSUMPTION = (
     "Assumed, not measured on this GPU: the speed of a matmul whose rows are not a multiple of 16 bytes. "
@@ -24,7 +24,7 @@ ASSUMPTION = (
 
 
 def render(plan: LengthPlan) -> Page:
-    """How to pad, what each way takes, and which sizes are inefficient."""
+    """Return the best padding, the needs of each way of padding, and the inefficient sizes."""
     return Page(
         [Sentence(question(plan), "heading"), dataset(plan.lengths)],
         [Sentence(answer(plan), "good" if plan.best else "bad")],
@@ -36,13 +36,13 @@ def render(plan: LengthPlan) -> Page:
 
 
 def question(plan: LengthPlan) -> str:
-    """What was asked, in one line."""
+    """Return the job, the recipe and the GPU in one line."""
     memory = f", {show_bytes(plan.memory_bytes)}" if plan.memory_bytes else ""
     return f"{job_line(plan.job)} · {plan.recipe} · {plan.gpu.name}{memory}"
 
 
 def dataset(lengths: Lengths) -> str:
-    """The dataset in one line."""
+    """Return the dataset in one line."""
     return (
         f"{lengths.samples:,} samples of {lengths.shortest:,} to {lengths.longest:,} tokens, half of them up "
         f"to {lengths.median:,}, {lengths.mean:,.1f} on average ({lengths.source})."
@@ -50,7 +50,7 @@ def dataset(lengths: Lengths) -> str:
 
 
 def answer(plan: LengthPlan) -> str:
-    """How to pad, in one line."""
+    """Return the best padding in one line."""
     best = plan.best
     if not plan.ways:
         return f"The longest sequence is too long for the model: {plan.lengths.longest:,} tokens."
@@ -68,7 +68,7 @@ def answer(plan: LengthPlan) -> str:
 
 
 def tightness(plan: LengthPlan) -> Iterator[str]:
-    """That no way of padding leaves the headroom free, where none does."""
+    """Yield a warning if no way of padding leaves the headroom free."""
     if plan.best and plan.is_tight(plan.best):
         yield (
             f"Tight: no way of padding leaves the headroom free. This one leaves "
@@ -78,7 +78,7 @@ def tightness(plan: LengthPlan) -> Iterator[str]:
 
 
 def _how(way: Way) -> str:
-    """A way of padding in words, with transformers' own for it."""
+    """Return a way of padding in words, with the names of transformers' arguments."""
     text = {
         "fixed": "to the longest sample of the dataset",
         "random": "to its own longest sample",
@@ -91,7 +91,7 @@ def _how(way: Way) -> str:
 
 
 def tables(plan: LengthPlan) -> Iterator[Grid]:
-    """The ways of padding, those of a cut, and the sizes that cost."""
+    """Yield the ways of padding, those of a cut, and the inefficient sizes."""
     if plan.ways:
         title = (
             f"Predicted for {plan.steps:,} steps drawn from the dataset, each micro-batch padded on its own"
@@ -138,7 +138,7 @@ def _row(plan: LengthPlan, way: Way, mark: str) -> tuple[str, ...]:
 
 
 def remarks(plan: LengthPlan) -> Iterator[str]:
-    """What limits the step, what grouping changes, and what is assumed."""
+    """Yield sentences on the limit of the step, the effect of grouping, and the assumptions."""
     if plan.bound == "host":
         yield (
             "The host is the bottleneck, even for the longest batch. So padding costs little time, and "
@@ -159,7 +159,7 @@ def remarks(plan: LengthPlan) -> Iterator[str]:
 
 
 def how_known(plan: LengthPlan) -> str:
-    """Where the figures come from."""
+    """Return the origin of the figures."""
     off = f" (error at most {100 * plan.off:.2g} %)" if plan.off else ""
     return (
         f"{plan.rehearsed} lengths were simulated, the others are interpolated{off}. All figures are "
@@ -168,7 +168,7 @@ def how_known(plan: LengthPlan) -> str:
 
 
 def sizes(costly: Sequence[Size]) -> Grid:
-    """Sizes that cost, and what would be better."""
+    """Return inefficient sizes, each with a better one."""
     rows = tuple(
         (
             size.what,
@@ -194,7 +194,7 @@ def _cuts(size: Size) -> bool:
 
 
 def _means(size: Size) -> str:
-    """What changing it does, and how."""
+    """Return the effect of a changed size, and the means to change it."""
     if size.what == "vocabulary":
         multiple = 64 if (size.instead or 0) % 64 == 0 else 8
         return f"add unused rows with resize_token_embeddings, to a multiple of {multiple}"

@@ -1,4 +1,4 @@
-"""Lines that put a plan's answer to use, those of features among them."""
+"""Next steps after a plan: commands and calls with its best recipe, also those of features."""
 
 from __future__ import annotations
 
@@ -24,15 +24,18 @@ BY_FLAG = ("batch_size", "sequence_length", "target_length", "labels", "clip")
 
 
 def next_steps(plan: Plan, configuration: Configuration | None = None) -> Iterator[str]:
-    """Yield the lines that put a plan's best recipe to use. There are none where nothing fits, or where the
-    model lives in Python, whose own script trains it, or is evaluated only."""
+    """Yield commands and calls that use a plan's best recipe.
+
+    None follow if nothing fits, or if the job only evaluates. A model that exists only in Python has none
+    either: the user's own script trains it.
+    """
     job = plan.job
     if plan.best is None or job.model.module is not None or not job.trains:
         return
     recipe = plan.best.recipe
     train = f"snugfit train {job_words(job)} --recipe {shlex.quote(recipe)} --dataset DATA"
     steps = {"Train it": f"{train} --output-dir FOLDER"}
-    with suppress(SnugfitError):  # it cannot be put into a Trainer that stands
+    with suppress(SnugfitError):  # an existing Trainer cannot use this recipe
         refuse_unsupported("fit", Recipe.parse(recipe).setup())
         steps["In a Trainer"] = f"snugfit.fit(trainer, {recipe!r}) before trainer.train()"
     for further in hooks("next_steps"):
@@ -41,7 +44,7 @@ def next_steps(plan: Plan, configuration: Configuration | None = None) -> Iterat
 
 
 def job_words(job: Job) -> str:
-    """The model and what differs from a job's defaults, as a command takes them."""
+    """Return the model and the values other than a job's defaults, as arguments of a command."""
     defaults = {field.name: field.default for field in fields(job)}
     unused = {"sequence_length"} if not has_sequence(job.task) else set()
     unused |= set() if has_target(job.task) else {"target_length"}

@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from snugfit.techniques.feature import Configuration
 
 LEAST_STARTUP = 0.05
-"""Seconds: a smaller difference in start-up time is not reported."""
+"""Seconds of difference in start-up below which a sentence omits it."""
 
 
 def render(plan: Plan, *, everything: bool = False, configuration: Configuration | None = None) -> Page:
-    """Return the whole report of one plan; the front whole where `everything` is asked for. The plan began
-    from the user's own `configuration`, if there was one."""
+    """Return the whole report of one plan, with the whole front for `everything`.
+
+    `configuration` is the user's own, from which the plan started, if there was one.
+    """
     return Page(
         [Sentence(question(plan), "heading"), Sentence(answer(plan), "good" if plan.fits else "bad")],
         headroom(plan),
@@ -40,14 +42,14 @@ def render(plan: Plan, *, everything: bool = False, configuration: Configuration
 
 
 def question(plan: Plan) -> str:
-    """What was asked, in one line."""
+    """Return the job, the GPU, its memory and the fidelity in one line."""
     where = plan.gpu.name if plan.gpu else "no GPU named"
     memory = f", {show_bytes(plan.memory_bytes)}" if plan.memory_bytes else ""
     return f"{job_line(plan.job)} · {where}{memory} · fidelity {plan.fidelity}"
 
 
 def answer(plan: Plan) -> str:
-    """The best recipe with its figures, in one line."""
+    """Return the best recipe with its figures in one line."""
     shown = plan.best_or_nearest
     figures = f"{show_bytes(shown.needed_bytes)}, a step takes {pace(plan.timed(shown))}"
     if plan.best is None:
@@ -57,7 +59,7 @@ def answer(plan: Plan) -> str:
 
 
 def headroom(plan: Plan) -> Iterator[str]:
-    """What the best recipe leaves of the memory, and whether that is the headroom that it should."""
+    """Yield a sentence on the memory that the best recipe leaves free, next to the headroom."""
     if plan.best and plan.memory_bytes and plan.headroom_bytes:
         left = plan.memory_bytes - plan.best.needed_bytes
         asked = f"{show_bytes(plan.headroom_bytes)} should stay free (--headroom)"
@@ -68,7 +70,7 @@ def headroom(plan: Plan) -> Iterator[str]:
 
 
 def because(plan: Plan) -> Iterator[str]:
-    """A sentence for each slot, with its bytes and per cents."""
+    """Yield a sentence for each slot, with its bytes and per cents."""
     for reason in plan.reasons:
         yield _sentence(plan.best_or_nearest, reason)
 
@@ -94,7 +96,7 @@ def _sentence(shown: Choice, reason: Reason) -> str:
 
 
 def about_run(plan: Plan) -> Iterator[str]:
-    """How long the start-up takes, and whether it was counted."""
+    """Yield a sentence on the seconds of the start-up, and on their part in the ranking."""
     once, steps = plan.best_or_nearest.once_seconds, plan.steps
     if steps:
         stepping = plan.best_or_nearest.step_seconds * steps
@@ -111,7 +113,7 @@ def about_run(plan: Plan) -> Iterator[str]:
 
 
 def about_cost(plan: Plan) -> Iterator[str]:
-    """What the cheapest is, where that was asked for."""
+    """Yield the cheapest recipe for a plan with the objective `cost`."""
     if plan.objective == "cost":
         yield (
             "On one GPU the fastest recipe is also the cheapest, because an hour costs the same. To find "
@@ -120,7 +122,7 @@ def about_cost(plan: Plan) -> Iterator[str]:
 
 
 def changes(plan: Plan) -> list[Grid]:
-    """What the plan would change in the recipe that the user started from."""
+    """Return the plan's changes to the user's own recipe."""
     start = plan.start
     if start is None:
         return []
@@ -150,8 +152,10 @@ def _figures(needed: int | None, seconds: float | None) -> tuple[str, str]:
 
 
 def front(plan: Plan, *, everything: bool = False) -> Grid:
-    """The Pareto front: recipes than which no other is both faster and smaller, and the answer; those that
-    are worth reading, or `everything`."""
+    """Return the Pareto front with the answer: no recipe is both faster and smaller than one of the front.
+
+    It shows selected rows (`shown_front`), or all of them for `everything`.
+    """
     shown = shown_front(plan, everything=everything)
     recipes = recipes_beside([choice.recipe for choice in shown], plan.best_or_nearest.recipe)
     numbers = {choice: number for number, choice in enumerate(plan.fitting_first, 1)}
@@ -190,7 +194,7 @@ def front(plan: Plan, *, everything: bool = False) -> Grid:
 
 
 def refusals(plan: Plan) -> Grid:
-    """What was not considered, why, and how many recipes that leaves out."""
+    """Return the recipes that were not considered, with reasons and numbers."""
     heads = ("What", "Why", "Recipes>") if any(one.recipes for one in plan.refused) else ("What", "Why")
     cells = (
         (refusal.what, refusal.why, f"{refusal.recipes:,}" if refusal.recipes else "")
@@ -200,7 +204,7 @@ def refusals(plan: Plan) -> Grid:
 
 
 def looked_at(plan: Plan) -> str:
-    """How much the search evaluated, and whether the answer was checked."""
+    """Return a sentence on the size of the search, and on the check of the answer."""
     counts = plan.counts
     text = (
         f"{counts.recipes:,} valid recipes, {counts.tapes:,} of them distinct, with {counts.footprints:,} "

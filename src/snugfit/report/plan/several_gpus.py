@@ -1,4 +1,4 @@
-"""A plan for several GPUs, in a terminal and as Markdown: how many, and with which recipe."""
+"""A plan for several GPUs, in a terminal and as Markdown: numbers of GPUs with their recipes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from snugfit.units import GIB, show_bytes, show_seconds
 
 
 def render(plan: SeveralGpusPlan) -> Page:
-    """The answers, the table by numbers of GPUs, and what else was looked at."""
+    """Return the answers, the table by numbers of GPUs, and the alternatives."""
     return Page(
         [Sentence(f"{job_line(plan.job)} · {plan.gpu.name} · fidelity {plan.fidelity}", "heading")],
         (Sentence(line, "good" if plan.fitting else "bad") for line in _headline(plan)),

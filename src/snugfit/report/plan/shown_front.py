@@ -1,4 +1,4 @@
-"""Which rows of a plan's front are worth reading: a few, each of which differs from the others."""
+"""Selection of the rows of a plan's front: a few that differ from each other."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 8
 APART = 0.03
-"""Of bytes or of seconds: rows that differ by less in both are one answer."""
+"""Share of bytes and of seconds: rows that differ by less in both count as one answer."""
 
 NEAR_MISSES = 2
-"""Rows that do not fit, where others do: the nearest misses."""
+"""Number of rows that do not fit, the nearest misses, where other rows fit."""
 
 
 def shown_front(plan: Plan, *, everything: bool = False) -> list[Choice]:
-    """The rows to show: what fits first, the fastest first, then the near misses. They are the answer, and of
-    the others those that differ from it and from each other; all of them where `everything` is asked for."""
+    """Return the rows to show: the answer, and rows that differ from it and from each other.
+
+    Fitting rows come first, the fastest first, then the near misses. With `everything` all rows are returned.
+    """
     answer = plan.best_or_nearest
 
     def order(choice: Choice) -> tuple[bool, float, int, str]:

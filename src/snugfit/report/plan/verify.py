@@ -1,5 +1,5 @@
-"""A verified plan in a terminal and in Markdown: its best recipes, predicted beside measured, and whether
-their order held."""
+"""A verified plan in a terminal and in Markdown: its best recipes, predicted and measured, with their
+order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from snugfit.units import show_bytes, show_mib
 
 
 def render(verified: Verification) -> Page:
-    """Each recipe predicted and measured, and what follows from it."""
+    """Return the table of predicted and measured recipes, with conclusions."""
     return Page(
         [grid(verified), *_peers_grid(verified)],
         conclusions(verified),
@@ -25,12 +25,12 @@ def render(verified: Verification) -> Page:
 
 
 def document(plan: Plan, verified: Verification) -> dict[str, Any]:
-    """The same as JSON: the plan, and every run."""
+    """Return the plan and every run as JSON."""
     return {**verified.to_json(), "plan": plan.to_json()}
 
 
 def grid(verified: Verification) -> Grid:
-    """One row a recipe, in the plan's order."""
+    """Return one row for each recipe, in the plan's order."""
     where = verified.device or "not measured"
     return recipes_grid(
         verified.runs, f"The plan's best, predicted for {verified.gpu} and measured on {where}"
@@ -38,7 +38,7 @@ def grid(verified: Verification) -> Grid:
 
 
 def conclusions(verified: Verification) -> Iterator[str]:
-    """What follows from the rows, a sentence each."""
+    """Yield the conclusions from the rows, a sentence each."""
     yield from filter(None, (order_line(verified.runs), gap_line(verified.runs), peer_line(verified)))
     for run in verified.runs:
         spoilt = run.contaminated or run.crowded
@@ -49,7 +49,7 @@ def conclusions(verified: Verification) -> Iterator[str]:
 
 
 def _peers_grid(verified: Verification) -> Iterator[Grid]:
-    """One row a peer; none where there are no peers."""
+    """Yield a table with one row for each peer; none without peers."""
     rows = tuple(
         (
             peer.name,
@@ -60,14 +60,14 @@ def _peers_grid(verified: Verification) -> Iterator[Grid]:
     )
     if rows:
         yield Grid(
-            title="What a user of the plain Trainer would run, measured",
+            title="Usual runs of the plain Trainer, measured",
             heads=("Peer", "NVML MiB>", "ms a step>"),
             rows=tuple((name, str(size or ""), seconds) for name, size, seconds in rows),
         )
 
 
 def peer_line(verified: Verification) -> str:
-    """Which is faster and smaller, the plan's first choice or the best peer; nothing where nobody asked."""
+    """Return a comparison of the plan's first choice with the best peer; empty if no peer was requested."""
     if verified.peers.why_none:
         return f"The plain Trainer was not measured: {verified.peers.why_none}"
     peer, times = verified.peers.best, verified.faster_than_peer

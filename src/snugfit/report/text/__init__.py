@@ -1,1 +1,1 @@
-"""What every report is made of: tables, the terminal, files."""
+"""Parts of all reports: tables, the terminal, files."""

@@ -1,8 +1,8 @@
-"""What every plot shares: its style, its colours, and how a figure becomes a file.
+"""Style, colours and file format of all plots.
 
-Drawn on a `Figure` of its own, without pyplot, so that nothing global changes and no window system is asked
-for. The same result gives the same bytes: no date and no random identifiers go into the file. Texts are drawn
-as they are; a `$` in a name is no formula.
+Each plot has its own `Figure`, without pyplot. So no global state changes and no window system is needed. The
+same result gives the same bytes: a file has no date and no random identifiers. Texts are drawn literally; a
+`$` in a name is no formula.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BLUE, LIGHT_BLUE, ORANGE = "#0072B2", "#56B4E9", "#E69F00"
-"""Okabe and Ito's colours, which the colour-blind can tell apart."""
+"""Okabe and Ito's colours, which colour-blind readers can distinguish."""
 
 FONT = "DejaVu Sans"
-"""It comes with matplotlib."""
+"""A font that comes with matplotlib."""
 
 _STYLE = {
     "text.parse_math": False,
@@ -33,7 +33,7 @@ _STYLE = {
 
 
 class Drawing:
-    """An empty figure, and its `png` or `svg` file's bytes once it is drawn."""
+    """An empty figure, and the bytes of its `png` or `svg` file after drawing."""
 
     def __init__(self, figure: Figure) -> None:
         self.figure = figure
@@ -42,8 +42,8 @@ class Drawing:
 
 @contextmanager
 def drawing(form: str, *, width: float, height: float) -> Iterator[Drawing]:
-    """A figure of `width` times `height` inches to draw on in the block; after it `content` holds the
-    file."""
+    """Yield a figure of `width` times `height` inches to draw on. After the block `content` has the bytes of
+    the file."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Writing a report's files so that each is either whole or not there."""
+"""Writes a report's files completely or not at all."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from snugfit.errors import UsageError
 
 
 def write_atomically(path: Path, content: bytes) -> Path:
-    """Writes `content` as a document is written (`documents.py`), in a folder that is made where there is
-    none yet; gives the path back. Raises `UsageError` when it cannot be written."""
+    """Write `content` as in `documents.py`, create its folder if missing, and return the path. Raises
+    `UsageError` if it cannot be written."""
     _make(path.parent)
     try:
         write_whole(path, content)
@@ -22,7 +22,7 @@ def write_atomically(path: Path, content: bytes) -> Path:
 
 
 def write_new(files: Mapping[Path, str], *, force: bool) -> None:
-    """Writes each file, or none; raises `UsageError` for one that exists already, without `force`."""
+    """Write all files or none. Raises `UsageError` for an existing one, without `force`."""
     existing = [str(path) for path in files if path.exists()]
     if existing and not force:
         raise UsageError(
@@ -35,8 +35,12 @@ def write_new(files: Mapping[Path, str], *, force: bool) -> None:
 
 
 def check_output(option: str, path: Path | None, endings: Sequence[str], what: str) -> None:
-    """Raises `UsageError`, before long work begins, where an option names a file with none of these endings
-    (`what` says which it takes), or one that could not be written. Its folder is made when it is written."""
+    """Raise `UsageError`, before long work begins, for a file that cannot be written or has none of these
+    endings.
+
+    `what` is the sentence of the error that lists the allowed endings. The folder of the file is created
+    later, with the file.
+    """
     if path is None:
         return
     if path.suffix not in endings:
@@ -53,10 +57,10 @@ def _make(folder: Path) -> None:
 
 
 def writable_folder(folder: Path) -> Path:
-    """`folder`, when files could be written into it; nothing is left behind. Asked before long work begins.
+    """Return `folder` if files can be written into it; a check before long work, which leaves no file behind.
 
-    Tried rather than asked: a superuser may write everywhere, and /proc takes no file from anyone. Raises
-    `UsageError` when it could not.
+    It writes a test file, because permission bits do not suffice. A superuser may write everywhere, and /proc
+    takes no file at all. Raises `UsageError` if that fails.
     """
     nearest = folder
     while not nearest.exists() and nearest != nearest.parent:

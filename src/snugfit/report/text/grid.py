@@ -1,7 +1,7 @@
 """A table before it has a format: a title, heads, rows of words, and a note; then Markdown or the terminal.
 
-Texts of others are data in each format: Markdown's own characters are escaped, and a CSV cell that a
-spreadsheet would run as a formula gets an apostrophe before it.
+Foreign texts are data in each format. Markdown's own characters are escaped. A CSV cell that a spreadsheet
+would run as a formula gets an apostrophe before it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """A table of words; a head that ends in `>` is a column of figures, in `<` one of recipes."""
+    """A table of words. A head that ends in `>` marks a column of figures, in `<` one of recipes."""
 
     title: str
-    """What the table shows."""
+    """Description of the table's contents."""
 
     heads: tuple[str, ...]
     """The columns' heads, from left to right."""
 
     rows: tuple[tuple[str, ...], ...]
-    """Cells, as many in each row as there are heads."""
+    """Cells, the same number in each row as heads."""
 
     note: str = ""
     """A sentence under the table."""
@@ -42,7 +42,7 @@ class Grid:
         return Group(shown, words(self.note), words("")) if self.note else shown
 
     def markdown(self) -> str:
-        """The table as GitHub writes them."""
+        """Return the table in GitHub's Markdown."""
         rule = ["---:" if head.endswith(">") else "---" for head in self.heads]
         cells = [[head.rstrip("<>") for head in self.heads], rule]
         cells += [[escape(cell) for cell in row] for row in self.rows]
@@ -52,13 +52,14 @@ class Grid:
 
 
 def escape(text: str) -> str:
-    """Foreign words in Markdown: on one line, no character of it means anything there or to a terminal."""
+    """Return foreign words as one line of Markdown, without a character that is markup or controls a
+    terminal."""
     flat = harmless(" ".join(text.split())).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return _MARKDOWN.sub(r"\\\1", flat)
 
 
 def csv_text(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Comma-separated values that no spreadsheet runs; None is an empty cell."""
+    """Return comma-separated values without formulas for a spreadsheet; None is an empty cell."""
     out = StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([inert(head) for head in heads])
@@ -67,7 +68,7 @@ def csv_text(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def inert(cell: object) -> str:
-    """A cell's text, with an apostrophe before what a spreadsheet would take for a formula."""
+    """Return a cell's text, with an apostrophe before a text that a spreadsheet would take for a formula."""
     if cell is None:
         return ""
     text = str(cell)

@@ -1,4 +1,4 @@
-"""A job in one line, for the head of every report, and a recipe beside the best one."""
+"""A job in one line, for the head of every report, and recipes as differences from the best."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from snugfit.techniques.recipe import Recipe
 
 
 def job_line(job: Job) -> str:
-    """Model, task, phase, the sizes of a batch, the loaded weights' dtype and why it is that, and how routers
-    choose where that was said."""
+    """Return model, task, phase, the sizes of a batch, and the dtype of the loaded weights with its reason.
+    The routing of experts follows if it is not balanced."""
     routing = "" if job.routing == "balanced" else f" · {job.routing} routing"
     return f"{job.model.name} · {job.task} · {job.phase} · batch {sizes(job)} · {dtype_note(job)}{routing}"
 
 
 def dtype_note(job: Job) -> str:
-    """`bfloat16 weights, as the checkpoint`."""
+    """Return the dtype of the weights with its reason: `bfloat16 weights, as the checkpoint`."""
     text = f"{job.dtype} weights"
     if job.model.module is not None or job.model.dtype is None:
         return text
@@ -25,16 +25,16 @@ def dtype_note(job: Job) -> str:
 
 
 def sizes(job: Job) -> str:
-    """`4 × 512 → 128`: samples, tokens of a sequence, tokens of a target; the lengths only where the task's
-    batches have them."""
+    """Return the sizes of a batch: `4 × 512 → 128` are samples, tokens of a sequence, tokens of a target.
+    Lengths appear only for tasks with them."""
     text = f"{job.batch_size}"
     text += "" if not has_sequence(job.task) else f" × {job.sequence_length}"
     return text + (f" → {job.target_length}" if has_target(job.task) else "")
 
 
 def recipes_beside(recipes: Sequence[str], best: str) -> list[str]:
-    """The best recipe whole where it first stands, then `the same`; others as `with X + Y`, the techniques in
-    which they differ from it."""
+    """Return the best recipe in full at its first place, then `the same`. Other recipes become `with X + Y`,
+    their techniques that differ from the best."""
     return [
         recipe if number == recipes.index(recipe) and recipe == best else _difference(recipe, best)
         for number, recipe in enumerate(recipes)
@@ -48,6 +48,6 @@ def _difference(recipe: str, best: str) -> str:
 
 
 def beside_note(shown: Sequence[str]) -> str:
-    """What to say under a table with recipes of `recipes_beside`; nothing where none is `with X`."""
+    """Return the note under a table with recipes of `recipes_beside`; empty without a `with X`."""
     note = '"with X" is the recipe that is written in full, with X instead of its own technique.'
     return note if any(text.startswith("with ") for text in shown) else ""

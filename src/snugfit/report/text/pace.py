@@ -1,4 +1,4 @@
-"""How fast a step is, in words: its seconds with their spread, samples and tokens a second, and MFU."""
+"""The speed of a step in words: its seconds with their spread, samples and tokens a second, and MFU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from snugfit.units import show_seconds
 
 
 def pace(speed: StepSpeed) -> str:
-    """`about 800.0 ms, 750 ms to 860 ms; 20.0 samples/s, 41,000 tokens/s, 38 % MFU`; what is not known
-    is left out."""
+    """Return the speed in words: `about 800.0 ms, 750 ms to 860 ms; 20.0 samples/s, 41,000 tokens/s, 38 %
+    MFU`. Missing values are left out."""
     rates = [f"{speed.samples_per_second:,.1f} samples/s"]
     rates += [] if speed.tokens_per_second is None else [f"{show_tokens(speed.tokens_per_second)} tokens/s"]
     rates += [] if speed.mfu is None else [f"{show_mfu(speed.mfu)} MFU"]
@@ -17,29 +17,29 @@ def pace(speed: StepSpeed) -> str:
 
 
 def show_spread(speed: StepSpeed | None) -> str:
-    """`750 ms to 860 ms`; nothing where it is not known."""
+    """Return the spread: `750 ms to 860 ms`; empty where there is none."""
     if speed is None or speed.low_seconds is None or speed.high_seconds is None:
         return ""
     return f"{_roughly(speed.low_seconds)} to {_roughly(speed.high_seconds)}"
 
 
 def show_samples_range(speed: StepSpeed | None) -> str:
-    """The same in samples a second: `4.7 to 5.3`."""
+    """Return the spread in samples a second: `4.7 to 5.3`; empty where there is none."""
     known = speed.samples_range if speed else None
     return f"{known[0]:,.1f} to {known[1]:,.1f}" if known else ""
 
 
 def show_tokens(per_second: float | None) -> str:
-    """`41,000`; a dash where a step has none."""
+    """Return tokens a second: `41,000`; a dash for a step without tokens."""
     return "-" if per_second is None else f"{per_second:,.0f}"
 
 
 def show_mfu(mfu: float | None) -> str:
-    """Model FLOPs utilisation in per cent; a dash where no peak is known."""
+    """Return model FLOPs utilisation in per cent; a dash without a peak of the data sheet."""
     return "-" if mfu is None else f"{100 * mfu:.0f} %"
 
 
 def _roughly(seconds: float) -> str:
-    """Two figures, as much as a spread deserves: `0.75 s`, `860 ms`, `43 ms`."""
+    """Return the seconds with two digits, the precision of a spread: `0.75 s`, `860 ms`, `43 ms`."""
     rounded = float(f"{seconds:.2g}")
     return f"{rounded:g} s" if rounded >= 1 else f"{1e3 * rounded:g} ms"

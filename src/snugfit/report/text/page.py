@@ -1,7 +1,7 @@
-"""A report before it has a format: a list of sentences and tables that a terminal shows and a file holds.
+"""A report before it has a format: a list of sentences and tables for a terminal or a file.
 
-What a report says, and in which order, is written once: `rich` prints a `Page` as it is, and `markdown` gives
-the same for a file.
+The contents and their order are defined once. `rich` prints a `Page` as it is, and `markdown` returns the
+same for a file.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from snugfit.report.text.terminal import show, show_json, words
 
 @dataclass(frozen=True)
 class Sentence:
-    """A sentence of a report with its role: `heading`, `good` or `bad` (an answer), `bullet`, `uncertain`,
-    `fault`, `command` (a title and a shell's command), or a plain sentence."""
+    """A sentence of a report with its role.
+
+    The role of an answer is `good` or `bad`. A `command` has a title and a shell's command. The rest are
+    `heading`, `bullet`, `uncertain`, `fault`, and empty for a plain sentence.
+    """
 
     text: str
     role: str = ""
@@ -34,7 +37,7 @@ _MARKDOWN = {"heading": "## {}", "good": "**{}**", "bad": "**{}**", "bullet": "-
 
 
 class Page:
-    """Lines and tables in order; a plain string is a plain sentence."""
+    """Lines and tables in order; a plain string becomes a plain sentence."""
 
     def __init__(self, *parts: Iterable[Sentence | Grid | str]) -> None:
         self._parts = [Sentence(part) if isinstance(part, str) else part for part in chain(*parts)]
@@ -56,15 +59,17 @@ class Page:
             before = part
 
     def markdown(self) -> str:
-        """The page as GitHub writes it: a paragraph each, bullets one below the other."""
+        """Return the page in GitHub's Markdown: a paragraph each, bullets one below the other."""
         text = "\n\n".join(_as_markdown(part) for part in self._parts)
         return re.sub(r"^(- .*)\n\n(?=- )", r"\1\n", text, flags=re.MULTILINE) + "\n"
 
 
 @dataclass(frozen=True)
 class ShellCommand:
-    """A command that can be copied from a terminal of any width: each line but the last ends in a backslash,
-    or within single quotes, where whitespace means nothing to a recipe."""
+    """A command that can be copied from a terminal of any width.
+
+    Each line but the last ends in a backslash, or within single quotes, where a recipe ignores whitespace.
+    """
 
     text: str
 
@@ -81,7 +86,7 @@ class ShellCommand:
 
 
 def print_as(form: str, document: Mapping[str, Any], page: Page) -> None:
-    """Prints a result on stdout: as `json` its document, as `markdown` or for the `terminal` its page."""
+    """Print a result on stdout: its document for `json`, its page for `markdown` and `terminal`."""
     if form == "json":
         show_json(document)
     elif form == "markdown":

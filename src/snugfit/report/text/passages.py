@@ -11,28 +11,31 @@ from snugfit.results.prediction import CurvePoint
 
 
 class Passage(NamedTuple):
-    """A part of the step."""
+    """A contiguous part of the step."""
 
     name: str
-    """A phase, or what is said of micro-batches."""
+    """A phase, a micro-batch's number, or the number of micro-batches."""
 
     start: float
-    """Where it begins, as a share of the step's events."""
+    """Beginning, as a share of the step's events."""
 
     end: float
-    """Where the next begins."""
+    """Beginning of the next passage, as a share of the step's events."""
 
 
 def phase_passages(curve: Sequence[CurvePoint]) -> list[Passage]:
-    """Each passage of a phase, in order; together the whole step."""
+    """Return each passage of a phase in order; together they cover the step."""
     firsts = [(phase, next(points).position) for phase, points in groupby(curve, key=attrgetter("phase"))]
     starts = [0.0, *(position for _, position in firsts[1:]), 1.0]
     return [Passage(name, *ends) for (name, _), ends in zip(firsts, pairwise(starts), strict=True)]
 
 
 def micro_batch_passages(curve: Sequence[CurvePoint], micro_batches: int, least: float) -> list[Passage]:
-    """The step's micro-batches by number, each from its forward to its backward pass; one passage for all
-    where one has less than the share `least` of the step, none where there is only one."""
+    """Return the step's micro-batches by number, each from its forward to its backward pass.
+
+    One passage covers all of them if one is shorter than the share `least` of the step. A single micro-batch
+    gives none.
+    """
     phases = phase_passages(curve)
     passages = [
         Passage("", forward.start, backward.end)

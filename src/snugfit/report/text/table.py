@@ -1,7 +1,7 @@
-"""Tables in a terminal: whatever its width, the first column stays, figures are whole, no line is too long.
+"""Tables in a terminal of any width: the first column stays, figures stay whole, no line is too long.
 
-Where there is less room, the columns first stand closer; then they go, recipes first, texts next and figures
-last, to lines of their own under the row: `Recipe: bf16 + every_layer · start-up s: 9.1`.
+In a narrow terminal the padding shrinks first. Then columns move to lines of their own under the row, recipes
+first, texts next and figures last. Such a line is `Recipe: bf16 + every_layer · start-up s: 9.1`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from rich.text import Text
 from snugfit.report.text.terminal import words
 
 NARROWEST_HEAD = 8
-"""Columns that the head of a column of figures may take in any case."""
+"""Smallest width of the head of a column of figures, in characters."""
 
 READABLE = 24
-"""Columns in which a text still reads well; the first column, which names the row, gets some more."""
+"""Width in characters at which a text is still readable. The first column, the name of the row, gets more."""
 
 READABLE_FIRST = 48
 
 INDENT = 4
-"""Columns before a line under its row."""
+"""Indentation of a line under its row, in characters."""
 
 
 class _Column:
-    """One column: `figures` where its head ends in `>`, a `recipe` where it ends in `<`, texts otherwise."""
+    """One column: `figures` for a head that ends in `>`, a `recipe` for one that ends in `<`, else texts."""
 
     def __init__(self, head: str, cells: Sequence[Text], *, first: bool) -> None:
         self.figures, self.recipe, self.first = head.endswith(">"), head.endswith("<"), first
@@ -46,7 +46,7 @@ class _Column:
         self.longest = longest if not self.figures else self.narrowest
 
     def add_to(self, table: Table, width: int) -> None:
-        """Makes it a column of `table`, so many characters wide."""
+        """Add it to `table` as a column of `width` characters."""
         justify = "right" if self.figures else "left"
         table.add_column(
             self.head,
@@ -58,7 +58,7 @@ class _Column:
 
 
 class PlainTable:
-    """Columns and rows, laid out for the terminal in which they are shown."""
+    """Columns and rows, laid out for the width of the terminal that prints them."""
 
     def __init__(self, heads: Sequence[str], rows: Sequence[Sequence[Text]], title: str) -> None:
         self._title, self._rows = title, rows
@@ -88,7 +88,7 @@ class PlainTable:
         return shown
 
     def _with_lines_under_rows(self, width: int) -> RenderResult:
-        """The columns for which there is room, and under each row what its other cells say."""
+        """Yield the columns for which there is room, and under each row the contents of its other cells."""
         beside, under = list(self.columns), []
         for column in sorted(self.columns[:0:-1], key=lambda one: (not one.recipe, one.figures)):
             if sum(one.narrowest + 1 for one in beside) - 1 > width:
@@ -105,14 +105,16 @@ class PlainTable:
 
 
 def table(heads: Iterable[str], rows: Iterable[Sequence[object]], *, title: str = "") -> PlainTable:
-    """A plain table. A column whose head ends in `>` holds figures: it is set flush right, never broken, and
-    its head is broken where it is wider than they are. One whose head ends in `<` holds recipes."""
+    """Return a plain table. A head that ends in `<` marks a column of recipes, in `>` one of figures.
+
+    Figures are aligned right and never broken. Their head is broken where it is wider than they are.
+    """
     cells = [[cell if isinstance(cell, Text) else words(cell) for cell in row] for row in rows]
     return PlainTable(tuple(heads), cells, title)
 
 
 def _widths(columns: Sequence[_Column], width: int) -> list[int]:
-    """Each column's width: its narrowest, and a fair share of the rest for those with longer texts."""
+    """Return each column's width: its narrowest, and a fair share of the rest for those with longer texts."""
     widths = [min(column.narrowest, width) for column in columns]
     left = width - sum(widths)
     wants = sorted((column.longest - column.narrowest, number) for number, column in enumerate(columns))
@@ -124,7 +126,7 @@ def _widths(columns: Sequence[_Column], width: int) -> list[int]:
 
 
 def _one_row(columns: Sequence[_Column], widths: Sequence[int], number: int | None) -> Table:
-    """One row as a table of its own, or the heads where `number` is None."""
+    """Return one row as a table of its own, or the heads where `number` is None."""
     shown = Table(
         box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0), show_header=number is None
     )
@@ -136,7 +138,7 @@ def _one_row(columns: Sequence[_Column], widths: Sequence[int], number: int | No
 
 
 def _fill(columns: Sequence[_Column], number: int, width: int) -> Iterator[Text]:
-    """The row's cells in these columns, each after its head, on as many lines as that takes."""
+    """Yield the row's cells in these columns, each after its head, on as many lines as they need."""
     line = Text()
     for column in sorted(columns, key=lambda one: one.recipe):
         cell = column.cells[number]
@@ -152,6 +154,6 @@ def _fill(columns: Sequence[_Column], number: int, width: int) -> Iterator[Text]
 
 
 def _indent(line: Text, width: int) -> Iterator[Text]:
-    """The line, wrapped at its words."""
+    """Yield the line, wrapped at its words and indented."""
     console = Console(width=width)
     yield from (Text(" " * INDENT).append(part) for part in line.wrap(console, width, overflow="fold"))

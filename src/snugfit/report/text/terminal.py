@@ -1,8 +1,7 @@
-"""What every terminal report shares: where it is printed, and how foreign words are made harmless.
+"""Output to the terminal, and the neutralisation of foreign words in reports.
 
-Names of models, modules and devices come out of files that somebody else wrote. In a report they are data:
-they go in as `Text`, which rich never reads as markup, without the control characters that would speak to the
-terminal instead of the reader.
+Names of models, modules and devices come from foreign files. In a report they are data. They are `Text`,
+which rich never parses as markup, without the control characters that a terminal would execute.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ from rich.text import Text
 from snugfit.errors import CONTROL
 
 PIPE_WIDTH = 120
-"""Columns where no terminal says how many it has: a pipe, a file, a notebook."""
+"""Columns of an output without a terminal: a pipe, a file, a notebook."""
 
 
 def words(value: object, style: str = "") -> Text:
-    """Foreign words as data: no markup, and no control characters."""
+    """Return foreign words as data: no markup, and no control characters."""
     return Text(harmless(str(value)), style=style)
 
 
 def harmless(text: str) -> str:
-    """Foreign words without characters that speak to a terminal, or turn the direction of reading."""
+    """Return foreign words without characters that control a terminal or reverse the reading direction."""
     return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def show(content: RenderableType, *, stderr: bool = False) -> None:
-    """Prints a report on stdout or stderr, as wide as COLUMNS says, even in a pipe, or its terminal is."""
+    """Print a report on stdout or stderr. Its width is COLUMNS, even in a pipe, or that of its terminal."""
     width = _columns(sys.stderr if stderr else sys.stdout)
     console = Console(width=width, stderr=stderr, markup=False, emoji=False, highlight=False)
     console.print(content, crop=False)
@@ -51,12 +50,12 @@ def _columns(stream: TextIO) -> int:
 
 
 def show_json(document: Mapping[str, Any]) -> None:
-    """Prints one JSON document on stdout; what JSON has no word for (NaN) is an error, not a guess."""
+    """Print one JSON document on stdout. A value that JSON cannot represent (NaN) raises `ValueError`."""
     print(json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False))
 
 
 def as_text(content: RenderableType, *, width: int = 110) -> str:
-    """A report as plain text: for `print` and for files."""
+    """Return a report as plain text, for `print` and for files."""
     out = StringIO()
     Console(
         file=out,
@@ -65,14 +64,14 @@ def as_text(content: RenderableType, *, width: int = 110) -> str:
         emoji=False,
         highlight=False,
         no_color=True,
-        force_jupyter=False,  # in a notebook rich shows it there, whatever `file` is
-        force_terminal=False,  # and writes escapes where FORCE_COLOR is set, as notebooks do
+        force_jupyter=False,  # rich would show it in a notebook, regardless of `file`
+        force_terminal=False,  # rich would write escapes where FORCE_COLOR is set, as in notebooks
     ).print(content, crop=False)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 def as_html(content: RenderableType) -> str:
-    """A report as an inert HTML fragment, for a notebook's cell."""
+    """Return a report as an inert HTML fragment, for a notebook's cell."""
     console = Console(
         file=StringIO(),
         width=110,
