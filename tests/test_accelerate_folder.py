@@ -45,3 +45,18 @@ def test_a_run_that_does_not_begin_gives_its_folder_back(tmp_path: Path) -> None
     with pytest.raises(RuntimeError, match="no such schedule"):
         begun(model_of("bert"), tmp_path, scheduler=fails)
     begun(model_of("bert"), tmp_path).close()
+
+
+@pytest.mark.whole
+def test_a_run_that_cannot_write_its_journal_at_the_end_gives_its_folder_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(why: str, steps: int) -> None:
+        raise SnugfitError("no room")
+
+    run = begun(model_of("bert"), tmp_path)
+    run.step(next(iter(loader_of())))
+    monkeypatch.setattr(run._logger, "end", fails)
+    with pytest.raises(SnugfitError, match="no room"):
+        run.close()
+    begun(model_of("bert"), tmp_path).close()

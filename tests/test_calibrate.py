@@ -190,6 +190,14 @@ def test_a_probe_that_dies_corrects_nothing_and_says_why() -> None:
     assert len(readings) > 3
 
 
+def test_a_probe_without_kernels_of_its_rate_corrects_nothing_and_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("snugfit.comparison.calibrate._seconds_of_rate", lambda *_: 0.0)
+    _, readings = calibrate(GPU, measure_seconds=quiet(other_machine()))
+    assert {reading.why for reading in readings} == {"no kernel of its step depends on this rate"}
+
+
 def test_what_was_found_is_used_from_then_on() -> None:
     job = small_job("bert", 2)
     before, other = predict(job, gpu=GPU).timing, other_machine()

@@ -23,12 +23,13 @@ from snugfit.job.gpu import find_gpu
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.plan import Plan
 from snugfit.report import prediction as prediction_report
-from snugfit.report.page.memory import memory_over_step
+from snugfit.report.page.memory import colour_of, memory_over_step
 from snugfit.report.page.modules import _Box, tile
 from snugfit.report.page.picture import document
 from snugfit.report.page.svg import tag, ticks
 from snugfit.report.pictures import draw_prediction, notebook_cell, parts_of, write_page
 from snugfit.report.text.terminal import as_text
+from snugfit.results.footprint import Kind
 from snugfit.results.prediction import Prediction
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB, MIB
@@ -264,6 +265,17 @@ def test_the_layers_of_the_step_are_as_high_as_their_bytes() -> None:
         assert thickness(activations, edges[column]) == pytest.approx(
             curve[column].kinds["activations"] / MIB, abs=3
         )
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_each_kind_of_bytes_has_a_layer_and_a_colour_of_its_own(kind: Kind) -> None:
+    one = prediction().anatomy.curve[0]
+    shown = memory_over_step([replace(one, position=at, kinds={str(kind): GIB}) for at in (0.0, 0.5)])
+    (svg,) = drawings(shown.svg)
+    (layer,) = svg.iter(f"{SVG}polygon")
+    assert layer.get("class") == colour_of(kind)
+    assert len({colour_of(one) for one in Kind}) == len(Kind)
+    assert f".{colour_of(kind)} {{" in document("a step", [], [shown], report="")
 
 
 def test_a_picture_of_a_step_is_no_larger_than_what_it_shows() -> None:

@@ -210,6 +210,9 @@ def _read(run: _ProbeRun, gpu: Gpu, rates: Rates) -> ProbeReading:
         why = "the device bounds it" if probe.is_of_host else "the host bounds it"
     error = PROBE_ERRORS.get(probe.corrects, 1.0)
     share = _seconds_of_rate(probe.corrects, trace, rates, predicted) * error
+    if not share:
+        why = "no kernel of its step depends on this rate"
+        return replace(reading, measured_seconds=measured.step_seconds, why=why, disturbed=measured.disturbed)
     # the rest of the step is taken as right
     factor = 1 + (measured.step_seconds - predicted.step_seconds * error) / share
     why = why or _why_not(factor)

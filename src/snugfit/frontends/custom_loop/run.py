@@ -190,12 +190,14 @@ class HandRun:
         if self._closed:
             return
         self._closed = True
-        if self._checkpoints is not None:
-            self._checkpoints.wait()
-        if self._begun:
-            self._logger.end("closed", self.steps)
-        if self._checkpoints is not None:
-            self._checkpoints.close()
+        try:
+            if self._checkpoints is not None:
+                self._checkpoints.wait()
+            if self._begun:
+                self._logger.end("closed", self.steps)
+        finally:
+            if self._checkpoints is not None:
+                self._checkpoints.close()
 
     def __enter__(self) -> Self:
         return self

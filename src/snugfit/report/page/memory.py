@@ -29,22 +29,24 @@ NARROWEST_BRACKET = 24.0
 KIND_ORDER = (
     Kind.CONTEXT,
     Kind.WEIGHTS,
+    Kind.GATHERED,
     Kind.OPTIMIZER_STATES,
     Kind.GRADIENTS,
     Kind.ACTIVATIONS,
     Kind.TEMPORARIES,
     Kind.CACHES,
+    Kind.COMMUNICATION,
     Kind.WORKSPACES,
     Kind.INPUTS,
 )
 _NOTE = "The brackets are micro-batches: each a forward pass and, shaded, a backward pass."
 
-_COLOURS = {kind: f"c{number}" for kind, number in zip(KIND_ORDER, (8, 0, 2, 1, 3, 4, 5, 7, 6), strict=True)}
+_COLOURS = dict(zip(KIND_ORDER, (8, 0, 9, 2, 1, 3, 4, 5, 10, 7, 6), strict=True))
 
 
 def colour_of(kind: str) -> str:
     """Return the CSS class with the colour of a kind of bytes."""
-    return _COLOURS.get(Kind(kind), "c7")
+    return f"c{_COLOURS[Kind(kind)]}"
 
 
 def memory_over_step(

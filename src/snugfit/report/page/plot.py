@@ -72,10 +72,10 @@ def plot(
 
 @cache
 def _colours() -> dict[str, str]:
-    """Return the page's light colours: `c0` to `c8`, and `ink`, `faint`, `rule`, `mark`, `paper`."""
+    """Return the page's light colours: `c0` to `c10`, and `ink`, `faint`, `rule`, `mark`, `paper`."""
     style = files("snugfit.report.page").joinpath("templates/style.css").read_text(encoding="utf-8")
     named = re.findall(r"--(\w+): (#\w+);", style.partition("}")[0])
-    return dict(named) | dict(re.findall(r"\.(c\d) \{ fill: (#\w+);", style))
+    return dict(named) | dict(re.findall(r"\.(c\d+) \{ fill: (#\w+);", style))
 
 
 @cache

@@ -102,7 +102,7 @@ def about_run(plan: Plan) -> Iterator[str]:
         stepping = plan.best_or_nearest.step_seconds * steps
         yield (
             f"Ranked for a run of {steps:,} steps, {steps * plan.job.batch_size:,} samples: about "
-            f"{show_seconds(once)} of start-up(as on the host of an H200), and {show_seconds(stepping)} of "
+            f"{show_seconds(once)} of start-up (as on the host of an H200), and {show_seconds(stepping)} of "
             "steps."
         )
     elif once:
