@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from snugfit.documents import write_document
-from snugfit.job.architectures import HEADS, model_types, tasks_of
+from snugfit.job.architectures import heads, model_types, tasks_of
 from snugfit.job.config import LAYERS
 from snugfit.versions import versions
 
@@ -262,7 +262,7 @@ def record(
         "gpu": GPU,
         "seconds_limit": seconds,
         "counts": dict(Counter(ending["ends"] for ending in endings)),
-        "by_task": {task: _counts(endings, task) for task in HEADS},
+        "by_task": {task: _counts(endings, task) for task in heads()},
         "pairs": endings,
     }
 

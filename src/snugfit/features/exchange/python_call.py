@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from snugfit.errors import UsageError
-from snugfit.job.architectures import HEADS
+from snugfit.job.architectures import heads
 
 ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "UnslothTrainingArguments")
 OTHER_DEFAULTS = ("DPOConfig", "GRPOConfig", "KTOConfig", "ORPOConfig", "RewardConfig")
@@ -34,7 +34,7 @@ UNSLOTH_DEFAULTS: dict[str, dict[str, Any]] = {
 WIDENS = "prepare_model_for_kbit_training"
 """peft's function that makes float32 of what is not quantized, and checkpoints unless it is told not to."""
 
-_AUTO = {auto: task for task, (auto, _) in HEADS.items()}
+_AUTO = {auto: task for task, (auto, _) in heads().items()}
 
 
 @dataclass(frozen=True, repr=False)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from snugfit.features.exchange import installed
-from snugfit.job.architectures import HEADS
+from snugfit.job.architectures import heads
 from snugfit.job.inputs import has_classes
 from snugfit.step.applier import script_fields
 from snugfit.step.wishes.handler import ScriptContext
@@ -58,7 +58,7 @@ def script_values(
         "task": job.task.value,
         "writer": writer(to),
         "model": folder_or_id(job),
-        "auto": HEADS[job.task][0],
+        "auto": heads()[job.task][0],
         "environment": {k.partition(".")[2]: v for k, v in dotted.items() if k.startswith("environment.")},
         "shifted": job.task == "causal-lm",  # the first token of a sequence is not predicted
         "batch_size": job.batch_size,

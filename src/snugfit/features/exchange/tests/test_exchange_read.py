@@ -17,6 +17,7 @@ from snugfit.features.exchange.dialect import DIALECTS, dialect
 from snugfit.features.exchange.installed import checkpointing_name, defaults
 from snugfit.features.exchange.processes import RAW
 from snugfit.features.exchange.read import read_arguments
+from snugfit.job.architectures import heads
 from snugfit.techniques import roster
 from snugfit.techniques.translate import read_slots
 
@@ -97,6 +98,14 @@ def read(folder: Path, name: str, content: Any) -> Reading:
 
 def keys(lines: Any) -> set[str]:
     return {line.key for line in lines}
+
+
+@pytest.mark.parametrize("task", heads())
+def test_the_task_of_a_script_is_that_of_its_auto_class(task: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    auto, _ = heads()[task]
+    script.write_text(f"model = {auto}.from_pretrained('somebody/model')\nTrainingArguments(bf16=True)")
+    assert read_arguments(script).settings["task"] == task
 
 
 def test_the_guide_s_script(tmp_path: Path) -> None:
