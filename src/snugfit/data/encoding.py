@@ -1,13 +1,13 @@
 """Tokenization of rows of text, per task.
 
-| input              | tokens                                   | tokens in the loss                          |
-|--------------------|------------------------------------------|---------------------------------------------|
-| text, or two       | from the tokenizer                       | the label, or the tokens themselves         |
-| tokens (words)     | the pieces of each word                  | the first piece of a word: its label        |
-| messages           | of the chat template                     | the assistant's words, or all (`chat.py`)   |
-| prompt, completion | of both together, and the end token      | all after the prompt                        |
-| source, target     | of each                                  | the target                                  |
-| input_ids          | the given ids without padding            | the labels given, or the tokens themselves  |
+| input              | tokens                                   | tokens in the loss                         |
+|--------------------|------------------------------------------|--------------------------------------------|
+| text, or two       | from the tokenizer                       | the label, or the tokens themselves        |
+| tokens (words)     | the pieces of each word                  | the first piece of a word: its label       |
+| messages           | of the chat template                     | the assistant's words, or all (`chat.py`)  |
+| prompt, completion | of both together, and the end token      | all after the prompt                       |
+| source, target     | of each                                  | the target                                 |
+| input_ids          | the given ids without padding            | the labels given, or the tokens themselves |
 
 The tokenizer truncates longer inputs, on its own side and around its special tokens. The whole input is
 tokenized first, to count the lost tokens.

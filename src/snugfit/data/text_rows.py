@@ -4,8 +4,8 @@ The readers of `datasets` are not used, because they change the content of a fil
 
 - JSON: a column of dates written as text (`"2020-01-01"`) becomes timestamps. A key or a value that first
   appears after 10 MB is an error without a line. Missing keys become nulls.
-- Tables: pandas reads `NA` and `null` as no value, and fills up a row that has too few cells. If rows have one
-  cell more than the head, the first column becomes an index. Here each is an error with its line.
+- Tables: pandas reads `NA` and `null` as no value, and fills up a row that has too few cells. If rows have
+  one cell more than the head, the first column becomes an index. Here each is an error with its line.
 - All of them write a copy of the file to disk at every start.
 
 A file of lines is scanned once, to validate UTF-8 and to record the offset of each line. A line is read on

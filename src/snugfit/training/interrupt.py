@@ -1,14 +1,14 @@
 """Signals during a run: it ends at a step's boundary with a checkpoint, and can be resumed.
 
-| signal         | effect                                                                                     |
-|----------------|--------------------------------------------------------------------------------------------|
-| SIGTERM once   | checkpoint at the next boundary, exit 75 (a scheduler reclaims its machine)                |
-| SIGHUP once    | the same (the terminal was closed), unless the process ignores it, as under `nohup`        |
-| SIGINT once    | the same, exit 130 (Ctrl-C)                                                                |
-| any of them    | immediate exit 143, 129 or 130; the last whole checkpoint is unchanged                     |
-|   again        |                                                                                            |
-| SIGUSR1        | a checkpoint at the next boundary, and training continues                                  |
-| a trigger file | the same, for users who cannot send signals: `touch FOLDER/checkpoint-now`                 |
+| signal         | effect                                                                                    |
+|----------------|-------------------------------------------------------------------------------------------|
+| SIGTERM once   | checkpoint at the next boundary, exit 75 (a scheduler reclaims its machine)               |
+| SIGHUP once    | the same (the terminal was closed), unless the process ignores it, as under `nohup`       |
+| SIGINT once    | the same, exit 130 (Ctrl-C)                                                               |
+| any of them    | immediate exit 143, 129 or 130; the last whole checkpoint is unchanged                    |
+|   again        |                                                                                           |
+| SIGUSR1        | a checkpoint at the next boundary, and training continues                                 |
+| a trigger file | the same, for users who cannot send signals: `touch FOLDER/checkpoint-now`                |
 
 A signal handler only records the signal. The loop saves at a boundary, where no step is half done. Handlers
 are installed in the main thread only (Python allows no other) and are restored afterwards.

@@ -100,8 +100,8 @@ class TrainOptions:
     """Steps between two lines on the terminal; the file has every step."""
 
     report_to: str | Sequence[str] = "none"
-    """Trackers that get the metrics: `tensorboard`, `wandb`, ... as in the Trainer, separated by commas; `all` that
-    are installed; or `none`."""
+    """Trackers that get the metrics: `tensorboard`, `wandb`, ... as in the Trainer, separated by commas;
+    `all` that are installed; or `none`."""
 
     run_name: str | None = None
     """The name of the run in the trackers."""

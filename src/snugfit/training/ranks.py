@@ -3,10 +3,10 @@
 torchrun starts them, or `snugfit train --gpus N`, which calls torch's launcher. Each process reads its rank
 and the number of processes from the environment. They form three groups:
 
-- default: gradients and weights. NCCL between GPUs, gloo for tensors on the CPU. torch's own DDP and FSDP2 use
-  it. As in most scripts it is bound to no device when it is made (`measurement/experiment/group.py`).
-- host: common decisions, such as sums and the results of the first process. A few numbers a step over gloo, so
-  that no process waits for a GPU.
+- default: gradients and weights. NCCL between GPUs, gloo for tensors on the CPU. torch's own DDP and FSDP2
+  use it. As in most scripts it is bound to no device when it is made (`measurement/experiment/group.py`).
+- host: common decisions, such as sums and the results of the first process. A few numbers a step over gloo,
+  so that no process waits for a GPU.
 - writing: checkpoints, which a thread writes while the steps use the other two groups.
 
 Along the data axis of their mesh each has a part of the global batch. Several processes may work on the same

@@ -51,9 +51,9 @@ RETRIES_IN_A_ROW = 3
 """Number of steps in a row with retries that counts as thrashing.
 
 The first steps of a run may retry while they grow. The first step allocates the gradients and the optimizer's
-states, and the second is the first with both. One retry may fix the layout of memory for good, such as after an
-evaluation or the longest batch so far. A third one in a row shows that the new layout does not even serve the
-next step. Composer, the source of this rule, takes two.
+states, and the second is the first with both. One retry may fix the layout of memory for good, such as after
+an evaluation or the longest batch so far. A third one in a row shows that the new layout does not even serve
+the next step. Composer, the source of this rule, takes two.
 """
 
 
