@@ -33,10 +33,10 @@ SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "a
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 ALL_WORDS = (
-    "The chat template does not mark what the assistant says ({% generation %}), so the model learns all "
-    "words of the conversations, also the user's."
+    "The chat template does not mark the assistant's words ({% generation %}), so the model learns all words "
+    "of the conversations, also the user's."
 )
-ONLY_THE_ASSISTANT = "The model learns only what the assistant says, as the chat template marks it."
+ONLY_THE_ASSISTANT = "The model learns only the assistant's words, which the chat template marks."
 """The note on a dataset of conversations is this one or `ALL_WORDS`."""
 
 NO_TOOLS = "The column 'tools' is ignored: conversations are written without tools."

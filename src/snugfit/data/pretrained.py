@@ -47,8 +47,8 @@ def load_pretrained(
         cure = f"Give a folder with a {file}"
         if not folder.is_dir():
             raise UsageError(
-                f"No folder {name!r}, and the local cache of the hub has no {what} of that name (the hub "
-                f"is not asked). {cure}."
+                f"No folder {name!r}, and the local cache of the hub has no {what} of that name (no request "
+                f"goes to the hub). {cure}."
             ) from None
         raise UsageError(
             f"{name}: transformers cannot load its {what} ({one_line(error, 300)}). {cure}."

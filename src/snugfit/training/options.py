@@ -1,5 +1,4 @@
-"""The options of a run's length, evaluation, checkpoints and logs, under the HF Trainer's names if it has
-one.
+"""The options of a run's length, evaluation, checkpoints and logs, mostly under the HF Trainer's names.
 
 The job decides a step's mathematics (model, batch, clipping, decay groups, learning rate), and the recipe its
 computation. All other settings are here. Five defaults differ from the Trainer's. A line is logged every 10

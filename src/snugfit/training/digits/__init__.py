@@ -3,9 +3,9 @@
 It shows that a recipe learns: tests train every recipe on it, and a first try of snugfit needs no other data.
 
 `digits.csv.gz` has the test set of the "Optical Recognition of Handwritten Digits" data, one picture per
-line: 64 grey levels from 0 to 16, row after row, then the digit. E. Alpaydin and C. Kaynak (1998), UCI
-Machine Learning Repository, https://doi.org/10.24432/C50P49, licensed CC BY 4.0. The file is the one of
-scikit-learn 1.9.1 (sklearn/datasets/data/digits.csv.gz), unchanged.
+line. A line has 64 grey levels from 0 to 16, row after row, then the digit. Source: E. Alpaydin and C. Kaynak
+(1998), UCI Machine Learning Repository, https://doi.org/10.24432/C50P49, licensed CC BY 4.0. The file is the
+one of scikit-learn 1.9.1 (sklearn/datasets/data/digits.csv.gz), unchanged.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Detection of a process that all others wait for.
 
 Each process times its own part of a step on the host. This part lasts from the beginning of its forward pass
-to its loss, plus its wait for data. The medians are exchanged every `logging_steps`. A process whose median is
-more than `SLOWER` times that of the others, `ROUNDS` times in a row, is named once.
+to its loss, plus its wait for data. The medians are exchanged every `logging_steps`. A process whose median
+is more than `SLOWER` times that of the others, `ROUNDS` times in a row, is named once.
 
 With DDP this part contains only the process's own work. With FSDP it contains waits for other processes'
 weights: a slow GPU is less visible, a slow loader equally.
