@@ -129,7 +129,9 @@ def _write_manifest(path: Path, step: int, files: Mapping[str, Contents], about:
     with _naming(path):
         write_document(path, {**document, "sha256": checksum(document)})
         if path.stat().st_size > LARGEST_DOCUMENT:
-            raise SnugfitError(f"{path.name} would have more than {LARGEST_DOCUMENT} bytes: store a shorter description.")
+            raise SnugfitError(
+                f"{path.name} would have more than {LARGEST_DOCUMENT} bytes: store a shorter description."
+            )
 
 
 def checksum(document: Mapping[str, Any]) -> str:

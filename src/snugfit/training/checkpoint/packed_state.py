@@ -79,7 +79,10 @@ class _Packer:
         return {TENSOR: self._name_of(value), "on": value.device.type}
 
     def _key(self, key: Any) -> Any:
-        """Return the node of a dict's key. Raises `SnugfitError` for a tensor, which later would be another key."""
+        """Return the node of a dict's key.
+
+        Raises `SnugfitError` for a tensor, because the one read later would be another key.
+        """
         import torch
 
         if isinstance(key, torch.Tensor) and id(key) not in self._parameters:
