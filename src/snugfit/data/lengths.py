@@ -100,7 +100,7 @@ class Lengths:
 
     @property
     def samples(self) -> int:
-        """Number of samples."""
+        """Number of samples in total."""
         return sum(samples for _, samples in self.counts)
 
     @property

@@ -4,9 +4,11 @@ All rows are encoded before the first step. An invalid row therefore raises its 
 number, and not after three hours. The result is a map-style dataset of plain lists, which transformers'
 collators take too:
 
-    {"input_ids": [...], "label": 3}           a class, or a number for a regression
-    {"input_ids": [...], "labels": [...]}      one label per token (or target token), -100 for none
-    {..., "token_type_ids": [...]}             two texts, for models with token types
+| sample                                      | content                                                   |
+|---------------------------------------------|-----------------------------------------------------------|
+| `{"input_ids": [...], "label": 3}`          | a class, or a number for a regression                     |
+| `{"input_ids": [...], "labels": [...]}`     | one label per token (or target token), -100 for none      |
+| `{..., "token_type_ids": [...]}`            | two texts, for models with token types                    |
 
 Samples without a token in the loss are left out, such as a prompt that fills all of the sequence length.
 Their loss would be 0/0. They are counted, and a dataset with no other sample is an error.

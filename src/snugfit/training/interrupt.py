@@ -13,8 +13,8 @@
 A signal handler only records the signal. The loop saves at a boundary, where no step is half done. Handlers
 are installed in the main thread only (Python allows no other) and are restored afterwards.
 
-An evaluation may take longer than the time after a signal. It changes no weight, so it is abandoned: our own
-between two batches, that of other code (a Trainer's, a user's) before the next module's forward.
+An evaluation may take longer than the time after a signal. It changes no weight, so it is abandoned. Our own
+stops between two batches. That of other code (a Trainer's, a user's) stops before the next module's forward.
 """
 
 from __future__ import annotations

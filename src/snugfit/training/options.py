@@ -113,8 +113,8 @@ class TrainOptions:
     """Reaction to a spike of the loss: `warn`, `stop` before the step, or `skip` the step and count it."""
 
     loss_spike_rtol: float | None = 2.0
-    """A loss is a spike if it differs from the mean of the last ten by more than this multiple of the mean.
-    None disables the check."""
+    """A spike differs from the mean of the last ten losses by more than this multiple of it; None disables
+    the check."""
 
     most_skipped_in_a_row: int = 50
     """Number of skipped steps in a row (fp16's overflows too) that ends the run as diverged."""

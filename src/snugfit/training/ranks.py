@@ -60,7 +60,7 @@ class World:
     """The rank of this process, from 0."""
 
     size: int
-    """Number of processes."""
+    """Number of processes in total."""
 
     local_rank: int
     """The rank of this process on its host, which is the index of its GPU."""

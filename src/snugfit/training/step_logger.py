@@ -12,7 +12,7 @@ is therefore noted when it is done and written when its norm is known. A step th
 not written at all.
 
 **Thrashing.** If the driver has no memory left for a request, torch's allocator frees its cached blocks and
-tries again, and the step continues. This waits for the device and changes the layout of memory. A run that
+tries again. The step then continues. This waits for the device and changes the layout of memory. A run that
 does it in each step is very slow. The allocator counts these retries (`num_alloc_retries`).
 """
 

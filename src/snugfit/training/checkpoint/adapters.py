@@ -2,7 +2,7 @@
 
 Each adapter is written in the form that `PeftModel.from_pretrained` and `load_adapter` read. Trainable base
 weights go into the files of trained adapters, and peft loads them from there. peft's own `save_pretrained`
-omits them. A resumed run does not use peft's rules: the model's state (`model_state.py`) maps each tensor of
+omits them. A resumed run does not use peft's rules. The model's state (`model_state.py`) maps each tensor of
 a file to one of the model.
 """
 

@@ -8,7 +8,7 @@ numbers and is not restored by a checkpoint. Or it is restored, and this would h
      "optimizer.class": "AdamW", "optimizer.lr": 0.001, "schedule.factor at step 100": 0.9, ...}
 
 Facts are one flat mapping of names to JSON values, so that errors can name each difference. A fact of one
-side only is compared if it describes a model or its data (`DESCRIBED`), and both sides have the same
+side only is compared if it describes a model or its data (`DESCRIBED`). Both sides must also have the same
 software. Restored values that users hardly name (an optimizer's counters, the generators) are not facts.
 """
 

@@ -1,14 +1,14 @@
 """One trainer per folder.
 
-`filelock` takes the kernel's lock on a file `.lock`. The kernel frees it after any death of the holder, and a
+`filelock` takes the kernel's lock on a file `.lock`. The kernel frees it after any death of the holder. A
 process forked by the holder (a loader's worker) does not inherit it. The file has one line of JSON about the
 holder, which a second trainer shows in its error.
 
 On a file system without such a lock, the line decides. Its writer is alive if a process with that number runs
 and began at the recorded time. The time is in seconds since this machine's start: it is independent of
-changes of the clock and distinguishes a reused number. A process that reads and rewrites the line has
-`.lock.guard` meanwhile, a file whose existence works as a lock on every file system. A holder on another
-machine cannot be checked: this is left to the user.
+changes of the clock and distinguishes a reused number. A process that rewrites the line takes `.lock.guard`
+before it reads. The existence of that file works as a lock on every file system. A holder on another machine
+cannot be checked: this is left to the user.
 """
 
 from __future__ import annotations

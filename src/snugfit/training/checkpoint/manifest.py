@@ -75,7 +75,7 @@ class Checkpoint:
     """A checkpoint that was found whole."""
 
     folder: Path
-    """The checkpoint's folder."""
+    """The folder of the checkpoint."""
 
     step: int
     """The number of optimizer steps before it."""

@@ -2,10 +2,10 @@
 parameters.
 
 The set of trainable parameters may change during a run. No `state_dict` has plain attributes, and a step may
-depend on them: a rotary embedding that grows with its sequences stores its size in a number. Numbers are
-saved once they differ from their value at the start of the run, which the constructor or the user has set.
-Tensors are always saved. Exceptions are parameters and buffers under another name, and results that still
-have their graph.
+depend on them. A rotary embedding that grows with its sequences stores its size in a number, for example.
+Numbers are saved once they differ from their value at the start of the run. The constructor or the user has
+set that value. Tensors are always saved. Exceptions are parameters and buffers under another name, and
+results that still have their graph.
 """
 
 from __future__ import annotations

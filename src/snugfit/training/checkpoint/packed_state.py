@@ -6,9 +6,9 @@ number and the tensor's device (`cpu` or `cuda`; an optimizer's step count stays
 
 `unpack` rebuilds the state, bit for bit. JSON writes a float so that it reads back the same. Values without a
 JSON form (NaN, infinities, integer keys, tuples) are written under a tag. A tensor in several places (the
-code book of 8-bit moments) is written once and is one tensor again. A parameter of the run in a state (as in
-GrokAdamW's groups, by key) is written as its index, and becomes the same parameter again. numpy's numbers and
-arrays, and torch's dtypes, keep their types.
+code book of 8-bit moments) is written once and is one tensor again. A state may refer to a parameter of the
+run (as GrokAdamW's groups do, by key). It is written as an index, and becomes the same parameter again.
+numpy's numbers and arrays, and torch's dtypes, keep their types.
 
 Nothing here is pickled, so reading runs no code.
 """

@@ -16,8 +16,8 @@ resharding. A single process can too. In the other direction, all processes read
 keeps its part.
 
 Parts are copied to the host between two steps and written during the next ones, over a process group of their
-own. The first process names the folder, waits until all have written, computes the checksums, writes the
-manifest and renames, as for any checkpoint (`store.py`).
+own. The first process names the folder and waits until all have written. Then it computes the checksums,
+writes the manifest and renames, as for any checkpoint (`store.py`).
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A copy to ordinary memory goes through a buffer of the driver; the device writes
 directly. Locking pages takes time too, so it is done once, in a thread, during the first steps. A state of
 4.0 GB was then copied in 0.25 s (results/h200-2026-11-22/train-overhead-waiting.json).
 
-Memory is allocated in chunks whose size is a power of two, because torch's allocator of page-locked memory
-would round any other size up to one. A tensor in it has a storage of its own, as the writers of safetensors
+Memory is allocated in chunks whose size is a power of two. torch's allocator of page-locked memory would
+round any other size up to one. A tensor in it has a storage of its own, as the writers of safetensors
 require.
 """
 

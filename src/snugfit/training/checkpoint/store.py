@@ -6,11 +6,11 @@
 - `checkpoint-10.broken/`: a checkpoint that was found damaged, and is never counted.
 - `checkpoint-30.superseded/`: a checkpoint after the earlier one that a run has gone back to.
 
-A save fills a draft *next to* the final folder, on one file system, so a rename is enough to show it. Then,
-in this order: each file's checksum is computed and the file is synced; the manifest; the draft's entries; the
-rename; the store's entries. A failure before the rename leaves a draft, which the next process to open the
-store removes. A failure after it leaves a checkpoint. For the same reason, a folder is renamed before it is
-removed. A checkpoint that is being replaced has a hidden name meanwhile.
+A save fills a draft *next to* the final folder, on one file system, so a rename is enough to show it. Then
+each file's checksum is computed, and the file is synced. The manifest is next, then the draft's entries, the
+rename, and the store's entries. A failure before the rename leaves a draft, which the next process to open
+the store removes. A failure after it leaves a checkpoint. For the same reason, a folder is renamed before it
+is removed. A checkpoint that is being replaced has a hidden name meanwhile.
 
 The store handles files, not tensors. Only the holder of the folder's lock calls its methods, one at a time.
 """
@@ -58,7 +58,7 @@ class Broken:
     """The step in its name."""
 
     folder: Path
-    """Its original path."""
+    """Its path before the renaming."""
 
     fault: str
     """The file, and its fault."""

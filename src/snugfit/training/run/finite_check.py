@@ -5,7 +5,7 @@ during the device's backward pass, without any wait.
 
 The gradients are known at the end of the backward pass. Waiting for them leaves the device idle until the
 host has launched the update. With such a loop, BERT-large at 4 x 512 in fp32 took an H200 5.7 % longer than
-the bare loop, with all other work included. A check without waiting still reads and writes all gradients once
+the bare loop. This includes all other work. A check without waiting still reads and writes all gradients once
 more: 1.6 % in tf32. On a device neither is done, unless `sync_before_update` is set
 (train-overhead-waiting.json, -looking.json and, as it is now, train-overhead.json under
 results/h200-2026-11-22):

@@ -12,9 +12,9 @@ therefore continues with exactly the next samples. Another number of micro-batch
 changes no step's samples.
 
 With `bucket`, samples of similar length are batched, as in transformers' `group_by_length`. The permutation
-is cut into windows of 50 batches, each window is sorted by length and cut into batches, and the batches are
+is cut into windows of 50 batches. Each window is sorted by length and cut into batches, and the batches are
 shuffled. Samples are also sorted within a batch, to pad each micro-batch least. An epoch's last, smaller
-batch is taken out before sorting, so that it is a random sample like any other, and comes last.
+batch is taken out before sorting, so it is a random sample like any other. It comes last.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SampleOrder:
     """The samples of every step of a run."""
 
     samples: int
-    """Number of samples."""
+    """Number of samples of the dataset."""
 
     batch_size: int
     """Samples of one optimizer step."""

@@ -1,6 +1,6 @@
 """Spikes of the loss: a warning, a stop or a skipped step, as the options require.
 
-The rule is Lightning's (`SpikeDetection`). A spike is higher than the previous loss, and differs from the
+The rule is Lightning's (`SpikeDetection`). A spike is higher than the previous loss. It also differs from the
 mean of the last ten by more than `loss_spike_rtol` times that mean. Here the check comes before the update,
 so a stopped or skipped step changes no weight. Losses of skipped steps are not stored, as in Lightning.
 Losses with only a warning are stored: else a run on another level would warn forever.

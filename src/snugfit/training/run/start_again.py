@@ -1,7 +1,7 @@
 """Memory ran out in one of several processes: all of them start again, under a recipe that needs less.
 
 A run of one process drops the step's gradients and continues (`session.py`). With several, the one without
-memory cannot: the others wait in the middle of an exchange with it, in the forward or the backward pass. To
+memory cannot. The others wait in the middle of an exchange with it, in the forward or the backward pass. To
 end their wait, their groups would have to be aborted and created again. NCCL can abort kernels that wait on
 the device. But no library documents the state of DDP's buckets, FSDP2's hooks and its streams after such a
 step. The solution is therefore the tested one, that of a process that dies:
@@ -136,7 +136,7 @@ def record_of(run: Run, checkpoint: Checkpoint | None) -> MemoryRecord | None:
 
 
 def forget(folder: Path) -> None:
-    """Remove the record."""
+    """Remove the record from the folder."""
     with suppress(OSError):
         (folder / RECORD).unlink(missing_ok=True)
 
