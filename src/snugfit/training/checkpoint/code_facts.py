@@ -4,10 +4,11 @@
 
 The comparison uses compiled code without the names of files, lines, comments and docstrings: a file may be
 moved and documented. A function's code includes the user's functions that it calls. It includes the plain
-values from its surroundings: bound arguments, defaults, and cells of a closure. Constants of its module count
-by their capital letters, and so do settings of a module without parameters, such as torch's losses. Code of
-installed packages counts by its name alone, because their versions are compared elsewhere. The same holds for
-Python, whose versions compile differently. A function's reads from files or other objects are not included.
+values from its surroundings: bound arguments, defaults, and cells of a closure. Constants of its file are
+included if their names are in capital letters. So are the settings of an `nn.Module` without parameters, such
+as torch's losses. Code of installed packages counts by its name alone, because their versions are compared
+elsewhere. The same holds for Python, whose versions compile differently. A function's reads from files or
+other objects are not included.
 """
 
 from __future__ import annotations
