@@ -94,7 +94,7 @@ class StepResult:
     """Mean over the global batch."""
 
     updated: bool
-    """False if the gradient scaler found an overflow and did not change the weights."""
+    """False if the weights did not change: the gradient scaler found an overflow, or the step was rejected."""
 
 
 class PhaseTracker(Observer):
