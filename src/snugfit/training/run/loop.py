@@ -94,7 +94,7 @@ class StepResult:
     """Mean over the global batch."""
 
     updated: bool
-    """False if the weights did not change: the gradient scaler found an overflow, or the step was rejected."""
+    """False if the weights did not change: an overflow in the gradient scaler, or a rejected step."""
 
 
 class PhaseTracker(Observer):
