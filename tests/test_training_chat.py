@@ -60,7 +60,7 @@ def test_only_the_assistant_is_learned_where_the_template_marks_it() -> None:
         {"input_ids": WORDS, "labels": SAID},
         {"input_ids": WORDS[:6], "labels": SAID[:6]},
     ]
-    assert samples.notes == ("The model learns only what the assistant says, as the chat template marks it.",)
+    assert samples.notes == ("The model learns only the assistant's words, which the chat template marks.",)
 
 
 def test_all_is_learned_and_told_where_it_does_not() -> None:
@@ -134,4 +134,4 @@ def test_conversations_are_trained_on(tmp_path: Path) -> None:
     )
     assert done.step == 2
     told = [event["text"] for event in read_journal(tmp_path / "out") if event["event"] == "note"]
-    assert told == ["The model learns only what the assistant says, as the chat template marks it."]
+    assert told == ["The model learns only the assistant's words, which the chat template marks."]

@@ -1,1 +1,1 @@
-"""From files and datasets to samples and batches."""
+"""Conversion of files and datasets to samples and batches."""

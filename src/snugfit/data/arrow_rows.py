@@ -1,11 +1,11 @@
-"""Rows of a `datasets.Dataset`, in folders that its `save_to_disk` wrote, and in Parquet files.
+"""Rows of a `datasets.Dataset`, of folders written by its `save_to_disk`, and of Parquet files.
 
-A Parquet file is read a row group at a time, by pyarrow, and the last group is kept, for rows are asked for
-in order. Where they are not, as with pictures that lie in it, its columns are held in memory as a dataset.
-`Dataset.from_parquet` would do both, but writes an uncompressed copy to disk at every start, and a run that
-is killed leaves that copy behind.
+pyarrow reads a Parquet file one row group at a time. The last group stays in memory, because rows are usually
+read in order. Columns with random access, such as pictures stored in the file, are loaded into memory as a
+dataset. `Dataset.from_parquet` would do both, but it writes an uncompressed copy to disk at every start. A
+killed run leaves that copy behind.
 
-Pictures and sound stay as they lie on disk until a sample is asked for.
+Pictures and sound remain encoded until their sample is read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from snugfit.units import show_bytes
 
 @final
 class DatasetRows(Rows):
-    """A `datasets.Dataset`, whatever format it was given for its user."""
+    """The rows of a `datasets.Dataset`, without the format that its user has set."""
 
     def __init__(self, dataset: Any, source: str, folder: Path = Path()) -> None:
         if not hasattr(dataset, "__len__"):
@@ -44,7 +44,7 @@ class DatasetRows(Rows):
     def _item(self, index: int) -> Row:
         try:
             row: Row = self._dataset[index]
-        except Exception as error:  # arrow's, and those of whatever decodes
+        except Exception as error:  # errors of arrow and of the decoders
             raise UsageError(
                 f"{self.where(index)}: the datasets library cannot read this ({one_line(error)})."
             ) from error
@@ -54,19 +54,22 @@ class DatasetRows(Rows):
         return iter(self._dataset)
 
     def class_names(self, column: str) -> tuple[str, ...]:
-        """The names in a `ClassLabel`, or in a list of them."""
+        """Return the names in a `ClassLabel`, or in a list of them."""
         feature = self._dataset.features.get(column)
         inner = getattr(feature, "feature", feature)
         return tuple(getattr(inner, "names", None) or ())
 
     def _select(self, columns: Collection[str]) -> Rows:
-        """These columns alone: a picture is not read where a label is asked for."""
+        """Return the rows with these columns alone: reading a label must not read a picture."""
         return DatasetRows(self._dataset.select_columns(list(columns)), self.source, self.folder)
 
 
 def _without_decoding(dataset: Any) -> Any:
-    """The dataset with pictures and sound as they lie on disk. Sound of a column that names a sampling rate
-    is left to `datasets` where it can decode it (torchcodec), for it brings it to that rate."""
+    """Return the dataset with pictures and sound left encoded.
+
+    `datasets` decodes the sound of a column with a sampling rate, if torchcodec is installed: it resamples
+    the sound to that rate.
+    """
     from datasets import config
 
     for name, feature in dataset.features.items():
@@ -79,7 +82,7 @@ def _without_decoding(dataset: Any) -> Any:
 
 @final
 class ParquetRows(Rows):
-    """A `.parquet` file. It is open only while it is read: a dataset may have thousands of them."""
+    """A `.parquet` file, open only during a read: a dataset may have thousands of them."""
 
     same_columns = True
 
@@ -105,7 +108,10 @@ class ParquetRows(Rows):
         return row
 
     def _select(self, columns: Collection[str]) -> Rows:
-        """These columns in memory, so that any row can be had at once; worker processes share them."""
+        """Load these columns into memory for random access; worker processes share that memory.
+
+        Raises `UsageError` if they are larger than `LARGEST_IN_MEMORY`.
+        """
         from datasets import Dataset
 
         parts = (group.column(number) for group in self._groups() for number in range(group.num_columns))
@@ -118,7 +124,7 @@ class ParquetRows(Rows):
                 "datasets.Dataset.from_parquet(FILES).save_to_disk(FOLDER)."
             )
         content = self._read(lambda file: file.read(columns=list(columns)), "the file")
-        fingerprint = "0" * 16  # nothing is cached, and one of its own would be a checksum over all bytes
+        fingerprint = "0" * 16  # nothing is cached; a computed fingerprint would be a checksum over all bytes
         return DatasetRows(Dataset(content, fingerprint=fingerprint), self.source, self.folder)
 
     def _groups(self) -> Iterator[Any]:
@@ -142,17 +148,20 @@ class ParquetRows(Rows):
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Whether `save_to_disk` wrote this folder."""
+    """Return True for a folder written by `save_to_disk`."""
     return (folder / "dataset_info.json").exists() or (folder / "dataset_dict.json").exists()
 
 
 def load_saved(folder: Path) -> Rows:
-    """The dataset in this folder; of several splits `train`. Each split is a folder of its own in there."""
+    """Load the dataset in this folder, or its split `train`.
+
+    Several splits need one named `train`: each split is a subfolder. Raises `UsageError`.
+    """
     import datasets
 
     try:
         loaded = datasets.load_from_disk(str(folder))
-    except Exception as error:  # json, arrow and the file system each have their own
+    except Exception as error:  # json, arrow and the file system raise errors of their own
         raise UsageError(f"{folder}: the datasets library cannot load this ({one_line(error)}).") from None
     if not isinstance(loaded, datasets.DatasetDict):
         return DatasetRows(loaded, str(folder))

@@ -1,10 +1,10 @@
-"""Conversations, as the tokenizer's chat template writes them.
+"""Conversations, tokenized with the tokenizer's chat template.
 
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
 
-Only the assistant's words are to be learned. A template that marks them (`{% generation %}`) says which
-tokens they are; with another nobody knows, and all are learned. Chats of the older ShareGPT form (`from`,
-`value`) mean the same.
+Only the assistant's words should enter the loss. A template with `{% generation %}` marks their tokens.
+Without these marks all tokens enter the loss. Chats in the older ShareGPT form (`from`, `value`) are accepted
+too.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ Chat = list[dict[str, Any]]
 
 
 class ChatTokens(NamedTuple):
-    """What a chat template makes of one conversation."""
+    """The tokens of one conversation, tokenized with a chat template."""
 
     ids: list[int]
     assistant: list[bool] | None
-    """For each token, whether it is the assistant's; None where the template does not say."""
+    """One flag per token, True for the assistant's; None if the template has no marks."""
 
 
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-"""ShareGPT's words for who speaks."""
+"""ShareGPT's names of the speakers, mapped to roles."""
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 ALL_WORDS = (
-    "The chat template does not mark what the assistant says ({% generation %}), so the model learns all "
-    "words of the conversations, also the user's."
+    "The chat template does not mark the assistant's words ({% generation %}), so the model learns all words "
+    "of the conversations, also the user's."
 )
-ONLY_THE_ASSISTANT = "The model learns only what the assistant says, as the chat template marks it."
-"""One of the two is a note to whoever trains."""
+ONLY_THE_ASSISTANT = "The model learns only the assistant's words, which the chat template marks."
+"""The note on a dataset of conversations is this one or `ALL_WORDS`."""
 
 NO_TOOLS = "The column 'tools' is ignored: conversations are written without tools."
 
 
 def conversation_of(value: Any, where: str) -> Chat:
-    """The messages in a row. Raises `UsageError`."""
+    """Return the messages in a row. Raises `UsageError`."""
     if not isinstance(value, list) or not value or not all(isinstance(item, Mapping) for item in value):
         what = "nothing (null)" if value is None else f"{value!r:.60}"
         raise UsageError(
@@ -74,8 +74,10 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def marks_the_assistant(tokenizer: Any) -> bool:
-    """Whether the tokenizer's chat template marks the assistant's words. Raises `UsageError` when there is
-    none."""
+    """Return True if the chat template marks the assistant's words.
+
+    Raises `UsageError` if the tokenizer has no chat template.
+    """
     try:
         template = tokenizer.get_chat_template()
     except (AttributeError, ValueError):
@@ -87,11 +89,11 @@ def marks_the_assistant(tokenizer: Any) -> bool:
 
 
 def chat_tokens(tokenizer: Any, chats: Sequence[Chat], where: Sequence[str]) -> list[ChatTokens]:
-    """What the tokenizer's chat template makes of each conversation; `where` says where a person finds it."""
+    """Return the tokens of each conversation; `where` names each one's place for error messages."""
     marked = marks_the_assistant(tokenizer)
     try:
         encoding = _apply(tokenizer, list(chats), marked)
-    except Exception as error:  # a template's own, which names no conversation: one after the other
+    except Exception as error:  # the template's error names no conversation: try them one by one
         for chat, of in zip(chats, where, strict=True):
             _apply_alone(tokenizer, chat, of, marked)
         raise UsageError(f"The chat template fails ({one_line(error)}).") from error

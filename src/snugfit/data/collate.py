@@ -1,13 +1,14 @@
-"""Samples to one host batch: lists of any length to rectangles of int64, B samples by S tokens.
+"""Collation of samples into one host batch: lists of any length become int64 tensors of B samples by S
+tokens.
 
-S is the longest sample of the micro-batch, rounded up where the kernels like multiples, and never more than
-the job's sequence length: that is what the recipe was planned for. Padded on the right, with the padding
-token, type 0, label -100, and an attention mask that is there only where something is padded: without one,
-attention takes its fastest kernel.
+S is the length of the longest sample of the micro-batch, rounded up to the multiple that kernels prefer. S is
+never more than the job's sequence length, because the recipe was planned for that length. Padding is on the
+right, with the padding token, type 0 and label -100. A batch has an attention mask only if it has padding:
+without a mask, attention uses its fastest kernel.
 
-Apart from that a batch is the one of transformers' collators, and a test holds it to them. They themselves
-need a tokenizer, which rows of token ids have none of, pad on the side that it is set to, and know no longest
-length.
+Otherwise a batch equals that of transformers' collators, and a test compares the two. Those collators need a
+tokenizer, which rows of token ids do not have. They pad on the side that the tokenizer is set to, and have no
+limit on the length.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True)
 class Collate:
-    """A picklable function from samples of tokens (`samples.py`) to the batch that a model takes."""
+    """A picklable function from samples of tokens (`samples.py`) to the model's batch."""
 
     job: Job
-    """Its task says what a label is, its lengths how long a batch may be."""
+    """The job: its task decides the kind of labels, its lengths limit those of a batch."""
 
     pad_token: int
-    """The token that sequences are padded with."""
+    """The token that pads sequences."""
 
     pad_to_multiple_of: int | None = field(default=None, kw_only=True)
-    """Lengths are rounded up to multiples of it."""
+    """The length of a batch is rounded up to a multiple of this number of tokens."""
 
     def __post_init__(self) -> None:
         multiple = self.pad_to_multiple_of
@@ -63,8 +64,11 @@ class Collate:
         return batch
 
     def labels(self, samples: Sequence[Mapping[str, Any]], length: int) -> torch.Tensor:
-        """The labels of a batch whose inputs have `length` tokens: (B) of classes or numbers, (B, S) of
-        tokens, or (B, T) of target tokens, which have a length of their own."""
+        """Return the labels of a batch with inputs of `length` tokens.
+
+        Their shape is (B) for classes or numbers, (B, S) for labels of tokens, and (B, T) for target tokens.
+        T is the padded length of the targets.
+        """
         import torch
 
         if "label" in samples[0]:
@@ -85,7 +89,7 @@ class Collate:
 
 
 def _pad(lists: Sequence[Sequence[int]], length: int, fill: int) -> np.ndarray:
-    """B lists as rows of one length, (B, S)."""
+    """Return B lists as rows of one length, (B, S)."""
     import numpy as np
 
     padded = np.full((len(lists), length), fill, dtype=np.int64)

@@ -1,10 +1,10 @@
-"""Which column is what to a task: found by the names that datasets usually give, or named by the user.
+"""The assignment of columns to the roles of a task, by common names or by the names that the user gives.
 
-A task takes its input in one of several forms (a classifier: a text, two texts, or token ids), and a form is
-found when all of its columns are there under names that belong together: `question` beside `sentence` is a
-pair (QNLI), `question` beside `answer` is a prompt and its completion. Forms are tried in the order of
-`INPUTS`, the usual names in the order of `USUAL`. Where nothing fits and only one column is left that could
-be the text, it is the text. Nothing else is guessed.
+A task takes its input in one of several forms. A classifier takes a text, two texts, or token ids. A form
+matches if all of its columns exist under names that belong together. `question` with `sentence` is a pair
+(QNLI); `question` with `answer` is a prompt and its completion. Forms are tried in the order of `INPUTS`,
+common names in the order of `USUAL`. If no form matches, a single remaining column that could be text is the
+text. Nothing else is guessed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INPUTS: dict[Task, tuple[Form, ...]] = {
     Task.MASKED_LM: (("input_ids",), ("text",)),
     Task.SEQ2SEQ_LM: (("input_ids",), ("source", "target")),
 }
-"""What each task reads; modules from Python bring datasets of their own, and features read for theirs."""
+"""The forms of input of each task. Modules from Python need datasets of their own; features read theirs."""
 
 USUAL: dict[Form, tuple[Form, ...]] = {
     ("input_ids",): (("input_ids",),),
@@ -50,10 +50,10 @@ LABELS: dict[Task, Form] = {
     Task.SEQUENCE_CLASSIFICATION: ("label", "labels", "class", "category", "target", "intent", "score"),
     Task.TOKEN_CLASSIFICATION: ("ner_tags", "labels", "tags", "pos_tags", "chunk_tags", "upos", "label"),
 }  # fmt: skip
-"""By task, where its input is no token ids yet."""
+"""The names of a label's column per task, for inputs that are not token ids."""
 
 NO_TEXT = ("id", "idx", "index", "guid", "label", "labels", "label_text", "__index_level_0__")
-"""Columns that are never taken for the only text."""
+"""Columns that are never guessed to be the text."""
 
 
 def columns_of(
@@ -63,8 +63,10 @@ def columns_of(
     usual: Mapping[Form, tuple[Form, ...]] = USUAL,
     labels: Mapping[Task, Form] = LABELS,
 ) -> dict[str, str]:
-    """The column of each role that the task has, by these tables. Raises `UsageError` with the columns that
-    there are."""
+    """Return the column of each of the task's roles, according to these tables.
+
+    Raises `UsageError` with the existing columns if one is missing.
+    """
     if job.task not in inputs:
         raise UsageError(
             f"{rows.source}: the task {job.task} cannot be trained from rows. Give snugfit.train a dataset "
@@ -87,7 +89,7 @@ def _input_columns(
     if not forms:
         allowed = " or ".join(" with ".join(form) for form in inputs)
         raise UsageError(f"columns: {task} reads {allowed}, not {' with '.join(named)}.")
-    if named:  # what is named and nothing more, where that is a form
+    if named:  # prefer the form with exactly the named columns
         forms.sort(key=len)
     for form in forms:
         for names in usual[form]:

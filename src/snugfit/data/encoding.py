@@ -1,16 +1,16 @@
-"""From rows of text to rows of tokens: what each task does with a tokenizer.
+"""Tokenization of rows of text, per task.
 
-| input              | tokens                               | what enters the loss                        |
-|--------------------|--------------------------------------|---------------------------------------------|
-| text, or two       | as the tokenizer makes them          | the label, or the tokens themselves         |
-| tokens (words)     | the pieces of each word              | the first piece of a word: its label        |
-| messages           | of the chat template                 | the assistant's words, or all (`chat.py`)   |
-| prompt, completion | of both together, and the end token  | what follows the prompt                     |
-| source, target     | of each                              | the target                                  |
-| input_ids          | as they are, without what is padding | the labels given, or the tokens themselves  |
+| input              | tokens                                   | tokens in the loss                         |
+|--------------------|------------------------------------------|--------------------------------------------|
+| text, or two       | from the tokenizer                       | the label, or the tokens themselves        |
+| tokens (words)     | the pieces of each word                  | the first piece of a word: its label       |
+| messages           | of the chat template                     | the assistant's words, or all (`chat.py`)  |
+| prompt, completion | of both together, and the end token      | all after the prompt                       |
+| source, target     | of each                                  | the target                                 |
+| input_ids          | the given ids without padding            | the labels given, or the tokens themselves |
 
-What is longer than the limit is cut by the tokenizer, on the side that it is made for and around its special
-tokens; how much was cut is counted, by looking at the whole first.
+The tokenizer truncates longer inputs, on its own side and around its special tokens. The whole input is
+tokenized first, to count the lost tokens.
 """
 
 from __future__ import annotations
@@ -28,35 +28,34 @@ from snugfit.job.batch import IGNORED
 from snugfit.job.job import Job, Task
 
 ROWS_AT_ONCE = 512
-"""Enough for a fast tokenizer's threads, and little memory."""
+"""Rows per call of the tokenizer: enough for a fast tokenizer's threads, and little memory."""
 
 Numbered = Sequence[tuple[int, Row]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """What a tokenizer makes of one row."""
+    """The tokens and labels of one row."""
 
     ids: list[int]
     """The tokens of the input."""
 
     labels: list[int] | None = None
-    """A label to each token, or the target's tokens. Of words, the index of each token's among
-    `row_labels`."""
+    """One label per token, or the target's tokens. For words, each token's index into `row_labels`."""
 
     row_labels: list[Any] = field(default_factory=list)
-    """Labels as the row has them: that of each word, or the one of a sequence."""
+    """Labels in the row's own form: one per word, or one per sequence."""
 
     types: list[int] | None = None
-    """1 for each token of the second text, else 0, where the model takes that."""
+    """1 for each token of the second text, else 0; None if the model takes no types."""
 
     cut: int = 0
-    """How many tokens were cut off."""
+    """Number of truncated tokens."""
 
 
 @final
 class Encoder:
-    """Encodes the rows of one dataset for one job."""
+    """An iterator over the encoded rows of one dataset for one job."""
 
     def __init__(
         self,
@@ -69,9 +68,10 @@ class Encoder:
     ) -> None:
         self.rows, self.columns, self.job = rows, columns, job
         self.tokenizer = tokenizer
-        """None where the rows are tokens already."""
+        """The tokenizer; None for rows of token ids."""
         self.limit = limit
-        """Tokens of an input; None to cut nothing and to end each text, for what is packed."""
+        """Largest number of tokens of an input. None, for packing, truncates nothing and ends each text with
+        the end token."""
 
     def __iter__(self) -> Iterator[Encoded]:
         encoders = {
@@ -145,7 +145,7 @@ class Encoder:
         return (self._checked_ids(row, index) for index, row in chunk)
 
     def _checked_ids(self, row: Row, index: int) -> Encoded:
-        """Token ids of the row's own, with what the row has beside them, less what is padding."""
+        """Return the row's own token ids and their companions, without the padded positions."""
         ids = self._numbers(row, self.columns["input_ids"], index)
         if late := [name for name in _BESIDE if name in row and name not in self.rows.columns]:
             raise UsageError(f"{self.rows.where(index)}: it has {late[0]!r}, but the first row does not.")
@@ -179,7 +179,7 @@ class Encoder:
         )
 
     def _cut(self, ids: list[int], labels: list[int] | None) -> Encoded:
-        """The first of these tokens, and as many of their labels."""
+        """Truncate these tokens and their labels to the limit."""
         first = ids[: self.limit]
         return Encoded(ids=first, labels=labels and labels[: self.limit], cut=len(ids) - len(first))
 
@@ -197,7 +197,7 @@ class Encoder:
     def _with_end(self, ids: list[int]) -> list[int]:
         return ids if self.tokenizer is None else self.tokenizer.with_end(ids)
 
-    # ---- what stands in a row ---------------------------------------------------------------------------
+    # ---- reading one row --------------------------------------------------------------------------------
 
     def _label_of_sequence(self, row: Row, index: int) -> list[Any]:
         if self.job.task is not Task.SEQUENCE_CLASSIFICATION:
@@ -241,8 +241,11 @@ _MOST = 1 << 31
 
 
 def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike. The tokens of a prompt alone may end otherwise than
-    those of the prompt with its completion: there the completion begins."""
+    """Return the length of the common prefix of two sequences.
+
+    The last tokens of a prompt alone may differ from those of the prompt with its completion. The completion
+    begins at the first difference.
+    """
     return next(
         (position for position, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
         min(len(one), len(other)),

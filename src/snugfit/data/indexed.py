@@ -1,4 +1,4 @@
-"""Sequences whose items are made when they are asked for: what a list does with an index and with slices."""
+"""Sequences that compute an item on access, with a list's rules for indices and slices."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 T_co = TypeVar("T_co", covariant=True)
 
 Sample = dict[str, Any]
-"""What a collate takes: `input_ids` and `labels`, or `pixel_values` and `label`, ..."""
+"""The input of a collate function: `input_ids` and `labels`, or `pixel_values` and `label`, ..."""
 
 
 class Indexed(Sequence[T_co]):
-    """A sequence whose subclasses only say how long it is and what is at an index that exists."""
+    """A sequence whose subclasses define only the length and the item at a valid index."""
 
     @abstractmethod
     def _item(self, index: int) -> T_co:
-        """The item at this index, which is from 0 to one less than the length."""
+        """Return the item at this index, from 0 to the length minus one."""
 
     @overload
     def __getitem__(self, index: int) -> T_co: ...
@@ -38,7 +38,7 @@ class Indexed(Sequence[T_co]):
 
     @final
     def _existing(self, index: int) -> int:
-        """The index counted from 0. Raises `IndexError` beyond the end, which ends a loop."""
+        """Return the index counted from 0. Raises `IndexError` beyond the end, which ends a loop."""
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         return int(index) % len(self)
@@ -46,42 +46,42 @@ class Indexed(Sequence[T_co]):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class IndexedSamples(Indexed[Sample]):
-    """A dataset of N samples, which may look otherwise in another epoch; picklable and without a state."""
+    """A dataset of N samples, which may differ from epoch to epoch; picklable and without state."""
 
     label: np.ndarray | None = None
-    """One class or number to each sample, (N)."""
+    """One class or number per sample, (N)."""
 
     labels: Ragged | None = None
-    """A label to each token, or the tokens of a target, of each sample."""
+    """One label per token, or the tokens of a target, for each sample."""
 
     label_names: tuple[str, ...] = ()
     """The names of the classes, in order."""
 
     cut: int = 0
-    """How many samples were too long."""
+    """Number of truncated samples."""
 
     cut_tokens: int = 0
-    """How many tokens these lost; packed, the few left over at the end."""
+    """Number of tokens lost by truncation; for packed samples, the few dropped at the end."""
 
     left_out: int = 0
-    """Rows of which no sample was made, because nothing in them enters a loss."""
+    """Number of rows without a sample, because nothing in them enters a loss."""
 
     notes: tuple[str, ...] = ()
-    """What somebody who trains on this should know."""
+    """Notes for the user who trains on this dataset."""
 
     def target(self, index: int) -> Sample:
-        """What the sample at this index, which exists, is to teach; empty where that is not kept here."""
+        """Return the labels of the sample at this valid index; empty if the dataset stores none."""
         if self.label is not None:
             return {"label": self.label[index].item()}
         return {"labels": self.labels[index]} if self.labels is not None else {}
 
     def collate_with(self, targets: Collate) -> Callable[[list[Any]], dict[str, Any]]:
-        """Return the function from samples to a batch; `targets` puts labels together, and tokens."""
+        """Return the function from samples to a batch; `targets` collates labels and tokens."""
         return targets
 
     @abstractmethod
     def _sample(self, index: int, epoch: int) -> Sample:
-        """The sample at this index, which exists, as this epoch sees it."""
+        """Return the sample at this valid index for this epoch."""
 
     @final
     def _item(self, index: int) -> Sample:
@@ -89,5 +89,5 @@ class IndexedSamples(Indexed[Sample]):
 
     @final
     def sample(self, index: int, *, epoch: int = 0) -> Sample:
-        """The sample at this index, as this epoch sees it."""
+        """Return the sample at this index for this epoch. Raises `IndexError`."""
         return self._sample(self._existing(index), epoch)

@@ -1,8 +1,8 @@
-"""Labels of classes, from what datasets hold: numbers, names, or numbers written as text.
+"""Labels of classes, converted from the datasets' numbers, names, or numbers written as text.
 
-Names are numbered in the order of the alphabet, which is the same on every machine and at every start; where
-a dataset knows its own order (a `ClassLabel`), or another split was read before, that order holds. A label
-that the job has no class for would end in an index error on the device, so it is refused here, with its row.
+Names are numbered in alphabetical order, which is the same on every machine and at every start. The dataset's
+own order (a `ClassLabel`) goes first, and so does the order of a split that was read before. A label beyond
+the job's classes would raise an index error on the device. It is refused here, with its row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 Where = Callable[[int], str]
-"""Says where a person finds the n-th value."""
+"""Return the place of the n-th value for an error message."""
 
 _WHOLE = re.compile(r"[+-]?[0-9]{1,9}")
 _KINDS = {int: "a number", str: "text"}
@@ -29,8 +29,10 @@ _KINDS = {int: "a number", str: "text"}
 def class_numbers(
     values: Sequence[Any], where: Where, *, labels: int, names: Sequence[str] = (), ignored: bool = False
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """The class of each of N values, (N) of int64, and the names of the classes. With `ignored`, -100 stands
-    for no label."""
+    """Return the class of each of N values, (N) of int64, and the names of the classes.
+
+    With `ignored`, -100 is allowed and means no label. Raises `UsageError`.
+    """
     import numpy as np
 
     known = [_number_or_name(_scalar(value), where, index) for index, value in enumerate(values)]
@@ -55,8 +57,10 @@ def class_numbers(
 
 
 def one_order(given: Sequence[str], own: Sequence[str], source: str) -> tuple[str, ...]:
-    """The names of the classes that `given` says, and the dataset itself, which must not contradict: its
-    numbers would mean other classes."""
+    """Return the names of the classes, from `given` or the dataset.
+
+    Raises `UsageError` if the two disagree: the dataset's numbers would mean other classes.
+    """
     numbers = tuple(str(number) for number in range(len(given)))
     if given and own and tuple(given) not in (tuple(own), numbers):
         raise UsageError(
@@ -67,7 +71,7 @@ def one_order(given: Sequence[str], own: Sequence[str], source: str) -> tuple[st
 
 
 def regression_values(values: Sequence[Any], where: Where) -> np.ndarray:
-    """The numbers that a regression learns, (N) of fp32."""
+    """Return the targets of a regression, (N) of fp32. Raises `UsageError`."""
     import numpy as np
 
     return np.array(
@@ -76,7 +80,7 @@ def regression_values(values: Sequence[Any], where: Where) -> np.ndarray:
 
 
 def _scalar(value: Any) -> Any:
-    """The number in an array or a tensor without dimensions; other values as they are."""
+    """Return the number in an array or tensor without dimensions, and any other value unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
@@ -111,7 +115,7 @@ def _number_or_name(value: Any, where: Where, index: int) -> int | str:
 
 
 def _names(known: list[int | str], where: Where, given: tuple[str, ...], labels: int) -> tuple[str, ...]:
-    """The names of the classes, in order; none where all labels are numbers."""
+    """Return the names of the classes in order; empty if all labels are numbers."""
     kinds = {type(value): index for index, value in reversed(list(enumerate(known)))}
     if len(kinds) > 1:
         (one, first), (other, second) = sorted(kinds.items(), key=lambda kind: kind[1])
@@ -163,5 +167,5 @@ def _class_range(labels: int) -> str:
 
 
 def _bit_count(number: int) -> str:
-    """The number, or how many bits it takes where that is more than 64: Python writes no 5,000 digits."""
+    """Describe a number of more than 64 bits by its bit count: Python refuses to print 5,000 digits."""
     return f"a number of {number.bit_length():,} bits"

@@ -1,16 +1,16 @@
-"""The lengths of a dataset's sequences: how many samples have how many tokens.
+"""The lengths of a dataset's sequences, as a histogram of tokens per sample.
 
-A batch is as long as its longest sample, so what a run takes follows from the lengths of all of them and not
-from their mean. They are read from a file that somebody else wrote. Its name says in which form:
+A batch is as long as its longest sample. The memory and time of a run therefore depend on the distribution of
+lengths, not on their mean. Lengths come from a file of the user's. The suffix decides the format:
 
-| name            | what stands in it                                                              |
+| name            | content                                                                        |
 |-----------------|--------------------------------------------------------------------------------|
 | `.txt`          | one length a line                                                              |
 | `.csv`, `.tsv`  | a column of lengths, with a head                                               |
 | `.jsonl`        | a number a line, or an object with a length (or a list of token ids) under a key |
 | `.json`         | a list of lengths, or a histogram: `{"128": 5000, "512": 40}`                  |
 
-Which column or key is asked for only when it is not plain: one column alone is it, else one of `NAMES`.
+The column or key must be named only if it is ambiguous. A single column is taken, else one of `NAMES`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TOO_LARGE = ' Use a histogram instead: a .json file with {"128": 5000, ...}.'
 
 MOST_SAMPLES = 10**12
 NAMES = ("length", "lengths", "num_tokens", "n_tokens", "input_length", "input_ids")
-"""Columns and keys that are taken unasked; `length` is what transformers' Trainer looks for."""
+"""Default columns and keys; `length` is the default of transformers' Trainer."""
 
 FORMS = (".txt", ".csv", ".tsv", ".jsonl", ".json")
 _NUMBER = re.compile(r"[0-9]{1,18}")
@@ -43,13 +43,13 @@ _NUMBER = re.compile(r"[0-9]{1,18}")
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """How many samples of a dataset have how many tokens."""
+    """A histogram of the lengths of a dataset's samples, in tokens."""
 
     counts: tuple[tuple[int, int], ...]
     """(tokens, samples), the shortest first."""
 
     source: str = "given"
-    """The file that they were read from, or another name for where they come from."""
+    """The file of the lengths, or another name of their origin."""
 
     def __post_init__(self) -> None:
         if not self.counts:
@@ -57,7 +57,8 @@ class Lengths:
 
     @classmethod
     def read(cls, path: Path | str, *, column: str | None = None) -> Self:
-        """The lengths in a file; raises `UsageError` that names the file, the line and what is allowed."""
+        """Read the lengths from a file. Raises `UsageError` with the file, the line and the allowed
+        values."""
         path = Path(path)
         suffix = path.suffix.lower()
         if suffix not in FORMS:
@@ -75,7 +76,7 @@ class Lengths:
 
     @classmethod
     def of(cls, lengths: Iterable[int] | Mapping[int, int], *, source: str = "given") -> Self:
-        """The lengths in a list, or in a histogram `{tokens: samples}`. Raises `UsageError`."""
+        """Return the lengths in a list, or in a histogram `{tokens: samples}`. Raises `UsageError`."""
         if isinstance(lengths, str) or not isinstance(lengths, Iterable):
             raise UsageError(
                 f"{source}: {lengths!r} is neither a list of lengths nor a histogram {{128: 5000}}. "
@@ -99,12 +100,12 @@ class Lengths:
 
     @property
     def samples(self) -> int:
-        """How many samples there are."""
+        """Number of samples in total."""
         return sum(samples for _, samples in self.counts)
 
     @property
     def tokens(self) -> int:
-        """The tokens of all samples together."""
+        """Number of tokens of all samples together."""
         return sum(length * samples for length, samples in self.counts)
 
     @property
@@ -119,12 +120,12 @@ class Lengths:
 
     @property
     def mean(self) -> float:
-        """Tokens of a sample, on average."""
+        """Mean number of tokens per sample."""
         return self.tokens / self.samples
 
     @property
     def median(self) -> int:
-        """Half of the samples have so many tokens or fewer."""
+        """Median number of tokens: at least half of the samples have this many or fewer."""
         counted, half = 0, self.samples / 2
         for length, samples in self.counts:
             counted += samples
@@ -133,13 +134,13 @@ class Lengths:
         raise AssertionError("there are lengths")
 
     def cut(self, at: int) -> Lengths:
-        """The same samples, each of at most `at` tokens. Raises `UsageError` for what is no length."""
+        """Truncate each sample to at most `at` tokens. Raises `UsageError` for an invalid length."""
         longest = _length(at, "truncation")
         pairs = ((min(length, longest), samples) for length, samples in self.counts)
         return Lengths._count(pairs, f"{self.source}, cut at {longest}")
 
     def to_json(self) -> dict[str, Any]:
-        """A summary and the histogram."""
+        """Return a JSON object of a summary and the histogram."""
         return {
             "source": self.source,
             "samples": self.samples,
@@ -153,7 +154,7 @@ class Lengths:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Lengths:
-        """The lengths that `to_json` wrote."""
+        """Return the lengths of a document from `to_json`."""
         histogram = {int(length): samples for length, samples in document["histogram"].items()}
         return cls.of(histogram, source=document["source"])
 
@@ -162,7 +163,7 @@ class Lengths:
 
 
 def _length(value: object, where: str) -> int:
-    """A number of tokens; a list of token ids stands for its length."""
+    """Return the number of tokens in a value: an int, its text, or a list of token ids."""
     if isinstance(value, list):
         value = len(value)
     if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
@@ -197,7 +198,7 @@ def _short(value: object) -> str:
 
 
 def _of_rows(path: Path, column: str | None) -> Iterator[tuple[int, int]]:
-    """The length in each row of a file, as (tokens, 1)."""
+    """Yield the length in each row of a file, as (tokens, 1)."""
     suffix = path.suffix.lower()
     rows: Rows
     if suffix in (".csv", ".tsv"):
@@ -220,7 +221,7 @@ def _json_row(line: str, where: str) -> Row:
 
 
 def _column(heads: list[str], asked: str | None, where: str) -> str:
-    """The one that holds the lengths."""
+    """Return the column of the lengths. Raises `UsageError` if it is missing or ambiguous."""
     known = asked if asked is not None else next((name for name in NAMES if name in heads), None)
     if known is None and len(heads) == 1:
         known = heads[0]
@@ -236,7 +237,7 @@ def _column(heads: list[str], asked: str | None, where: str) -> str:
 
 
 def _of_document(path: Path) -> Iterator[tuple[int, int]]:
-    """The pairs (tokens, samples) of a list of lengths, or of a histogram."""
+    """Yield the pairs (tokens, samples) of a list of lengths, or of a histogram."""
     value, where = load_json(read_text(path), str(path), constants=True), str(path)
     if isinstance(value, list):
         yield from ((_length(length, where), 1) for length in value)

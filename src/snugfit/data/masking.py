@@ -1,11 +1,13 @@
-"""Masks of masked language models, as BERT was trained: 15 % of the tokens are to be predicted, and of these
-80 % are hidden behind the mask token, 10 % are another token, and 10 % stay as they are (Devlin et al. 2019,
-section 3.1).
+"""Masks of masked language models, with BERT's shares (Devlin et al. 2019, section 3.1).
 
-As in BERT's own code, and unlike transformers' DataCollatorForLanguageModeling, which draws for each token,
-the number of tokens to predict is fixed by a sequence's length and is never 0: a sample without a single one
-has a loss of 0/0. Special tokens are not predicted. Which tokens are depends on (seed, epoch, index) alone,
-so the order of samples, the number of workers and a restart change nothing, and each epoch takes others.
+15 % of the tokens are to be predicted. The mask token hides 80 % of these, 10 % become another token, and 10
+% stay unchanged.
+
+The number of predicted tokens depends on a sequence's length alone and is never 0, as in BERT's own code. A
+sample without a single one has a loss of 0/0. transformers' DataCollatorForLanguageModeling instead draws for
+each token. Special tokens are not predicted. The choice depends on (seed, epoch, index) alone. The order of
+samples, the number of workers and a restart therefore change nothing, and each epoch predicts different
+tokens.
 """
 
 from __future__ import annotations
@@ -26,26 +28,26 @@ PREDICTED, HIDDEN, REPLACED = 0.15, 0.8, 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Masking:
-    """How the sequences of a dataset are masked."""
+    """The settings of masking for the sequences of a dataset."""
 
     seed: int
     """The run's seed for data."""
 
     mask_token: int
-    """What hides a token."""
+    """The token id that hides a token."""
 
     known: int
-    """How many tokens the model has rows for."""
+    """Number of tokens with a row in the model's embedding."""
 
     vocabulary: int
-    """Tokens from 0 up to it may replace another."""
+    """Replacement tokens are drawn from 0 up to this number."""
 
     special: tuple[int, ...]
     """Tokens that are never predicted."""
 
     @classmethod
     def of(cls, tokenizer: Any, vocabulary: int, *, seed: int) -> Masking:
-        """With the tokenizer's own mask token. Raises `UsageError` when it has none."""
+        """Build the settings from the tokenizer. Raises `UsageError` if it has no mask token."""
         if tokenizer is None or tokenizer.mask_token_id is None:
             raise UsageError(
                 "masked-lm needs a mask token, but this tokenizer has none. Is it the model's tokenizer?"
@@ -59,13 +61,13 @@ class Masking:
         )
 
     def may_be_predicted(self, ids: np.ndarray) -> np.ndarray:
-        """For tokens in any shape, True for each that is not special, in that shape."""
+        """Return True for each token that is not special, in the shape of `ids`."""
         ordinary: np.ndarray = self._ordinary[ids]
         return ordinary
 
     @cached_property
     def _ordinary(self) -> np.ndarray:
-        """True for every token that is not special, (vocabulary): a table, for `np.isin` sorts at each
+        """True for every token that is not special, (vocabulary). A table, because `np.isin` sorts at each
         call."""
         import numpy as np
 
@@ -74,7 +76,7 @@ class Masking:
         return ordinary
 
     def mask(self, ids: list[int], *, epoch: int, index: int) -> tuple[list[int], list[int]]:
-        """S tokens with some of them hidden, and the S labels: the hidden token, or -100 for none."""
+        """Return S tokens, some of them hidden, and S labels: the hidden token, or -100."""
         import numpy as np
 
         original = np.array(ids, dtype=np.int64)

@@ -1,7 +1,6 @@
-"""What transformers' `from_pretrained` loads from a folder or the hub's cache, with one clear error when it
-cannot.
+"""Loading with transformers' `from_pretrained`, from a folder or the hub's cache, with one clear error.
 
-The hub itself is never asked, and code that comes with a tokenizer or a processor is never run.
+No request goes to the hub, and code that comes with a tokenizer or processor never runs.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ def load_pretrained(
     patterns: Sequence[str],
     file: str,
 ) -> Any:
-    """What `load` makes of the name or folder. Raises `UsageError`.
+    """Return the result of `load` for the name or folder. Raises `UsageError`.
 
-    `what` and `word` are what a person calls it, `file` is the one that its folder has as a rule; a folder is
-    taken for one if it has a file of any of the `patterns`.
+    `what` and `word` are the object's names in error messages, and `file` is the usual file in its folder. A
+    folder is accepted if it has a file that matches one of the `patterns`.
     """
     from huggingface_hub import constants
 
@@ -40,16 +39,16 @@ def load_pretrained(
     if not folder.is_dir() and (folder.exists() or name.startswith((".", "/"))):
         raise UsageError(f"{folder}: the {word} is a folder with a {file}, or a name on the hub.")
     try:
-        # `local_files_only` opens sockets all the same: the headers of a request that is never sent are made,
-        # and for them the hub is asked about coding agents.
+        # `local_files_only` still opens sockets: huggingface_hub builds the headers of a request that is
+        # never sent, and for them it sends a request about coding agents.
         with patch.object(constants, "HF_HUB_OFFLINE", True):
             return load(name, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # OSError, ValueError, and whatever a broken file makes of it
+    except Exception as error:  # OSError, ValueError, and any error that a broken file causes
         cure = f"Give a folder with a {file}"
         if not folder.is_dir():
             raise UsageError(
-                f"No folder {name!r}, and the local cache of the hub has no {what} of that name (the hub "
-                f"is not asked). {cure}."
+                f"No folder {name!r}, and the local cache of the hub has no {what} of that name (no request "
+                f"goes to the hub). {cure}."
             ) from None
         raise UsageError(
             f"{name}: transformers cannot load its {what} ({one_line(error, 300)}). {cure}."

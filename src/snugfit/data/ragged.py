@@ -1,8 +1,7 @@
-"""Lists of whole numbers of any length, one behind the other in one array.
+"""Lists of integers of any length, concatenated in one array.
 
-A dataset's tokens as Python lists would take thirty bytes each; here they take four, and worker processes
-share them with their parent, because nothing in them is ever counted or touched. Shapes: N lists of V values
-in all.
+A dataset's tokens take thirty bytes each as Python lists, and four here. Worker processes share the array
+with their parent, because reading it writes no reference counts. Shapes: N lists of V values in total.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Ragged:
         return lengths
 
     def sums(self, numbers: np.ndarray) -> np.ndarray:
-        """For a number to each value, (V), their sum over each list, (N)."""
+        """Return the sum over each list, (N), of one number per value, (V)."""
         import numpy as np
 
         total = np.concatenate([[0], np.cumsum(numbers, dtype=np.int64)])
@@ -45,20 +44,21 @@ class Ragged:
         return sums
 
     def lists_of(self, positions: Any) -> Any:
-        """The number of the list that each of these positions among the V values lies in, in their shape."""
+        """Return the index of the list at each of these positions among the V values, in their shape."""
         import numpy as np
 
         return np.searchsorted(self.starts, positions, side="right") - 1
 
     def filter(self, keep: np.ndarray) -> Ragged:
-        """The lists that are marked True in `keep`, (N)."""
+        """Return the lists marked True in `keep`, (N)."""
         import numpy as np
 
         lengths = self.lengths
         return Ragged(self.values[np.repeat(keep, lengths)], _starts(lengths[keep]))
 
     def recut(self, length: int) -> Ragged:
-        """All values in lists of one length, in order. What is left over is dropped, unless it is all."""
+        """Return all values in lists of one length, in order. A shorter last list is dropped, unless it is
+        the only one."""
         import numpy as np
 
         count = len(self.values) // length or 1
@@ -68,18 +68,18 @@ class Ragged:
 
 @final
 class RaggedBuilder:
-    """Collects lists, one after the other, and makes a `Ragged` of them."""
+    """A builder that concatenates lists to a `Ragged`."""
 
     def __init__(self) -> None:
         self._values, self._lengths = array("i"), array("q")
 
     def append(self, values: Sequence[int]) -> None:
-        """Adds one list of numbers of 32 bits."""
+        """Add one list of 32-bit integers."""
         self._values.extend(values)
         self._lengths.append(len(values))
 
     def build(self) -> Ragged:
-        """The lists in arrays. (These are copies, for what grows may have twice the room.)"""
+        """Return the lists in arrays. They are copies, because a growing array may have twice the room."""
         import numpy as np
 
         return Ragged(
@@ -88,7 +88,7 @@ class RaggedBuilder:
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:
-    """Where each of N lists begins, and the end of the last, (N + 1)."""
+    """Return the start of each of N lists and the end of the last, (N + 1)."""
     import numpy as np
 
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])

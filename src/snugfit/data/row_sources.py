@@ -1,13 +1,15 @@
-"""Where a path leads: to one file of rows, to several as one dataset, or to a folder of another kind.
+"""The kinds of sources behind a path: one file of rows, several files as one dataset, or another folder.
 
-    reviews.jsonl       its rows; the end of the name says how they are written
-    data/*.jsonl        those of every file that the pattern fits
-    data                a folder: what `save_to_disk` wrote; else every file of rows in it; else samples that
-                        a feature reads from folders of their classes
+| path            | rows                                                                            |
+|-----------------|---------------------------------------------------------------------------------|
+| `reviews.jsonl` | its rows; the suffix decides the format                                         |
+| `data/*.jsonl`  | the rows of every file that matches the pattern                                 |
+| `data`          | a folder: a dataset of `save_to_disk`; else every file of rows in it; else      |
+|                 | samples that a feature reads from folders of their classes                      |
 
-Several files are one dataset in the order of their names, so that sample 70,000 is the same one at every
-start. Files of several kinds are not mixed, and a folder that holds `train-...` beside `test-...` is asked
-about: what is kept for testing must not be trained on by a slip.
+Several files are one dataset in the order of their names, so sample 70,000 is the same one at every start.
+Files of several kinds are not mixed. A folder with both `train-...` and `test-...` is an error: a mistake
+must not train on test data.
 """
 
 from __future__ import annotations
@@ -36,10 +38,10 @@ def read_rows(
     *,
     columns: Mapping[str, str] | None = None,
 ) -> Rows:
-    """The rows of a file, of several (a folder, or a pattern such as `data/*.jsonl`), of a folder that
-    `save_to_disk` wrote, of folders of classes, or of a sequence of mappings. Raises `UsageError`.
+    """Open the rows of a file, a folder, a pattern, or a sequence of mappings. Raises `UsageError`.
 
-    `columns` names the column of a role where it is not called as usual: `{"text": "review"}`.
+    A pattern such as `data/*.jsonl` joins files. A folder has files of rows, a dataset of `save_to_disk`, or
+    folders of classes. `columns` gives the column of a role if it has an unusual name: `{"text": "review"}`.
     """
     if isinstance(source, str | os.PathLike):
         rows = _rows_at(Path(source).expanduser())
@@ -96,7 +98,8 @@ def _file(path: Path) -> Rows:
 
 
 def _matching_files(pattern: Path) -> list[Path]:
-    """The files that match a pattern, in the order of their names."""
+    """Return the files that match a pattern, in the order of their names. Raises `UsageError` if there are
+    none."""
     paths = sorted(Path(name) for name in glob.glob(str(pattern), recursive=True))
     files = [path for path in paths if path.is_file()]
     if files:
@@ -109,7 +112,8 @@ def _matching_files(pattern: Path) -> list[Path]:
 
 
 def _folder(folder: Path) -> Rows:
-    """A folder of files of rows, or folders of classes. Beside these, only a `metadata` file has rows."""
+    """Open a folder of files of rows, or of folders of classes. With the latter, only a `metadata` file has
+    rows."""
     entries = sorted(path for path in folder.iterdir() if not path.name.startswith((".", "__MACOSX")))
     folders = [path for path in entries if path.is_dir()]
     files = [path for path in entries if path.suffix.lower() in FORMS and path.is_file()]
@@ -136,12 +140,12 @@ def _folder(folder: Path) -> Rows:
 
 
 def _class_reader(folders: Sequence[Path]) -> Callable[[Path], Rows] | None:
-    """Return the reader of a feature for samples in folders of their classes."""
+    """Return a feature's reader of samples in folders of their classes."""
     return next((reader for find in hooks("class_reader") if (reader := find(folders))), None)
 
 
 def _join(files: Sequence[Path], source: str) -> Rows:
-    """One file's rows, or those of several of one kind."""
+    """Open one file's rows, or those of several files of one kind. Raises `UsageError` for several kinds."""
     forms = sorted({path.suffix.lower() for path in files})
     if len(forms) > 1:
         raise UsageError(

@@ -1,20 +1,19 @@
-"""The rows of a dataset, as they lie on disk: a sequence of mappings from a column's name to a value.
+"""The rows of a dataset, as a sequence of mappings from a column's name to a value.
 
 | source                                  | a row is                                   | read              |
 |-----------------------------------------|--------------------------------------------|-------------------|
-| `.txt`                                  | a line, as `text`; blank lines are skipped | when asked for    |
-| `.jsonl`, `.json` that begins with `{`  | an object, one a line                      | when asked for    |
+| `.txt`                                  | a line, as `text`; blank lines are skipped | on access         |
+| `.jsonl`, `.json` that begins with `{`  | an object, one a line                      | on access         |
 | `.json` that begins with `[`            | an object of the list                      | at once           |
 | `.csv`, `.tsv`                          | a line under a head                        | at once           |
 | `.parquet`                              | a row                                      | a group at a time |
 | several of these: a folder, a pattern   | theirs, file after file                    | as above          |
-| a folder written by `save_to_disk`      | a row                                      | when asked for    |
-| a list of mappings, a `datasets.Dataset`| an entry                                   | when asked for    |
+| a folder written by `save_to_disk`      | a row                                      | on access         |
+| a list of mappings, a `datasets.Dataset`| an entry                                   | on access         |
 
-What all of them offer stands here, and the two kinds that read no file. The others are in `text_rows.py`,
-`arrow_rows.py` and in features; `row_sources.py` decides which of them a path leads to. What is
-wrong with a file is reported with its line: when the file is opened or, where rows are read when they are
-asked for, when the row is read.
+This file has the interface of all sources, and the two sources without a file. The others are in
+`text_rows.py`, `arrow_rows.py` and in features. `row_sources.py` chooses the source for a path. An error in a
+file names its line. It is raised when the file is opened, or when the row is read on access.
 """
 
 from __future__ import annotations
@@ -44,55 +43,55 @@ ROLES = (
     "input_ids",
     "messages",
 )
-"""What a column can be to a task, beside the roles of features; `columns.py` says which task needs which."""
+"""Roles of a column in a task, next to those of features; `columns.py` has the roles of each task."""
 
 
 class Rows(Indexed[Row]):
-    """A dataset's rows, and the columns that the user has named; one subclass for each kind of source."""
+    """A dataset's rows, and the columns that the user has named; one subclass per kind of source."""
 
     source: str
-    """The file or folder, as it was named."""
+    """The file or folder, as it was given."""
 
     columns: tuple[str, ...]
     """The names of the first row's columns."""
 
     folder: Path = Path()
-    """Where a relative path in a row begins: the folder of the file, where there is one."""
+    """The folder that relative paths in a row start from: that of the file, if there is one."""
 
     same_columns: bool = False
-    """Whether every row has every column, so that files which are read as one dataset must agree."""
+    """True if every row has every column. Files of one dataset must then have the same columns."""
 
     named: Mapping[str, str] = {}
-    """The column of a role, where the user has named it."""
+    """The columns that the user has named, by role."""
 
     def __iter__(self) -> Iterator[Row]:
         return (self._item(index) for index in range(len(self)))
 
     def where(self, index: int) -> str:
-        """The file and line, or the row's number, by which a person finds this row."""
+        """Return the file and line, or the row's number, for an error message."""
         return f"{self.source}, row {index + 1}"
 
     def folder_of(self, index: int) -> Path:
-        """The folder in which a relative path of this row begins."""
+        """Return the folder that relative paths of this row start from."""
         return self.folder
 
     def class_names(self, column: str) -> tuple[str, ...]:
-        """The names of a column's classes in their order, where the source knows them; else none."""
+        """Return the names of a column's classes in order; empty if the source has none."""
         return ()
 
     def notes(self) -> Iterator[str]:
-        """What somebody who trains on this should know."""
+        """Yield notes for the user who trains on these rows."""
         yield from ()
 
     def select_columns(self, columns: Collection[str]) -> Rows:
-        """The same rows with these columns at least; without the others where that saves reading them."""
+        """Return the rows with at least these columns, without others if that saves reading them."""
         return self._select({name if name in self.columns else _outer(name) for name in columns})
 
     def _select(self, columns: Collection[str]) -> Rows:
         return self
 
     def name_columns(self, named: Mapping[str, str]) -> None:
-        """Notes which column the user has named for which role. Raises `UsageError`."""
+        """Store the column that the user has named for each role. Raises `UsageError`."""
         roles = (*ROLES, *(role for feature in features() for role in feature.column_roles))
         for role, column in named.items():
             if role not in roles:
@@ -105,18 +104,18 @@ class Rows(Indexed[Row]):
         self.named = dict(named)
 
     def has(self, column: str) -> bool:
-        """Whether there is such a column; `translation.en` is the key `en` in the objects of
+        """Return True if this column exists. `translation.en` is the key `en` in the objects of
         `translation`."""
         return column in self.columns or _outer(column) in self.columns
 
     def column_list(self, column: str = "") -> str:
-        """The columns there are, for an error message; those most like `column` come first."""
+        """Return the list of columns for an error message, those most like `column` first."""
         near = nearest(column, self.columns)
         names = [*near, *(name for name in self.columns if name not in near)]
         return f"Its columns: {', '.join(map(repr, names[:20]))}{', ...' if len(names) > 20 else ''}."
 
     def value(self, row: Row, column: str, index: int) -> Any:
-        """What a row has in this column; raises `UsageError` when it has no such column."""
+        """Return the row's value in this column. Raises `UsageError` if the row lacks it."""
         value: Any = row
         for key in [column] if column in row else column.split("."):
             if not isinstance(value, Mapping) or key not in value:
@@ -125,12 +124,12 @@ class Rows(Indexed[Row]):
         return value
 
     def text(self, row: Row, column: str, index: int) -> str:
-        """The text that a row has in this column. Raises `UsageError` where there is none."""
+        """Return the row's text in this column. Raises `UsageError` if there is none."""
         return as_text(self.value(row, column, index), self.where(index), column)
 
 
 def as_text(value: Any, where: str, column: str) -> str:
-    """The value, if it is text that a tokenizer can read."""
+    """Return the value if it is valid text for a tokenizer. Raises `UsageError` otherwise."""
     if not isinstance(value, str):
         what = "nothing (null)" if value is None else f"{value!r:.40}"
         raise UsageError(f"{where}: {column!r} is {what}; it must be text in every row.")
@@ -151,7 +150,7 @@ def _outer(column: str) -> str:
 
 @final
 class MemoryRows(Rows):
-    """Rows that are in memory already: a list of mappings, or a map-style dataset of torch."""
+    """Rows in memory: a list of mappings, or a map-style dataset of torch."""
 
     def __init__(self, rows: Sequence[Row], source: str = "the dataset", folder: Path = Path()) -> None:
         self.source, self.folder, self._rows = source, folder, rows
@@ -174,8 +173,7 @@ class MemoryRows(Rows):
 
 @final
 class JoinedRows(Rows):
-    """Several files of one kind as one dataset: the rows of the first, then those of the second, and so on.
-    Files without a row are left out."""
+    """Several files of one kind, concatenated to one dataset. Files without a row are left out."""
 
     def __init__(self, parts: Sequence[Rows], source: str) -> None:
         self.source = source
@@ -195,7 +193,7 @@ class JoinedRows(Rows):
         return self._ends[-1]
 
     def _at(self, index: int) -> tuple[Rows, int]:
-        """The file that holds this row, and the row's index in that file."""
+        """Return the file of this row, and the row's index in that file."""
         number = bisect_right(self._ends, index)
         return self._parts[number], index - (self._ends[number - 1] if number else 0)
 
@@ -208,12 +206,12 @@ class JoinedRows(Rows):
             yield from part
 
     def where(self, index: int) -> str:
-        """The row's own file, and where it is in that."""
+        """Return the row's own file and its place there, for an error message."""
         part, inner = self._at(index)
         return part.where(inner)
 
     def folder_of(self, index: int) -> Path:
-        """The folder of the file that holds this row."""
+        """Return the folder of the row's file."""
         part, inner = self._at(index)
         return part.folder_of(inner)
 

@@ -1,15 +1,17 @@
-"""Samples: a dataset's rows as token ids, made once at the start and kept in flat arrays.
+"""Samples: a dataset's rows as token ids, encoded once at the start and stored in flat arrays.
 
-A run starts the same way each time it is started, so all rows are encoded before the first step: whatever is
-wrong with any of them is known then, with its row, and not after three hours. The result is a map-style
-dataset of plain lists, as transformers' collators take them too:
+All rows are encoded before the first step. An invalid row therefore raises its error at the start, with its
+number, and not after three hours. The result is a map-style dataset of plain lists, which transformers'
+collators take too:
 
-    {"input_ids": [...], "label": 3}           a class, or a number for a regression
-    {"input_ids": [...], "labels": [...]}      a label to each token (or target token), -100 for none
-    {..., "token_type_ids": [...]}             two texts, for models that tell them apart
+| sample                                      | content                                                   |
+|---------------------------------------------|-----------------------------------------------------------|
+| `{"input_ids": [...], "label": 3}`          | a class, or a number for a regression                     |
+| `{"input_ids": [...], "labels": [...]}`     | one label per token (or target token), -100 for none      |
+| `{..., "token_type_ids": [...]}`            | two texts, for models with token types                    |
 
-Samples of which nothing enters a loss are left out, such as a prompt that fills all of the sequence length:
-their loss would be 0/0. They are counted, and when there are no others it is an error.
+Samples without a token in the loss are left out, such as a prompt that fills all of the sequence length.
+Their loss would be 0/0. They are counted, and a dataset with no other sample is an error.
 """
 
 from __future__ import annotations
@@ -48,18 +50,18 @@ class Samples(IndexedSamples):
     """1 for each token of a second text, else 0."""
 
     masking: Masking | None = None
-    """What hides tokens from a masked language model."""
+    """The masking of a masked language model."""
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each sample's input, (N)."""
+        """Number of tokens of each sample's input, (N)."""
         return self.inputs.lengths
 
     def __len__(self) -> int:
         return len(self.inputs)
 
     def _sample(self, index: int, epoch: int) -> Sample:
-        """Masks differ from one epoch to the next, nothing else does."""
+        """Return the sample at this index. Only masks differ from one epoch to the next."""
         ids = self.inputs[index]
         sample: Sample = {"input_ids": ids}
         if self.types is not None:
@@ -73,7 +75,7 @@ class Samples(IndexedSamples):
         return sample
 
     def filter(self, keep: np.ndarray) -> Samples:
-        """The samples that are marked True in `keep`, (N); the others are counted as left out."""
+        """Return the samples marked True in `keep`, (N); count the others as left out."""
         return replace(
             self,
             inputs=self.inputs.filter(keep),
@@ -84,7 +86,7 @@ class Samples(IndexedSamples):
         )
 
     def pack(self, length: int) -> Samples:
-        """The tokens of all samples, one behind the other, in samples of this length."""
+        """Concatenate the tokens of all samples and cut them into samples of this length."""
         inputs = self.inputs.recut(length)
         return replace(self, inputs=inputs, cut_tokens=len(self.inputs.values) - len(inputs.values))
 
@@ -98,14 +100,13 @@ def samples_of(
     label_names: Sequence[str] = (),
     seed: int = 0,
 ) -> Samples:
-    """The rows as samples of the job. Raises `UsageError` that names the row.
+    """Encode the rows as samples of the job. Raises `UsageError` that names the row.
 
-    They are cut at the job's sequence length. `pack` (causal-lm) joins texts by the end
-    token and cuts the whole into samples of that length, so that nothing is padded; attention then reaches
-    across the texts within a sample, as in GPT-2's own training. What is left over at the end is dropped.
-    `label_names` is the order of classes in the split that is trained on, for one that is evaluated. `seed`
-    decides which tokens a masked language model predicts. `tokenizer` may be None for rows that have
-    `input_ids`.
+    Samples are truncated to the job's sequence length. `pack` (causal-lm) joins texts with the end token and
+    cuts the whole into samples of that length, without padding. Attention then crosses the texts within a
+    sample, as in GPT-2's own training; the rest at the end is dropped. `label_names` is the order of the
+    training split's classes, for an evaluation split. `seed` decides the tokens that a masked language model
+    predicts. `tokenizer` may be None for rows that have `input_ids`.
     """
     columns = columns_of(rows, job)
     if pack and (job.task is not Task.CAUSAL_LM or set(columns) & {"prompt", "messages", "label"}):
@@ -134,18 +135,18 @@ def samples_of(
 
 @dataclass(frozen=True, kw_only=True)
 class _RowLabels:
-    """Labels as the rows have them: one to a sequence, or one to each word of it."""
+    """Labels in the rows' own form: one per sequence, or one per word."""
 
     values: list[Any]
     rows: array[int]
-    """The row that each of the values is of."""
+    """The row of each value."""
 
     def where(self, where: Where) -> Where:
         return lambda index: where(self.rows[index])
 
 
 def _gather(encoded: Iterable[Encoded]) -> tuple[Samples, _RowLabels]:
-    """Every row's tokens in arrays, and the labels that are yet to become numbers."""
+    """Return every row's tokens in arrays, and the labels before their conversion to numbers."""
     inputs, labels, types = RaggedBuilder(), RaggedBuilder(), RaggedBuilder()
     row_labels = _RowLabels(values=[], rows=array("q"))
     cut, lost, labelled, typed = 0, 0, False, False
@@ -171,8 +172,8 @@ def _gather(encoded: Iterable[Encoded]) -> tuple[Samples, _RowLabels]:
 def _with_label_numbers(
     samples: Samples, row_labels: _RowLabels, job: Job, names: tuple[str, ...], where: Where
 ) -> Samples:
-    """The samples with the labels of the rows as numbers. `names` is the order of the classes, where it is
-    known."""
+    """Return the samples with the rows' labels as numbers. `names` is the known order of the classes, if
+    any."""
     values, where_of = row_labels.values, row_labels.where(where)
     if job.task is Task.SEQUENCE_CLASSIFICATION:
         if job.labels == 1:
@@ -200,8 +201,10 @@ def _with_label_numbers(
 def refuse_unknown_tokens(
     lists: Ragged, vocabulary: int, job: Job, where: Where, *, ignored: bool = False
 ) -> None:
-    """Raises `UsageError` for a token that the model has no row for: on the device that would be an assertion
-    that names nothing."""
+    """Raise `UsageError` for a token without a row in the embedding.
+
+    On the device this would be an assertion that names no row.
+    """
     wrong = (lists.values < 0) | (lists.values >= vocabulary)
     if ignored:
         wrong &= lists.values != IGNORED
@@ -214,7 +217,7 @@ def refuse_unknown_tokens(
 
 
 def _without_untrainable(samples: Samples, job: Job, where: Where) -> Samples:
-    """The samples that have something that enters a loss."""
+    """Return the samples that have a token in the loss. Raises `UsageError` if there are none."""
     empty = samples.lengths == 0
     if job.task in (Task.SEQUENCE_CLASSIFICATION, Task.SEQ2SEQ_LM) and empty.any():
         raise UsageError(f"{where(int(empty.argmax()))}: its text is empty, without a single token.")

@@ -1,16 +1,16 @@
-"""Rows in files of text: lines, JSON objects, tables, read by Python's own `json` and `csv`.
+"""Rows of text files: lines, JSON objects and tables, read with Python's own `json` and `csv`.
 
-Not by the readers of `datasets`, which change what stands in a file (as of 5.2):
+The readers of `datasets` are not used, because they change the content of a file (as of 5.2):
 
-- JSON: a column of dates written as text (`"2020-01-01"`) becomes timestamps; a key that first appears, or a
-  null that first gets a value, after 10 MB is an error without a line; missing keys become nulls.
-- Tables: pandas reads `NA` and `null` as no value, fills up a row that has too few cells, and takes the first
-  column for an index where rows have one cell more than the head. Here each is an error with its line.
+- JSON: a column of dates written as text (`"2020-01-01"`) becomes timestamps. A key or a value that first
+  appears after 10 MB is an error without a line. Missing keys become nulls.
+- Tables: pandas reads `NA` and `null` as no value, and fills up a row that has too few cells. If rows have
+  one cell more than the head, the first column becomes an index. Here each is an error with its line.
 - All of them write a copy of the file to disk at every start.
 
-A file of lines is gone through once, to prove it UTF-8 and to note where each line begins; a line is read
-when it is asked for. The rows of a table may span lines (a quoted cell may hold one), and so may the objects
-of a list, so these files are held in memory, and beyond `LARGEST_IN_MEMORY` they must come in another form.
+A file of lines is scanned once, to validate UTF-8 and to record the offset of each line. A line is read on
+access. The rows of a table may span lines (a quoted cell may contain one), and so may the objects of a list.
+These files are loaded into memory; beyond `LARGEST_IN_MEMORY` they must be in another format.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from snugfit.errors import UsageError
 from snugfit.user_files import load_json
 
 LARGEST_IN_MEMORY = 1 << 30
-"""Bytes of a file that is held in memory."""
+"""Largest size in bytes of a file that is loaded into memory."""
 
 LARGEST_CELL = 64 << 20
-"""Characters in a table's cell; csv's own limit, 128 KiB, is less than a long document has."""
+"""Characters in a table's cell; csv's own limit, 128 KiB, is too small for a long document."""
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-"""What Windows puts before UTF-8 text."""
+"""The mark that Windows writes before UTF-8 text."""
 
 
 @final
 class LineRows(Rows):
-    """A file with a row in every line that is not blank."""
+    """A file with one row per line that is not blank."""
 
     def __init__(self, path: Path, parse: Callable[[str, str], Row]) -> None:
-        """`parse` makes a row of a line; its second argument says where the line is."""
+        """`parse` converts a line to a row; its second argument is the line's place for error messages."""
         self.source, self.folder = str(path), path.parent
         self._path, self._parse = path, parse
         self._starts, self._numbers = array("q"), array("q")
@@ -73,13 +73,13 @@ class LineRows(Rows):
                 yield self._parse(decode(file.readline(), where), where)
 
     def where(self, index: int) -> str:
-        """The file and the line's number, as editors count."""
+        """Return the file and the line's number, counted from 1 as in editors."""
         return f"{self.source}, line {self._numbers[index]}"
 
 
 @final
 class TableRows(Rows):
-    """`.csv`, `.tsv`: a head, and under it rows with as many cells. All values are text."""
+    """A `.csv` or `.tsv` file: a head, and rows with as many cells. All values are text."""
 
     same_columns = True
 
@@ -119,7 +119,7 @@ class TableRows(Rows):
         return dict(zip(self.columns, self._cells[index], strict=True))
 
     def where(self, index: int) -> str:
-        """The file and the number of the line where the row begins."""
+        """Return the file and the number of the row's first line."""
         return f"{self.source}, line {self._numbers[index]}"
 
 
@@ -147,7 +147,7 @@ def _object(value: Any, where: str) -> Row:
 
 
 def _json(path: Path) -> Rows:
-    """A list, or (as `datasets` and pandas write `.json`) an object a line."""
+    """Open a list, or an object per line, as `datasets` and pandas write `.json`."""
     with open(path, "rb") as file:
         begins = file.read(4096).removeprefix(_BYTE_ORDER_MARK).lstrip()[:1]
     if begins == b"[":
@@ -168,11 +168,11 @@ READERS: dict[str, Callable[[Path], Rows]] = {
     ".csv": TableRows,
     ".tsv": TableRows,
 }
-"""By the end of a file's name."""
+"""The reader of each suffix."""
 
 
 def read_text(path: Path) -> str:
-    """A whole file of UTF-8. Raises `UsageError` where it is too large, or something else."""
+    """Read a whole file of UTF-8. Raises `UsageError` if it is too large or has another encoding."""
     if (size := path.stat().st_size) > LARGEST_IN_MEMORY:
         raise UsageError(
             f"{path}: {size:,} bytes; a {path.suffix} file is read into memory, so it may have at most "
@@ -182,7 +182,7 @@ def read_text(path: Path) -> str:
 
 
 def decode(content: bytes, where: str) -> str:
-    """UTF-8 as text, without the mark that Windows puts before it. Raises `UsageError`."""
+    """Decode UTF-8, without the mark that Windows writes before it. Raises `UsageError`."""
     content = content.removeprefix(_BYTE_ORDER_MARK)  # the codec utf-8-sig takes three times as long
     try:
         return content.decode()

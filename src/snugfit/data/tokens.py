@@ -1,4 +1,4 @@
-"""The tokenizer: where it is loaded from, what it makes of texts, and which token pads."""
+"""The tokenizer: loading it, tokenizing texts with it, and its padding token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from snugfit.job.job import Job
 
 
 def load_tokenizer(name_or_folder: str | os.PathLike[str]) -> Any:
-    """transformers' tokenizer of this name, or in this folder. Raises `UsageError`."""
+    """Load transformers' tokenizer by its name or folder. Raises `UsageError`."""
     from transformers import AutoTokenizer
 
     return load_pretrained(
@@ -27,9 +27,12 @@ def load_tokenizer(name_or_folder: str | os.PathLike[str]) -> Any:
 
 
 def padding_token(job: Job, tokenizer: Any | None = None) -> int:
-    """The token that batches are padded with: the model's own, for models look for it (a decoder that
-    classifies reads the last token that is not it); else the tokenizer's; else the end token, as users do;
-    else 0."""
+    """Return the token that pads batches.
+
+    The model's own goes first, because models search for it: a decoder that classifies reads the last token
+    that differs from it. Next are the tokenizer's padding token, its end token, a common choice of users, and
+    0.
+    """
     config = job.transformers_config().get_text_config()
     candidates = [getattr(config, "pad_token_id", None)]
     candidates += [getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id")]
@@ -40,29 +43,29 @@ def padding_token(job: Job, tokenizer: Any | None = None) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """What a tokenizer makes of one text, or of two."""
+    """The tokens of one text, or of a pair of texts."""
 
     ids: list[int]
     """Its tokens, special ones included."""
 
     types: list[int] | None
-    """1 for each token of the second text, else 0, where the model takes that."""
+    """1 for each token of the second text, else 0; None if the model takes no types."""
 
     words: list[int | None]
-    """The word that each token is of, where the text came as words; None for special tokens."""
+    """The index of each token's word if the text was a list of words; None for special tokens."""
 
     cut: int = 0
-    """How many tokens were cut off."""
+    """Number of truncated tokens."""
 
 
 @final
 class Tokenizer:
-    """A transformers tokenizer, of which no more is used than lists of ids."""
+    """A transformers tokenizer, reduced to an interface of lists of ids."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.of_transformers = tokenizer
-        # Workers are forked after the tokenizer's threads have run. They never use it, but it warns at every
-        # fork of a process that has not said whether it wants threads.
+        # Workers are forked after the tokenizer's threads have run. They never use it, but without this
+        # variable it warns at every fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
     def tokens(
@@ -74,8 +77,10 @@ class Tokenizer:
         limit: int | None,
         words: bool = False,
     ) -> list[Tokens]:
-        """The tokens of each text, at most `limit` of them: what is longer goes through the tokenizer again,
-        to be cut."""
+        """Return the tokens of each text, at most `limit` of them.
+
+        A longer text is tokenized a second time, with truncation. Raises `UsageError` if the tokenizer fails.
+        """
         if words and not getattr(self.of_transformers, "is_fast", False):
             raise UsageError(
                 "token-classification needs a fast tokenizer, which knows the word of each token."
@@ -93,7 +98,7 @@ class Tokenizer:
         return tokens
 
     def with_end(self, ids: list[int]) -> list[int]:
-        """The tokens with the end token behind them, once; as they are where there is none."""
+        """Append the end token, unless it is there already or the tokenizer has none."""
         end = self.end
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
@@ -108,7 +113,7 @@ class Tokenizer:
             encoding = self.of_transformers(
                 **inputs, is_split_into_words=words, padding=False, verbose=False, **more
             )
-        except Exception as error:  # whatever a tokenizer of somebody's making raises
+        except Exception as error:  # any error of a custom tokenizer
             raise UsageError(
                 f"The tokenizer fails on the dataset's text ({one_line(error, 300)})."
             ) from error
@@ -132,7 +137,7 @@ class Tokenizer:
 
 
 def as_tokenizer(given: Any | None) -> Any | None:
-    """Return the tokenizer that was given, or the one in this folder. Raise `UsageError` for others."""
+    """Return the given tokenizer, or the one in this folder. Raises `UsageError` for other types."""
     if given is not None and not callable(given) and not isinstance(given, str | os.PathLike):
         raise UsageError(f"tokenizer is {given!r:.80}; it must be transformers' tokenizer, or its folder.")
     return load_tokenizer(given) if isinstance(given, str | os.PathLike) else given

@@ -1,1 +1,1 @@
-"""The loops: a recipe over a dataset, its checkpoints, and what happens to them."""
+"""The training loop: a recipe over a dataset, with checkpoints, resuming and recovery."""

@@ -1,8 +1,8 @@
-"""Weights that a backward pass changes: an optimizer in hooks, which is found out in a run's first step.
+"""Detection of weights that change during a backward pass, in a run's first step.
 
-torch calls what `register_post_accumulate_grad_hook` was given when a parameter has its gradient, and some
-update the parameter there, to hold one gradient at a time. Such a step cannot be stopped before its update or
-be taken again, so what is promised of a run would not be true. A hook that changes no weight is left alone.
+An optimizer may update a parameter in a hook of `register_post_accumulate_grad_hook`, to store one gradient
+at a time. Such a step cannot be stopped before its update or repeated, which a run promises. A hook that
+changes no weight is allowed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @final
 class BackwardWatch:
-    """Looks at the weights that have such a hook, before and after the first backward pass of a run."""
+    """A comparison of the weights with such a hook before and after a run's first backward pass."""
 
     def __init__(self) -> None:
         self._before: list[tuple[str, torch.nn.Parameter, int, float]] | None = None
 
     def begin(self, model: torch.nn.Module) -> None:
-        """A step begins; of the first one it is noted what the weights are."""
+        """Record the weights with hooks before the first step; do nothing at later ones."""
         if self._before is None:
             self._before = [
                 (name, weight, weight._version, _sum(weight))
@@ -32,7 +32,7 @@ class BackwardWatch:
             ]
 
     def raise_if_updated(self) -> None:
-        """Before the first step's update. Raises `UsageError` when there has been one already."""
+        """Raise `UsageError` if a weight has changed before the first step's update."""
         before, self._before = self._before or [], []
         changed = [
             name

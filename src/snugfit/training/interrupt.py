@@ -1,18 +1,20 @@
-"""Signals while a run goes on: it ends on a step's boundary, with a checkpoint, and can be resumed.
+"""Signals during a run: it ends at a step's boundary with a checkpoint, and can be resumed.
 
-    SIGTERM once     checkpoint at the next boundary, exit 75 (a scheduler that takes its machine back)
-    SIGHUP once      the same (the terminal was closed), unless the process ignores it, as under `nohup`
-    SIGINT once      the same, exit 130 (Ctrl-C)
-    any of them      at once, exit 143, 129 or 130; the last whole checkpoint stays what it is
-      again
-    SIGUSR1          a checkpoint at the next boundary, and training goes on
-    a trigger file   the same, for who cannot send signals: `touch FOLDER/checkpoint-now`
+| signal         | effect                                                                                    |
+|----------------|-------------------------------------------------------------------------------------------|
+| SIGTERM once   | checkpoint at the next boundary, exit 75 (a scheduler reclaims its machine)               |
+| SIGHUP once    | the same (the terminal was closed), unless the process ignores it, as under `nohup`       |
+| SIGINT once    | the same, exit 130 (Ctrl-C)                                                               |
+| any of them    | immediate exit 143, 129 or 130; the last whole checkpoint is unchanged                    |
+|   again        |                                                                                           |
+| SIGUSR1        | a checkpoint at the next boundary, and training continues                                 |
+| a trigger file | the same, for users who cannot send signals: `touch FOLDER/checkpoint-now`                |
 
-A signal handler only notes what came: saving happens in the loop, where nothing is half done. Handlers are
-installed in the main thread only (Python allows no other) and are put back afterwards.
+A signal handler only records the signal. The loop saves at a boundary, where no step is half done. Handlers
+are installed in the main thread only (Python allows no other) and are restored afterwards.
 
-An evaluation may take longer than anybody waits after a signal. It changes no weight, so it is abandoned: our
-own between two batches, that of other code (a Trainer's, a user's) where the next module begins to compute.
+An evaluation may take longer than the time after a signal. It changes no weight, so it is abandoned. Our own
+stops between two batches. That of other code (a Trainer's, a user's) stops before the next module's forward.
 """
 
 from __future__ import annotations
@@ -34,12 +36,12 @@ AT_ONCE = {signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGINT: 130}
 
 
 class EvaluationStopped(BaseException):
-    """A signal has come, and the evaluation that is going on is abandoned. No `Exception`, for it passes
-    through code of the user's."""
+    """A signal has stopped the current evaluation. No `Exception`, because it passes through code of the
+    user's."""
 
 
 class Interrupts:
-    """What was asked of the run while the context is entered; without a folder by signals alone."""
+    """The signals and trigger files since the context was entered; without a folder, signals alone."""
 
     def __init__(
         self,
@@ -94,18 +96,23 @@ class Interrupts:
 
     @property
     def too_late(self) -> bool:
-        """Whether the time to keep a checkpoint is over."""
+        """True if the time to write a checkpoint is over."""
         return time.monotonic() > self._deadline
 
     def begin_last_save(self) -> None:
-        """The checkpoint that a stop asks for is begun. Where a single step or batch has taken all the time
-        that there was for it, there is as much again: without it the steps would be lost."""
+        """Start the last checkpoint. If a single step or batch has used up the time limit, the limit starts
+        again.
+
+        Without this the steps since the last checkpoint would be lost.
+        """
         if self.too_late:
             self._begin_deadline()
 
     def watch_modules(self, look: Callable[[Any], None] | None) -> None:
-        """From here on, once a signal stops the run, `look` is called with every module of the process that
-        begins to compute; None ends that. Before the signal it costs nothing."""
+        """Call `look` with every module before its forward, from a stopping signal on; None ends that.
+
+        Before the signal this costs nothing.
+        """
         self._look = look
         if self._hook is not None:
             self._hook.remove()
@@ -114,24 +121,24 @@ class Interrupts:
             self._hook = _before_each_module(look)
 
     def raise_if_stopping(self) -> None:
-        """For an evaluation, between two batches. Raises `EvaluationStopped` after a signal."""
+        """Raise `EvaluationStopped` after a signal, between two batches of an evaluation."""
         if self._stopping is not None:
             raise EvaluationStopped
 
     def wants_checkpoint(self) -> bool:
-        """Whether a checkpoint was asked for since the last time this was asked."""
+        """Return True if a checkpoint was requested since the last call."""
         asked, self._wants_checkpoint = self._wants_checkpoint, False
         if self._trigger is None:
             return asked
         try:
             self._trigger.unlink()
-        except OSError:  # most often: there is none
+        except OSError:  # usually because there is no such file
             return asked
         return True
 
 
 def _before_each_module(look: Callable[[Any], None]) -> Any:
-    """Has `look` called with every module that begins to compute in the main thread; gives what ends that."""
+    """Call `look` before each module's forward in the main thread; return the hook's handle."""
     from torch.nn.modules.module import register_module_forward_pre_hook
 
     def hook(module: Any, arguments: Any) -> None:

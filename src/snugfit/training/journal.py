@@ -1,12 +1,12 @@
-"""The journal of a run: one JSON object per line, appended as things happen.
+"""The journal of a run: one JSON object per line, appended as events happen.
 
     {"event": "step", "step": 31, "loss": 0.4127, "norm": 1.93, ...}
 
-A run that was resumed goes on in the same file: steps that were lost and taken again stand there twice, and
-the later line counts. Whoever watches the run (a progress bar, a test) hears the same events.
+A resumed run appends to the same file. Steps that were lost and repeated are there twice, and the later line
+counts. Watchers of the run (a progress bar, a test) receive the same events.
 
-Training does not end because its journal cannot be written: a full disk is one warning, and what came after
-it is missing.
+A journal that cannot be written does not end the training. A full disk is one warning, and the later events
+are missing.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from typing import Any, BinaryIO
 from snugfit.errors import UsageError
 
 Event = dict[str, Any]
-"""`event` is its kind; `train.py` says which there are and what they hold."""
+"""A dict whose `event` is its kind; `train.py` lists the kinds and their fields."""
 
 JOURNAL = "journal.jsonl"
 
 
 def open_journal(path: Path) -> BinaryIO:
-    """Open the file to append to it and to read its end. A link is refused: it may lead to any file of the
-    user's, in a folder that somebody else may have filled."""
+    """Open the file for appending and for reading its end.
+
+    A symbolic link is refused: in a folder with files of another user it may lead to any file of this one.
+    """
     return open(path, "a+b", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
 
 
 class Journal:
-    """Writes a run's events, and passes them on to whoever watches; of a run without a folder it writes
-    nothing."""
+    """A writer of a run's events that also passes them to watchers; without a folder it writes no file."""
 
     def __init__(self, folder: Path | None, *watchers: Callable[[Event], None]) -> None:
         for watch in watchers:
@@ -48,7 +49,7 @@ class Journal:
 
     @contextlib.contextmanager
     def writing_to(self, folder: Path) -> Iterator[None]:
-        """Within it the events are written into this folder too."""
+        """Also write the events into this folder within the context."""
         self._path, self._begun, self._broken = folder / JOURNAL, False, False
         try:
             yield
@@ -56,13 +57,13 @@ class Journal:
             self._path = None
 
     def tell(self, kind: str, /, **fields: Any) -> None:
-        """Writes an event of this kind, now, and passes it on."""
+        """Write an event of this kind now, and pass it to the watchers."""
         event: Event = {"event": kind, **fields}
         self._append(event)
         self._pass_on(event)
 
     def warn_once(self, text: str) -> bool:
-        """Tells a warning the first time that it is given; says whether `text` is one at all."""
+        """Write a warning unless it was given before; return False for an empty `text`."""
         if text and text not in self._warned:
             self._warned.add(text)
             self.tell("warning", text=text)
@@ -77,7 +78,7 @@ class Journal:
             return
         try:
             with open_journal(self._path) as file:
-                if not self._begun and file.tell():  # a process that was killed may have left half a line
+                if not self._begun and file.tell():  # a killed process may have left half a line
                     file.seek(-1, os.SEEK_END)
                     file.write(b"" if file.read() == b"\n" else b"\n")
                 file.write(json.dumps(_strict(event), default=str, allow_nan=False).encode() + b"\n")
@@ -91,7 +92,7 @@ class Journal:
 
 
 def _strict(event: Event) -> Event:
-    """NaN and infinities as words, for JSON has no such numbers."""
+    """Return the event with NaN and infinities as text, because JSON has no such numbers."""
     return {
         key: repr(value) if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in event.items()
@@ -99,8 +100,10 @@ def _strict(event: Event) -> Event:
 
 
 def read_journal(folder: Path) -> Iterator[Event]:
-    """The events of a run, in the order in which they were written; a line that was cut off
-    or damaged is left out. Raises `FileNotFoundError` where no run was."""
+    """Yield the events of a run in the order of writing, without truncated or damaged lines.
+
+    Raises `FileNotFoundError` if the folder has no journal.
+    """
     with open(folder / JOURNAL, encoding="utf-8", errors="replace") as file:
         for line in file:
             try:

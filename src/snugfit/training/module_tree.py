@@ -1,9 +1,9 @@
-"""A model's modules listed once, for a loop that asks all of them each step.
+"""A cached list of a model's modules, for loops that read them in each step.
 
 transformers' Trainer calls `model.train()` and counts the model's parameters for every micro-batch, and lists
-them to clip. Each of these walks through all modules takes the host some time, and a small step is bound by
-the host. Whether anything in a list has changed is seen much sooner, and what has changed is walked through
-anew: so the answers are those of the model's own methods, at every call.
+them for clipping. Each traversal of all modules takes the host some time, and the host bounds a small step.
+Checking a list for changes is much faster than traversing it. Changed lists are traversed again, so the
+results equal those of the model's own methods at every call.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from torch import nn
 
 KNOWN = ("torch.nn.modules.module", "transformers.modeling_utils")
-"""Files whose methods are known to do what is done here. A model with a method of its own keeps it."""
+"""Files whose methods behave as those below. A model with a method of its own keeps it."""
 
 _WALKS = ("parameters", "named_parameters", "modules", "named_modules")
 USED_BY = {"train": ("train",), "parameters": _WALKS, "num_parameters": ("num_parameters", *_WALKS)}
-"""By a method that is answered here, those that it calls."""
+"""The methods that each replaced method calls."""
 
 _VALUES = methodcaller("values")
 _IS_TRAINING = attrgetter("training")
 
 
 class ModuleTree:
-    """All modules of a model, and what they hold now."""
+    """All modules of a model, and their current children and parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -48,30 +48,33 @@ class ModuleTree:
         return list(chain.from_iterable(map(_VALUES, self._child_dicts)))
 
     def modules(self) -> list[nn.Module]:
-        """Each module once, as `model.modules()`; listed anew where one was added, removed or replaced."""
+        """Return each module once, as `model.modules()` does, with changes since the last call."""
         if not _are_same(self._current_children(), self._children):
             self._list_modules()
         return self._modules
 
     def train(self, mode: bool = True) -> nn.Module:
-        """Does what `model.train(mode)` does."""
+        """Do the same as `model.train(mode)`."""
         if mode is True and all(map(_IS_TRAINING, self.modules())) and self._has_known_train:
             return self.model
         return type(self.model).train(self.model, mode)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Gives what `model.parameters(recurse)` gives: each once, in the order of the modules."""
+        """Iterate over the same as `model.parameters(recurse)`: each once, in the order of the modules."""
         return iter(self._all_parameters()) if recurse else type(self.model).parameters(self.model, recurse)
 
     def _all_parameters(self) -> list[nn.Parameter]:
         self.modules()
         parameters = dict.fromkeys(chain.from_iterable(map(_VALUES, self._parameter_dicts)))
-        parameters.pop(None, None)  # what a layer without a bias has in its place
+        parameters.pop(None, None)  # the bias of a layer without one is None
         return list(parameters)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Gives what `model.num_parameters(...)` of transformers gives. All are counted again where one was
-        added, removed or replaced; those that train, each time."""
+        """Return the same as `model.num_parameters(...)` of transformers.
+
+        All parameters are counted again after one was added, removed or replaced; trainable ones at each
+        call.
+        """
         kind: Any = type(self.model)
         count = kind.num_parameters
         if only_trainable:
@@ -87,8 +90,10 @@ class ModuleTree:
 
     @contextlib.contextmanager
     def answering(self, name: str) -> Iterator[None]:
-        """Within it, until `withdraw`, the model's method of this name, one of `USED_BY`, is the one here; a
-        model with such a method of its own keeps it."""
+        """Replace the model's method of this name, one of `USED_BY`, within the context or until `withdraw`.
+
+        A model with such a method of its own keeps it.
+        """
         if all(_is_known(self.model, used) for used in USED_BY[name]):
             self.model.__dict__[name] = self._answers[name] = getattr(self, name)
         try:
@@ -97,7 +102,7 @@ class ModuleTree:
             self.withdraw()
 
     def withdraw(self) -> None:
-        """The model's methods are its own again."""
+        """Restore the model's own methods."""
         for name, answer in self._answers.items():
             if self.model.__dict__.get(name) is answer:
                 del self.model.__dict__[name]

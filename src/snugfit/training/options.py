@@ -1,9 +1,9 @@
-"""How long a run goes on, and what is done beside its steps: the HF Trainer's names, where it has one.
+"""The options of a run's length, evaluation, checkpoints and logs, mostly under the HF Trainer's names.
 
-What decides a step's mathematics (model, batch, clipping, decay groups, learning rate) is the job's, and how
-it is computed the recipe's. Here stands the rest. Defaults are the Trainer's, but for five: a line is logged
-every 10 steps, not 500; a checkpoint is kept at the end of the run too; two of them are kept, not all;
-weights decay as the optimizer has it (AdamW: 0.01), not by 0; and a loss that is no number ends the run.
+The job decides a step's mathematics (model, batch, clipping, decay groups, learning rate), and the recipe its
+computation. All other settings are here. Five defaults differ from the Trainer's. A line is logged every 10
+steps, not 500. The end of the run keeps a checkpoint too. Two checkpoints are kept, not all. Weights decay at
+the optimizer's default (AdamW: 0.01), not 0. A NaN loss ends the run.
 """
 
 from __future__ import annotations
@@ -27,101 +27,100 @@ SAMPLING = ("random", "sequential", "group_by_length")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """Beside job and recipe, everything that a run's outcome depends on, and how it is watched and kept."""
+    """The settings of a run next to job and recipe: its length, seeds, checkpoints, evaluations and logs."""
 
     num_train_epochs: float = 3.0
-    """Times through the data; a part of one is rounded up to whole steps."""
+    """Epochs of training; a fraction is rounded up to whole steps."""
 
     max_steps: int | None = None
-    """Optimizer steps; goes before `num_train_epochs`."""
+    """Optimizer steps; overrides `num_train_epochs`."""
 
     lr_scheduler_type: str = "linear"
     """The learning rate's schedule, one of `SCHEDULES`."""
 
     lr_scheduler_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Its own arguments, such as `{"num_cycles": 2}`."""
+    """The schedule's own arguments, such as `{"num_cycles": 2}`."""
 
     warmup_steps: float = 0
-    """Steps over which the learning rate rises from 0; below 1 a share of all
-    steps, rounded up."""
+    """Steps over which the learning rate rises from 0; below 1 a share of all steps, rounded up."""
 
     weight_decay: float | None = None
-    """Of the optimizer; None is the optimizer's own (AdamW: 0.01)."""
+    """Weight decay of the optimizer; None keeps the optimizer's default (AdamW: 0.01)."""
 
     seed: int = 42
-    """Of new weights, dropout and whatever else is random in a step."""
+    """Seed of new weights, dropout and all other random numbers of a step."""
 
     data_seed: int | None = None
-    """Of the order of the data; None takes `seed`."""
+    """Seed of the order of the data; None takes `seed`."""
 
     train_sampling_strategy: str = "random"
-    """`random`; `sequential` as the data lies; `group_by_length` puts samples of like length together."""
+    """`random`; `sequential` in the order of the dataset; `group_by_length` batches samples of similar
+    length."""
 
     dataloader_drop_last: bool = False
-    """Leave out an epoch's last samples when they do not fill a global batch."""
+    """Leave out an epoch's last samples if they do not fill a global batch."""
 
     pad_to_multiple_of: int | None = None
-    """Micro-batches are padded to a multiple of so many tokens (tensor cores like 8)."""
+    """Micro-batches are padded to a multiple of this number of tokens (tensor cores prefer 8)."""
 
     save_strategy: str = "steps"
-    """When a checkpoint is kept: every `save_steps`, at each epoch's end, or `no`. One is kept when the run
-    ends or is stopped in any case, unless `no`."""
+    """The time of checkpoints: every `save_steps`, at each epoch's end, or `no`. Unless it is `no`, one is
+    also kept at the end or stop of a run."""
 
     save_steps: int = 500
     """Steps between two checkpoints."""
 
     save_total_limit: int | None = 2
-    """Checkpoints that are kept: the newest, the best where it is wanted back, and older ones as far as the
-    number goes; None keeps all."""
+    """Number of checkpoints to keep: the newest, the best if `load_best_model_at_end`, then older ones. None
+    keeps all."""
 
     eval_strategy: str = "no"
-    """When the evaluation data is gone through: every `eval_steps` and at the run's end, at each epoch's end,
-    or `no`."""
+    """The time of evaluations: every `eval_steps` and at the run's end, at each epoch's end, or `no`."""
 
     eval_steps: int | None = None
     """Steps between two evaluations; None takes `logging_steps`."""
 
     per_device_eval_batch_size: int | None = None
-    """Samples of one forward pass of an evaluation; None takes the micro-batch of the training."""
+    """Samples per forward pass of an evaluation; None takes the micro-batch of the training."""
 
     load_best_model_at_end: bool = False
-    """Give back the weights of the best evaluation, not the last ones."""
+    """Return the weights of the best evaluation instead of the last ones."""
 
     metric_for_best_model: str = "loss"
-    """What is compared: `loss`, or for classifiers `accuracy`."""
+    """The metric that decides the best evaluation: `loss`, or for classifiers `accuracy`."""
 
     early_stopping_patience: int | None = None
-    """Evaluations in a row without a gain after which the run ends."""
+    """Number of evaluations in a row without an improvement that ends the run."""
 
     early_stopping_threshold: float = 0.0
-    """A smaller gain is none."""
+    """Smallest difference of the metric that counts as an improvement."""
 
     logging_steps: int = 10
-    """Steps between two lines on the terminal; the file holds every step."""
+    """Steps between two lines on the terminal; the file has every step."""
 
     report_to: str | Sequence[str] = "none"
-    """Trackers that get the figures: `tensorboard`, `wandb`, ... as the Trainer has them, several with
-    commas between; `all` that are installed; or `none`."""
+    """Trackers that get the metrics: `tensorboard`, `wandb`, ... as in the Trainer, separated by commas;
+    `all` that are installed; or `none`."""
 
     run_name: str | None = None
-    """What trackers call the run."""
+    """The name of the run in the trackers."""
 
     on_nonfinite: str = "stop"
-    """A loss or gradient that is no number: `stop` before the step, or `skip` the step and count it."""
+    """Reaction to a NaN or infinite loss or gradient: `stop` before the step, or `skip` the step and count
+    it."""
 
     on_loss_spike: str = "warn"
-    """A loss that jumps: `warn`, `stop` before the step, or `skip` the step and count it."""
+    """Reaction to a spike of the loss: `warn`, `stop` before the step, or `skip` the step and count it."""
 
     loss_spike_rtol: float | None = 2.0
-    """A loss further from the mean of the last ten than so many times that mean has jumped; None looks for
-    none."""
+    """A spike differs from the mean of the last ten losses by more than this multiple of it; None disables
+    the check."""
 
     most_skipped_in_a_row: int = 50
-    """Skipped steps in a row (fp16's overflows too) after which the run ends as diverged."""
+    """Number of skipped steps in a row (fp16's overflows too) that ends the run as diverged."""
 
     stop_seconds: float | None = None
-    """After a signal the run has so long to keep its checkpoint; then it ends without. None: as long as it
-    takes."""
+    """Seconds to write a checkpoint after a signal; then the run ends without it. None sets no limit."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -168,7 +167,7 @@ class TrainOptions:
         self._refuse_what_does_nothing()
 
     def _refuse_what_is_no_name(self) -> None:
-        """Which trackers there are is asked when a run begins (`reporting.py`)."""
+        """Check the types alone: `reporting.py` checks the trackers' names when a run begins."""
         given = self.report_to
         if not isinstance(given, str | list | tuple) or not all(isinstance(name, str) for name in given):
             raise UsageError(f"report_to is {given!r}; it must be names of trackers, all, or none.")
@@ -199,7 +198,7 @@ class TrainOptions:
         return () if tuple(named) == ("none",) else tuple(named)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object of all fields."""
+        """Return a JSON object of all fields."""
         return asdict(self)
 
 
@@ -216,7 +215,7 @@ _WHOLE = {
     "logging_steps": 1,
     "most_skipped_in_a_row": 1,
 }
-"""Fields that are whole numbers, with the least that each takes."""
+"""Fields that are whole numbers, with the smallest allowed value."""
 
 _EVERY = ("save_steps", "eval_steps", "logging_steps")
 """Fields that the Trainer also takes as a share of all steps."""
@@ -229,6 +228,6 @@ _NUMBERS = {
     "loss_spike_rtol": True,
     "stop_seconds": True,
 }
-"""Fields that are numbers, and whether they must be above 0."""
+"""Fields that are numbers; True for those that must be above 0."""
 
 _MAY_BE_NONE = {field.name for field in fields(TrainOptions) if "None" in str(field.type)}

@@ -1,7 +1,7 @@
-"""What was predicted of a run, as its journal and whoever watches it need it.
+"""The predicted figures of a run, for its journal and its watchers.
 
-Training predicts nothing itself (that is made above it, in `frontends/predicted.py`); it is given these few
-figures, so that each step can be compared with them.
+Training makes no prediction itself: `frontends/predicted.py` above it does. It receives these few figures to
+compare each step with them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.units import show_bytes, show_seconds
 
 TOLERANCE = 1.2
-"""Factor between a measured step and its prediction from which the difference is pointed out: nine in ten
+"""Factor between a measured step and its prediction from which a line reports the difference. Nine in ten
 predictions of the newest drawn jobs are nearer (docs/accuracy.md, seed 20261124)."""
 
 
@@ -25,51 +25,54 @@ class PredictedRun:
     """The figures of a prediction of a job under one recipe."""
 
     reserved_bytes: int | None
-    """What the allocator will have reserved at most."""
+    """Predicted peak of the allocator's reserved bytes."""
 
     step_seconds: float | None
-    """Of a steady step; None where they are not known."""
+    """Predicted seconds of a steady step; None if unknown."""
 
     peak_seconds: float | None
-    """What the model's arithmetic of such a step would take at the GPU's peak."""
+    """Seconds that the model's arithmetic of such a step would take at the GPU's peak."""
 
     samples: int
     """Samples of such a step."""
 
     tokens: int
-    """Tokens of such a step; 0 where there are none."""
+    """Tokens of such a step; 0 for a job without tokens."""
 
     doubts: tuple[str, ...] = ()
-    """What is less certain in them."""
+    """Reasons that make the figures less certain."""
 
     def mfu(self, seconds: float, samples: int, tokens: int) -> float | None:
-        """Model FLOPs utilisation of a step over so much data; padding is no work that counts."""
+        """Return the model FLOPs utilisation of a step over this much data; padding does not count as
+        work."""
         if not self.peak_seconds or seconds <= 0:
             return None
         share = tokens / self.tokens if self.tokens else samples / self.samples
         return self.peak_seconds * share / seconds
 
     def to_json(self) -> dict[str, Any]:
-        """The figures of a `foreseen` event."""
+        """Return the figures of a `foreseen` event."""
         figures = {"reserved_bytes": self.reserved_bytes, "step_seconds": self.step_seconds}
         doubts = {"doubts": list(self.doubts)} if self.doubts else {}
         return {name: value for name, value in figures.items() if value is not None} | doubts
 
 
 RunAnswer: TypeAlias = PredictedRun | str | None
-"""What is predicted of a run; why nothing can be; or None where nobody asked."""
+"""The prediction of a run, the reason that there is none, or None for a run without a prediction."""
 
 PredictRun = Callable[[Job, Recipe], "RunAnswer | Future[RunAnswer]"]
-"""Predicts a job under a recipe: at once, or while the run begins."""
+"""A function that predicts a job under a recipe: at once, or while the run begins."""
 
 
 def predict_nothing(job: Job, recipe: Recipe) -> None:
-    """The `PredictRun` of a run that nobody wants predicted."""
+    """Return no prediction; the default `PredictRun` of a run."""
 
 
 def compare_with_prediction(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> list[str]:
-    """Lines that compare what was predicted (a `foreseen` event) with what a run took (its `ended` event); a
-    last one where they differ by much."""
+    """Return lines that compare a prediction (a `foreseen` event) with a run's `ended` event.
+
+    A last line reports a large difference.
+    """
     lines = []
     if predicted.get("reserved_bytes") and measured.get("reserved_bytes"):
         lines.append(

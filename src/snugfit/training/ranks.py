@@ -1,23 +1,22 @@
-"""The processes that train one model together, as each of them sees the others.
+"""The processes that train one model together, from the view of one of them.
 
-torchrun starts them, or `snugfit train --gpus N`, which asks torch for the same. Each learns its number (its
-rank) and theirs from the environment. Three groups are made of them:
+torchrun starts them, or `snugfit train --gpus N`, which calls torch's launcher. Each process reads its rank
+and the number of processes from the environment. They form three groups:
 
-    the default one     gradients and weights: NCCL between GPUs, gloo for what is on the CPU. torch's own DDP
-                        and FSDP2 use it. As in most scripts it is bound to no device when it is made
-                        (`measurement/experiment/group.py`)
-    on the host         what is decided together: sums, and what the first has found out. A few numbers a
-                        step, by gloo, so that no GPU is waited for
-    for writing         checkpoints, which a thread writes while the steps use the other two
+- default: gradients and weights. NCCL between GPUs, gloo for tensors on the CPU. torch's own DDP and FSDP2
+  use it. As in most scripts it is bound to no device when it is made (`measurement/experiment/group.py`).
+- host: common decisions, such as sums and the results of the first process. A few numbers a step over gloo,
+  so that no process waits for a GPU.
+- writing: checkpoints, which a thread writes while the steps use the other two groups.
 
-Along the data axis of their mesh each has a part of the global batch; others work on the same part, and then
-one of them counts it (`Ranks.sharing`).
+Along the data axis of their mesh each has a part of the global batch. Several processes may work on the same
+part, and then one of them counts it (`Ranks.sharing`).
 
-A run of one process has `ALONE`, which answers the same questions and talks to nobody.
+A run of one process has `ALONE`, which has the same interface and exchanges nothing.
 
-What one process finds out alone, such as an error in an option that all have, is told by the first alone: in
-the others `ToldElsewhere` is raised, and they are silent. So they are when another process has ended and the
-exchange with it breaks: that one, or whoever started it, tells why.
+An error that one process finds alone, such as a wrong option, is reported by the first process. The others
+raise `ToldElsewhere` and print nothing. The same error ends a process whose exchange breaks because another
+one has ended. That one, or its launcher, reports the reason.
 """
 
 from __future__ import annotations
@@ -38,14 +37,15 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torch's launcher tells each process that it starts."""
+"""The environment variables that torch's launcher sets for each process."""
 
 _BROKEN = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""What gloo's errors say, which are plain `RuntimeError`s (gloo/transport/tcp), of an exchange that broke."""
+"""Parts of gloo's messages for a broken exchange; its errors are plain `RuntimeError`s
+(gloo/transport/tcp)."""
 
 
 class ToldElsewhere(SnugfitError):
-    """Another process of the run says what is wrong; this one only ends."""
+    """Another process of the run reports the error; this one only ends."""
 
     def __init__(self, text: str, exit_code: int = 1) -> None:
         super().__init__(text)
@@ -54,21 +54,21 @@ class ToldElsewhere(SnugfitError):
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """What the environment says of the processes that were started together."""
+    """The processes that were started together, as the environment describes them."""
 
     rank: int
-    """The number of this one, from 0."""
+    """The rank of this process, from 0."""
 
     size: int
-    """How many there are."""
+    """Number of processes in total."""
 
     local_rank: int
-    """The number of this one on its host, which is that of its GPU."""
+    """The rank of this process on its host, which is the index of its GPU."""
 
 
 def world(environment: Mapping[str, str] = os.environ) -> World | None:
-    """What torch's launcher has told this process; None where none has started it. Raises `UsageError` for
-    numbers that are none."""
+    """Read the variables of torch's launcher; return None without a launcher. Raises `UsageError` for invalid
+    numbers."""
     if not all(environment.get(name) for name in VARIABLES):
         return None
     try:
@@ -78,7 +78,7 @@ def world(environment: Mapping[str, str] = os.environ) -> World | None:
         rank, size, local = -1, 0, -1
     if not 0 <= rank < size or local < 0:
         values = ", ".join(f"{name}={environment.get(name)}" for name in (*VARIABLES[:2], "LOCAL_RANK"))
-        raise UsageError(f"The environment says {values}. Start the processes with torchrun, or --gpus N.")
+        raise UsageError(f"The environment has {values}. Start the processes with torchrun, or --gpus N.")
     return World(rank=rank, size=size, local_rank=local)
 
 
@@ -89,14 +89,15 @@ class Ranks:
     def __init__(self, rank: int = 0, size: int = 1, *, host: Any = None, writing: Any = None) -> None:
         self.rank, self.size = rank, size
         self.host, self.writing = host, writing
-        """Groups of torch.distributed, for the loop's own thread and for the one that writes."""
+        """Groups of torch.distributed, for the loop's own thread and for the writing thread."""
         self.data_rank, self.data_ranks = rank, size
-        """Which part of the global batch this one works on, and how many parts there are."""
+        """The index of this process's part of the global batch, and the number of parts."""
         self.counts = 1.0
-        """How much of what this one says that its part came to counts: others may work on it too."""
+        """The weight of this process's results in sums over parts; below 1 if other processes work on its
+        part too."""
 
     def sharing(self, wish: ParallelWish | None) -> Ranks:
-        """The same process, in the mesh that a recipe wishes for."""
+        """Return the same process with its place in the mesh of a recipe."""
         ranks = Ranks(self.rank, self.size, host=self.host, writing=self.writing)
         if wish is not None and wish.ranks:
             ranks.data_rank, ranks.data_ranks = wish.data_rank(self.rank), wish.data_ranks
@@ -105,16 +106,16 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this one writes the journal and speaks for all."""
+        """True for the process that writes the journal and prints messages."""
         return self.rank == 0
 
     @property
     def are_many(self) -> bool:
-        """Whether there are others."""
+        """True if there are several processes."""
         return self.size > 1
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
-        """Each number, summed over all processes: the same in each, bit for bit."""
+        """Return each number summed over all processes, identical in each, bit for bit."""
         if not self.are_many:
             return list(numbers)
         import torch
@@ -127,11 +128,11 @@ class Ranks:
         return summed
 
     def sum_parts(self, numbers: Sequence[float]) -> list[float]:
-        """Each number, summed over the parts of the global batch, each of which counts once."""
+        """Return each number summed over the parts of the global batch, each part once."""
         return self.sum([self.counts and self.counts * number for number in numbers])
 
     def gather(self, value: Any) -> list[Any]:
-        """What each process gives, by rank, in the first; nothing in the others."""
+        """Return each process's value by rank in the first process, and an empty list in the others."""
         if not self.are_many:
             return [value]
         import torch.distributed as dist
@@ -142,8 +143,10 @@ class Ranks:
         return values or []
 
     def first_answers(self, ask: Callable[[], Answer]) -> Answer:
-        """What `ask` gives in the first process, in all of them. An error that it raises there is raised
-        there, and `ToldElsewhere` in the others."""
+        """Return the result of `ask` in the first process to all of them.
+
+        An error of `ask` is raised in the first process, and `ToldElsewhere` in the others.
+        """
         if not self.are_many:
             return ask()
         fault: Exception | None = None
@@ -163,9 +166,11 @@ class Ranks:
         return answer
 
     def all_do(self, do: Callable[[], Answer]) -> Answer:
-        """What `do` gives in this process, when it goes well in all; no exchange may be in it. Else the first
-        process that has an error raises it, or each that has one where that is not the first, and the others
-        `ToldElsewhere`."""
+        """Return the result of `do` in this process if it succeeds in all; `do` must not exchange anything.
+
+        The first process raises its own error. If it has none, each failed process raises its own. All other
+        processes raise `ToldElsewhere`.
+        """
         if not self.are_many:
             return do()
         fault: SnugfitError | None = None
@@ -183,11 +188,11 @@ class Ranks:
         return answer
 
     def alike(self, error: SnugfitError) -> SnugfitError:
-        """The error that ends all processes at the same moment: the first tells it."""
+        """Return the error that ends this process when all end together: only the first reports it."""
         return error if self.is_first else ToldElsewhere(str(error), error.exit_code)
 
     def wait(self) -> None:
-        """Until all processes are here."""
+        """Wait for all processes."""
         self.sum([0.0])
 
 
@@ -196,7 +201,7 @@ ALONE = Ranks()
 
 
 def _broadcast(values: list[Any], group: Any) -> None:
-    """The first process's values, in all of them."""
+    """Replace the values in all processes by those of the first."""
     import torch.distributed as dist
 
     with talking():
@@ -204,7 +209,7 @@ def _broadcast(values: list[Any], group: Any) -> None:
 
 
 def from_first(value: Any, group: Any) -> Any:
-    """The first process's value, told over this group."""
+    """Return the first process's value, sent over this group."""
     values = [value]
     _broadcast(values, group)
     return values[0]
@@ -212,7 +217,7 @@ def from_first(value: Any, group: Any) -> Any:
 
 @contextmanager
 def talking() -> Iterator[None]:
-    """Within it processes exchange something. Raises `ToldElsewhere` when another one has ended."""
+    """Wrap an exchange between processes. Raises `ToldElsewhere` if another one has ended."""
     try:
         yield
     except RuntimeError as fault:
@@ -223,7 +228,7 @@ def talking() -> Iterator[None]:
 
 
 def is_broken_exchange(fault: BaseException) -> bool:
-    """Whether this says that an exchange with other processes broke off, because one of them ended."""
+    """Return True if this error means a broken exchange, because another process ended."""
     import torch.distributed as dist
 
     kinds = getattr(dist, "DistError", ())
@@ -234,8 +239,10 @@ def is_broken_exchange(fault: BaseException) -> bool:
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[Ranks]:
-    """This process among those that were started with it, while the context is entered; `ALONE` where there
-    are no others. Groups of torch.distributed that somebody else has made are used, and left."""
+    """Yield this process among those that were started with it, or `ALONE`.
+
+    Existing groups of torch.distributed are used and not destroyed.
+    """
     process = world()
     if process is None or process.size == 1:
         yield ALONE
@@ -258,6 +265,6 @@ def process_group(device: torch.device) -> Iterator[Ranks]:
         if not is_broken_exchange(fault):
             raise
         raise ToldElsewhere("Another process of this run has ended, so this one ends too.") from fault
-    ranks.wait()  # the first may still have been writing: whoever leaves sooner would be missed by it
+    ranks.wait()  # the first may still be writing: a process that leaves sooner would break its exchange
     if is_ours:
         dist.destroy_process_group()

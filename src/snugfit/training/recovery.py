@@ -1,7 +1,7 @@
-"""Memory ran out in a step, or is so short that steps crawl: with which recipe the run goes on.
+"""The choice of another recipe when memory runs out in a step, or is so short that steps become slow.
 
-Every front-end asks here; how it then goes on is its own (our loop builds the run anew, a fitted trainer
-changes its live model, a hand-written loop gets an error and decides). No answer changes the global batch.
+Every front-end calls this; the change of recipe is its own part. Our loop builds the run again, a fitted
+trainer changes its live model, and a hand-written loop receives an error. No choice changes the global batch.
 """
 
 from __future__ import annotations
@@ -25,29 +25,32 @@ if TYPE_CHECKING:
 
 
 AGAIN_AFTER = (1, 4, 16, 64, 256, 1024)
-"""Steps of a process after which pieces of a batch are compared with the whole again."""
+"""Numbers of steps of a process after which pieces of a batch are compared with the whole again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unplanned:
-    """What is gone on with where no plan could be made, None for nothing."""
+    """The recipe to continue with when no plan could be made; None if there is none."""
 
     recipe: Recipe | None
     why: str
 
 
 Replan = Callable[[Job, Recipe, str], Recipe | Unplanned | None]
-"""A job, the recipe that ran out of memory and the cause: the recipe to go on with, or None."""
+"""A function of a job, the recipe that ran out of memory and the cause; returns the next recipe or None."""
 
 Compare = Callable[[Job, Any, Any, Mapping[str, Any], bool], Job]
-"""A job, its training step, its live model, a host batch (B, ...), and True where steps were taken: the job,
-with a reason in `mixes_samples` where the batch in pieces is another."""
+"""A function of a job, its training step, its live model, a host batch (B, ...), and True after the first
+step.
+
+It returns the job. `mixes_samples` has a reason if the cut batch gives other gradients.
+"""
 
 STEP_BOUNDARY = "step boundary"
-"""The phase of memory that was found to be short between two steps."""
+"""The phase of a memory shortage that was found between two steps."""
 
 PLANNING = "A recipe that needs less is being looked for; nothing trains until it is found."
-"""What the journal says before a plan is made."""
+"""The journal's note before a plan is made."""
 
 WHAT_TO_TRY = (
     "With more free memory, the same run continues from its last checkpoint. Or start a run in a new "
@@ -65,25 +68,26 @@ CURE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Exhausted:
-    """Memory ran out in a step. Gradients are dropped; weights have changed only if it was in the update."""
+    """The end of memory in a step. Gradients are dropped; weights have changed only if it was in the
+    update."""
 
     cause: str
-    """As `memory_cause` calls it, or `THRASHING`."""
+    """A cause that `memory_cause` returns, or `THRASHING`."""
 
     phase: str
-    """Where in the step, or `STEP_BOUNDARY`."""
+    """The phase of the step, or `STEP_BOUNDARY`."""
 
     message: str
-    """What the exception said."""
+    """The message of the exception."""
 
 
 def short_of_memory() -> Exhausted:
-    """What a boundary finds when steps crawl."""
+    """Return the shortage that a boundary reports when steps are slow."""
     return Exhausted(cause=THRASHING, phase=STEP_BOUNDARY, message=f"{RETRIES_IN_A_ROW} steps in a row")
 
 
 def out_of_memory(exhausted: Exhausted, recipe: Recipe, step: int, advice: str) -> OutOfMemory:
-    """The error that ends a run, in the `step` that follows so many."""
+    """Return the error that ends a run in the step after `step`."""
     return OutOfMemory(
         f"Memory ran out in step {step + 1} ({exhausted.phase}, {exhausted.cause}) under '{recipe}'."
         f" {advice} {exhausted.message.splitlines()[0]}"
@@ -91,7 +95,8 @@ def out_of_memory(exhausted: Exhausted, recipe: Recipe, step: int, advice: str) 
 
 
 def cut_warning(job: Job, recipe: Recipe) -> Iterator[Event]:
-    """A warning where this recipe, which the user has named, cuts a batch that is another in pieces."""
+    """Yield a warning if this recipe, chosen by the user, cuts a batch that gives other gradients in
+    pieces."""
     cut = recipe[Slot.BATCHING]
     if recipe.setup().micro_batches > 1 and (why := cut.planning_objection(job)):
         cure = f" {CURE}" if job.mixes_samples or job.unclear_cut else ""
@@ -99,28 +104,33 @@ def cut_warning(job: Job, recipe: Recipe) -> Iterator[Event]:
 
 
 def compares_again(job: Job, setup: Setup, steps: int) -> bool:
-    """Return True where the batch of this job, which is cut, is compared again after so many steps of this
-    process. Steps that are recorded hold memory that nothing else may use, so theirs is not."""
+    """Return True if this job's cut batch is compared again after this number of steps of the process.
+
+    Recorded steps are excluded: their memory must not be used for anything else.
+    """
     return steps in AGAIN_AFTER and setup.capture is None and not mixing_of(job).reason
 
 
 def with_last_decision(before: Job, after: Job) -> Job:
-    """Return the job that was compared again, unless that decided nothing."""
+    """Return the job of the repeated comparison, unless that was inconclusive."""
     return before if after.unclear_cut else after
 
 
 @final
 class Recovery:
-    """Finds the recipe that a run goes on with."""
+    """A finder of the recipe that a run continues with."""
 
     def __init__(self, job: Job, journal: Journal, replan: Replan) -> None:
         self.job, self._journal, self._replan = job, journal, replan
         self._planning_seconds = 0.0
 
     def next_recipe(self, exhausted: Exhausted, recipe: Recipe, step: int) -> Recipe | None:
-        """The recipe that follows this one, after so many steps. None, with a warning, where memory is only
-        short and no other recipe is left. Raises `OutOfMemory` where it ran out. The journal says first that
-        it is planned, which takes some seconds."""
+        """Return the recipe that follows this one after `step` steps.
+
+        None, with a warning, means that memory is only short and no other recipe is left. Raises
+        `OutOfMemory` if memory ran out and no other recipe is left. A note in the journal comes first,
+        because planning takes some seconds.
+        """
         is_short = exhausted.phase == STEP_BOUNDARY
         what = "memory is short" if is_short else "memory ran out"
         text = f"Step {step + (not is_short)}: {what} ({exhausted.cause}) under '{recipe}'. {PLANNING}"
@@ -146,7 +156,7 @@ class Recovery:
         return chosen
 
     def tell(self, exhausted: Exhausted, before: Recipe, after: Recipe, step: int, **more: str | int) -> None:
-        """Step `step` is made under another recipe."""
+        """Write the event of a change of recipe before step `step`."""
         self._journal.tell(
             "replanned",
             step=step,

@@ -12,8 +12,11 @@ if TYPE_CHECKING:
 
 
 def seed_all(seed: int, rank: int = 0) -> None:
-    """Sets all generators. Each process of several has its own streams, which follow from the run's seed and
-    its number; the first's are those of a run of one process."""
+    """Seed all generators.
+
+    Each process has its own streams, derived from the run's seed and its rank. Those of rank 0 equal the
+    streams of a run of one process.
+    """
     import numpy
     import torch
 
@@ -25,8 +28,10 @@ def seed_all(seed: int, rank: int = 0) -> None:
 
 
 def rng_states(device: torch.device) -> tuple[torch.Tensor, ...]:
-    """The states of the generators that a forward pass draws from: torch's of the host, and of the GPU, each
-    (bytes,) of uint8."""
+    """Return the states of torch's generators of the host and the GPU, each (bytes,) of uint8.
+
+    A forward pass draws from these alone.
+    """
     import torch
 
     on_device = (torch.cuda.get_rng_state(device),) if device.type == "cuda" else ()
@@ -34,7 +39,7 @@ def rng_states(device: torch.device) -> tuple[torch.Tensor, ...]:
 
 
 def set_rng_states(states: tuple[torch.Tensor, ...], device: torch.device) -> None:
-    """Sets them to what `rng_states` gave."""
+    """Restore the states of `rng_states`."""
     import torch
 
     torch.set_rng_state(states[0].cpu())
@@ -51,7 +56,7 @@ class HostRngStates(NamedTuple):
 
 
 def host_rng_states() -> HostRngStates:
-    """The states of the host's generators, as they are."""
+    """Return the current states of the host's generators."""
     import numpy
     import torch
 
@@ -59,7 +64,7 @@ def host_rng_states() -> HostRngStates:
 
 
 def set_host_rng_states(states: HostRngStates) -> None:
-    """Sets them to what `host_rng_states` gave."""
+    """Restore the states of `host_rng_states`."""
     import numpy
     import torch
 
@@ -69,13 +74,13 @@ def set_host_rng_states(states: HostRngStates) -> None:
 
 
 def rng_states_to_json(states: HostRngStates) -> list[Any]:
-    """JSON values; `rng_states_from_json` reads them back."""
+    """Return the states as JSON values, for `rng_states_from_json`."""
     kind, words, *rest = states.numpy
     return [states.torch.tolist(), list(states.python), [kind, words.tolist(), *rest]]
 
 
 def rng_states_from_json(document: list[Any]) -> HostRngStates:
-    """The states that `rng_states_to_json` wrote."""
+    """Return the states of a document from `rng_states_to_json`."""
     import numpy
     import torch
 
@@ -85,15 +90,17 @@ def rng_states_from_json(document: list[Any]) -> HostRngStates:
 
 
 def all_rng_states(device: torch.device) -> dict[str, Any]:
-    """Every random generator that a step may draw from: torch's of host and device, numpy's, Python's; as
-    checkpoints hold them."""
+    """Return the states of all generators that a step may draw from, in the form of checkpoints.
+
+    These are torch's of host and device, numpy's and Python's.
+    """
     host = host_rng_states()
     kind, words, *rest = host.numpy
     return {"torch": rng_states(device), "numpy": (kind, words.tolist(), *rest), "python": host.python}
 
 
 def restore_all_rng_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Sets them to what `all_rng_states` gave."""
+    """Restore the states of `all_rng_states`."""
     import numpy
 
     set_rng_states(states["torch"], device)
@@ -103,7 +110,7 @@ def restore_all_rng_states(states: Mapping[str, Any], device: torch.device) -> N
 
 @contextlib.contextmanager
 def preserve_rng(device: torch.device) -> Iterator[None]:
-    """Whatever is drawn within it, every random generator is afterwards as it was."""
+    """Restore every random generator at the end of the context."""
     before = all_rng_states(device)
     try:
         yield

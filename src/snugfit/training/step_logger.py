@@ -1,19 +1,19 @@
-"""A run's steps in its journal, beside what was predicted, and whether memory is so short that they crawl.
+"""A run's steps in its journal next to their prediction, and the detection of steps slowed by too little
+memory.
 
-    foreseen    where the GPU is known: recipe, reserved_bytes, step_seconds, doubts where there are some; or
-                text, why that is not known; of a run on several GPUs when it is known, which is after some
-                steps
-    step        step, epoch, loss, norm, learning_rate, updated, seconds, stall_seconds, samples, tokens; mfu
-                where it is known; on a GPU every `logging_steps` the allocator's peaks
-    ended       outcome, step, step_seconds, the peaks
+- `foreseen`: recipe, reserved_bytes, step_seconds and doubts, on a known GPU; or text, the reason for their
+  absence. On several GPUs it comes after some steps, when the prediction is ready.
+- `step`: step, epoch, loss, norm, learning_rate, updated, seconds, stall_seconds, samples, tokens; mfu if it
+  is known; on a GPU every `logging_steps` the allocator's peaks.
+- `ended`: outcome, step, step_seconds, the peaks.
 
-Where nobody waits for a step's norm it comes to the host one step later (`finite_check.py`), so a step is
-noted when it is done and written when its norm is known; one that has turned out to be wrong is not written
-at all.
+Without a check before the update, a step's norm reaches the host one step later (`finite_check.py`). A step
+is therefore noted when it is done and written when its norm is known. A step that turns out to be wrong is
+not written at all.
 
-**Thrashing.** Where the driver has nothing left for a request, torch's allocator gives back all that it keeps
-unused and asks again, and the step goes on. That waits for the device and lays the memory out anew, and a run
-that does it in each step crawls. The allocator counts such retries (`num_alloc_retries`).
+**Thrashing.** If the driver has no memory left for a request, torch's allocator frees its cached blocks and
+tries again. The step then continues. This waits for the device and changes the layout of memory. A run that
+does it in each step is very slow. The allocator counts these retries (`num_alloc_retries`).
 """
 
 from __future__ import annotations
@@ -39,25 +39,26 @@ if TYPE_CHECKING:
     from snugfit.training.journal import Journal
 
 WARMUP = 3
-"""Steps that a process takes before it is steady, as where steps are measured
-(`measurement/stopwatch.py`)."""
+"""Steps of a process before it is steady, as in measurements of steps (`measurement/stopwatch.py`)."""
 
 REMEMBERED_STEPS = 1000
-"""Steps whose seconds the median at the end is taken over: the last ones."""
+"""Number of last steps whose seconds enter the median at the end."""
 
 THRASHING = "allocation retries"
-"""The cause that a journal names when memory is short."""
+"""The cause in the journal when memory is short."""
 
 RETRIES_IN_A_ROW = 3
-"""Steps with retries, one after the other, that count as thrashing. The first steps of a run may retry while
-they grow (the first makes the gradients and the optimizer's states, the second is the first with both), and
-one retry may lay memory out for good, such as after an evaluation or the longest batch so far; the third in a
-row shows that what a retry has laid out does not serve even the next step. Composer, whose rule this is,
-takes two."""
+"""Number of steps in a row with retries that counts as thrashing.
+
+The first steps of a run may retry while they grow. The first step allocates the gradients and the optimizer's
+states, and the second is the first with both. One retry may fix the layout of memory for good, such as after
+an evaluation or the longest batch so far. A third one in a row shows that the new layout does not even serve
+the next step. Composer, the source of this rule, takes two.
+"""
 
 
 def retries_of(device: torch.device) -> int:
-    """How often this process's allocator has started over; 0 where there is none that counts."""
+    """Return the number of retries of this process's allocator; 0 on a device without such a counter."""
     import torch
 
     if device.type != "cuda":
@@ -67,7 +68,7 @@ def retries_of(device: torch.device) -> int:
 
 @final
 class StepLogger:
-    """Writes the steps of one run into its journal."""
+    """A writer of one run's steps into its journal."""
 
     def __init__(
         self, journal: Journal, device: torch.device, *, every: int, predict: PredictRun = predict_nothing
@@ -80,7 +81,7 @@ class StepLogger:
         self._seconds: deque[float] = deque(maxlen=REMEMBERED_STEPS)
 
     def restart(self, job: Job, recipe: Recipe) -> None:
-        """From here on under this recipe: its prediction is written once, and figures begin anew."""
+        """Start new figures for this recipe, and request its prediction once."""
         if recipe != self._recipe:
             self._recipe, self._predicted, self._predicted_figures = recipe, None, {}
             answer = self._predict(job, recipe)
@@ -97,7 +98,7 @@ class StepLogger:
         self.ignore_retries()
 
     def _hear(self, answer: RunAnswer) -> None:
-        """Writes what is predicted under this recipe, or why that is not known."""
+        """Write the prediction for this recipe, or the reason for its absence."""
         self._awaited = None
         self._predicted = answer if isinstance(answer, PredictedRun) else None
         self._predicted_figures = (
@@ -109,7 +110,7 @@ class StepLogger:
     # ---- steps -------------------------------------------------------------------------------------------
 
     def note(self, *, step: int, seconds: float, samples: int, tokens: int, **fields: Any) -> None:
-        """Step `step` (the first is 1) is done; it is written by `write`."""
+        """Store a finished step (the first is 1); `write` writes it."""
         if self._awaited is not None and self._awaited.done():
             self._hear(self._awaited.result())
         self._steps += 1
@@ -123,20 +124,22 @@ class StepLogger:
             "samples": samples,
             "tokens": tokens,
             **({} if mfu is None else {"mfu": mfu}),
-            # To ask at each step would cost small models something.
+            # A query at each step would slow small models down.
             **(self._memory_peaks() if step % self._every == 0 else {}),
         }
 
     def write(self, norm: float | None) -> None:
-        """Writes the step that was noted last, whose gradients had this norm; nothing where that is done
-        already."""
+        """Write the last noted step with its gradients' norm, unless it is written already."""
         if self._noted:
             self._journal.tell("step", **self._noted, norm=norm)
             self._noted = {}
 
     def end(self, outcome: str, step: int, *, in_words: bool = False) -> None:
-        """The run has ended after this step: the peaks, and the median of its steady steps; `in_words` beside
-        what was predicted. A run that has finished waits for its prediction, one that is stopped does not."""
+        """Write the end of the run after this step: the peaks, and the median seconds of its steady steps.
+
+        `in_words` adds a comparison with the prediction. A finished run waits for its prediction, a stopped
+        one does not.
+        """
         if self._awaited is not None and outcome == "finished":
             self._hear(self._awaited.result())
         steady = {"step_seconds": statistics.median(self._seconds)} if self._seconds else {}
@@ -158,17 +161,16 @@ class StepLogger:
     # ---- thrashing ---------------------------------------------------------------------------------------
 
     def watch_retries(self) -> None:
-        """From here on the allocator's retries count: those of building a run do not."""
+        """Count the allocator's retries from here on, without those of building a run."""
         self._retries: int | None = retries_of(self._device)
         self._retried_in_a_row = 0
 
     def ignore_retries(self) -> None:
-        """They do not count: nothing can be done about them, or nothing is trained yet."""
+        """Stop counting retries: no recipe can change now, or training has not started yet."""
         self._retries = None
 
     def is_thrashing(self) -> bool:
-        """After a step: whether it was the last of `RETRIES_IN_A_ROW` with retries. The next ones are counted
-        anew."""
+        """Return True after the last of `RETRIES_IN_A_ROW` steps with retries, and start counting again."""
         if self._retries is None:
             return False
         before, self._retries = self._retries, retries_of(self._device)

@@ -1,1 +1,1 @@
-"""Checkpoints: what they hold, and a folder in which a whole one stands at every instant."""
+"""Checkpoints: their content, and the folder that always has a whole one."""

@@ -1,9 +1,9 @@
-"""Adapters of peft, and of transformers' own `model.add_adapter`: what peft's files hold of them.
+"""Adapters of peft and of transformers' own `model.add_adapter`: the content of peft's files.
 
-Each adapter is written as `PeftModel.from_pretrained` and `load_adapter` read it. Base weights that train
-beside the adapters go into the files of those that train, which peft loads too; its own `save_pretrained`
-leaves them out. A resumed run reads none of this by peft's rules: which tensor of a file is which of the
-model stands in the model's state (`model_state.py`).
+Each adapter is written in the form that `PeftModel.from_pretrained` and `load_adapter` read. Trainable base
+weights go into the files of trained adapters, and peft loads them from there. peft's own `save_pretrained`
+omits them. A resumed run does not use peft's rules. The model's state (`model_state.py`) maps each tensor of
+a file to one of the model.
 """
 
 from __future__ import annotations
@@ -24,26 +24,28 @@ DEFAULT = "default"
 """The adapter whose files peft puts into the folder itself."""
 
 _BASE = "base_model.model."
-"""How names begin in peft's files."""
+"""Prefix of names in peft's files."""
 
 _IMPORTANCE = ("ipt", "exp_avg_ipt", "exp_avg_unc")
-"""What AdaLoRA's rank allocator has seen of each parameter, by its own names."""
+"""Statistics of each parameter in AdaLoRA's rank allocator, by their names there."""
 
 
 def is_adapted(model: torch.nn.Module) -> bool:
-    """Whether adapters stand in this model."""
+    """Return True if this model has adapters."""
     return isinstance(getattr(model, "peft_config", None), Mapping) and bool(model.peft_config)
 
 
 def is_of_adapter(model: Any, name: str) -> bool:
-    """Whether a tensor of this name belongs to an adapter, whose own name is a part of it."""
+    """Return True if a tensor of this name belongs to an adapter, whose own name is a part of it."""
     parts = name.split(".")
     return parts[0] == "prompt_encoder" or any(part in model.peft_config for part in parts)
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """By which a tensor is known under several names; one without memory of its own (sparse, some quantizers'
-    shells) by itself alone."""
+    """Return the address that identifies a tensor under several names.
+
+    A tensor without memory of its own (sparse, some quantizers' shells) gets a unique number.
+    """
     try:
         return tensor.data_ptr()
     except RuntimeError:
@@ -51,13 +53,13 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 def active_adapters(model: Any) -> list[str]:
-    """The adapters that the forward pass uses."""
+    """Return the adapters that the forward pass uses."""
     active = getattr(model, "active_adapters", [])
     return sorted(active() if callable(active) else active)
 
 
 def refuse_what_cannot_be_kept(model: Any) -> None:
-    """Raises `SnugfitError` for adapters that hold weights outside of the model."""
+    """Raise `SnugfitError` for adapters whose weights are outside of the model."""
     kinds = [config.peft_type for config in model.peft_config.values()]
     if len(kinds) > 1 and "ADAPTION_PROMPT" in kinds:
         raise SnugfitError(
@@ -69,8 +71,10 @@ def refuse_what_cannot_be_kept(model: Any) -> None:
 def files_of(
     model: Any, weights: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
-    """peft's files of each adapter, with tensors by their names in it, and its config by its folder, of a
-    model with these `weights`, its `state_dict`."""
+    """Return peft's files of each adapter, as tensors by name, and each adapter's config by its folder.
+
+    `weights` is the model's `state_dict`.
+    """
     from peft import get_peft_model_state_dict
 
     from snugfit.training.rng import preserve_rng
@@ -101,7 +105,7 @@ def files_of(
 
 
 def _base_weights_that_train(model: Any, exports: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights that train and belong to no adapter."""
+    """Return the trainable weights that belong to no adapter."""
     addresses = {address_of(value) for value in exports}
 
     return {
@@ -112,9 +116,9 @@ def _base_weights_that_train(model: Any, exports: list[torch.Tensor]) -> dict[st
 
 
 def load_old(model: Any, folder: Path) -> None:
-    """Loads a checkpoint that was written when only the adapter called "default" was kept.
+    """Load a checkpoint of an earlier version, which saved only the adapter "default".
 
-    Raises `SnugfitError` when more than that trains, for it is lost.
+    Raises `SnugfitError` if other weights train too, because the checkpoint does not have them.
     """
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
@@ -134,7 +138,8 @@ def load_old(model: Any, folder: Path) -> None:
 
 
 def allocator_states(model: torch.nn.Module) -> dict[str, Any]:
-    """What AdaLoRA's rank allocators have seen, by their module's name: they keep it outside of the model."""
+    """Return the statistics of AdaLoRA's rank allocators by their module's name: they are not in the
+    model."""
     return {
         name: {
             **{field: dict(getattr(allocator, field)) for field in _IMPORTANCE},
@@ -145,7 +150,7 @@ def allocator_states(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def restore_allocators(model: torch.nn.Module, states: Mapping[str, Any]) -> None:
-    """Sets what `allocator_states` gave."""
+    """Restore the statistics of `allocator_states`."""
     for name, allocator in _allocators(model):
         state = dict(states[name])
         allocator.peft_config.rank_pattern = state.pop("rank_pattern")

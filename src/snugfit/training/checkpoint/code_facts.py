@@ -1,13 +1,14 @@
-"""What the code of a user's functions is, so that a run is not resumed with another loss or collator.
+"""The code of a user's functions as facts, so that a run is not resumed with another loss or collator.
 
     {"code of loss": "focal (5f0c91aa02be)", "code of loss: gamma": 2.0, ...}
 
-Compared is what Python compiles, without the names of files, lines, comments and docstrings: a file may be
-moved and explained. Functions of the user's that a function calls count as its own code, and so do the plain
-values that it has from around it: arguments that are bound, defaults, cells of a closure, constants of its
-module (by their capital letters), settings of a module without parameters such as torch's losses. Code of
-installed packages is known by its name alone: their versions are compared elsewhere, and so is Python's,
-whose versions compile differently. What a function reads from files or other objects is not seen.
+The comparison uses compiled code without the names of files, lines, comments and docstrings: a file may be
+moved and documented. A function's code includes the user's functions that it calls. It includes the plain
+values from its surroundings: bound arguments, defaults, and cells of a closure. Constants of its file are
+included if their names are in capital letters. So are the settings of an `nn.Module` without parameters, such
+as torch's losses. Code of installed packages counts by its name alone, because their versions are compared
+elsewhere. The same holds for Python, whose versions compile differently. A function's reads from files or
+other objects are not included.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 CODE = "code of "
-"""How the names of these facts begin."""
+"""Prefix of the names of these facts."""
 
 TO_GO_ON = " (compare_code=False continues anyway)"
-"""What follows such a fact in an error."""
+"""Suffix of such a fact in an error."""
 
 _DIGITS = 12
 """Hexadecimal digits of a digest. A choice: enough for no two versions of a function to share them."""
@@ -36,8 +37,10 @@ _INSTALLED = ("site-packages", "dist-packages", "<frozen")
 
 
 def code_facts(functions: Mapping[str, Any]) -> dict[str, Any]:
-    """Of each function, method, or object that is called, by its name: its code, and the plain values that
-    it works with. None where there is none."""
+    """Return the code and plain values of each function, method or callable object, by its name.
+
+    The fact of a missing function is None.
+    """
     facts: dict[str, Any] = {}
     for name, given in functions.items():
         code = _Code(given)
@@ -47,7 +50,7 @@ def code_facts(functions: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Code:
-    """The code that one callable runs, as far as it is the user's."""
+    """The user's own code that one callable runs."""
 
     def __init__(self, given: Any) -> None:
         self.values: dict[str, Any] = {}
@@ -58,7 +61,7 @@ class _Code:
         self.text = f"{name} ({self._digest.hexdigest()[:_DIGITS]})" if self._is_users else name
 
     def _add(self, given: Any) -> None:
-        """Takes in a function with what is bound to it, or the methods of an object's class."""
+        """Add a function with its bound arguments, or the methods of an object's class."""
         if isinstance(given, functools.partial):
             bound = {**{str(index): value for index, value in enumerate(given.args)}, **given.keywords}
             self._add_values(bound)
@@ -110,27 +113,27 @@ class _Code:
 
 
 def _function_of(given: Any) -> Any:
-    """The function behind a bound method or a partial; whatever else is given as it is."""
+    """Return the function behind a bound method or a partial, and any other value unchanged."""
     if isinstance(given, functools.partial):
         return _function_of(given.func)
     return getattr(given, "__func__", given)
 
 
 def is_users(function: types.FunctionType) -> bool:
-    """Whether this is no code of an installed package, of Python or of ours."""
+    """Return True unless the function belongs to an installed package, Python or snugfit."""
     file, module = function.__code__.co_filename, function.__module__ or ""
     is_pythons = file.startswith(inspect.__file__.rpartition("/")[0]) and "-packages" not in file
     return not (is_pythons or module.startswith("snugfit.") or any(part in file for part in _INSTALLED))
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a fact can hold it: a number, a switch, text or None."""
+    """Return True for values that a fact may have: finite numbers, switches, text and None."""
     is_finite = not isinstance(value, float) or math.isfinite(value)
     return value is None or (isinstance(value, bool | int | float | str) and is_finite)
 
 
 def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
-    """The code, and that of the functions and classes that are written within it."""
+    """Yield the code, and that of the functions and classes defined in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -138,21 +141,24 @@ def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _text(value: Any) -> str:
-    """What an instruction works with. The order of a set is chance, and code is looked at by itself."""
+    """Return an instruction's argument as text.
+
+    A set is sorted, because its order is random. Code gives only its name, because it is added by itself.
+    """
     if isinstance(value, frozenset):
         return repr(sorted(map(repr, value)))
     return value.co_name if isinstance(value, types.CodeType) else repr(value)
 
 
 def _cells(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function has from those around it, by name."""
+    """Yield the variables of a function's closure, by name."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # not filled yet
+        with contextlib.suppress(ValueError):  # not assigned yet
             yield name, cell.cell_contents
 
 
 def _defaults(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The default values of arguments, by name."""
+    """Yield the default values of arguments, by name."""
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     yield from zip(reversed(names), reversed(function.__defaults__ or ()), strict=False)
     yield from (function.__kwdefaults__ or {}).items()

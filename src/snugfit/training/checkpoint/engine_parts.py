@@ -1,12 +1,12 @@
-"""What a checkpoint has of a run whose steps are DeepSpeed's: weights in fp32 and their states, by name.
+"""The parts of a checkpoint from DeepSpeed's engine: fp32 weights and their optimizer states, by name.
 
-The engine's partitions are flat and cut anywhere, so they say nothing to whoever has another number of
-processes or no engine. In a checkpoint each weight is whole, with its states, as under `zero1`: all
-processes gather one after the other, and the one whose it is copies it to the host and writes it. Processes
-have weights of about as many bytes (`step/wishes/engine/owners.py`).
+The engine's partitions are flat and cut at any place. They are useless to a run with another number of
+processes or without an engine. A checkpoint therefore has each weight whole with its states, as under
+`zero1`. All processes gather one weight after the other. Its owner copies it to the host and writes it. The
+owners have weights of about equal size in bytes (`step/wishes/engine/owners.py`).
 
-Read, the weights are the model's before there is an engine, on the host. The states go into the partitions
-some at a time, each process reading all and keeping its part.
+On reading, the weights are loaded into the model on the host, before there is an engine. The states go into
+the partitions in batches: each process reads all and keeps its part.
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ if TYPE_CHECKING:
     from snugfit.training.checkpoint.state import TrainState
 
 READ_BYTES = 1 << 30
-"""Of states that are on the host at a time while they are read (chosen): much for one read, and little beside
-a model for which somebody needs an engine."""
+"""Bytes of states on the host at a time during reading (chosen).
+
+This is large for one read, and small compared to a model that needs an engine.
+"""
 
 
 def gathered_parts(state: TrainState) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
-    """What this process writes, one after the other: each by the weight's name and that of its state, which
-    is empty for the weight itself. All processes go through it to its end."""
+    """Yield this process's weights and states, one after the other, with the names of weight and state.
+
+    The state's name is empty for the weight itself. All processes must iterate to the end.
+    """
     from snugfit.step.wishes.engine.optimizer import whole_states, whole_weight
 
     optimizer: Any = state.optimizer
@@ -46,8 +50,10 @@ def gathered_parts(state: TrainState) -> Iterator[tuple[tuple[str, str], torch.T
 
 
 def step_counts(state: TrainState) -> dict[int, dict[str, torch.Tensor]]:
-    """How many updates each weight has had, by its place among those of the optimizer: the single number of a
-    weight's states, as torch's AdamW has it. Each has one of its own, for each is counted on by itself."""
+    """Return the number of updates of each weight by its index in the optimizer, as torch's AdamW stores it.
+
+    Each weight has a tensor of its own, because each is incremented separately.
+    """
     optimizer: Any = state.optimizer
     count = optimizer.step_count()
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -55,8 +61,10 @@ def step_counts(state: TrainState) -> dict[int, dict[str, torch.Tensor]]:
 
 
 def whole_model(state: TrainState) -> dict[str, torch.Tensor]:
-    """In the first process the model's `state_dict` (a tensor by each name) on the host, its weights in fp32;
-    nothing in the others. All processes call it."""
+    """Return the model's `state_dict` on the host with fp32 weights, in the first process.
+
+    The others return an empty dict. All processes call it.
+    """
     from snugfit.step.wishes.engine.optimizer import whole_weight
 
     weights = {id(weight) for weight in state.model.parameters()}
@@ -74,9 +82,11 @@ def put_parts(
     known: Mapping[str, Any],
     read: Callable[[Mapping[str, Any]], Mapping[str, torch.Tensor]],
 ) -> None:
-    """Puts states that were written by parts into the engine's partitions. `known` is told of each by the
-    weight's name, a slash and its own, and `read` gives some of them, whole. The counts of updates were put
-    into the optimizer's `state` already."""
+    """Put optimizer states from shards into the engine's partitions.
+
+    `known` has the metadata of each state under `weight/state`. `read` returns some of the states, whole. The
+    numbers of updates must be in the optimizer's `state` already.
+    """
     optimizer: Any = state.optimizer
     counts = [float(values["step"]) for values in optimizer.state.values() if "step" in values]
     optimizer.state.clear()
@@ -92,7 +102,7 @@ def put_parts(
 
 
 def _batches(known: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The parts, so many at a time as are read at once."""
+    """Yield the parts in batches that are read at once."""
     some: dict[str, Any] = {}
     total = 0
     for name, part in known.items():

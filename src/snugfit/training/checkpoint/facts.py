@@ -1,16 +1,15 @@
-"""What makes a run another run: facts about live objects that its checkpoints carry.
+"""Facts about live objects that distinguish one run from another, and that checkpoints store.
 
-A description of a run (its job, its recipe, its options) says all of it where the run is built from that. The
-front-ends that are given a model, an optimizer and a schedule read them instead: what decides a step's
-numbers and is not restored by a checkpoint, or is restored and would hide what the user has changed since.
+The description of a run (its job, recipe and options) is complete if the run is built from it. Front-ends
+that receive a model, an optimizer and a schedule read facts from these objects. A fact decides a step's
+numbers and is not restored by a checkpoint. Or it is restored, and this would hide a change of the user's.
 
     {"learning_rate": 0.001, "config.hidden_dropout_prob": 0.1, "dropout.Dropout.p": "0.1 x 25",
      "optimizer.class": "AdamW", "optimizer.lr": 0.001, "schedule.factor at step 100": 0.9, ...}
 
-They are one flat mapping of names to JSON values, so that whatever differs can be named. A fact that only one
-side has is compared where it describes a model or its data (`DESCRIBED`), and both were noted by the same
-software. What a checkpoint restores and a user hardly names (an optimizer's counters, the
-generators) is no fact.
+Facts are one flat mapping of names to JSON values, so that errors can name each difference. A fact of one
+side only is compared if it describes a model or its data (`DESCRIBED`). Both sides must also have the same
+software. Restored values that users hardly name (an optimizer's counters, the generators) are not facts.
 """
 
 from __future__ import annotations
@@ -31,47 +30,50 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]
 
 FACTS = "facts"
-"""What a checkpoint's description of its run calls them."""
+"""The key of the facts in a checkpoint's description of its run."""
 
 DROPOUT = "dropout."
 DESCRIBED = (DROPOUT, "config.", "adapters", "data_collator.", "loader.")
-"""Beginnings of the names of facts that are compared where only one side has them, too; rates of dropout are
-whatever the software is."""
+"""Prefixes of facts that are compared even if only one side has them; rates of dropout even with other
+software."""
 
 CONTENT = "dataset.content"
-"""The fact whose value says nothing to a reader."""
+"""The fact whose value has no meaning to a reader."""
 
 _FACTOR = ".factor at step"
 
 _STEPS = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 100_000)
-"""At which a schedule's function is asked for its factor. A choice."""
+"""Steps at which a schedule's function is evaluated. A choice."""
 
 _NO_CONFIG_FACTS = frozenset({
     "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "problem_type", "id2label",
     "label2id", "gradient_checkpointing", "pad_token_id", "bos_token_id", "eos_token_id", "finetuning_task",
     "output_attentions", "output_hidden_states", "return_dict",
 })  # fmt: skip
-"""Of a model's config, what changes no number of a step, or what transformers itself sets while it trains."""
+"""Fields of a model's config that change no number of a step, or that transformers sets during training."""
 
 _NO_ADAPTER_FACTS = frozenset({
     "base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping",
 })  # fmt: skip
-"""Of an adapter's config, what changes no number."""
+"""Fields of an adapter's config that change no number."""
 
 _NO_GROUP_FACTS = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "initial_lr"})
-"""Of an optimizer's group, what only says how its update is computed."""
+"""Fields of an optimizer's group that only decide the implementation of its update."""
 
 _PROGRESS = frozenset({"last_epoch", "base_lrs", "lr_lambdas", "verbose"})
-"""Of a schedule's state, what is no setting; what begins with `_` is none either."""
+"""Fields of a schedule's state that are not settings; names with a leading `_` are not settings either."""
 
 _NO_FACT = object()
-"""What JSON cannot hold."""
+"""The mark of a value without a JSON form."""
 
 
 def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What is not the same in what two runs say of themselves, by name; nothing where one of them was noted
-    by an earlier snugfit. Other versions of the libraries know other arguments, and another Python compiles
-    code otherwise."""
+    """Return the differences between the facts of two runs, by name.
+
+    The list is empty if one of them has no facts, from an earlier snugfit. With other versions of the
+    libraries, facts of one side only are ignored, because the arguments differ. With another Python, code is
+    ignored, because it compiles differently.
+    """
     software, own_software = before.get("versions", {}), now["versions"]
     described = DESCRIBED if software == own_software else DROPOUT
     left_out = CONTENT if software.get("python") == own_software.get("python") else (CONTENT, CODE)
@@ -94,7 +96,7 @@ def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
 
 
 def model_facts(model: torch.nn.Module) -> Facts:
-    """Of a model: its class, how much of it trains, its config, its dropout, its adapters."""
+    """Return a model's facts: its class, its numbers of parameters, its config, its dropout, its adapters."""
     model = getattr(model, "_orig_mod", model)  # torch.compile's is a shell
     parameters = list(model.parameters())
     facts: Facts = {
@@ -109,7 +111,7 @@ def model_facts(model: torch.nn.Module) -> Facts:
 
 
 def model_class(model: torch.nn.Module) -> type[torch.nn.Module]:
-    """The class of a module, which torch's FSDP2 has replaced by one of its own where it has spread it."""
+    """Return the original class of a module, also if torch's FSDP2 has replaced it."""
     import torch.distributed as dist
 
     if dist.is_available():
@@ -122,7 +124,7 @@ def model_class(model: torch.nn.Module) -> type[torch.nn.Module]:
 
 
 def forward_facts(model: torch.nn.Module) -> Facts:
-    """The code of a model's forward passes, by their names; of the user's own classes alone."""
+    """Return the code of a model's forward passes by name, for the user's own classes alone."""
     kinds = {model_class(module) for module in getattr(model, "_orig_mod", model).modules()}
     forwards = [vars(kind).get("forward") for kind in kinds]
     users = [forward for forward in forwards if isinstance(forward, types.FunctionType) and is_users(forward)]
@@ -130,7 +132,7 @@ def forward_facts(model: torch.nn.Module) -> Facts:
 
 
 def _dropout(model: torch.nn.Module) -> Facts:
-    """Rates of dropout and label smoothing of all modules, by class and attribute, in the modules' order."""
+    """Return rates of dropout and label smoothing by class and attribute, in the modules' order."""
     rates: dict[str, list[float]] = {}
     for module in model.modules():
         kind = model_class(module).__name__
@@ -157,8 +159,10 @@ def _adapters(model: Any) -> Facts:
 
 
 def optimizer_facts(optimizer: torch.optim.Optimizer) -> Facts:
-    """Of an optimizer that has taken no step: its class, and its groups' numbers. Of one that has, its class
-    alone: some count in their groups."""
+    """Return a new optimizer's facts: its class, and its groups' numbers.
+
+    After a first step this is its class alone, because some optimizers count steps in their groups.
+    """
     facts: Facts = {"optimizer.class": type(optimizer).__name__}
     if optimizer.state:
         return facts
@@ -175,8 +179,11 @@ def optimizer_facts(optimizer: torch.optim.Optimizer) -> Facts:
 
 
 def schedule_facts(scheduler: Any, prefix: str = "schedule") -> Facts:
-    """Of a schedule that has taken no step: its class, its settings, and what its functions give; the same of
-    those that it is made of. Of one that has, its class alone."""
+    """Return a new schedule's facts: its class, its settings, its factors, and the same of its inner
+    schedules.
+
+    After a first step this is its class alone.
+    """
     facts: Facts = {f"{prefix}.class": type(scheduler).__name__}
     if getattr(scheduler, "last_epoch", 0) not in (0, -1):
         return facts
@@ -188,8 +195,10 @@ def schedule_facts(scheduler: Any, prefix: str = "schedule") -> Facts:
 
 
 def _factors(scheduler: Any, prefix: str) -> Facts:
-    """Factors of the learning rate that a schedule's functions give; of objects that are called nothing, for
-    they may remember it."""
+    """Return the factors of the learning rate from a schedule's functions.
+
+    Callable objects are not called, because they may have a state.
+    """
     facts: Facts = {}
     for number, function in enumerate(getattr(scheduler, "lr_lambdas", ())):
         if not isinstance(getattr(function, "func", function), types.FunctionType):
@@ -198,21 +207,23 @@ def _factors(scheduler: Any, prefix: str) -> Facts:
         for step in _STEPS:
             try:
                 facts[f"{prefix}{_FACTOR} {step}{group}"] = float(function(step))
-            except Exception:  # a table that ends; whoever takes so many steps will see it
+            except Exception:  # the end of a table; a run of that length will find it
                 break
     return facts
 
 
 def settings_of(prefix: str, owner: Any) -> Facts:
-    """The class of a user's object and its plain public attributes: of a collator, say, how much it masks. Of
-    a function none."""
+    """Return the class and the plain public attributes of a user's object, such as a collator's mask rate.
+
+    A function has none.
+    """
     if owner is None or isinstance(owner, types.FunctionType | types.MethodType | functools.partial):
         return {}
     return {f"{prefix}.class": type(owner).__name__, **flatten(prefix, getattr(owner, "__dict__", {}))}
 
 
 def flatten(prefix: str, settings: Mapping[Any, Any]) -> Facts:
-    """Nested settings as facts, by their path; what JSON cannot hold is left out, and so is what begins with
+    """Return nested settings as facts by path, without values that JSON lacks and names with a leading
     `_`."""
     facts: Facts = {}
     for key, value in settings.items():
@@ -227,7 +238,7 @@ def flatten(prefix: str, settings: Mapping[Any, Any]) -> Facts:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON holds it: a number, text, or a list of them; `_NO_FACT` for anything else."""
+    """Return the value in its JSON form, a number, text, or a list of them; else `_NO_FACT`."""
     if getattr(value, "ndim", 1) == 0:  # a tensor or a number of numpy's
         value = value.item()
     if isinstance(value, str):

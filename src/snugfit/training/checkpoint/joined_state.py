@@ -1,6 +1,4 @@
-"""What processes have of one state, each its own, put together in the first: for what of a checkpoint is not
-written by parts.
-"""
+"""Joining of states that are spread over processes, for the parts of a checkpoint without shards."""
 
 from __future__ import annotations
 
@@ -20,24 +18,30 @@ if TYPE_CHECKING:
 
 
 def _gather(own: Any, state: TrainState) -> list[Any]:
-    """The states of each process, by rank, in the first; nothing in the others. Their tensors go by the host:
-    as they are they would be made again on the GPU that they came from."""
+    """Return the states of each process by rank in the first process, and an empty list in the others.
+
+    Tensors are sent from the host: otherwise unpickling would allocate them on their original GPU.
+    """
     tree, tensors = pack(own)
     packed = state.ranks.gather((tree, {name: value.cpu() for name, value in tensors.items()}))
     return [unpack(tree, tensors, state.device) for tree, tensors in packed]
 
 
 def states_of_all(own: Mapping[int, Any], state: TrainState) -> dict[int, Any]:
-    """In the first process the states of all weights, by their numbers, of which each process has some;
-    nothing in the others. All processes call it."""
+    """Return the states of all weights by index in the first process, and an empty dict in the others.
+
+    Each process has the states of some weights. All processes call it.
+    """
     states = {number: values for one in _gather(own, state) for number, values in one.items()}
     return dict(sorted(states.items()))
 
 
 def state_of_all_stages(own: Mapping[str, Any], names: Sequence[str], state: TrainState) -> dict[str, Any]:
-    """In the first process the state of an optimizer of all weights, which stages have one after the other,
-    and their names; of this process's in the others. What several have is the first one's. All processes call
-    it."""
+    """Return the joined optimizer state of all pipeline stages and the weights' names, in the first process.
+
+    The others return this process's own. A state of several processes comes from the first of them. All
+    processes call it.
+    """
     names_before: set[str] = set()
     stages = []
     for of_stage, optimized in _gather((own, list(names)), state):
@@ -49,7 +53,7 @@ def state_of_all_stages(own: Mapping[str, Any], names: Sequence[str], state: Tra
 
 
 def _join_stages(stages: Sequence[tuple[Mapping[str, Any], Sequence[str]]]) -> dict[str, Any]:
-    """One optimizer's state of those of several stages, group by group, in the order of the layers."""
+    """Join the optimizer states of several stages, group by group, in the order of the layers."""
     first = stages[0][0]
     groups: list[dict[str, Any]] = []
     states: dict[int, Any] = {}
@@ -72,8 +76,10 @@ def _join_stages(stages: Sequence[tuple[Mapping[str, Any], Sequence[str]]]) -> d
 
 
 def _layers_of(names: Sequence[str]) -> list[float]:
-    """The layer of each weight of a stage, by their names in order; of what comes before or after its layers
-    a number below or above all."""
+    """Return the layer of each weight of a stage, given the names in order.
+
+    Weights before or after the layers get minus or plus infinity.
+    """
     layers: list[float] = []
     for name in names:
         number = re.search(r"\.layers\.(\d+)\.", name)
@@ -83,8 +89,10 @@ def _layers_of(names: Sequence[str]) -> list[float]:
 
 
 def tensors_of_all_stages(own: Mapping[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.Tensor]:
-    """In the first process the tensors of all stages, those of others as they come over the host's network;
-    this process's own in the others. All processes call it."""
+    """Return the tensors of all stages in the first process, received over the host's network.
+
+    The others return this process's own. All processes call it.
+    """
     import torch
     import torch.distributed as dist
 

@@ -1,14 +1,14 @@
 """One trainer per folder.
 
-`filelock` takes the kernel's lock on a file `.lock`: however the holder dies, the kernel frees it, and a
-process forked by the holder (a loader's worker) does not inherit it. In the file stands one line of JSON
-about the holder, so that a second trainer can say who is in its way.
+`filelock` takes the kernel's lock on a file `.lock`. The kernel frees it after any death of the holder. A
+process forked by the holder (a loader's worker) does not inherit it. The file has one line of JSON about the
+holder, which a second trainer shows in its error.
 
-Where the file system has no such lock, the line decides: its writer is alive when a process with that number
-runs and began when the line says, in seconds since this machine's start (so that neither a change of the
-clock nor a reused number is mistaken for it). Whoever reads and rewrites the line then holds `.lock.guard`, a
-file that exists or does not on every file system. Whether a holder on another machine is alive, only the user
-can know.
+On a file system without such a lock, the line decides. Its writer is alive if a process with that number runs
+and began at the recorded time. The time is in seconds since this machine's start: it is independent of
+changes of the clock and distinguishes a reused number. A process that rewrites the line takes `.lock.guard`
+before it reads. The existence of that file works as a lock on every file system. A holder on another machine
+cannot be checked: this is left to the user.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from snugfit.errors import UsageError
 LOCK, GUARD = ".lock", ".lock.guard"
 
 GRACE_SECONDS = 2.0
-"""How long a lock whose holder is dead or not yet named, or a guard, is waited for. A choice."""
+"""Seconds to wait for a lock whose holder is dead or not yet named, or for a guard. A choice."""
 
 POLL_SECONDS = 0.02
-"""Between two tries. A choice."""
+"""Seconds between two attempts. A choice."""
 
 LONGEST_LINE = 4096
 
@@ -53,17 +53,17 @@ class Holder:
     """Seconds from the machine's start to the start of the process."""
 
     boot: str
-    """The kernel's name for this start of the machine; empty where it gives none."""
+    """The kernel's name for this start of the machine; empty if it gives none."""
 
     host: str
     """The name of the machine."""
 
     since: str
-    """When it took the lock, as date and time in UTC."""
+    """Date and time in UTC at which it took the lock."""
 
     @classmethod
     def current(cls) -> Self:
-        """This process, as a holder from now on."""
+        """Return this process, as a holder from now on."""
         return cls(
             pid=os.getpid(),
             started=_start_seconds(os.getpid()) or 0.0,
@@ -74,7 +74,7 @@ class Holder:
 
     @property
     def alive(self) -> bool | None:
-        """Whether the process still runs; None when it ran on another machine."""
+        """True if the process still runs; None for a process of another machine."""
         if self.host != socket.gethostname():
             return None
         started = _start_seconds(self.pid) if self.boot == _boot_id() else None
@@ -85,7 +85,7 @@ class Holder:
 
 
 def _start_seconds(pid: int) -> float | None:
-    """Seconds from the machine's start to the start of the process; None when it does not run (any more)."""
+    """Return the seconds from the machine's start to the start of the process; None if it does not run."""
     import psutil
 
     try:
@@ -105,9 +105,9 @@ def _boot_id() -> str:
 
 @contextmanager
 def hold_folder(root: Path) -> Iterator[None]:
-    """Holds the folder for this process alone.
+    """Lock the folder for this process within the context.
 
-    Raises `UsageError` when another trainer writes there, or the folder cannot be locked.
+    Raises `UsageError` if another trainer writes there, or the folder cannot be locked.
     """
     path, current = root.absolute() / LOCK, Holder.current()
     lock = FileLock(path, poll_interval=POLL_SECONDS, thread_local=False, fallback_to_soft=False)
@@ -122,7 +122,7 @@ def hold_folder(root: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if os.getpid() == current.pid:  # a forked child that leaves this block has nothing to give back
+        if os.getpid() == current.pid:  # a forked child that leaves this block has nothing to release
             with suppress(OSError):
                 if _read(path) == current:
                     _write(path, None)
@@ -130,7 +130,7 @@ def hold_folder(root: Path) -> Iterator[None]:
 
 
 def _take(lock: FileLock, path: Path, current: Holder) -> None:
-    """Takes the kernel's lock; where the file system has none, the line decides."""
+    """Take the kernel's lock; without one on this file system, the line decides."""
 
     def holder_lives() -> bool:
         holder = _read(path)
@@ -159,7 +159,7 @@ def _take(lock: FileLock, path: Path, current: Holder) -> None:
 
 
 def _read(path: Path) -> Holder | None:
-    """The holder that the line names; None for no line, half a line, or one that is not ours."""
+    """Return the holder in the line; None for no line, half a line, or one of another program."""
     try:
         line = read_document(path, limit=LONGEST_LINE)
     except (BadDocument, FileNotFoundError):

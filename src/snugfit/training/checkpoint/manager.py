@@ -1,11 +1,11 @@
-"""One run's checkpoints: copied between two steps, written while the next ones run, and found again.
+"""One run's checkpoints: copied between two steps, written during the next ones, and found again.
 
-Training waits for the copy to the host, and for the save before this one when that is not done yet; never for
-a disk. A save that fails is a warning and the run goes on, for the next one may work; whether the last one
-failed counts when the run ends.
+Training waits for the copy to the host, and for an unfinished earlier save; never for a disk. A failed save
+is a warning and the run continues, because the next one may work. If the last save fails, the run ends with
+an error.
 
-Every front-end has one of these. What differs is what a snapshot holds, and what makes a checkpoint another
-run's.
+Every front-end has a manager. The front-ends differ in the content of a snapshot, and in the facts that
+distinguish another run's checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from snugfit.training.journal import Journal
 
 LONGEST_VALUE = 60
-"""Characters of a value in an error that lays two runs beside each other."""
+"""Largest number of characters of a value in an error that compares two runs."""
 
 
 class Writable(Protocol):
@@ -42,14 +42,14 @@ class Writable(Protocol):
 
     @property
     def step(self) -> int:
-        """The optimizer steps that are done."""
+        """The number of finished optimizer steps."""
 
     @property
     def bytes(self) -> int:
-        """How much room it takes."""
+        """The size of the checkpoint in bytes."""
 
     def write(self, folder: Path) -> None:
-        """Writes the checkpoint's files into `folder`."""
+        """Write the checkpoint's files into `folder`."""
 
 
 @runtime_checkable
@@ -57,18 +57,18 @@ class WrittenByAll(Writable, Protocol):
     """A checkpoint that several processes write, each its part."""
 
     def write_share(self) -> None:
-        """What another process than the first does while the first does `write`."""
+        """Write this process's part, in a process other than the first, during the first one's `write`."""
 
     def close(self) -> None:
-        """In the first: it is written, or will not be. The others wait for that."""
+        """End the write in the first process, finished or not; the others wait for this."""
 
 
 @contextmanager
 def open_store(folder: Path, *, begin_anew: str) -> Iterator[Store]:
-    """The store in this folder, for this process alone, cleared of what writers that died have left;
-    `begin_anew` says in an error how a user does so.
+    """Lock the store in this folder for this process, and remove the drafts of dead writers.
 
-    Raises `UsageError` where checkpoints cannot be kept, or another trainer writes.
+    `begin_anew` is the advice for a new run in errors. Raises `UsageError` if checkpoints cannot be saved
+    there, or another trainer writes there.
     """
     store = Store(folder, begin_anew=begin_anew)
     store.prepare()
@@ -79,7 +79,7 @@ def open_store(folder: Path, *, begin_anew: str) -> Iterator[Store]:
 
 @contextmanager
 def open_shared_store(folder: Path, ranks: Ranks, *, begin_anew: str) -> Iterator[Store]:
-    """The store in this folder, which the first process holds for all."""
+    """Return the store in this folder, which the first process locks for all."""
     with ExitStack() as held:
 
         def hold() -> bool:
@@ -91,8 +91,11 @@ def open_shared_store(folder: Path, ranks: Ranks, *, begin_anew: str) -> Iterato
 
 
 def named_step(folder: Path, root: Path, *, in_root: bool = True) -> int:
-    """The step of the checkpoint that a user names for a run in `root`; one that was being replaced when its
-    writer died counts. Raises `UsageError` where the folder is none, or with `in_root` stands elsewhere."""
+    """Return the step of a checkpoint that a user names for a run in `root`.
+
+    A checkpoint that was being replaced when its writer died is accepted. Raises `UsageError` for another
+    folder, or with `in_root` for one outside of `root`.
+    """
     mark = re.fullmatch(r"checkpoint-([0-9]+)", folder.name)
     if mark is None or not (folder.is_dir() or any(folder.parent.glob(f".replaced-{mark[1]}-*"))):
         names = ", ".join(sorted(path.name for path in root.glob("checkpoint-*")))
@@ -110,7 +113,7 @@ def named_step(folder: Path, root: Path, *, in_root: bool = True) -> int:
 
 @final
 class CheckpointManager:
-    """Saves snapshots into a store, one after the other, and finds what a run is resumed from."""
+    """A manager that saves snapshots into a store in order, and finds the checkpoint to resume from."""
 
     def __init__(
         self,
@@ -127,10 +130,10 @@ class CheckpointManager:
         self._thread: threading.Thread | None = None
         self._is_waited_for = False
         self.is_too_late: Callable[[], bool] = lambda: False
-        """Whether the time that a stop may take is over: then what is being written is given up while it is
-        waited for."""
+        """A function that returns True after the time limit of a stop. A save that is waited for is then
+        abandoned."""
         self.about: dict[str, Any] = {}
-        """What every checkpoint says of its run; JSON can hold it."""
+        """The description of the run in every checkpoint, as JSON values."""
         self.saved_step: int | None = None
         """The step of the newest checkpoint, or of the one that the run was resumed from."""
         self._failure: Exception | None = None
@@ -138,13 +141,15 @@ class CheckpointManager:
     # ---- saving ------------------------------------------------------------------------------------------
 
     def prepare(self, state: TrainState) -> None:
-        """Takes the memory that snapshots of this state are copied to, while the first steps run."""
+        """Allocate the host memory for snapshots of this state, during the first steps."""
         self._staging.prepare(tensor_bytes(state))
 
     def save(self, step: int, take: Callable[[Staging], Writable | None], *, best: int | None = None) -> None:
-        """Takes a snapshot of this boundary when the one before is written, and begins to write it; nothing
-        where there is one of this step. The checkpoint of step `best` stays. Of several processes the first
-        keeps the store; of another `take` gives what it writes beside that, or None."""
+        """Take a snapshot of this boundary after the previous one is written, and start to write it.
+
+        Nothing happens if this step has a snapshot already. The checkpoint of step `best` stays. The first of
+        several processes owns the store. In another, `take` returns that process's part, or None.
+        """
         if step == self.saved_step:
             return
         begun = time.perf_counter()
@@ -187,7 +192,7 @@ class CheckpointManager:
         except SaveFailed as failed:
             self._failure = failed
             self._journal.tell("warning", text=f"{failed} The run continues.")
-        except Exception as fault:  # in a thread nobody else would hear of it
+        except Exception as fault:  # without this the error would be lost in its thread
             self._failure = fault
             reason = str(fault) or type(fault).__name__
             self._journal.tell("warning", text=f"A checkpoint was not saved: {reason}. The run continues.")
@@ -207,8 +212,10 @@ class CheckpointManager:
                 snapshot.close()
 
     def _retain(self, keep: frozenset[int]) -> str:
-        """Remove the checkpoints beyond the limit, and return why that was refused. What was saved is no
-        less saved."""
+        """Remove the checkpoints beyond the limit, and return the reason of a refusal, or an empty text.
+
+        A refusal does not make the save itself a failure.
+        """
         try:
             self.store.retain(self._limit, keep)
         except (ToldElsewhere, SaveStopped):
@@ -221,7 +228,7 @@ class CheckpointManager:
         return self._is_waited_for and self.is_too_late()
 
     def wait(self) -> None:
-        """Until nothing is being written; not longer than a stop may take."""
+        """Wait for the current save, at most until the time limit of a stop."""
         self._is_waited_for = True
         if self._thread is not None:
             self._thread.join()
@@ -230,19 +237,19 @@ class CheckpointManager:
 
     @property
     def failure(self) -> str | None:
-        """Why the checkpoint that was saved last could not be kept; None where it was."""
+        """The reason that the last checkpoint could not be saved, or None."""
         return None if self._failure is None else f"The last checkpoint was not saved: {self._failure}"
 
     def raise_if_last_failed(self) -> None:
-        """Raises `SnugfitError` when the checkpoint that was saved last could not be kept."""
+        """Raise `SnugfitError` if the last checkpoint could not be saved."""
         if self.failure is not None:
             raise SnugfitError(self.failure)
 
     # ---- resuming ----------------------------------------------------------------------------------------
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint that is whole, when none is being written; None where there is none. Broken
-        ones that are newer are reported."""
+        """Return the newest whole checkpoint after the current save, or None. Newer broken ones are
+        reported."""
         self.wait()
         known = len(self.store.broken)
         checkpoint = self.store.newest()
@@ -251,8 +258,11 @@ class CheckpointManager:
         return checkpoint
 
     def checkpoint_at(self, folder: Path, *, in_store: bool = False) -> Checkpoint:
-        """The checkpoint that a user names; with `in_store` of a run that may have to go back to its last
-        one, which stands in its folder. Raises `UsageError` for what is none, and as `verify` does."""
+        """Return the checkpoint that a user names.
+
+        `in_store` requires it to be in the run's folder, because such a run may have to return to its last
+        checkpoint. Raises `UsageError` for another folder, and the errors of `verify`.
+        """
         step = named_step(folder, self.store.root, in_root=in_store)
         try:
             return verify(folder, step)
@@ -263,8 +273,10 @@ class CheckpointManager:
         return checkpoint.folder.absolute().parent.resolve() == self.store.root.resolve()
 
     def go_back_to(self, checkpoint: Checkpoint) -> None:
-        """For a run that goes on from this one, whatever stands after it: that gets other names, for the next
-        start must not meet it. Of a checkpoint from elsewhere that is everything here."""
+        """Rename all later checkpoints when a run resumes from this one, so that the next start ignores them.
+
+        If it is from another folder, all checkpoints here are renamed.
+        """
         if not self._is_in_store(checkpoint):
             self.set_aside_earlier()
             return
@@ -273,7 +285,7 @@ class CheckpointManager:
             self._journal.tell("warning", text=text)
 
     def set_aside_earlier(self) -> None:
-        """For a run that begins anew: what stands in its folder gets other names."""
+        """Rename the checkpoints in the folder of a new run."""
         for moved in self.store.restart():
             self._journal.tell("warning", text=f"An earlier run's checkpoint was renamed to {moved.name}.")
 
@@ -286,9 +298,11 @@ class CheckpointManager:
         cure: str = "",
         note: str = "",
     ) -> None:
-        """Raises `UsageError` for what is `wrong` about resuming from this checkpoint; warns of what has
-        `changed` and only keeps the numbers from being the same bit for bit, and passes on what is to be
-        noted."""
+        """Raise `UsageError` if a list of errors against resuming from this checkpoint is not empty.
+
+        Each entry of `changed` becomes a warning: it only prevents numbers that are identical bit for bit. A
+        `note` is written too.
+        """
         if wrong:
             raise UsageError(f"{checkpoint.folder} is a checkpoint of another run: {'; '.join(wrong)}.{cure}")
         for change in changed:
@@ -299,7 +313,7 @@ class CheckpointManager:
 
 
 def _write_share(snapshot: Writable, *_: Any) -> None:
-    """What another process than the first writes. Whether the checkpoint is whole is the first's to say."""
+    """Write the part of a process other than the first; only the first reports errors."""
     if isinstance(snapshot, WrittenByAll):
         with suppress(Exception):
             snapshot.write_share()
@@ -308,7 +322,7 @@ def _write_share(snapshot: Writable, *_: Any) -> None:
 def differences(
     before: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str] = (), *, prefix: str = ""
 ) -> list[str]:
-    """What is not the same in two descriptions, by its name; of all there is, or of these names."""
+    """Return the differences between two descriptions by name, among all names or these."""
 
     def short(value: Any) -> str:
         text = json.dumps(value) if not isinstance(value, str) else repr(value)

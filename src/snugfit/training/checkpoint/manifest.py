@@ -1,15 +1,15 @@
-"""What makes a folder of files a checkpoint: its manifest, and that every file is as it says.
+"""The manifest of a checkpoint, and the comparison of its files with it.
 
     {"schema": 1, "what": "checkpoint", "snugfit": "0.1.0", "step": 30,
      "files": {"model.safetensors": {"bytes": 4096, "sha256": "..."}, ...},
      "about": {...}, "sha256": "..."}
 
 `files` names every file, by its path inside the folder. The last `sha256` is that of all the rest, written as
-JSON with sorted keys and no spaces, so that the manifest itself is as safe from a flipped bit as the files.
-That rule and the names `schema`, `what`, `snugfit` and `sha256` must stay what they are in every schema to
-come: by them a snugfit of today tells a checkpoint that is newer than itself, and does not call it broken.
+JSON with sorted keys and no spaces. It protects the manifest itself from a flipped bit, as the files are.
+That rule and the names `schema`, `what`, `snugfit` and `sha256` must be the same in every later schema. With
+them, an older snugfit recognizes a newer checkpoint and does not call it broken.
 
-Who reads a checkpoint reads all of its bytes anyway, so they are always compared with their checksums.
+A reader of a checkpoint reads all of its bytes anyway, so they are always compared with their checksums.
 """
 
 from __future__ import annotations
@@ -32,29 +32,31 @@ SCHEMA = 1
 MANIFEST = "manifest.json"
 
 CHUNK_BYTES = 1 << 20
-"""Read, and asked whether to stop, in pieces of this size. A choice."""
+"""Bytes of a piece of a file that is read between two checks for a stop. A choice."""
 
 LARGEST_JSON = 1 << 30
-"""The most bytes of another JSON file: a log of a million steps has a fifth. A choice."""
+"""Largest size in bytes of another JSON file: a log of a million steps has a fifth. A choice."""
 
 _DAMAGE = {
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO,
     errno.EIO, errno.EBADMSG, errno.EUCLEAN,
 }  # fmt: skip
-"""What a file that is not there, or a disk that lost it, answers. Anything else (no permission, too many open
-files) says nothing about the checkpoint."""
+"""System errors for a missing file, or a disk that lost it.
+
+Other errors (no permission, too many open files) prove nothing about the checkpoint.
+"""
 
 
 class BrokenCheckpoint(SnugfitError):
-    """The folder is no whole checkpoint; the message names the file and what is wrong with it."""
+    """The folder is no whole checkpoint; the message names the file and its fault."""
 
 
 class NewerCheckpoint(SnugfitError):
-    """The checkpoint is whole, and of a schema that this snugfit does not know."""
+    """The checkpoint is valid, but its schema is newer than this snugfit."""
 
 
 class SaveStopped(SnugfitError):
-    """A save was asked to stop, and left nothing behind."""
+    """A save was stopped on request, and left nothing behind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,22 +75,22 @@ class Checkpoint:
     """A checkpoint that was found whole."""
 
     folder: Path
-    """The folder that it is."""
+    """The folder of the checkpoint."""
 
     step: int
-    """The steps that were done when it was taken."""
+    """The number of optimizer steps before it."""
 
     files: Mapping[str, Contents]
-    """Every file of it but the manifest, by its path inside the folder."""
+    """Every file except the manifest, by its path inside the folder."""
 
     about: Mapping[str, Any]
-    """What its writer said of it."""
+    """The description that its writer stored."""
 
 
 def seal(folder: Path, step: int, about: Mapping[str, Any], stop: Callable[[], bool]) -> dict[str, Contents]:
-    """Brings everything that stands in `folder` to the disk, and writes the manifest last.
+    """Write everything in `folder` to the disk, and the manifest last.
 
-    Raises `OSError` when the disk refuses, with the file's name in it; `SaveStopped` when `stop` says so.
+    Raises `OSError` with the file's name if the disk refuses, and `SaveStopped` if `stop` returns True.
     """
     folders, names = [folder], []
     for entry in _entries(folder):
@@ -127,18 +129,22 @@ def _write_manifest(path: Path, step: int, files: Mapping[str, Contents], about:
     with _naming(path):
         write_document(path, {**document, "sha256": checksum(document)})
         if path.stat().st_size > LARGEST_DOCUMENT:
-            raise SnugfitError(f"{path.name} would have more than {LARGEST_DOCUMENT} bytes: tell less of it.")
+            raise SnugfitError(
+                f"{path.name} would have more than {LARGEST_DOCUMENT} bytes: store a shorter description."
+            )
 
 
 def checksum(document: Mapping[str, Any]) -> str:
-    """The SHA-256 of a manifest without its own; the rule of every schema."""
+    """Return the SHA-256 of a manifest without its own; the same in every schema."""
     text = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
 def sync(path: Path) -> None:
-    """Brings a file or a folder's entries to the disk. A file system that cannot do so for folders says that
-    it does not know the request, and keeps them in its own way."""
+    """Write a file or a folder's entries to the disk.
+
+    Some file systems reject this request for folders, and sync them in their own way; that error is ignored.
+    """
     with _naming(path):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -152,7 +158,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Puts this file's name into whatever the system refuses inside."""
+    """Add this file's name to the system's errors within the context."""
     try:
         yield
     except OSError as refusal:
@@ -161,7 +167,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _contents(folder: Path, name: str, *, stop: Callable[[], bool], sync: bool) -> Contents:
-    """Reads a plain file from its beginning to its end, and asks between pieces whether to stop."""
+    """Return the size and checksum of a plain file; check for a stop between pieces."""
     path = folder / name
     digest, total, piece = hashlib.sha256(), 0, memoryview(bytearray(CHUNK_BYTES))
     with _naming(path):
@@ -181,7 +187,7 @@ def _contents(folder: Path, name: str, *, stop: Callable[[], bool], sync: bool) 
 
 
 def _plain(folder: Path, name: str) -> os.stat_result:
-    """The file's state. Raises `BrokenCheckpoint` when it, or a folder on its way, is something else."""
+    """Return the file's state. Raises `BrokenCheckpoint` unless it is a plain file in plain folders."""
     parent = folder
     for part in name.split("/")[:-1]:
         parent /= part
@@ -202,9 +208,9 @@ def _kind(mode: int) -> str:
 
 
 def check_sizes(folder: Path, step: int) -> Checkpoint:
-    """The checkpoint, when its manifest is right and every file is there with its size; no file is read.
+    """Return the checkpoint if its manifest is valid and every file has its size; no file is read.
 
-    Raises as `verify` does.
+    Raises the errors of `verify`.
     """
     try:
         mode = os.lstat(folder).st_mode
@@ -225,9 +231,9 @@ def check_sizes(folder: Path, step: int) -> Checkpoint:
 
 
 def verify(folder: Path, step: int) -> Checkpoint:
-    """The checkpoint, when its manifest is right and every file is there with its size and its checksum.
+    """Return the checkpoint if its manifest is valid and every file has its size and its checksum.
 
-    Raises `BrokenCheckpoint`; `NewerCheckpoint`; and `SnugfitError` when it cannot be read by us, now.
+    Raises `BrokenCheckpoint`, `NewerCheckpoint`, or `SnugfitError` if this process cannot read it.
     """
     checkpoint = check_sizes(folder, step)
     for name, due in checkpoint.files.items():
@@ -248,8 +254,8 @@ def _error_of(refusal: OSError, folder: Path) -> SnugfitError:
     if refusal.errno in _DAMAGE:
         return BrokenCheckpoint(f"{name} cannot be read: {refusal.strerror}")
     return SnugfitError(
-        f"{folder / name} cannot be read: {refusal.strerror}. Whether {folder.name} is complete is not "
-        "known. Nothing was changed. Make it readable, or name another folder."
+        f"{folder / name} cannot be read: {refusal.strerror}, so {folder.name} was not checked. "
+        "Nothing was changed. Make it readable, or name another folder."
     )
 
 

@@ -1,14 +1,14 @@
-"""What a model's own files leave out, so that a resumed run is the same run.
+"""The state of a model that the libraries' files omit and that a resumed run needs.
 
-    model_state.json            where each tensor is kept that is in an adapter's file; checksums of what is
-                                frozen and kept nowhere; extra state of modules, and
-                                what they remember in attributes (`module_attributes.py`)
-    model_state.safetensors     tensors that are in no other file: buffers that are in no `state_dict`, and of
-                                adapted models what trains or has changed and is not in peft's files
+- `model_state.json`: the file and name of each tensor in adapters' files and in `model_state.safetensors`.
+  It also has checksums of frozen tensors that are not saved, extra state of modules, and their plain
+  attributes (`module_attributes.py`).
+- `model_state.safetensors`: tensors that are in no other file. These are buffers that are in no `state_dict`.
+  From adapted models come also trainable or changed tensors that are not in peft's files.
 
-Of a model with adapters the frozen weights are not kept, for whoever resumes the run builds them again. By
-their checksums it is known that they are the same; one that has changed during the run (adapters that were
-merged into it, a running mean) is kept.
+Frozen weights of a model with adapters are not saved, because a resumed run builds them again. Their
+checksums prove that they are the same. A frozen tensor that has changed during the run is saved, such as a
+weight with merged adapters, or a running mean.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
 MODEL_STATE, MODEL_TENSORS = "model_state.json", "model_state.safetensors"
 
 _WEIGHT, _EXTRA = "weight.", "extra."
-"""How the names of tensors begin in the file: of the model's own, and of extra state."""
+"""Prefixes of tensors in the file: the model's own, and those of extra state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelBeginning:
-    """What a model was when its run began."""
+    """The state of a model at the start of its run."""
 
     frozen: Mapping[str, int]
-    """Checksums of what was frozen; of adapted models only."""
+    """Checksums of frozen tensors; of adapted models only."""
 
     numbers: Numbers
-    """Of its modules' attributes."""
+    """Numbers in its modules' attributes."""
 
 
 _BEGINNINGS: WeakKeyDictionary[torch.nn.Module, ModelBeginning] = WeakKeyDictionary()
@@ -56,16 +56,16 @@ _BEGINNINGS: WeakKeyDictionary[torch.nn.Module, ModelBeginning] = WeakKeyDiction
 
 @dataclass(frozen=True, kw_only=True)
 class ModelState:
-    """The tensors of a model that a checkpoint keeps, and what else it says of the model."""
+    """The state of a model for a checkpoint."""
 
     tensors: Mapping[str, torch.Tensor]
-    """By their names among the model's parameters and buffers."""
+    """Saved tensors by their names among the model's parameters and buffers."""
 
     transient: Sequence[str]
-    """Of them, the buffers that are in no `state_dict`."""
+    """Names of the buffers among them that are in no `state_dict`."""
 
     frozen: Mapping[str, int]
-    """Checksums of those that are not kept."""
+    """Checksums of the frozen tensors that are not saved."""
 
     active: Sequence[str]
     """The adapters that the forward pass uses."""
@@ -74,15 +74,15 @@ class ModelState:
     """Extra state of modules and of adapters, without its tensors."""
 
     extra_tensors: Mapping[str, torch.Tensor]
-    """The tensors of `extra`, by the names that it has for them."""
+    """The tensors of `extra`, by their names there."""
 
     def all_tensors(self) -> Iterator[torch.Tensor]:
-        """All tensors that are kept."""
+        """Yield all saved tensors."""
         yield from self.tensors.values()
         yield from self.extra_tensors.values()
 
     def with_copies(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> ModelState:
-        """The same with a copy in the place of each tensor."""
+        """Return the same state with a copy of each tensor."""
         return replace(
             self,
             tensors={name: copy(value) for name, value in self.tensors.items()},
@@ -90,8 +90,11 @@ class ModelState:
         )
 
     def write(self, folder: Path, written: Mapping[int, tuple[str, str] | None]) -> None:
-        """Writes what is in no other file. `written` has by its `id` each tensor that is: under which name in
-        which file, or None where the file is loaded as a whole."""
+        """Write the tensors that are in no other file, and the other state.
+
+        `written` has the name and file of each tensor that is in one, by its `id`. None means that the file
+        is loaded as a whole.
+        """
         from safetensors.torch import save_file
 
         places, rest, kept_in = dict(written), {}, {}
@@ -118,9 +121,12 @@ class ModelState:
 def model_state_of(
     model: torch.nn.Module, persistent: set[str], among: Sequence[torch.Tensor] | None = None
 ) -> ModelState:
-    """The state of a live model, of which `persistent` are the names in its `state_dict`. With `among`, of
-    the frozen tensors only those that share their memory with one of these, belong to an adapter, or have
-    changed since the run began. Raises `SnugfitError` for extra state that no checkpoint can hold."""
+    """Return the state of a live model; `persistent` are the names in its `state_dict`.
+
+    With `among`, frozen tensors are included only under one of three conditions. They share their memory with
+    a tensor of `among`, belong to an adapter, or have changed since the run began. Raises `SnugfitError` for
+    extra state that no checkpoint can contain.
+    """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     frozen: dict[str, int] = {}
     if among is not None:
@@ -163,13 +169,13 @@ def _extra_state(model: torch.nn.Module) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def _frozen_tensors(model: torch.nn.Module, persistent: set[str]) -> dict[str, torch.Tensor]:
-    """Weights that do not train, and buffers that belong to the `state_dict`."""
+    """Return the weights that do not train, and the buffers of the `state_dict`."""
     weights = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
     return weights | {name: buffer for name, buffer in model.named_buffers() if name in persistent}
 
 
 def beginning_of(model: torch.nn.Module) -> ModelBeginning:
-    """The model as it was when this was asked first: before its weights are loaded, or before its first
+    """Return the state of the model at the first call: before its weights are loaded, or before its first
     step."""
     if model not in _BEGINNINGS:
         frozen = _frozen_tensors(model, set(model.state_dict())) if adapters.is_adapted(model) else {}
@@ -178,7 +184,8 @@ def beginning_of(model: torch.nn.Module) -> ModelBeginning:
 
 
 def _checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The sum of each tensor's bits as integers: a reduction where it lies, and one wait for all of them."""
+    """Return the sum of each tensor's bits as integers, with a reduction on its device and one wait for
+    all."""
     import torch
 
     sums = [_sum_of_bits(tensor.detach()) for tensor in tensors.values()]
@@ -187,7 +194,7 @@ def _checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """() of int64; 0 for a tensor whose bits cannot be read so, as those of some quantizers cannot."""
+    """Return the sum () of int64; 0 for a tensor whose bits cannot be read, as of some quantizers."""
     import torch
 
     try:
@@ -204,12 +211,12 @@ def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def has_model_state(folder: Path) -> bool:
-    """Whether a checkpoint says more of its model than the libraries' files do; older ones do not."""
+    """Return True if a checkpoint has a model state; older ones do not."""
     return (folder / MODEL_STATE).is_file()
 
 
 def names_kept_beside(folder: Path) -> set[str]:
-    """The tensors of a model that are not in the libraries' files."""
+    """Return the names of a model's tensors that are not in the libraries' files."""
     return set(_read(folder)["kept_in"]) if has_model_state(folder) else set()
 
 
@@ -218,9 +225,9 @@ def _read(folder: Path) -> Any:
 
 
 def load_model_state(model: torch.nn.Module, folder: Path) -> None:
-    """Puts what `ModelState.write` wrote into a model that stands.
+    """Load the files of `ModelState.write` into an existing model.
 
-    Raises `SnugfitError` when it is another model, and changes nothing then.
+    Raises `SnugfitError` for another model, and then changes nothing.
     """
     from safetensors.torch import load_file
 
@@ -237,7 +244,7 @@ def load_model_state(model: torch.nn.Module, folder: Path) -> None:
         if name in own:
             _put(model, own[name], name, value)
         elif is_stage(model):
-            continue  # another one has it
+            continue  # another stage has it
         elif name in document["transient"]:
             _make_buffer(model, name, value)
         else:
@@ -254,7 +261,7 @@ def load_model_state(model: torch.nn.Module, folder: Path) -> None:
 
 
 def _put(model: torch.nn.Module, own: torch.Tensor, name: str, value: torch.Tensor) -> None:
-    """Into the parameter or buffer of this name; a buffer of another size (a cache) is replaced."""
+    """Copy a value into the parameter or buffer of this name; replace a buffer of another size (a cache)."""
     import torch
 
     if own.shape == value.shape:
@@ -268,8 +275,10 @@ def _put(model: torch.nn.Module, own: torch.Tensor, name: str, value: torch.Tens
 
 
 def _make_buffer(model: torch.nn.Module, name: str, value: torch.Tensor) -> None:
-    """A buffer that a forward pass has made, and the next one would find. Where the module is gone, in
-    another version of its library, so is what needed it."""
+    """Make a buffer again that a forward pass has made, for the next forward pass.
+
+    If another version of its library lacks the module, the buffer's user is gone too.
+    """
     path, _, leaf = name.rpartition(".")
     module = dict(model.named_modules()).get(path)
     if module is None:
@@ -284,7 +293,7 @@ def _make_buffer(model: torch.nn.Module, name: str, value: torch.Tensor) -> None
 def _refuse_another_base(
     model: torch.nn.Module, folder: Path, values: Mapping[str, torch.Tensor], document: Mapping[str, Any]
 ) -> None:
-    """Raises `SnugfitError` when other adapters stand in this model, or its frozen weights are others."""
+    """Raise `SnugfitError` if the model has other adapters or other frozen weights."""
     own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     due = (*values, *document["frozen"])
     lost = [name for name, weight in model.named_parameters() if weight.requires_grad and name not in values]

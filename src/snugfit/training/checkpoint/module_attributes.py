@@ -1,10 +1,11 @@
-"""What modules remember in plain attributes: a count, a switch, a queue of samples that is no buffer; and
-which parameters train, which may change during a run.
+"""The state of modules in plain attributes (a count, a switch, a queue of samples), and the trainable
+parameters.
 
-No `state_dict` has them, and a step may depend on them: a rotary embedding that grows with its sequences
-remembers how far in a number. Numbers are kept once they are no longer what they were when the run began;
-what they were then is the constructor's, or what the user has set. Tensors are always kept, but for those
-that are parameters and buffers under another name, and results that still have their graph.
+The set of trainable parameters may change during a run. No `state_dict` has plain attributes, and a step may
+depend on them. A rotary embedding that grows with its sequences stores its size in a number, for example.
+Numbers are saved once they differ from their value at the start of the run. The constructor or the user has
+set that value. Tensors are always saved. Exceptions are parameters and buffers under another name, and
+results that still have their graph.
 """
 
 from __future__ import annotations
@@ -18,24 +19,26 @@ if TYPE_CHECKING:
     import torch
 
 Numbers = Mapping[tuple[str, str], Any]
-"""By the name of the module and of the attribute."""
+"""Values by the names of module and attribute."""
 
 _SWITCHES = frozenset({"training", "gradient_checkpointing"})
-"""Attributes that loops set, and that are no memory."""
+"""Attributes that loops set, and that are not a state."""
 
 _MARKS = ("_is_", "_hf_", "ds_", "applied_pre_backward_")
-"""How the names of marks begin that accelerate, transformers and DeepSpeed leave on a model.
-`_is_accelerate_prepared`, put back in another process, would keep accelerate from wrapping the model in
-autocast."""
+"""Prefixes of marks that accelerate, transformers and DeepSpeed leave on a model.
+
+A restored `_is_accelerate_prepared` in another process would keep accelerate from wrapping the model in
+autocast.
+"""
 
 
 def _is_memory(name: str) -> bool:
-    """Whether an attribute of this name may be what a module remembers."""
+    """Return True if an attribute of this name may be part of a module's state."""
     return name not in _SWITCHES and not name.startswith(_MARKS)
 
 
 def numbers_of(model: torch.nn.Module) -> Numbers:
-    """All numbers and switches that modules have as attributes."""
+    """Return all numbers and switches in the attributes of modules."""
     return {
         (path, name): value
         for path, module in model.named_modules()
@@ -45,7 +48,7 @@ def numbers_of(model: torch.nn.Module) -> Numbers:
 
 
 def attributes_to_keep(model: torch.nn.Module, before: Numbers) -> dict[str, dict[str, Any]]:
-    """Numbers that are no longer as `before`, and tensors, by module and attribute."""
+    """Return the numbers that differ from `before`, and tensors, by module and attribute."""
     attributes: dict[str, dict[str, Any]] = {}
     for (path, name), value in numbers_of(model).items():
         if (path, name) not in before or before[path, name] != value:
@@ -67,8 +70,10 @@ def _plain_tensors(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.Ten
 
 
 def restore_attributes(model: torch.nn.Module, attributes: Mapping[str, Mapping[str, Any]]) -> None:
-    """Sets what `attributes_to_keep` gave. A module that another version of its library has not is passed
-    over, for so is what needed it."""
+    """Restore the attributes of `attributes_to_keep`.
+
+    A module that another version of its library lacks is ignored, because its user is gone too.
+    """
     import torch
 
     modules = dict(model.named_modules())
@@ -85,13 +90,15 @@ def restore_attributes(model: torch.nn.Module, attributes: Mapping[str, Mapping[
 
 
 def frozen_parameters(model: torch.nn.Module) -> list[str]:
-    """The names of those that do not train."""
+    """Return the names of the parameters that do not train."""
     return [name for name, weight in model.named_parameters() if not weight.requires_grad]
 
 
 def set_frozen(model: torch.nn.Module, names: Collection[str] | None) -> None:
-    """Has the parameters of these names not train, and all others train. Nothing for None, where an older
-    checkpoint does not say."""
+    """Freeze the parameters of these names, and unfreeze all others.
+
+    None, from an older checkpoint, changes nothing.
+    """
     if names is None:
         return
     frozen = frozenset(names)

@@ -1,13 +1,12 @@
-"""What a checkpoint keeps of an optimizer, and which optimizers a run cannot be checked or resumed with.
+"""An optimizer's state in a checkpoint, and the optimizers that cannot be checked or resumed.
 
-The states are taken and put back as they are. torch's own `load_state_dict` casts each to its parameter's
-dtype, which would round the moments that Adafactor keeps in fp32 beside bf16 weights, and bitsandbytes'
-`state_dict` wraps them for FSDP.
+States are saved and restored unchanged. torch's own `load_state_dict` casts each to its parameter's dtype:
+this would round Adafactor's fp32 moments of bf16 weights. bitsandbytes' `state_dict` wraps them for FSDP.
 
-Some optimizers keep more than torch asks for: states under names instead of parameters, numbers and tensors
-as attributes. They are kept too. What cannot be kept (an object, a function, another optimizer) is refused by
-its name, and so is an optimizer that updates weights within the backward pass: then a step that turns out
-wrong has changed them already.
+Some optimizers store more than torch requires: states under names instead of parameters, numbers and tensors
+as attributes. These are saved too. Values that cannot be saved (an object, a function, another optimizer) are
+refused by name. An optimizer that updates weights within the backward pass is refused too: a step that is
+rejected would already have changed them.
 """
 
 from __future__ import annotations
@@ -24,18 +23,20 @@ if TYPE_CHECKING:
     import torch
 
 _TORCHS_OWN = frozenset({"defaults", "state", "param_groups"})
-"""Attributes of every optimizer that are kept by other ways."""
+"""Attributes of every optimizer that are saved separately."""
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    """Those that it updates, over all its groups."""
+    """Return the parameters in all groups of the optimizer."""
     return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The states by their parameter's index over all groups, and by name where they are no parameter's; the
-    groups without their parameters; and its own numbers and tensors. Where states are spread over processes
-    they are this one's, in groups of all weights."""
+    """Return an optimizer's states, its groups without their parameters, and its own numbers and tensors.
+
+    States are stored by their parameter's index over all groups, or by name if they belong to no parameter.
+    States that are spread over processes are this process's own, with groups of all weights.
+    """
     parameters = parameters_of(optimizer)
     own = {id(weight) for weight in parameters}
     local = local_optimizer(optimizer)
@@ -52,8 +53,10 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Makes it what `optimizer_state` was taken of; where states are spread over processes, this one keeps
-    its own. Raises `SnugfitError` for another optimizer's state."""
+    """Restore the state of `optimizer_state`; this process restores only the states of its own weights.
+
+    Raises `SnugfitError` for another optimizer's state.
+    """
     parameters = parameters_of(optimizer)
     counts, before = (
         [_count(group) for group in groups] for groups in (optimizer.param_groups, saved["groups"])
@@ -80,8 +83,8 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
 def own_part(
     saved: Mapping[str, Any], optimized: Sequence[str], names: Iterable[str]
 ) -> tuple[list[str], dict[str, Any]]:
-    """Of an optimizer's state of all these weights what an optimizer of some, by `names`, has, and which of
-    them are there."""
+    """Return the names and the state of the weights in `names`, from an optimizer's state of all
+    `optimized`."""
     wanted_names = set(names)
     groups: list[dict[str, Any]] = []
     states: dict[int, Any] = {}
@@ -105,7 +108,8 @@ def _count(group: Mapping[str, Any]) -> int:
 
 
 def _own_attributes(optimizer: Any) -> Iterator[tuple[str, Any]]:
-    """Numbers and tensors that it keeps beside its states, such as a count of its steps. A switch is none."""
+    """Yield numbers and tensors in the optimizer's attributes, such as a count of its steps, but no
+    switches."""
     import torch
 
     for name, value in vars(optimizer).items():
@@ -118,8 +122,10 @@ def _own_attributes(optimizer: Any) -> Iterator[tuple[str, Any]]:
 
 
 def refuse_optimizer(optimizer: Any, *, keeps: bool) -> None:
-    """Raises `UsageError` for an optimizer that no step can be checked or retaken with, and where a run
-    `keeps` checkpoints, for one that holds others."""
+    """Raise `UsageError` for an optimizer whose steps cannot be checked or repeated.
+
+    If the run `keeps` checkpoints, an optimizer that contains others is refused too.
+    """
     kind = type(optimizer).__name__
     if hasattr(optimizer, "optimizer_dict") or hasattr(optimizer, "fused_backward"):
         raise UsageError(
@@ -141,7 +147,7 @@ def refuse_optimizer(optimizer: Any, *, keeps: bool) -> None:
 
 
 def _argument_of_step(owner: Any) -> str | None:
-    """The first argument that its `step` cannot be without; None where there is none."""
+    """Return the first required argument of the owner's `step`, or None."""
     try:  # of the class: schedules wrap the method of an optimizer
         parameters = list(inspect.signature(type(owner).step).parameters.values())[1:]
     except (AttributeError, TypeError, ValueError):
@@ -162,7 +168,7 @@ def _holds_optimizers(value: Any) -> bool:
 
 
 def refuse_schedule(scheduler: Any) -> None:
-    """Raises `UsageError` for a schedule that cannot take a step by itself."""
+    """Raise `UsageError` for a schedule whose `step` needs arguments."""
     if (needed := _argument_of_step(scheduler)) is not None:
         raise UsageError(
             f"{type(scheduler).__name__}.step() needs {needed!r}, but snugfit steps a scheduler once per "

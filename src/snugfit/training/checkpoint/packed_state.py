@@ -1,15 +1,16 @@
-"""Nested states as files that hold no code: tensors in safetensors, the rest in strict JSON.
+"""Nested states in files without code: tensors in safetensors, the rest in strict JSON.
 
-A state is what `state_dict()` gives: dicts, lists and tuples of tensors, numbers, text and None, as deep as
-it likes. `pack` takes it apart: each tensor goes into a flat dict under a number, and the tree that is left
-names it by that number, with the device it lay on (`cpu` or `cuda`; an optimizer keeps its step count where
-it was made). `unpack` puts it together again, bit for bit: JSON writes a float so that it reads back the
-same, and what JSON has no word for (NaN, infinities, integer keys, tuples) is written with its name. A
-tensor that is held in several places (the code book of 8-bit moments) is written once and is one tensor
-again. A parameter of the run that a state refers to (as GrokAdamW's groups do, by key) is written as its
-number, and is that very parameter again. numpy's numbers and arrays, and torch's dtypes, stay what they are.
+A state has the form of `state_dict()`: dicts, lists and tuples of tensors, numbers, text and None, nested to
+any depth. `pack` splits it. Each tensor goes into a flat dict under a number. The remaining tree has that
+number and the tensor's device (`cpu` or `cuda`; an optimizer's step count stays on its device).
 
-Nothing here is pickled, so nothing is run when it is read.
+`unpack` rebuilds the state, bit for bit. JSON writes a float so that it reads back the same. Values without a
+JSON form (NaN, infinities, integer keys, tuples) are written under a tag. A tensor in several places (the
+code book of 8-bit moments) is written once and is one tensor again. A state may refer to a parameter of the
+run (as GrokAdamW's groups do, by key). It is written as an index, and becomes the same parameter again.
+numpy's numbers and arrays, and torch's dtypes, keep their types.
+
+Nothing here is pickled, so reading runs no code.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ if TYPE_CHECKING:
 
 TENSOR, TUPLE, PAIRS, FLOAT = "tensor", "tuple", "pairs", "float"
 PARAMETER, NUMPY, DTYPE = "parameter", "numpy", "dtype"
-"""The names under which a tree holds what JSON has no word for."""
+"""Tags in a tree for values without a JSON form."""
 
 ARRAY = "array"
-"""In the place of a dtype's name: what is under `NUMPY` is an array, kept as a tensor."""
+"""In place of a dtype's name: the value under `NUMPY` is an array, stored as a tensor."""
 
 
 def pack(state: Any, parameters: Sequence[torch.Tensor] = ()) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The tree that JSON can hold, and the tensors by the names that it gives them. What is one of
-    `parameters` is named by its place among them.
+    """Return the tree for JSON, and the tensors by their names in it.
 
-    Raises `SnugfitError` for what no checkpoint of ours holds (an object, a function, a tensor as a key).
+    Tensors in `parameters` are named by their index there. Raises `SnugfitError` for values that no
+    checkpoint can contain (an object, a function, a tensor as a key).
     """
     packer = _Packer(parameters)
     return packer.tree(state), packer.tensors
@@ -69,7 +70,8 @@ class _Packer:
         return self._numpy(value) if type(value).__module__ == "numpy" else _plain(value)
 
     def _tensor(self, value: torch.Tensor) -> Any:
-        """A tensor of several others, as torchao's optimizers keep them, is an object like any other."""
+        """Return the node of a tensor; one made of several, as in torchao's optimizers, is refused as an
+        object."""
         if id(value) in self._parameters:
             return {PARAMETER: self._parameters[id(value)]}
         if hasattr(value, "__tensor_flatten__"):
@@ -77,7 +79,10 @@ class _Packer:
         return {TENSOR: self._name_of(value), "on": value.device.type}
 
     def _key(self, key: Any) -> Any:
-        """A tensor that is read again is another one, and nobody would find what stands under it."""
+        """Return the node of a dict's key.
+
+        Raises `SnugfitError` for a tensor, because the one read later would be another key.
+        """
         import torch
 
         if isinstance(key, torch.Tensor) and id(key) not in self._parameters:
@@ -95,7 +100,7 @@ class _Packer:
         return _plain(value)
 
     def _each(self, values: Sequence[Any]) -> list[Any]:
-        """Generators' states are hundreds of numbers each, and training waits for this."""
+        """Return a node per value, quickly for ints: generators' states are hundreds, and training waits."""
         return list(values) if set(map(type, values)) == {int} else [self.tree(value) for value in values]
 
 
@@ -122,9 +127,9 @@ def unpack(
     device: torch.device,
     parameters: Sequence[torch.Tensor] = (),
 ) -> Any:
-    """The state that `pack` took apart; a tensor that did not lie on the host goes to `device`.
+    """Return the state that `pack` split; a tensor that was not on the host goes to `device`.
 
-    Raises `SnugfitError` for a tree that `pack` did not write, or tensors or parameters that are not its own.
+    Raises `SnugfitError` for an unknown tree, or for missing tensors or parameters.
     """
     return _Unpacker(tensors, device, parameters).value(tree)
 

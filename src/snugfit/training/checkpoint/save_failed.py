@@ -1,7 +1,7 @@
-"""The error when the system refuses a save: which file, why, and how much room was needed and is left.
+"""The error for a failed save: the file, the reason, and the needed and free bytes.
 
-A library that is not Python's words a refusal in its own way: safetensors raises an error that is no
-`OSError` and ends in `(os error 28)`. That number is the system's, so it is taken for what it is.
+Libraries that are not Python's word a system error in their own way. safetensors raises an error that is no
+`OSError` and ends in `(os error 28)`. That number is the system's and is read as such.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class SaveFailed(SnugfitError):
-    """The system refused a save. Nothing of it can be seen, and what was saved before stands."""
+    """The system refused a save. It left no files, and earlier checkpoints are unchanged."""
 
 
 def why(fault: BaseException, draft: Path) -> str | None:
-    """The file and the reason, when the system (or a file that is no plain one) is to blame; None when it is
-    not. Called while the draft still stands."""
+    """Return the file and the reason of a system error or an unusual file; None for another error.
+
+    It must be called before the draft is removed.
+    """
     if isinstance(fault, BrokenCheckpoint):
         return str(fault)
     refusal = _refusal(fault)
@@ -39,7 +41,8 @@ def why(fault: BaseException, draft: Path) -> str | None:
 
 
 def save_failed(final: Path, fault: BaseException, reason: str, needed_bytes: int | None) -> SaveFailed:
-    """The error for it. Called when the draft is gone: what is free is then free indeed."""
+    """Return the error for a failed save. It must be called after the draft's removal, which frees its
+    bytes."""
     room = []
     if (refusal := _refusal(fault)) and refusal.errno in _NO_ROOM:
         room += [f"{show_bytes(needed_bytes)} are needed"] if needed_bytes is not None else []
@@ -68,7 +71,7 @@ def _inside(filename: object, draft: Path) -> str:
 
 
 def _last_written(draft: Path) -> str:
-    """The file that was being written: the one that changed last."""
+    """Return the file of the failed write: the one that changed last."""
     with suppress(OSError):
         files = [path for path in draft.rglob("*") if path.is_file()]
         if files:

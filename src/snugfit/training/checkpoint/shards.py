@@ -1,22 +1,23 @@
-"""Checkpoints of a model that several processes hold parts of: each writes its own, by torch's own format.
+"""Checkpoints of a model that is spread over several processes: each writes its parts in torch's format.
 
-    shards/__0_0.distcp ...     torch.distributed.checkpoint: the parts of weights and of optimizer states, by
-           .metadata            name and place in the whole (a pickle of torch's, read without code)
-    state.json, .safetensors    everything else, as of any run (`state.py`), by the first process
-    model_state.json, ...       buffers, and what modules remember (`model_state.py`), by the first process
-    config.json, model...       at the end of a run: the whole weights, as libraries load them
+- `shards/__0_0.distcp`, ..., `shards/.metadata`: torch.distributed.checkpoint. Parts of weights and optimizer
+  states, by name and offset in the whole. `.metadata` is a pickle of torch's, read without code.
+- `state.json`, `.safetensors`: all other state, as of any run (`state.py`), by the first process.
+- `model_state.json`, ...: buffers and attributes of modules (`model_state.py`), by the first process.
+- `config.json`, `model...`: at the end of a run, the whole weights, in the libraries' form.
 
-Where layers are cut into stages, each process writes its own weights and their states, whole or its part of
-them; where all have the model and the optimizer's states alone are spread, the weights that it updates and
-their states, whole; under DeepSpeed's engine some of the weights, whole (`engine_parts.py`). The optimizer's
-groups and single numbers are put together from all (`state.json`).
+A pipeline's process writes its own weights and their states, whole or its part of them. If only the
+optimizer's states are spread, each process writes the weights that it updates and their states, whole. Under
+DeepSpeed's engine each writes some of the weights, whole (`engine_parts.py`). The optimizer's groups and
+single numbers are joined from all (`state.json`).
 
-Since each part says where it belongs, another number of processes reads what it needs of them, and so does
-one alone: torch's resharding. The other way round a whole checkpoint is read by all, and each keeps its part.
+Each part has its offset in the whole, so another number of processes can read its own parts: torch's
+resharding. A single process can too. In the other direction, all processes read a whole checkpoint, and each
+keeps its part.
 
-Parts are copied to the host between two steps and written while the next ones run, over a group of processes
-of their own. The first process names the folder, waits until all have written, takes the checksums, writes
-the manifest and renames, as for any checkpoint (`store.py`).
+Parts are copied to the host between two steps and written during the next ones, over a process group of their
+own. The first process names the folder and waits until all have written. Then it computes the checksums,
+writes the manifest and renames, as for any checkpoint (`store.py`).
 """
 
 from __future__ import annotations
@@ -68,28 +69,27 @@ SHARDS = "shards"
 """The folder within a checkpoint."""
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
-"""How names begin in it: then the weight's name, and of an optimizer's state a slash and its key."""
+"""Prefixes of names in it. The weight's name follows, and for an optimizer's state a slash and its key."""
 
 
 def is_part(tensor: Any) -> bool:
-    """Whether this process holds a part of it, and others the rest: torch's `DTensor`."""
+    """Return True if this process has a part of the tensor, and others the rest: torch's `DTensor`."""
     return hasattr(tensor, "full_tensor") and hasattr(tensor, "placements")
 
 
 def holds_parts(model: torch.nn.Module) -> bool:
-    """Whether this process holds parts of the model's weights."""
+    """Return True if this process has parts of the model's weights."""
     return any(is_part(weight) for weight in model.parameters())
 
 
 def is_sharded(state: TrainState) -> bool:
-    """Whether this process holds parts of the model's weights, some of its layers, or some of the optimizer's
-    states."""
+    """Return True if this process has only parts of the weights, layers or optimizer states."""
     spread = spreads_states(state.optimizer) or is_of_engine(state.optimizer)
     return spread or is_stage(state.model) or holds_parts(state.model)
 
 
 def has_shards(folder: Path) -> bool:
-    """Whether a checkpoint was written by several processes, each its part."""
+    """Return True if several processes wrote this checkpoint, each its part."""
     return (folder / SHARDS).is_dir()
 
 
@@ -98,40 +98,41 @@ def has_shards(folder: Path) -> bool:
 
 @dataclass(kw_only=True)
 class ShardedSnapshot:
-    """A run between two steps, as far as this process holds it, on the host."""
+    """This process's part of a run between two steps, on the host."""
 
     parts: Mapping[str, torch.Tensor]
     """This process's parts of weights and optimizer states, by their names in the whole."""
 
     state: ModelState
-    """Of the model, what all processes hold."""
+    """The part of the model's state that all processes have."""
 
     weights: ModelWeights | None
     """The whole model, at the end of a run and in the first process."""
 
     tree: Any
-    """Everything else, without its tensors."""
+    """All other state, without its tensors."""
 
     tensors: Mapping[str, torch.Tensor]
-    """The tensors of `tree`, by the names that it has for them."""
+    """The tensors of `tree`, by their names there."""
 
     step: int
-    """The optimizer steps that are done."""
+    """The number of finished optimizer steps."""
 
     ranks: Ranks
     """The processes that write it."""
 
     files: Mapping[str, str] = field(default_factory=dict)
-    """What a front-end keeps beside it: text, by the name of its file."""
+    """A front-end's own files: text by the name of its file."""
 
     processing: Any = None
-    """A tokenizer or processor that is saved beside it, or None."""
+    """A tokenizer or processor to save with it, or None."""
 
     _is_told: bool = False
 
     @property
     def bytes(self) -> int:
-        """How much room this process's parts take, times the processes."""
+        """The size of this process's parts in bytes, times the number of processes, and of the shared
+        state."""
         parts = (getattr(part, "_local_tensor", part) for part in self.parts.values())
         own = sum(part.nbytes for part in parts) * self.ranks.size
         whole = [] if self.weights is None else list(self.weights.tensors())
@@ -139,7 +140,7 @@ class ShardedSnapshot:
         return own + text_bytes + sum(tensor.nbytes for tensor in (*self.tensors.values(), *whole))
 
     def write(self, folder: Path) -> None:
-        """In the first process: writes the checkpoint's files into `folder`, with all others."""
+        """Write the checkpoint's files into `folder` together with all processes, in the first one."""
         from safetensors.torch import save_file
 
         self._tell(folder)
@@ -156,13 +157,13 @@ class ShardedSnapshot:
             self.processing.save_pretrained(folder)
 
     def write_share(self) -> None:
-        """In the others: writes this process's parts into the folder that the first names."""
+        """Write this process's parts into the folder of the first process, in the others."""
         folder = from_first(None, self.ranks.writing)
         if folder is not None:
             self._write_parts(Path(folder))
 
     def close(self) -> None:
-        """In the first: where there is no folder, the others are told so."""
+        """Release the waiting processes if there is no folder, in the first process."""
         if not self._is_told:
             self._tell(None)
 
@@ -179,8 +180,11 @@ class ShardedSnapshot:
 def shards_of(
     state: TrainState, staging: Staging, *, random: Sequence[Any], is_last: bool
 ) -> ShardedSnapshot:
-    """This process's part of the run as it is, copied to the host; with `is_last` the first has the whole
-    model too. All processes call it between two steps, and not before the last one is written."""
+    """Copy this process's part of the run to the host.
+
+    With `is_last` the first process has the whole model too. All processes call it between two steps, after
+    the previous snapshot is written.
+    """
     tree, tensors = pack(_tree_of_all(state, random), parameters_of(state.optimizer))
     shared = _shared_by_all(state)
     staging.begin()
@@ -203,7 +207,7 @@ def shards_of(
 
 
 def _parts_on_host(state: TrainState, staging: Staging) -> dict[str, torch.Tensor]:
-    """What this process writes, copied. What an engine has is gathered for it, and dropped."""
+    """Return copies of this process's parts. An engine's parts are gathered one by one, and freed."""
     if not is_of_engine(state.optimizer):
         return {name: _on_host(part, staging) for name, part in _parts(state).items()}
     copied = {}
@@ -213,8 +217,10 @@ def _parts_on_host(state: TrainState, staging: Staging) -> dict[str, torch.Tenso
 
 
 def _parts(state: TrainState) -> dict[str, torch.Tensor]:
-    """What this process writes: its parts of weights and states, or whole ones that are its own. Whole
-    weights that several have are written by one of them (tensor parallelism leaves some)."""
+    """Return the tensors that this process writes: its parts of weights and states, or whole ones of its own.
+
+    Whole weights of several processes are written by one of them (tensor parallelism leaves some whole).
+    """
     weights, moments = dict(_weights(state.model)), dict(_moments(state))
     if is_stage(state.model):
         return {name: one for name, one in {**weights, **moments}.items() if _is_of_owner(one)}
@@ -227,7 +233,7 @@ def _parts(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def _shared_by_all(state: TrainState) -> ModelState:
-    """Of the model, what is no part and nobody's own."""
+    """Return the model's state without parts, and without tensors that one process owns."""
     model = state.model
     shared = model_state_of(model, set(model.state_dict()))
     is_owned = is_stage(model) or spreads_states(state.optimizer) or is_of_engine(state.optimizer)
@@ -237,8 +243,10 @@ def _shared_by_all(state: TrainState) -> ModelState:
 
 
 def _tree_of_all(state: TrainState, random: Sequence[Any]) -> Any:
-    """Everything but the model, without what is written by parts; in the first process with what others have
-    of the optimizer. All processes call it."""
+    """Return all state except the model's, without parts.
+
+    The first process adds the other processes' optimizer states. All processes call it.
+    """
     tree = state_of(state, random)
     rest = _without(_is_of_owner, tree["optimizer"])
     if is_of_engine(state.optimizer):
@@ -251,7 +259,7 @@ def _tree_of_all(state: TrainState, random: Sequence[Any]) -> Any:
 
 
 def _whole_model(state: TrainState, shared: ModelState) -> ModelWeights | None:
-    """In the first process the whole model, whose weights are copied to the host. All processes call it."""
+    """Return the whole model with weights on the host, in the first process. All processes call it."""
     import torch
 
     if is_of_engine(state.optimizer):
@@ -267,8 +275,7 @@ def _whole_model(state: TrainState, shared: ModelState) -> ModelWeights | None:
 
 
 def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's `state_dict` (a tensor by each name), gathered one after the other, on the host. All
-    processes call it."""
+    """Gather the model's `state_dict` on the host, one tensor after the other. All processes call it."""
     gathered: dict[int, torch.Tensor] = {}
     whole: dict[str, torch.Tensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -285,7 +292,7 @@ def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _moments(state: TrainState) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of the optimizer's states, by the weight that each belongs to."""
+    """Yield the tensors of the optimizer's states, with names made of the weight and the state's key."""
     names = {id(weight): name for name, weight in state.model.named_parameters()}
     for weight, values in local_optimizer(state.optimizer).state.items():
         for key, value in values.items():
@@ -293,21 +300,21 @@ def _moments(state: TrainState) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _without(is_kept: Callable[[Any], bool], tree: Any) -> Any:
-    """The state without what is kept otherwise: what is written by parts."""
+    """Return the tree without the values that are written as parts."""
     if isinstance(tree, dict):
         return {key: _without(is_kept, value) for key, value in tree.items() if not is_kept(value)}
     return tree
 
 
 def _is_of_owner(value: Any) -> bool:
-    """Whether a weight or a state is written by the process that has it; single numbers are not."""
+    """Return True if a weight or a state is written by its owner; single numbers are not."""
     import torch
 
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def _on_host(part: Any, staging: Staging) -> torch.Tensor:
-    """The same part of the whole, with a copy of what this process has of it."""
+    """Return the same part of the whole, with a copy of its local tensor."""
     from torch.distributed.tensor import DTensor
 
     if not is_part(part):
@@ -319,29 +326,37 @@ def _on_host(part: Any, staging: Staging) -> torch.Tensor:
 
 
 def load_shards(state: TrainState, folder: Path) -> None:
-    """Puts weights and optimizer states that were written by parts into a run that stands, whole or in other
-    parts. Raises `SnugfitError` when they are another model's."""
+    """Load weights and optimizer states from shards into an existing run, whole or in other parts.
+
+    Raises `SnugfitError` if they are another model's.
+    """
     known = _known_shards(state.model, folder)
     _load_into({**dict(_weights(state.model)), **_room_for_moments(state, known)}, folder, state.ranks)
 
 
 def load_weight_shards(model: torch.nn.Module, folder: Path, ranks: Ranks) -> None:
-    """Puts weights alone that were written by parts into a model that stands, whole or in other parts. Raises
-    `SnugfitError` when they are another model's. All processes call it."""
+    """Load weights alone from shards into an existing model, whole or in other parts.
+
+    Raises `SnugfitError` if they are another model's. All processes call it.
+    """
     _known_shards(model, folder)
     _load_into(dict(_weights(model)), folder, ranks)
 
 
 def load_moment_shards(state: TrainState, folder: Path) -> None:
-    """Puts optimizer states alone that were written by parts into an optimizer whose weights are there
-    already. Raises `SnugfitError` when they are another model's. All processes call it."""
+    """Load optimizer states alone from shards; the weights are loaded already.
+
+    Raises `SnugfitError` if they are another model's. All processes call it.
+    """
     _load_into(_room_for_moments(state, _known_shards(state.model, folder)), folder, state.ranks)
 
 
 def load_states_of_engine(state: TrainState, folder: Path) -> None:
-    """Puts the optimizer states of any checkpoint into the partitions of DeepSpeed's engine, whose weights
-    are there already: those that were written by parts, or those that `restore` has read whole. All processes
-    call it."""
+    """Load the optimizer states of any checkpoint into the partitions of DeepSpeed's engine.
+
+    The weights are loaded already. The states come from shards, or whole from `restore`. All processes call
+    it.
+    """
     optimizer: Any = state.optimizer
     if not has_shards(folder):
         optimizer.take_states()
@@ -363,7 +378,7 @@ def load_states_of_engine(state: TrainState, folder: Path) -> None:
 
 
 def _known_shards(model: torch.nn.Module, folder: Path) -> Mapping[str, Any]:
-    """What was written by parts, by its name. Raises `SnugfitError` when it is another model's."""
+    """Return the metadata of the shards by name. Raises `SnugfitError` if they are another model's."""
     known = list_of_parts(folder / SHARDS)
     values = dict(_weights(model))
     lost = sorted(values.keys() - known.keys())
@@ -383,9 +398,11 @@ def _load_into(values: dict[str, torch.Tensor], folder: Path, ranks: Ranks) -> N
 
 
 def load_whole_weights(model: torch.nn.Module, folder: Path) -> None:
-    """Puts weights that were written whole into a model that this process holds parts of: each keeps its part
-    of what it reads. Raises `SnugfitError` when they are another model's, or are written under other names
-    than it computes with. All processes call it."""
+    """Load whole weights into a sharded model: each process keeps its part.
+
+    Raises `SnugfitError` for another model's weights, or for names that differ from the live model's. All
+    processes call it.
+    """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     saved: dict[str, Any] = dict(read_weights(folder))
@@ -405,7 +422,7 @@ def load_whole_weights(model: torch.nn.Module, folder: Path) -> None:
 
 
 def _room_for_moments(state: TrainState, known: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """A tensor for each state that was written, in the optimizer's states, by its name."""
+    """Return an empty tensor for each saved state, by name, and put it into the optimizer's states."""
     import torch
 
     weights = dict(state.model.named_parameters())
@@ -424,8 +441,10 @@ def _room_for_moments(state: TrainState, known: Mapping[str, Any]) -> dict[str, 
 
 
 def keep_parts(optimizer: torch.optim.Optimizer) -> None:
-    """After states were put back that had been kept whole: this process keeps its part of each whose weight
-    it holds a part of, where that is. Nothing is exchanged, for each process has them whole."""
+    """Replace whole states by this process's parts, on the device of their weights.
+
+    Nothing is exchanged, because each process has read the whole states.
+    """
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     held: Any

@@ -1,11 +1,12 @@
-"""Where a snapshot goes on the host: page-locked memory, taken once and used for every snapshot.
+"""The host memory of snapshots: page-locked memory, allocated once and reused for every snapshot.
 
-What is copied to ordinary memory goes through a buffer of the driver's own; to page-locked memory the device
-writes by itself. But locking pages takes time too, so it is done once, in a thread, while the first steps
-run. So a state of 4.0 GB was copied in 0.25 s (results/h200-2026-11-22/train-overhead-waiting.json).
+A copy to ordinary memory goes through a buffer of the driver; the device writes to page-locked memory
+directly. Locking pages takes time too, so it is done once, in a thread, during the first steps. A state of
+4.0 GB was then copied in 0.25 s (results/h200-2026-11-22/train-overhead-waiting.json).
 
-Memory is taken in chunks whose size is a power of two, because torch's allocator of page-locked memory would
-round anything else up to one. A tensor in it has a storage of its own, as the writers of safetensors want.
+Memory is allocated in chunks whose size is a power of two. torch's allocator of page-locked memory would
+round any other size up to one. A tensor in it has a storage of its own, as the writers of safetensors
+require.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_BYTES = 256 << 20
-"""Of one piece of page-locked memory, at least. A choice: small against a state, large against a tensor."""
+"""Smallest size of a chunk in bytes. A choice: small against a state, large against a tensor."""
 
 ALIGNED = 256
-"""Bytes at which each tensor begins, as in CUDA's own memory."""
+"""Alignment of tensors in bytes, as in CUDA's own memory."""
 
 
 class Staging:
-    """Host memory for the copies of one device's tensors; each `begin` gives all of it free again."""
+    """Host memory for the copies of one device's tensors; each `begin` frees all of it."""
 
     def __init__(self, device: torch.device) -> None:
         self._locks = device.type == "cuda"
@@ -36,7 +37,7 @@ class Staging:
         self._preparing: threading.Thread | None = None
 
     def prepare(self, sizes: Iterable[int]) -> None:
-        """Takes memory for tensors of so many bytes each, in a thread. Not while copies are being read."""
+        """Allocate memory for tensors of these sizes in bytes, in a thread. No copy may be in use."""
         self.begin()
         if self._locks:
             thread = threading.Thread(target=self._take_all, args=(list(sizes),), name="snugfit-staging")
@@ -44,7 +45,7 @@ class Staging:
             self._preparing.start()
 
     def begin(self) -> None:
-        """What was copied before is overwritten from here on."""
+        """Start a snapshot, which overwrites the previous copies."""
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None
@@ -52,8 +53,10 @@ class Staging:
         self._copies.clear()
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy on the host; tensors that share their memory (tied weights) get one copy. From a
-        GPU it is there when the device has been waited for."""
+        """Return a contiguous copy on the host; tensors with shared memory (tied weights) get one copy.
+
+        A copy from a GPU is complete after a synchronization with the device.
+        """
         key = (tensor.device.type, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
         copied = self._copies.get(key) if tensor.numel() else None
         if copied is None:
@@ -61,7 +64,7 @@ class Staging:
         return copied
 
     def copy_passing(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same for a tensor that is dropped before all are copied, whose memory another one may get."""
+        """Copy a tensor without sharing the copy: it is freed soon, and another may get its memory."""
         import torch
 
         if not self._locks or tensor.device.type != "cuda" or not tensor.numel():
@@ -74,7 +77,7 @@ class Staging:
         return copied
 
     def _room(self, size: int) -> memoryview | None:
-        """So many bytes of page-locked memory, or None when the host has no more."""
+        """Return this many bytes of page-locked memory, or None if the host has no more."""
         while True:
             if self._chunk == len(self._chunks) and not self._take(size):
                 return None
@@ -90,7 +93,7 @@ class Staging:
         whole = max(CHUNK_BYTES, 1 << (size - 1).bit_length())
         try:
             self._chunks.append(torch.empty(whole, dtype=torch.uint8, pin_memory=True))
-        except RuntimeError:  # page-locked memory is short, and ordinary memory serves
+        except RuntimeError:  # page-locked memory is short: use ordinary memory
             return False
         return True
 

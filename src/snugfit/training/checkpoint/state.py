@@ -1,14 +1,14 @@
-"""What a checkpoint of a run holds, and how it becomes a run again.
+"""The content of a run's checkpoint, and its restoration to a run.
 
-    config.json, model.safetensors      the working weights as libraries load them, or the adapters', and
-    model_state.json, .safetensors      what those files leave out (`weights.py`)
-    state.json, state.safetensors       everything else that the next step depends on: the optimizer's states
-                                        and groups, schedule, gradient scaler, all random generators, and how
-                                        far the run is (`packed_state.py`)
+- `config.json`, `model.safetensors`: the working weights in the libraries' form, or the adapters'.
+- `model_state.json`, `.safetensors`: the model's state that those files omit (`weights.py`).
+- `state.json`, `state.safetensors`: all other state of the next step. This includes the optimizer's states
+  and groups, schedule, gradient scaler, all random generators, and the progress of the run
+  (`packed_state.py`).
 
-A checkpoint is taken in two parts. `snapshot` copies everything to the host, between two steps, and is all
-that training waits for; `write` puts the copies into a folder, in a thread of its own, while the next steps
-run. Weights are never cast: what was trained is what is kept, and a resumed run goes on bit for bit.
+A checkpoint is made in two parts. `snapshot` copies everything to the host between two steps, and training
+waits for it alone. `write` writes the copies into a folder, in a thread of its own, during the next steps.
+Weights are never cast: the trained weights are saved, and a resumed run continues bit for bit.
 """
 
 from __future__ import annotations
@@ -49,45 +49,45 @@ if TYPE_CHECKING:
 STATE, TENSORS = "state.json", "state.safetensors"
 
 RANDOM_OF_OTHERS = "random_of_others"
-"""The generators of all processes after the first, by rank."""
+"""The key of the generators of all processes after the first, by rank."""
 
 _KEPT = ("optimizer", "scheduler", "scaler", "random", "progress")
-"""What every checkpoint's state has."""
+"""The keys of every checkpoint's state."""
 
 
 @dataclass(kw_only=True)
 class RunProgress:
-    """How far a run is: written as it is into `state.json`."""
+    """The progress of a run, written unchanged into `state.json`."""
 
     step: int = 0
-    """Optimizer steps that are done."""
+    """Number of finished optimizer steps."""
 
     skipped: int = 0
-    """Of them, how many updated nothing: the gradient scaler found an overflow."""
+    """Number of these without an update: an overflow of the gradient scaler, or a rejected step."""
 
     skipped_in_a_row: int = 0
-    """The last ones of these."""
+    """Number of skipped steps at the end, in a row."""
 
     best_metric: float | None = None
-    """The best value of the metric that chooses the best model, so far."""
+    """The best value so far of the metric that chooses the best model."""
 
     best_step: int | None = None
-    """The step after which it was seen."""
+    """The step of the best value."""
 
     evaluations_without_gain: int = 0
-    """Since then; early stopping counts them."""
+    """Number of evaluations since then; early stopping counts them."""
 
     unevaluated: bool = False
-    """Whether the evaluation after this step was abandoned for a signal: a resumed run makes it first."""
+    """True if a signal abandoned the evaluation after this step: a resumed run repeats it first."""
 
     evaluated: dict[str, Any] | None = None
-    """The figures of the last evaluation, by their names."""
+    """The metrics of the last evaluation, by name."""
 
     losses: list[float] = field(default_factory=list)
-    """Of the last steps that were made, as many as a jump is seen by (`spikes.py`)."""
+    """Losses of the last steps, as many as the check for spikes uses (`spikes.py`)."""
 
     def count(self, updated: bool, *, most_skipped: int) -> None:
-        """Counts a step. Raises `SnugfitError` when so many in a row have updated nothing."""
+        """Count a step. Raises `SnugfitError` after `most_skipped` steps in a row without an update."""
         self.step += 1
         self.skipped += not updated
         self.skipped_in_a_row = 0 if updated else self.skipped_in_a_row + 1
@@ -99,7 +99,7 @@ class RunProgress:
             )
 
     def judge(self, value: float, *, higher_is_better: bool, threshold: float) -> bool:
-        """Takes in an evaluation after this step; whether it is the best so far, by more than `threshold`."""
+        """Store an evaluation's metric; return True if it is the best so far by more than `threshold`."""
         before = self.best_metric
         gain = math.inf if before is None else value - before if higher_is_better else before - value
         better = not math.isnan(value) and gain > threshold
@@ -111,24 +111,26 @@ class RunProgress:
 
 @dataclass(kw_only=True)
 class TrainState:
-    """What the steps of a run work with and change."""
+    """The objects that the steps of a run use and change."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     runs: torch.nn.Module | None = None
-    """What a step calls in the model's place, where several processes train it together."""
+    """The module that a step calls in the model's place, if several processes train it together."""
     ranks: Ranks = ALONE
-    """This process among those."""
+    """This process among those that train together."""
     scheduler: Any
-    """The learning rate's schedule: torch's, or anything with a `step` and a `state_dict`."""
+    """The learning rate's schedule: torch's, or any object with a `step` and a `state_dict`."""
     scaler: torch.amp.GradScaler | None
     device: torch.device
     progress: RunProgress = field(default_factory=RunProgress)
 
     @functools.cached_property
     def parameters(self) -> tuple[torch.nn.Parameter, ...]:
-        """The model's, in its order. A step that walked through the modules for them would keep the host, and
-        with it a GPU that waits for the host."""
+        """The model's parameters, in order.
+
+        They are cached: a walk through the modules in each step would occupy the host, and let the GPU wait.
+        """
         return tuple(self.model.parameters())
 
 
@@ -137,28 +139,28 @@ class Snapshot:
     """A run between two steps, on the host; nothing in it changes any more."""
 
     weights: ModelWeights
-    """Everything of the model."""
+    """All state of the model."""
 
     tree: Any
-    """Everything else, without its tensors."""
+    """All other state, without its tensors."""
 
     tensors: Mapping[str, torch.Tensor]
-    """The tensors of `tree`, by the names that it has for them."""
+    """The tensors of `tree`, by their names there."""
 
     step: int
-    """The optimizer steps that are done."""
+    """The number of finished optimizer steps."""
 
     files: Mapping[str, str] = field(default_factory=dict)
-    """What a front-end keeps beside it: text, by the name of its file."""
+    """A front-end's own files: text by the name of its file."""
 
     processing: Any = None
-    """A tokenizer or processor that is saved beside it, or None."""
+    """A tokenizer or processor to save with it, or None."""
 
     weights_folder: str = ""
-    """The folder within the checkpoint for its weights; without a name the checkpoint itself."""
+    """The folder within the checkpoint for its weights; empty for the checkpoint itself."""
 
     def write(self, folder: Path) -> None:
-        """Writes the checkpoint's files into `folder`."""
+        """Write the checkpoint's files into `folder`."""
         from safetensors.torch import save_file
 
         (folder / self.weights_folder).mkdir(exist_ok=True)
@@ -171,12 +173,12 @@ class Snapshot:
 
     @functools.cached_property
     def _texts(self) -> Mapping[str, str]:
-        """All files of text but the model's and the tokenizer's own, by name."""
+        """All files of text except the model's and the tokenizer's own, by name."""
         return {STATE: json.dumps(self.tree, allow_nan=False) + "\n", **self.files}
 
     @property
     def bytes(self) -> int:
-        """How much room it takes: its tensors and its text. Headers, config and tokenizer are small."""
+        """The size of its tensors and text in bytes. Headers, config and tokenizer are small."""
         tensors = {id(tensor): tensor for tensor in (*self.weights.tensors(), *self.tensors.values())}
         text_bytes = sum(len(text.encode()) for text in self._texts.values())
         return text_bytes + self.weights.widened_bytes + sum(tensor.nbytes for tensor in tensors.values())
@@ -190,8 +192,11 @@ def snapshot(
     processing: Any = None,
     random: Sequence[Any] = (),
 ) -> Snapshot:
-    """The run as it is, copied to the host. Waits for the device; call it between two steps, and not before
-    the last snapshot is written. `random` are the generators of all processes, where there are several."""
+    """Copy the run to the host. Waits for the device.
+
+    It must be called between two steps, after the previous snapshot is written. `random` has the generators
+    of all processes, if there are several.
+    """
     tree, tensors = pack(state_of(state, random), parameters_of(state.optimizer))
     staging.begin()
     copied = Snapshot(
@@ -210,16 +215,18 @@ def snapshot(
 
 
 def check_packable(state: TrainState) -> None:
-    """Before the first step and after the first update, so that it is not found out when a checkpoint is due.
-    Raises `SnugfitError` for a state that holds what no checkpoint can. What the model is as it begins is
-    noted."""
+    """Raise `SnugfitError` for a state that no checkpoint can contain.
+
+    It is called before the first step and after the first update, long before the first checkpoint. It also
+    records the model's initial state.
+    """
     beginning_of(state.model)
     refuse_unpackable("optimizer", state.optimizer, optimizer_state(state.optimizer), state.optimizer)
     refuse_unpackable("scheduler", state.scheduler, state.scheduler.state_dict(), state.optimizer)
 
 
 def refuse_unpackable(part: str, owner: Any, value: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Raises `SnugfitError` where this part's state holds what no checkpoint can."""
+    """Raise `SnugfitError` if this part's state has a value that no checkpoint can contain."""
     try:
         pack(value, parameters_of(optimizer))
     except SnugfitError as fault:
@@ -230,9 +237,11 @@ def refuse_unpackable(part: str, owner: Any, value: Any, optimizer: torch.optim.
 
 
 def tensor_bytes(state: TrainState) -> list[int]:
-    """Bytes of each tensor of a snapshot once the optimizer has its states: each weight that trains comes
-    with two moments, at most, of its own size, or of its master's; what another process updates is its to
-    write. Raises `SnugfitError` for a model that cannot be kept."""
+    """Return the size in bytes of each tensor of a snapshot, with the optimizer's future states.
+
+    Each trainable weight has at most two moments of its own size, or of its master's. Weights that another
+    process updates are left out. Raises `SnugfitError` for a model that cannot be saved.
+    """
     if is_of_engine(state.optimizer):
         return part_bytes(state.model, state.ranks.rank, state.ranks.size)
     tensors = map(_local, weights_of(state.model, state.optimizer).tensors())
@@ -245,13 +254,13 @@ def tensor_bytes(state: TrainState) -> list[int]:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """What this process holds of a tensor."""
+    """Return this process's part of a tensor."""
     held: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return held
 
 
 def release_unused_memory(device: torch.device) -> None:
-    """Gives back what no tensor holds any more, so that another recipe begins on an empty device."""
+    """Free the memory of unused tensors, so that another recipe begins on an empty device."""
     import gc
 
     import torch
@@ -262,7 +271,7 @@ def release_unused_memory(device: torch.device) -> None:
 
 
 def state_of(state: TrainState, random: Sequence[Any] = ()) -> dict[str, Any]:
-    """Everything but the model. `random` are the generators of all processes, by rank."""
+    """Return all state except the model's. `random` has the generators of all processes, by rank."""
     return {
         "optimizer": optimizer_state(state.optimizer),
         "optimized": _optimized_names(state),
@@ -276,15 +285,18 @@ def state_of(state: TrainState, random: Sequence[Any] = ()) -> dict[str, Any]:
 
 
 def _optimized_names(state: TrainState) -> list[str]:
-    """The optimizer's parameters in its order, which is all that its states are known by: their names."""
+    """Return the names of the optimizer's parameters in order: its states have only indices."""
     names = {id(weight): name for name, weight in state.model.named_parameters()}
     return [names.get(id(weight), "") for weight in parameters_of(state.optimizer)]
 
 
 @contextlib.contextmanager
 def as_written(folder: Path) -> Iterator[None]:
-    """Within it this checkpoint's files are read. Raises `SnugfitError` where they are not what we write:
-    they have their checksums, so another program, or hand, has made them so."""
+    """Wrap the reading of this checkpoint's files in the context.
+
+    Raises `SnugfitError` for content that snugfit does not write: the checksums are right, so another program
+    has made it.
+    """
     from safetensors import SafetensorError
 
     try:
@@ -300,10 +312,10 @@ def as_written(folder: Path) -> Iterator[None]:
 
 
 def restore(state: TrainState, folder: Path) -> int:
-    """Makes a run that was just built (its weights from `folder` already) the one that was kept there. Gives
-    of how many processes the random generators were kept: those of others stay as they are.
+    """Restore a run that was just built, with its weights from `folder` already.
 
-    Raises `SnugfitError` when it is another model's or another optimizer's.
+    Returns the number of processes with saved random generators; those of others are unchanged. Raises
+    `SnugfitError` if the checkpoint is another model's or another optimizer's.
     """
     import torch
 
@@ -341,13 +353,12 @@ def restore(state: TrainState, folder: Path) -> int:
 
 
 def restore_frozen(model: torch.nn.Module, folder: Path) -> None:
-    """Which parameters train, alone, as it was when the checkpoint was taken."""
+    """Restore only the set of trainable parameters."""
     set_frozen(model, dict(_read(folder)[0][PAIRS]).get("frozen"))
 
 
 def restore_rng(folder: Path, device: torch.device, rank: int = 0) -> None:
-    """The random generators alone, as they were when the checkpoint was taken, of the process of this
-    number. Raises `SnugfitError` where it had none."""
+    """Restore only the random generators of the process `rank`. Raises `SnugfitError` if it had none."""
     tree, tensors = _read(folder)
     parts = dict(tree[PAIRS])
     with as_written(folder):
@@ -359,7 +370,7 @@ def restore_rng(folder: Path, device: torch.device, rank: int = 0) -> None:
 
 
 def _read(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The tree and the tensors that `pack` made of the state that is kept in `folder`."""
+    """Return the tree and the tensors in `folder`, which `pack` made of the state."""
     from safetensors.torch import load_file
 
     return json.loads((folder / STATE).read_text(encoding="utf-8")), load_file(folder / TENSORS)

@@ -1,19 +1,18 @@
-"""The store: a folder of checkpoints in which a whole one stands at every instant.
+"""The store: a folder of checkpoints that always has a whole one.
 
-    out/
-        .lock                     who writes here (lock.py)
-        .draft-30-5f0c91aa/       being written; never read
-        checkpoint-20/            whole: it got this name after its last byte was on the disk
-        checkpoint-10.broken/     was found damaged, and is kept aside; never counted
-        checkpoint-30.superseded/ the run went back to an earlier one, and on from there another way
+- `.lock`: names the process that writes here (`lock.py`).
+- `.draft-30-5f0c91aa/`: a checkpoint that is being written; it is never read.
+- `checkpoint-20/`: a whole checkpoint. It got this name after its last byte was on the disk.
+- `checkpoint-10.broken/`: a checkpoint that was found damaged, and is never counted.
+- `checkpoint-30.superseded/`: a checkpoint after the earlier one that a run has gone back to.
 
-A save fills a draft *beside* the final folder, so that a rename is all that it takes to show it, on one file
-system. Then, in this order: each file's checksum is taken and it goes to the disk; the manifest; the draft's
-entries; the rename; the store's entries. Whatever happens before the rename leaves a draft, which the next to
-open the store sweeps away; whatever happens after it leaves a checkpoint. What is removed is renamed first,
-for the same reason, and what stands where a checkpoint is to stand is kept under a hidden name meanwhile.
+A save fills a draft *next to* the final folder, on one file system, so a rename is enough to show it. Then
+each file's checksum is computed, and the file is synced. The manifest is next, then the draft's entries, the
+rename, and the store's entries. A failure before the rename leaves a draft, which the next process to open
+the store removes. A failure after it leaves a checkpoint. For the same reason, a folder is renamed before it
+is removed. A checkpoint that is being replaced has a hidden name meanwhile.
 
-The store knows files and not tensors. Its methods belong to whoever holds the folder's lock, one at a time.
+The store handles files, not tensors. Only the holder of the folder's lock calls its methods, one at a time.
 """
 
 from __future__ import annotations
@@ -48,24 +47,24 @@ _HIDDEN = re.compile(rf"\.(draft|gone|replaced)-{_STEP}-[0-9a-f]{{8}}")
 
 
 class AllBroken(SnugfitError):
-    """There are checkpoints, and none is whole."""
+    """No checkpoint in the folder is whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Broken:
-    """A checkpoint that was ignored, for it is damaged."""
+    """A checkpoint that was ignored because it is damaged."""
 
     step: int
-    """The one in its name."""
+    """The step in its name."""
 
     folder: Path
-    """What it was called."""
+    """Its path before the renaming."""
 
     fault: str
-    """The file, and what is wrong with it."""
+    """The file, and its fault."""
 
     moved_to: Path
-    """Where it stands now: under another name, unless the folder can only be read."""
+    """Its present path: another name, unless the folder is read-only."""
 
     def __str__(self) -> str:
         beside = f" (renamed to {self.moved_to.name})" if self.moved_to != self.folder else ""
@@ -81,8 +80,10 @@ class Store:
         """The checkpoints that `newest` ignored."""
 
     def prepare(self) -> None:
-        """Makes the folder, and does once what every save does, so that a place that cannot hold checkpoints
-        is refused before the first step. Raises `UsageError`."""
+        """Create the folder, and try each operation of a save once, before the first step.
+
+        Raises `UsageError` for a folder that cannot have checkpoints.
+        """
         draft, shown = self._hidden_name("draft", 0), self._hidden_name("gone", 0)
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -103,8 +104,10 @@ class Store:
             _remove(shown)
 
     def sweep(self) -> list[Path]:
-        """Clears away what writers that died have left; gives what was removed. A checkpoint that was to be
-        replaced, and was not, gets its name back."""
+        """Remove the drafts of dead writers; return the removed paths.
+
+        A checkpoint whose replacement was interrupted gets its name back.
+        """
         swept = []
         for path in sorted(self.root.iterdir()):
             if not (mark := _HIDDEN.fullmatch(path.name)):
@@ -126,10 +129,10 @@ class Store:
         needed_bytes: int | None = None,
         stop: Callable[[], bool] = lambda: False,
     ) -> Checkpoint:
-        """Keeps what `fill` writes into the folder that it is given as the checkpoint of `step`, whole or not
-        at all. One of the same step that stands there is replaced. `about` is anything that JSON can hold.
+        """Save the files that `fill` writes into its folder as the checkpoint of `step`, whole or not at all.
 
-        Raises `SaveFailed` when the system refuses, and `SaveStopped` soon after `stop` says so.
+        An existing one of the same step is replaced. `about` may have any JSON values. Raises `SaveFailed` if
+        the system refuses, and `SaveStopped` soon after `stop` returns True.
         """
         about = json.loads(json.dumps(dict(about), allow_nan=False))
         draft = self._hidden_name("draft", step)
@@ -149,7 +152,7 @@ class Store:
         return Checkpoint(folder=self._folder(step), step=step, files=files, about=about)
 
     def _show(self, draft: Path, step: int) -> None:
-        """Gives a finished draft its name. Until it has it, what stood there is the store's still."""
+        """Give a finished draft its name. Until then the store keeps the folder that had the name before."""
         final, before = self._folder(step), self._hidden_name("replaced", step)
         if os.path.lexists(final):
             final.rename(before)
@@ -165,18 +168,20 @@ class Store:
         _remove(before)
 
     def new_draft(self, step: int) -> Path:
-        """A folder for files of this step that are made before they are saved. No reader sees it, and the
-        next sweep clears away what is left of it."""
+        """Create a hidden folder for files of this step that are made before the save.
+
+        The next sweep removes it if it is left over.
+        """
         draft = self._hidden_name("draft", step)
         draft.mkdir()
         return draft
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint that is whole, or None when there is none at all. Newer ones that are broken
-        are listed in `broken` and kept under another name.
+        """Return the newest whole checkpoint, or None if there is none at all.
 
-        Raises `AllBroken`, and then leaves everything as it is, so that the next start is refused as well;
-        `NewerCheckpoint`; `SnugfitError` for a folder that cannot be read.
+        Newer broken ones are listed in `broken` and renamed. Raises `AllBroken` and then changes nothing, so
+        that the next start is refused as well. Raises `NewerCheckpoint`, and `SnugfitError` for a folder that
+        cannot be read.
         """
         ignored: list[Broken] = []
         for step, folder in self._checkpoints():
@@ -198,21 +203,22 @@ class Store:
     def _set_aside(self, broken: Broken) -> Broken:
         try:
             return replace(broken, moved_to=self._rename_aside(broken.step, broken.folder, "broken"))
-        except OSError:  # a folder that can only be read
+        except OSError:  # a read-only folder
             return broken
 
     def restart(self) -> list[Path]:
-        """Takes every checkpoint out of the way of a run that begins anew; gives where they are kept. The
-        oldest goes first: a restart that is interrupted has not begun.
+        """Rename every checkpoint for a run that begins anew; return the new paths.
 
-        Raises `SnugfitError` when the system refuses: the next start would go on from one of them.
+        The oldest goes first, so that an interrupted restart has not begun. Raises `SnugfitError` if the
+        system refuses, because the next start would resume from one of them.
         """
         return self._rename_all_aside(self._checkpoints()[::-1], "before-restart")
 
     def set_aside_newer(self, step: int) -> list[Path]:
-        """Takes the checkpoints after this step out of the way of a run that goes back to it; gives where
-        they are kept. The newest goes first: what is left when this is interrupted is the beginning of one
-        run. Raises as `restart` does.
+        """Rename the checkpoints after this step for a run that goes back to it; return the new paths.
+
+        The newest goes first: an interruption then leaves the beginning of one run. Raises the errors of
+        `restart`.
         """
         newer = [(later, folder) for later, folder in self._checkpoints() if later > step]
         return self._rename_all_aside(newer, "superseded")
@@ -227,11 +233,11 @@ class Store:
             ) from None
 
     def retain(self, limit: int | None, keep: Set[int] = frozenset(), *, newest: bool = True) -> list[int]:
-        """Removes the oldest checkpoints beyond `limit` (None, 0 or less: no limit, as in the Trainer), never
-        the `newest`, unless that is False, and never the steps in `keep`; gives the removed steps. What is
-        visibly broken is neither counted nor removed; bytes are not read again for this.
+        """Remove the oldest checkpoints beyond `limit`, and return their steps.
 
-        Raises `SnugfitError` when the system refuses.
+        None, 0 or less means no limit, as in the Trainer. The newest is never removed unless `newest` is
+        False, and the steps in `keep` never are. Visibly broken ones are neither counted nor removed; bytes
+        are not read again for this. Raises `SnugfitError` if the system refuses.
         """
         whole = [
             (step, folder)
@@ -257,8 +263,10 @@ class Store:
         return [step for step, _ in spare]
 
     def _checkpoints(self) -> list[tuple[int, Path]]:
-        """All that is called a checkpoint, newest first. One that was being replaced when its writer died
-        comes after what stands in its place."""
+        """Return the steps and folders of all checkpoints, newest first.
+
+        A checkpoint whose replacement was interrupted comes after its replacement.
+        """
         try:
             paths = list(self.root.iterdir())
         except FileNotFoundError:
@@ -274,7 +282,7 @@ class Store:
         return [(step, path) for step, _, path in sorted(by_age, reverse=True)]
 
     def _rename_aside(self, step: int, folder: Path, why: str) -> Path:
-        """Renames a checkpoint out of the way; gives its new path."""
+        """Rename a checkpoint; return its new path."""
         path = self.root / f"checkpoint-{step}.{why}"
         for number in itertools.count(2):
             if not os.path.lexists(path):
@@ -299,7 +307,7 @@ def _looks_whole(folder: Path, step: int) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Removes whatever stands there, as far as the system lets us: the next sweep tries again."""
+    """Remove a file or folder and ignore errors: the next sweep tries again."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

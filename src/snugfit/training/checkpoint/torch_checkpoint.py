@@ -1,10 +1,10 @@
-"""torch.distributed.checkpoint, with errors as everything else raises them, and without code in its files.
+"""torch.distributed.checkpoint with ordinary errors, and without code in its files.
 
 Its `CheckpointException` has the errors of all processes with their tracebacks, and is no `Exception`. Its
-writer words a refusal of the system's as a `RuntimeError` about positions in a file.
+writer reports a refusal of the system as a `RuntimeError` about positions in a file.
 
-Its list of parts (`.metadata`) is a pickle. It is read here with the few classes that describe tensors; a
-part that is no tensor is refused too, for torch would unpickle it freely. The parts are read by torch, with
+Its list of parts (`.metadata`) is a pickle. It is read here with the few classes that describe tensors. A
+part that is no tensor is refused too, because torch would unpickle it freely. torch reads the parts, with
 `weights_only`. torch writes them uncompressed, but would inflate a compressed one to any size, so such a part
 is refused.
 """
@@ -28,7 +28,7 @@ LIST_OF_PARTS = ".metadata"
 """torch's name for the file."""
 
 LARGEST_LIST = 1 << 29
-"""The most bytes of it, which has 100 KB of 60 weights in two processes. A choice."""
+"""Largest size of the list in bytes; 60 weights in two processes take 100 KB. A choice."""
 
 _DESCRIBES_TENSORS = {
     ("torch", "Size"),
@@ -42,19 +42,19 @@ _DESCRIBES_TENSORS = {
         )
     ),
 }  # fmt: skip
-"""What torch's list names, by module. Paths and dtypes come besides."""
+"""Classes in torch's list, by module. Paths and dtypes are allowed too."""
 
 
 def write_parts(parts: dict[str, Any], folder: Path, *, group: Any, are_many: bool) -> None:
-    """Writes this process's parts into the folder, with all processes of the group."""
+    """Write this process's parts into the folder, with all processes of the group."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
     class NamingWriter(FileSystemWriter):
-        """Names the file that the system refuses before the processes exchange their errors."""
+        """A writer that adds the file's name to a system error before the processes exchange their errors."""
 
         def write_data(self, plan: Any, planner: Any) -> Any:
-            """Writes this process's file. Raises `OSError` where the system refuses it."""
+            """Write this process's file. Raises `OSError` if the system refuses it."""
             try:
                 return super().write_data(plan, planner)
             except (OSError, RuntimeError) as fault:
@@ -71,17 +71,17 @@ def write_parts(parts: dict[str, Any], folder: Path, *, group: Any, are_many: bo
 
 
 def read_parts(parts: dict[str, Any], folder: Path, *, group: Any, are_many: bool) -> None:
-    """Reads what this process needs into the tensors, with all processes of the group."""
+    """Read this process's parts into the tensors, with all processes of the group."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
     metadata = _read_list(folder)
 
     class ListedReader(FileSystemReader):
-        """Has torch's list as it is read here."""
+        """A reader that uses the list as it is read here."""
 
         def read_metadata(self, *given: Any, **more: Any) -> Any:
-            """The list, as torch's own method gives it."""
+            """Return the list in the form of torch's own method."""
             metadata.storage_meta.load_id = self.load_id
             return metadata
 
@@ -96,8 +96,10 @@ def read_parts(parts: dict[str, Any], folder: Path, *, group: Any, are_many: boo
 
 
 def list_of_parts(folder: Path) -> Mapping[str, Any]:
-    """What all processes wrote into the folder, by its name. Raises `SnugfitError` for a list that names more
-    than tensors, or larger ones than the files have."""
+    """Return the metadata of all parts in the folder, by name.
+
+    Raises `SnugfitError` for a list with other things than tensors, or with larger ones than the files.
+    """
     listed: Mapping[str, Any] = _read_list(folder).state_dict_metadata
     due = sum(prod(part.size) * part.properties.dtype.itemsize for part in listed.values())
     file_bytes = sum(file.stat().st_size for file in folder.iterdir())
@@ -154,28 +156,30 @@ def _refuse_packed(folder: Path, name: str, stored: Any) -> None:
 
 
 class _Slice(io.RawIOBase):
-    """Bytes of a file from an offset on, as a file. torch's `_ReaderView` seeks from the end in the wrong
-    direction, and `zipfile` begins there."""
+    """A part of a file from an offset on, as a file.
+
+    torch's `_ReaderView` seeks from the end in the wrong direction, and `zipfile` begins there.
+    """
 
     def __init__(self, file: Any, offset: int, length: int) -> None:
         super().__init__()
         self._file, self._offset, self._length, self._at = file, offset, length, 0
 
     def readable(self) -> bool:
-        """Return whether it can be read, which it always can."""
+        """Return True: the slice can be read."""
         return True
 
     def seekable(self) -> bool:
-        """Return whether `seek` is there, which it always is."""
+        """Return True: the slice has `seek`."""
         return True
 
     def seek(self, at: int, whence: int = io.SEEK_SET) -> int:
-        """Move as a file does."""
+        """Move the position, with the rules of a file."""
         self._at = max(0, at + (0, self._at, self._length)[whence])
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Read as a file does, up to the end of the slice."""
+        """Read with the rules of a file, up to the end of the slice."""
         self._file.seek(self._offset + self._at)
         count = int(self._file.readinto(memoryview(buffer)[: max(0, self._length - self._at)]))
         self._at += count
@@ -186,14 +190,14 @@ _OUT_OF_A_PICKLE = (
     pickle.UnpicklingError, BadDocument, LookupError, TypeError, ValueError, AttributeError, EOFError,
     RecursionError, MemoryError, OverflowError,
 )  # fmt: skip
-"""What reading a pickle that nobody wrote raises."""
+"""Errors of reading an arbitrary pickle."""
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds nothing but what describes tensors."""
+    """An unpickler that finds only classes that describe tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class of this name. Raises `UnpicklingError` for another one."""
+        """Return the class of this name. Raises `UnpicklingError` for any other class."""
         import torch
 
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -208,11 +212,11 @@ class _Unpickler(pickle.Unpickler):
 
 @contextmanager
 def _one_error() -> Iterator[None]:
-    """Raises the error of one process in the place of all: the system's refusal where there is one."""
+    """Raise one process's error in place of all, and a system error first."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is meant
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is intended
         try:
             yield
         except CheckpointException as fault:
@@ -222,7 +226,7 @@ def _one_error() -> Iterator[None]:
 
 
 def _refusal_behind(fault: BaseException) -> OSError | None:
-    """The system's refusal that an error is, or followed."""
+    """Return the system error that an error is, or followed."""
     behind: BaseException | None = fault
     while behind is not None and not isinstance(behind, OSError):
         behind = behind.__context__

@@ -1,12 +1,12 @@
-"""A model's weights in a checkpoint: written as the libraries load them, and put back into a live model.
+"""A model's weights in a checkpoint: written in the libraries' form, and loaded into a live model.
 
-    config.json, model.safetensors      a model of transformers, as `from_pretrained` loads it; another module
-                                        has its `state_dict` in `model.safetensors`
-    adapter_config.json,                each adapter, as peft loads it; one that is not called "default" in a
-    adapter_model.safetensors           folder of its name, as peft has it
-    model_state.json, .safetensors      what those leave out (`model_state.py`)
+- `config.json`, `model.safetensors`: a model of transformers, for `from_pretrained`. Another module has its
+  `state_dict` in `model.safetensors`.
+- `adapter_config.json`, `adapter_model.safetensors`: each adapter, for peft. One that is not called "default"
+  is in a folder of its name, as in peft.
+- `model_state.json`, `.safetensors`: the model's state that those files omit (`model_state.py`).
 
-Anything that is missing or left over when weights are put back is an error.
+A missing or surplus tensor in a checkpoint is an error.
 """
 
 from __future__ import annotations
@@ -39,30 +39,34 @@ WEIGHTS = "model.safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelWeights:
-    """What a checkpoint keeps of a model."""
+    """The weights and state of a model for a checkpoint."""
 
     model: torch.nn.Module
-    """Whose weights these are: it knows how its kind is saved."""
+    """The owner of these weights, whose class has the method to save them."""
 
     files: Mapping[str, Mapping[str, torch.Tensor]]
-    """What the libraries load: tensors by their names in a file, by the file's path. A tied weight is one
-    tensor under two names."""
+    """The libraries' files: tensors by their names in a file, by the file's path.
+
+    A tied weight is one tensor under two names.
+    """
 
     configs: Mapping[str, Any]
-    """peft's config of each adapter, by the folder that it is kept in."""
+    """peft's config of each adapter, by its folder."""
 
     state: ModelState
-    """Everything that the next step depends on; what `files` hold too is the same tensor."""
+    """All state of the next step; it shares its tensors with `files`."""
 
     dtype: torch.dtype | None = None
-    """Of the weights, where the live model computes with them in another."""
+    """The dtype of the saved weights, if the live model computes with them in another."""
 
     residuals: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Of weights whose masters are kept in two halves the second ones, by name: files have the masters, in
-    32 bits."""
+    """The second halves of masters that are stored in two halves, by their weights' names.
+
+    Files have the masters, in 32 bits.
+    """
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All tensors; one that is held in several places comes several times."""
+        """Yield all tensors; one in several places comes several times."""
         for tensors in self.files.values():
             yield from tensors.values()
         yield from self.residuals.values()
@@ -70,12 +74,12 @@ class ModelWeights:
 
     @property
     def widened_bytes(self) -> int:
-        """By how many bytes the files are larger than the tensors that they hold, without their residuals."""
+        """The number of bytes by which the files exceed their tensors, without their residuals."""
         in_16_bits = {id(value): 2 * value.numel() for value in self.residuals.values()}
         return sum(in_16_bits.values())
 
     def with_copies(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> ModelWeights:
-        """The same with a copy in the place of each tensor."""
+        """Return the same weights with a copy of each tensor."""
         files = {
             file: {name: copy(value) for name, value in tensors.items()}
             for file, tensors in self.files.items()
@@ -84,7 +88,7 @@ class ModelWeights:
         return replace(self, files=files, residuals=residuals, state=self.state.with_copies(copy))
 
     def _tensors_to_write(self) -> dict[str, torch.Tensor]:
-        """The tensors of the one file as it has them, by name. A tied weight stays one tensor."""
+        """Return the tensors of the one file in their saved form, by name. A tied weight stays one tensor."""
         from snugfit.step.wishes.masters.halves import join
 
         weights = self.files[WEIGHTS]
@@ -97,7 +101,7 @@ class ModelWeights:
         return {name: joined.get(id(value), value) for name, value in weights.items()}
 
     def write(self, folder: Path) -> None:
-        """Writes the files of this model into `folder`."""
+        """Write the files of this model into `folder`."""
         from transformers import PreTrainedModel
 
         if adapters.is_adapted(self.model):
@@ -118,8 +122,11 @@ class ModelWeights:
         self.state.write(folder, places)
 
     def _write_pretrained(self, model: PreTrainedModel, folder: Path) -> None:
-        """transformers leaves some out, and writes some architectures under other names than they compute
-        with; when those are loaded, all get one dtype."""
+        """Write a model of transformers, and the tensors that its files omit.
+
+        transformers writes some architectures under other names than they compute with. When those are
+        loaded, all get one dtype.
+        """
         weights, written = self.files[WEIGHTS], self._tensors_to_write()
         with no_progress_bars():
             model.save_pretrained(folder, state_dict=written)
@@ -141,16 +148,16 @@ class ModelWeights:
 
 
 def _name_dtype(config: Path, dtype: torch.dtype) -> None:
-    """Has a model's config say this dtype, in which transformers then loads it."""
+    """Write this dtype into a model's config, which decides its dtype in transformers."""
     facts = json.loads(config.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
     config.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def weights_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> ModelWeights:
-    """What a checkpoint keeps of this model, live: all of it or, where it has adapters, these and whatever
-    else trains, is held by the `optimizer` or is no longer what it was.
+    """Return the live weights and state of this model for a checkpoint.
 
-    Raises `SnugfitError` for what no checkpoint can hold.
+    A model with adapters includes only these and other trainable, optimized or changed tensors. Raises
+    `SnugfitError` for values that no checkpoint can contain.
     """
     import torch
 
@@ -175,7 +182,7 @@ def weights_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
 
 
 def _residuals_of(model: torch.nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
-    """The second halves of masters, by their weights' names; none where the optimizer has none."""
+    """Return the second halves of masters by their weights' names; empty if the optimizer has none."""
     states = {} if optimizer is None else optimizer.state
     if not any(isinstance(state, Mapping) and RESIDUAL in state for state in states.values()):
         return {}
@@ -188,7 +195,7 @@ def _residuals_of(model: torch.nn.Module, optimizer: Any) -> dict[str, torch.Ten
 
 
 def _save(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
-    """A tensor that has two names, as tied modules make it, is written twice, as peft does it."""
+    """Save the tensors; one with two names, from tied modules, is written twice, as in peft."""
     from safetensors.torch import save_file
 
     first_names: dict[int, str] = {}
@@ -216,7 +223,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the files that libraries load, by their names in them, on the host."""
+    """Return all tensors of the libraries' files, by their names there, on the host."""
     from safetensors.torch import load_file
 
     saved: dict[str, torch.Tensor] = {}
@@ -226,8 +233,8 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def load_weights(model: torch.nn.Module, folder: Path) -> None:
-    """Puts the weights that were kept in `folder` into a model that stands. Raises `SnugfitError` when they
-    are another model's."""
+    """Load the weights in `folder` into an existing model. Raises `SnugfitError` for another model's
+    weights."""
     from safetensors import SafetensorError
     from transformers import PreTrainedModel
 
@@ -249,7 +256,7 @@ def load_weights(model: torch.nn.Module, folder: Path) -> None:
 
 
 def _load_module(model: torch.nn.Module, folder: Path) -> None:
-    """Extra state that is no tensor comes with the rest of the model's state."""
+    """Load a module that is not of transformers; extra state without tensors is in the model's state."""
     from safetensors.torch import load_file
 
     left = model.load_state_dict(load_file(folder / WEIGHTS), strict=False)
@@ -259,8 +266,11 @@ def _load_module(model: torch.nn.Module, folder: Path) -> None:
 
 
 def _load_pretrained(model: Any, folder: Path) -> None:
-    """Tied weights are kept once. Some architectures are kept under other names than they compute with: those
-    are loaded as a model of their own first."""
+    """Load a model of transformers, whose tied weights are saved once.
+
+    Some architectures are saved under other names than they compute with. These are loaded as a new model
+    first.
+    """
     saved = read_weights(folder)
     own = {name: value for name, value in model.state_dict().items() if hasattr(value, "data_ptr")}
     beside = names_kept_beside(folder)
@@ -282,7 +292,7 @@ def _load_pretrained(model: Any, folder: Path) -> None:
 
 
 def _is_rounded(saved: torch.Tensor, loaded: torch.Tensor) -> bool:
-    """Whether what was loaded is this in another dtype."""
+    """Return True if `loaded` is `saved` in another dtype."""
     import torch
 
     return saved.dtype != loaded.dtype and torch.equal(saved.to(loaded.dtype), loaded.to(saved.device))
@@ -290,7 +300,7 @@ def _is_rounded(saved: torch.Tensor, loaded: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Within it transformers draws no bar for the files of weights that it reads or writes."""
+    """Disable transformers' progress bars for files of weights within the context."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

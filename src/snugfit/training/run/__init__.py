@@ -1,1 +1,1 @@
-"""One run: its session, its steps, and what happens between them."""
+"""One run: its session, its steps, and the work between them."""

@@ -1,7 +1,7 @@
-"""A run that is open under one recipe: what is built for it, and its steps.
+"""A run that is open under one recipe: its model, its optimizer and its steps.
 
-A run goes on under another recipe by opening it anew, from the boundary where the one before has ended. So no
-tensor of a recipe outlives its `ActiveRun`.
+A change of recipe opens the run again, from the boundary at which the previous one ended. No tensor of a
+recipe outlives its `ActiveRun`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ if TYPE_CHECKING:
 
 
 COMPARED = 16
-"""Samples among which those are chosen whose gradients are compared, where there are so many."""
+"""Number of candidate samples for the comparison of gradients, if there are so many."""
 
 
 @final
 class ActiveRun:
-    """What is built, from where `checkpoint` was taken or from the beginning. Up to the step `sync_to`
-    gradients are waited for before each update."""
+    """A run that is built from `checkpoint` or from the beginning.
+
+    Up to the step `sync_to`, each update waits for a check of the gradients.
+    """
 
     def __init__(
         self,
@@ -73,15 +75,17 @@ class ActiveRun:
         self.step.start_capture()
         self._is_sharded = is_sharded(self.state)
         self._is_ended = self._has_stepped = self._is_told = False
-        self._is_update_checked = self._is_sharded  # torch's own AdamW and SGD are what is sharded
+        self._is_update_checked = self._is_sharded  # only torch's own AdamW and SGD are sharded
         checkpoints.about = run.about(recipe)
         checkpoints.saved_step = checkpoint.step if checkpoint else None
         if run.options.save_strategy != "no" and (run.ranks.is_first or self._is_sharded):
             checkpoints.prepare(self.state)
 
     def close(self) -> None:
-        """No step follows; what an engine has hooked into the model is taken out of it, and what was recorded
-        gives back its memory; nor do weights hear of gradients any more."""
+        """Remove an engine's hooks and gradient hooks from the model, and free the memory of recorded steps.
+
+        No step follows.
+        """
         self.step.captured = None
         if self.step.released is not None:
             self.step.released.detach()
@@ -91,18 +95,18 @@ class ActiveRun:
 
     @property
     def progress(self) -> RunProgress:
-        """How far the run is."""
+        """The progress of the run."""
         return self.state.progress
 
     def first_samples(self) -> dict[str, torch.Tensor]:
-        """A host batch (B, ...) of the first samples. Moves no random generator."""
+        """Return a host batch (B, ...) of the first samples, without changing a random generator."""
         data = self._run.data
         with preserve_rng(self._run.device):
             samples = [data.samples[index] for index in range(min(COMPARED, len(data.samples)))]
             return collate_for(self._run.job, self.setup, data.collate)(samples)
 
     def batches(self) -> Generator[list[dict[str, torch.Tensor]]]:
-        """The host micro-batches (B, ...) of each step that is left."""
+        """Return the host micro-batches (B, ...) of each remaining step."""
         data = self._run.data
         loading = loader_arguments(self.setup, self._run.device)
         return feed(
@@ -118,7 +122,7 @@ class ActiveRun:
     def take_step(
         self, micro_batches: list[dict[str, Any]], meanwhile: Callable[[], None]
     ) -> StepResult | Exhausted:
-        """One step; where it must not be made, what the options say of it."""
+        """Take one step, or react to its rejection as the options require."""
         self._rng_at_step_start = rng_states(self._run.device)
         self.step.sync_before_update |= self.progress.step < self._sync_to
         if self._run.ranks.are_many:
@@ -142,21 +146,22 @@ class ActiveRun:
         return result
 
     def _tell_not_recorded(self) -> None:
-        """Says once why steps are not recorded, where they were to be and cannot."""
+        """Write one warning with the reason if steps cannot be recorded although the recipe requires it."""
         captured = self.step.captured
         if captured is not None and captured.why_not and not self._is_told:
             self._is_told = True
             self._journal.tell("warning", text=f"Steps run as they are written: {captured.why_not}.")
 
     def _count(self, updated: bool) -> None:
-        """Counts a step. Raises `SnugfitError` when too many in a row have updated nothing."""
+        """Count a step. Raises `SnugfitError` after too many steps in a row without an update."""
         try:
             self.progress.count(updated, most_skipped=self._run.options.most_skipped_in_a_row)
         except SnugfitError as fault:
             raise self._run.ranks.alike(fault) from None
 
     def _stop_or_skip(self, fault: StepRejected) -> None:
-        """Writes down the samples of a step that was not made, and ends the run unless it may be skipped."""
+        """Write the samples of a rejected step to a file. Raises `SnugfitError` unless the step may be
+        skipped."""
         step = self.progress.step
         file = self._checkpoints.store.root
         if self._run.ranks.is_first:
@@ -174,26 +179,26 @@ class ActiveRun:
         raise self._run.ranks.alike(SnugfitError(text))
 
     def rewind_rng(self) -> None:
-        """Sets the random generators to what they were before the last step."""
+        """Restore the states of the random generators before the last step."""
         set_rng_states(self._rng_at_step_start, self._run.device)
 
     def check_weights(self) -> None:
-        """Before what the last step has made is used. Raises `WeightsNonFinite`."""
+        """Check the weights before the last step's results are used. Raises `WeightsNonFinite`."""
         self.step.check_weights(self.state)
         self._logger.write(self.step.norm)
 
     def _keeps_whole(self) -> bool:
-        """Whether a checkpoint of this boundary has the whole model, though no process holds it."""
+        """Return True if a checkpoint of this boundary has the whole model, even of a sharded one."""
         return self._is_ended or self.progress.step == self.steps
 
     def save_end(self) -> None:
-        """A checkpoint of the run's end, which has the whole model whoever holds it."""
+        """Save a checkpoint of the run's end, which has the whole model even of a sharded one."""
         if self._is_sharded and not self._keeps_whole() and self._has_stepped:
             self._is_ended, self._checkpoints.saved_step = True, None
         self.save()
 
     def save(self) -> None:
-        """A checkpoint of this boundary, unless there is one."""
+        """Save a checkpoint of this boundary, unless there is one."""
         if self._checkpoints.saved_step == self.progress.step:
             return
         self.check_weights()
@@ -201,7 +206,7 @@ class ActiveRun:
         self._checkpoints.save(self.progress.step, self._snapshot, best=best)
 
     def _snapshot(self, staging: Staging) -> Writable | None:
-        """What this process keeps of this boundary; None where another one keeps all of it."""
+        """Return this process's part of a snapshot; None if another process saves all of it."""
         ranks = self._run.ranks
         random = ranks.gather(all_rng_states(self._run.device)) if ranks.are_many else []
         if self._is_sharded:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 
 def is_due(strategy: str, every: int, step: int, steps: int, steps_per_epoch: int) -> bool:
-    """Return True where `strategy` takes the boundary after `step`, of a run of `steps` steps. The run's end
-    is one for each strategy but `no`."""
+    """Return True if `strategy` includes the boundary after `step`, of a run of `steps` steps.
+
+    The run's end is included by each strategy but `no`.
+    """
     if strategy == "no":
         return False
     return step == steps or step % (steps_per_epoch if strategy == "epoch" else every) == 0

@@ -1,4 +1,4 @@
-"""From what a user calls a dataset to samples and batches."""
+"""Conversion of a user's dataset argument to samples and batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Source = str | os.PathLike[str] | Sequence[Mapping[str, Any]]
 """A path, rows in memory, or samples."""
 
 PREPARED = {"pixel_values", "input_features", "input_values"}
-"""What processors call what they make: a sample in memory that has one of them is what the model takes."""
+"""Keys in the outputs of processors: a sample in memory with one of them needs no further preparation."""
 
 
 def data_of(
@@ -41,11 +41,13 @@ def data_of(
     processor: Any | None = None,
     like: Data | None = None,
 ) -> Data:
-    """The samples of `source`, and how they become batches. With `like`, the data that is trained on, classes
-    keep the order that they have there. Raises `UsageError`."""
+    """Return the samples of `source` with their collate function. Raises `UsageError`.
+
+    `like` is the training data: an evaluation split takes its order of classes from there.
+    """
     if collate is None and _is_prepared(source, job):
         collate = stack
-        stack([_map_style(source)[0]])  # what cannot be stacked is told before the run begins
+        stack([_map_style(source)[0]])  # an error here comes before the run begins
     names = getattr(like.samples, "label_names", ()) if like is not None else ()
     if collate is None and isinstance(source, IndexedSamples):
         return _with_collate(source, job, tokenizer, options)
@@ -67,7 +69,7 @@ def data_of(
 
 
 def _with_collate(samples: IndexedSamples, job: Job, tokenizer: Any | None, options: TrainOptions) -> Data:
-    """The samples with the collate for their kind."""
+    """Return the samples with the collate function for their kind."""
     pad_token, lengths = 0, None
     if isinstance(samples, Samples):
         pad_token, lengths = padding_token(job, as_tokenizer(tokenizer)), samples.lengths.tolist()
@@ -81,7 +83,7 @@ def _with_collate(samples: IndexedSamples, job: Job, tokenizer: Any | None, opti
 
 
 def _notes_on_cuts(samples: IndexedSamples) -> Iterator[str]:
-    """What the samples have lost of their rows, for who trains on them."""
+    """Yield notes for the user on truncated and omitted rows."""
     if samples.cut:
         yield (f"{samples.cut:,} samples were too long: {samples.cut_tokens:,} of their tokens were cut off.")
     if samples.left_out:
@@ -89,9 +91,11 @@ def _notes_on_cuts(samples: IndexedSamples) -> Iterator[str]:
 
 
 def stack(samples: list[Any]) -> dict[str, Any]:
-    """Samples as the model takes them as one batch. Labels that are numbers, arrays and lists become tensors,
-    fp32 where they have a fraction; any other number, a switch, a name, None are passed on and are the same
-    in all samples. Raises `UsageError` for what cannot be stacked."""
+    """Stack prepared samples into one batch. Raises `UsageError` if that is impossible.
+
+    Labels that are numbers, arrays and lists become tensors, fp32 if they have a fraction. Any other number,
+    a switch, a name or None stays as it is, and must be equal in all samples.
+    """
     import torch
 
     try:
@@ -123,19 +127,19 @@ def _as_tensor(name: str, value: Any) -> Any:
 
 
 def _is_prepared(source: Source, job: Job) -> bool:
-    """Whether samples in memory are what the model takes, tensors of one shape, which are stacked."""
+    """Return True if the samples in memory are arguments of the model already, tensors of one shape."""
     if isinstance(source, str | os.PathLike | IndexedSamples):
         return False
     if job.task in (*INPUTS, Task.CUSTOM):
         return job.task is Task.CUSTOM
     if not hasattr(source, "__getitem__") or not hasattr(source, "__len__") or not len(source):
         return False
-    names = getattr(source, "column_names", None) or source[0]  # a first row may have to be decoded
+    names = getattr(source, "column_names", None) or source[0]  # reading a first row may decode it
     return isinstance(names, Mapping | list) and not PREPARED.isdisjoint(names)
 
 
 def _map_style(source: Source) -> Sequence[Mapping[str, Any]]:
-    """Samples that somebody else makes: anything with a length and places."""
+    """Return samples that need no reader, if they have a length and indices. Raises `UsageError`."""
     if isinstance(source, str | os.PathLike) or not all(
         hasattr(source, n) for n in ("__len__", "__getitem__")
     ):

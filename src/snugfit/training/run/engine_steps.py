@@ -1,9 +1,9 @@
-"""Optimizer steps that DeepSpeed's engine takes, in the order and with the checks of `loop.py`.
+"""Optimizer steps of DeepSpeed's engine, in the order and with the checks of `loop.py`.
 
-The engine owns the backward pass and the update: gradients go into its partitions as they come, averaged over
-the processes; its step takes their norm, leaves everything as it is when that is no number, clips and
-updates. So what is checked before an update is the loss, and of the gradients the engine tells afterwards,
-when it has updated nothing. It waits for them itself.
+The engine owns the backward pass and the update. Gradients go into its partitions as they come, averaged over
+the processes. Its step computes their norm, changes nothing if the norm is not finite, clips and updates. The
+check before an update therefore covers the loss alone. The engine reports a bad gradient after its step,
+which then has updated nothing. It waits for the gradients itself.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class EngineTrainingStep(TrainingStep):
-    """Steps of an engine, which is what `Built.runs` is."""
+    """Steps of an engine, which is `Built.runs`."""
 
     def _accumulate(self, built: Built) -> torch.Tensor | None:
         optimizer: Any = built.optimizer
         built.observer.phase("load")
         pieces = next(built.batches)
         counted = [*zip(pieces, self._weights_of(pieces), strict=True)]
-        if self._exchange is None or not self._exchange.ranks.are_many:  # the mean over nothing is no number
+        if self._exchange is None or not self._exchange.ranks.are_many:  # the mean over nothing is NaN
             counted = [(piece, weight) for piece, weight in counted if weight != 0]
         total: torch.Tensor | None = None
         for number, (piece, weight) in enumerate(counted, 1):
@@ -46,7 +46,8 @@ class EngineTrainingStep(TrainingStep):
         is_last: bool,
         by: Any,
     ) -> torch.Tensor:
-        """Forward and backward pass of a host micro-batch; gives what the step's losses come to so far."""
+        """Run the forward and backward pass of a host micro-batch; return the sum of the step's losses so
+        far."""
         built.observer.phase("load")
         batch = place(piece, self.device)
         built.observer.phase("forward")

@@ -1,7 +1,7 @@
-"""Going through evaluation data: the loss and, for classifiers, how many answers are right.
+"""Evaluation: the loss and, for classifiers, the share of correct predictions.
 
-Nothing of the training moves: no gradients, no dropout, no random generator, and the model is left as it was
-found. The loss is the mean over everything that counts in the whole data, however it is cut into batches.
+The state of the training is unchanged: no gradients, no dropout, no random numbers, and the model keeps its
+mode. The loss is the mean over all counted items of the data, independent of the batches.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """What the evaluation data says of a model."""
+    """The metrics of a model on the evaluation data."""
 
     loss: float
-    """Mean over samples, or over tokens that carry a label."""
+    """Mean over samples, or over tokens that have a label."""
 
     accuracy: float | None
-    """Share of right answers, from 0 to 1; None where the task has no classes to be right about."""
+    """Share of correct predictions, from 0 to 1; None for a task without classes."""
 
     def metric(self, name: str) -> float:
-        """The value of `loss` or `accuracy`; NaN where there is none."""
+        """Return the value of `loss` or `accuracy`; NaN if it is None."""
         value = self.loss if name == "loss" else self.accuracy
         return math.nan if value is None else value
 
@@ -58,9 +58,12 @@ def evaluate(
         contextlib.nullcontext()
     ),
 ) -> Evaluated:
-    """The model's loss and accuracy over host batches, each with whether it counts; over those of all
-    processes, where there are several. Before each of them `raise_if_stopping` is called, which may abandon
-    the evaluation; the model is called on each `within` a context, in which it may be a part of it."""
+    """Return the model's loss and accuracy over host batches, each with True if it counts.
+
+    Several processes sum over the batches of all. `raise_if_stopping` is called before each batch and may
+    abandon the evaluation. Each call of the model runs in the context `within(batch)`, which may cut the
+    batch to a part.
+    """
     import torch
 
     before = model.training
@@ -70,7 +73,7 @@ def evaluate(
         for host, is_counted in batches:
             raise_if_stopping()
             share = label_items(job, host) if is_counted else 0
-            if not share and not ranks.are_many:  # others wait for what this one computes
+            if not share and not ranks.are_many:  # other processes wait for this one's results
                 continue
             batch = place(host, device)
             with torch.no_grad(), autocast, within(batch):
@@ -96,8 +99,11 @@ def evaluate(
 def in_order(
     data: Data, size: int, job: Job, setup: Setup, device: torch.device, ranks: Ranks = ALONE
 ) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Host batches of at most `size` samples, as the data lies, from as many workers as train; of several
-    processes this one's part. With each, whether it counts: at the end a process may have none left."""
+    """Yield host batches of at most `size` samples in the dataset's order, each with True if it counts.
+
+    Each of several processes yields its own part. At the end a process may have no samples left; then its
+    batch does not count. The number of loader workers is that of the training.
+    """
     order = SampleOrder(
         len(data.samples),
         size * ranks.data_ranks,

@@ -1,12 +1,12 @@
-"""What the processes of a run tell each other in each step, on the host.
+"""The exchanges between the processes of a run in each step, on the host.
 
-    before the forward pass    how many items count in each one's micro-batches. A micro-batch's loss is
-                               scaled by its share of all of them, times the parts that processes cut the
-                               batch into: DDP and FSDP2 average gradients over these, so the average is the
-                               gradient of the mean over the global batch, however the samples are padded
-    after the forward pass     each one's part of the loss, tokens, and what it has heard from outside
+- Before the forward pass: the number of counted items in each process's micro-batches. A micro-batch's loss
+  is multiplied by its share of all items and by the number of parts of the batch. DDP and FSDP2 average
+  gradients over these parts. The average is therefore the gradient of the mean over the global batch, for any
+  padding.
+- After the forward pass: each process's part of the loss, its tokens, and its signals.
 
-The second is made while the device is at the backward pass. A run of one process tells nobody.
+The second exchange takes place during the device's backward pass. A run of one process exchanges nothing.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class StepExchange:
     def __init__(self, ranks: Ranks, stops: Stops) -> None:
         self.ranks, self._stops = ranks, stops
         self.tokens = 0
-        """Tokens of the last step, in all processes, that are not padding."""
+        """Tokens of the last step in all processes, without padding."""
         self.own_seconds = 0.0
-        """What this process took of the last step by itself: up to its loss, without the exchanges."""
+        """Seconds of this process's own part of the last step: up to its loss, without the exchanges."""
         self._began = self._forwarded = 0.0
         self._items: float = 0
         self._own_tokens = 0
 
     def weights(self, pieces: Sequence[Mapping[str, Any]], items: Sequence[float]) -> list[float | None]:
-        """By what the loss of each host micro-batch is multiplied, in which so many items count."""
+        """Return the factor of each host micro-batch's loss, given their numbers of counted items."""
         if not self.ranks.are_many:
             self._items = sum(items)
             return [None] if len(items) == 1 else [share / (self._items or 1) for share in items]
@@ -46,12 +46,14 @@ class StepExchange:
         return [self.ranks.data_ranks * share / (self._items or 1) for share in items]
 
     def forward_ends(self) -> None:
-        """This process has computed a micro-batch's loss, where a backward pass that exchanges gradients is
-        over when its call returns: on the CPU."""
+        """Record the end of a micro-batch's forward pass, on the CPU.
+
+        There a backward pass that exchanges gradients is over when its call returns.
+        """
         self._forwarded = time.perf_counter()
 
     def loss(self, part: float) -> float:
-        """The mean over the global batch, of what this process's weighted micro-batches came to."""
+        """Return the mean loss over the global batch, given the sum of this process's weighted losses."""
         if not self.ranks.are_many:
             return part
         self.own_seconds = (self._forwarded or time.perf_counter()) - self._began

@@ -1,8 +1,8 @@
-"""The loader of our own loop: the host micro-batches of each step, from worker processes where there are any.
+"""The loader of our own loop: the host micro-batches of each step, from worker processes if there are any.
 
-torch's DataLoader over all steps of a run at once, so that workers are started once. For a worker that dies
-torch raises a `RuntimeError` from a signal handler, wherever the main thread is at that moment; here it
-becomes an error that says what happened.
+It uses torch's DataLoader over all steps of a run at once, so workers are started once. If a worker dies,
+torch raises a `RuntimeError` from a signal handler, at any point of the main thread. Here it becomes an error
+with a clear cause.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Collate = Callable[[list[Any]], dict[str, Any]]
 
 PREFETCH_STEPS = 2
-"""Steps whose batches the workers make ahead of the step that runs."""
+"""Number of steps whose batches the workers prepare ahead of the current step."""
 
 _WORKER_DEATH = re.compile(r"DataLoader worker \(pid(?:\(s\))? [0-9, ]+\) (?:is killed by |exited )([^.]*)")
 """The wording of torch/csrc/DataLoader.cpp and torch/utils/data/dataloader.py."""
@@ -43,8 +43,10 @@ REPORTED_WITHIN = 2.0
 
 
 def collate_for(job: Job, setup: Setup, collate: Collate) -> Collate:
-    """`collate`, and a cast to the weights' dtype where nothing else casts: pictures and sound are made in
-    fp32, and a model whose weights are all bfloat16 takes them only so."""
+    """Return `collate`, with a cast to the weights' dtype if no other code casts.
+
+    Pictures and sound are made in fp32, and a model with all weights in bfloat16 takes only bfloat16.
+    """
     dtype = input_dtype(job, setup)
     return collate if dtype is None else functools.partial(_collate_and_cast, collate, dtype)
 
@@ -63,11 +65,11 @@ def feed(
     workers: int = 0,
     pinned: bool = False,
 ) -> Generator[list[dict[str, torch.Tensor]]]:
-    """The host micro-batches of steps `start_step` up to, not including, `stop_step`.
+    """Yield the host micro-batches of steps `start_step` up to, not including, `stop_step`.
 
-    Through torch's DataLoader, over all of these steps at once: workers are started once, not at each epoch,
-    and make `PREFETCH_STEPS` steps ahead. Its random numbers are its own, so that a model's dropout is the
-    same however often and with however many workers a run was started.
+    One DataLoader of torch serves all of these steps. Workers are started once, not at each epoch, and
+    prepare `PREFETCH_STEPS` steps ahead. Its random numbers are its own. A model's dropout is therefore
+    independent of the number of workers and restarts.
     """
     import torch
 
@@ -93,18 +95,20 @@ def feed(
 
 @final
 class Prefetcher:
-    """Takes from a feed, and fetches what comes next while something else is going on."""
+    """A reader of a feed that fetches the next batches during other work."""
 
     def __init__(self, batches: Iterator[list[dict[str, torch.Tensor]]]) -> None:
         self._batches = batches
         self._fetched: list[list[dict[str, torch.Tensor]] | None] = []
         self._fault: Exception | None = None
         self.fetching_seconds = 0.0
-        """How long the last fetch took."""
+        """Seconds of the last fetch."""
 
     def fetch(self) -> None:
-        """Waits for the next step's micro-batches and keeps them. What goes wrong is raised when they are
-        taken: it is no fault of what is going on meanwhile."""
+        """Wait for the next step's micro-batches and store them.
+
+        An error is stored too and raised by `take`, because the current step has not caused it.
+        """
         began = time.perf_counter()
         try:
             self._fetched.append(next(self._batches, None))
@@ -113,7 +117,7 @@ class Prefetcher:
         self.fetching_seconds = time.perf_counter() - began
 
     def take(self) -> list[dict[str, torch.Tensor]] | None:
-        """The next step's micro-batches; None after the last."""
+        """Return the next step's micro-batches; None after the last."""
         if not self._fetched and self._fault is None:
             self.fetch()
         if self._fault is not None:
@@ -122,7 +126,7 @@ class Prefetcher:
 
 
 def _epoch_keys(order: SampleOrder, start: int, stop: int) -> Iterator[list[tuple[int, int]]]:
-    """For the loader: the (epoch, sample) pairs of one micro-batch after the other."""
+    """Yield the (epoch, sample) pairs of one micro-batch after the other, for the DataLoader."""
     for step in range(start, stop):
         epoch = order.epoch(step)
         for piece in order.with_stand_ins(step):
@@ -131,9 +135,12 @@ def _epoch_keys(order: SampleOrder, start: int, stop: int) -> Iterator[list[tupl
 
 @final
 class _EpochDataset:
-    """Batches of samples by epoch and index: masks differ between epochs, and workers live through all of
-    them. An error of ours, such as a picture that is broken, comes as it is in the batch's place: a worker
-    that raises it would have its traceback put into the message."""
+    """Batches of samples by epoch and index, because masks differ between epochs and workers serve all
+    epochs.
+
+    Our own errors, such as for a broken picture, are returned in the batch's place. An error raised in a
+    worker would have the worker's traceback in its message.
+    """
 
     def __init__(
         self,
@@ -156,7 +163,7 @@ class _EpochDataset:
 
 
 def _identity(batch: Any) -> Any:
-    """What `_EpochDataset` has put together already."""
+    """Return the batch unchanged; `_EpochDataset` has collated it already."""
     return batch
 
 
@@ -170,7 +177,7 @@ def _next(batches: Iterator[Any]) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def report_worker_death(workers: Sequence[BaseProcess] = ()) -> Iterator[None]:
-    """Raises `SnugfitError` for a worker that died in here; `OutOfMemory` where it looks like that."""
+    """Raise `SnugfitError` for a worker that died within the context, `OutOfMemory` if it was killed."""
     try:
         yield
     except (RuntimeError, ConnectionError, EOFError) as fault:
@@ -188,8 +195,11 @@ def report_worker_death(workers: Sequence[BaseProcess] = ()) -> Iterator[None]:
 
 
 def _cause_of_death(fault: Exception, workers: Sequence[BaseProcess]) -> str | None:
-    """How a worker ended, when this error is of one that did. A worker hands its batches over itself, so one
-    that dies meanwhile breaks a connection; torch then knows at most that it `exited unexpectedly`."""
+    """Return the cause of a worker's death if this error comes from one, else None.
+
+    A worker sends its batches itself, so its death during that breaks a connection. torch then reports at
+    most that it `exited unexpectedly`.
+    """
     reports = (_WORKER_DEATH.match(str(error)) for error in (fault, fault.__cause__))
     reported = next((report[1] for report in reports if report), None)
     if isinstance(fault, RuntimeError) and reported != "unexpectedly":
@@ -198,8 +208,11 @@ def _cause_of_death(fault: Exception, workers: Sequence[BaseProcess]) -> str | N
 
 
 def _signal_of(workers: Sequence[BaseProcess]) -> str | None:
-    """The signal that ended one of them, as torch writes it. A process's sockets close a moment before the
-    system says that it ended, so this is asked for `REPORTED_WITHIN` seconds."""
+    """Return the signal that ended one of the workers, in torch's wording.
+
+    A process's sockets close a moment before the system reports its end. The exit codes are therefore read
+    for `REPORTED_WITHIN` seconds.
+    """
     until = time.monotonic() + REPORTED_WITHIN
     while workers and time.monotonic() < until:
         codes = [worker.exitcode for worker in workers]
@@ -211,13 +224,15 @@ def _signal_of(workers: Sequence[BaseProcess]) -> str | None:
 
 
 def _ignore_signals_of_others(worker: int) -> None:
-    """Signals to a whole process group (Ctrl-C, a scheduler's SIGTERM) are for the loop, which stops at a
-    step's end and needs this worker's batches until then. The worker ends when its parent says so, or when it
-    is gone, for which torch looks every few seconds."""
+    """Ignore signals to the whole process group in a worker, such as Ctrl-C or a scheduler's SIGTERM.
+
+    They are for the loop, which stops at a step's end and needs this worker's batches until then. The worker
+    ends on its parent's signal, or after its parent's end, which torch checks every few seconds.
+    """
     for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):  # Linux: it tells who has sent the signal
+    if hasattr(signal, "sigwaitinfo"):  # Linux: it returns the sender of the signal
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_exit_on_parents_sigterm, args=(os.getppid(),), daemon=True).start()
 

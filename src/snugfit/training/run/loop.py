@@ -1,16 +1,18 @@
 """One optimizer step over real data: the plain loop's gradients, checked before they change a weight.
 
-gradients        the plain loop's own (`step/plain_loop.py`): micro-batches under autocast, each loss
-                 scaled by its share of what the whole batch's loss is a mean over
-unscale          fp16's gradients, back to their size
-check            the loss, and as far as that costs nothing the gradients (`finite_check.py`). While the
-                 device finishes, the host makes the next batch
-clip             by the norm that was just taken
-update           optimizer, gradient scaler, learning rate
+| phase     | work                                                                                        |
+|-----------|---------------------------------------------------------------------------------------------|
+| gradients | the plain loop's own (`step/plain_loop.py`): micro-batches under autocast. Each loss is     |
+|           | scaled by its share of the items in the whole batch's mean.                                 |
+| unscale   | fp16's gradients, back to their size                                                        |
+| check     | the loss, and the gradients if that costs nothing (`finite_check.py`). The host prepares    |
+|           | the next batch during the device's remaining work.                                          |
+| clip      | by the norm of the check                                                                    |
+| update    | optimizer, gradient scaler, learning rate                                                   |
 
-Where gradients do not stay (`updates/released.py`), the update is a part of a backward pass: of a second one,
-where their norm must be known, and the checks stand between the two; or of the only one, and then the loss is
-read before it.
+With gradients that are released at once (`updates/released.py`), the update is part of a backward pass. If
+their norm is needed, it is part of a second one, and the checks come between the two. Otherwise it is part of
+the only one, and the loss is read before it.
 """
 
 from __future__ import annotations
@@ -44,21 +46,20 @@ if TYPE_CHECKING:
 
 
 class StepRejected(SnugfitError):
-    """A step was not made, for what its forward and backward passes gave. Nothing was updated."""
+    """A step was rejected because of its forward and backward passes. Nothing was updated."""
 
     name = "refused"
-    """The beginning of the name of the file that names its samples."""
+    """The first part of the name of the file that lists the step's samples."""
 
     option = ""
-    """The option of a run that says what follows."""
+    """The option of a run that decides the reaction."""
 
     def __init__(self, what: str, loss: float, norm: float | None) -> None:
         super().__init__(f"{what}. No weight was changed.")
         self.loss, self.norm = loss, norm
 
     def write(self, folder: Path, step: int, micro_batches: Sequence[Sequence[int]]) -> Path:
-        """Writes down the indices of the samples of each of the step's micro-batches, where that can be
-        written; gives the file."""
+        """Write the indices of the samples of each micro-batch; return the file even if writing fails."""
         file = folder / f"{self.name}-step-{step}.json"
         document = {
             "step": step,
@@ -72,7 +73,7 @@ class StepRejected(SnugfitError):
 
 
 class NonFinite(StepRejected):
-    """A step was not made, for a loss or a gradient that is no number."""
+    """A step was rejected because of a NaN or infinite loss or gradient."""
 
     name, option = "nonfinite", "on_nonfinite"
 
@@ -82,37 +83,37 @@ class NonFinite(StepRejected):
 
 
 class WeightsNonFinite(SnugfitError):
-    """Gradients of a step were no numbers, and its update has been made with them."""
+    """A step's gradients were not finite, and its update has used them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """An optimizer step that was taken."""
+    """The result of an optimizer step."""
 
     loss: float
     """Mean over the global batch."""
 
     updated: bool
-    """False when the gradient scaler found an overflow and left the weights as they were."""
+    """False if the weights did not change: an overflow in the gradient scaler, or a rejected step."""
 
 
 class PhaseTracker(Observer):
-    """An observer that remembers where a step is, for whoever must say where it broke."""
+    """An observer that stores the current phase of a step, for error messages."""
 
     def __init__(self) -> None:
         self.now = "build"
 
     def phase(self, name: str) -> None:
-        """The step is in this phase from here on."""
+        """Store the phase that begins."""
         self.now = name
 
 
 def _nothing() -> None:
-    """Nothing is to be done meanwhile."""
+    """Do nothing: the default of `meanwhile`."""
 
 
 class TrainingStep(PlainStep):
-    """Optimizer steps of one job and Setup, over micro-batches that are handed in."""
+    """Optimizer steps of one job and Setup, over micro-batches from the caller."""
 
     def __init__(
         self, job: Job, setup: Setup, device: torch.device, exchange: StepExchange | None = None
@@ -120,26 +121,30 @@ class TrainingStep(PlainStep):
         super().__init__(job, setup, device, keep_losses=True)
         self._exchange = exchange
         self.idle: Sequence[bool] = ()
-        """Whether nothing of a micro-batch counts that is computed because other processes wait for it."""
+        """One flag per micro-batch: True if it does not count and is computed because other processes wait
+        for it."""
         self.phases = PhaseTracker()
         self._check = FiniteCheck(device)
         self.computed = self._hear_loss
         self._asked_of_loss: Callable[[], Any] = _nothing
-        """Called when the device is asked for a step's loss, before its backward pass."""
+        """Called when the copy of a step's loss is launched, before its backward pass."""
         self._unchecked = False
         self._taken = 0
         self.unread = False
-        """Whether the last step's norm is still to be read (`read_norm`)."""
+        """True if the last step's norm is still unread (`read_norm`)."""
         self.sync_before_update = device.type != "cuda" and (self.released is None or bool(job.clip))
-        """Whether gradients are waited for before each update. On the CPU there is nothing to wait for,
-        unless gradients do not stay, and it takes passes of its own to know of all."""
+        """True if each update waits for the gradients.
+
+        On the CPU this needs no waiting. The exception is released gradients, for which a check of all of
+        them takes extra passes.
+        """
         self.norm: float | None = None
-        """Global L2 norm of the gradients, before clipping, of the last step whose norm was read; None where
-        the job does not clip."""
+        """Global L2 norm of the gradients, before clipping, of the last step whose norm was read; None for a
+        job without clipping."""
         self.rejects: Callable[[float], StepRejected | None] = lambda loss: None
-        """Asked of a step's loss before its update: why it must not be made, or None."""
+        """A function of a step's loss, called before its update: the rejection of the step, or None."""
         self.device_was_busy = False
-        """Whether, when the host had done what it had to do, the last step's device had not."""
+        """True if the last step's device was still busy when the host had done its own work."""
 
     def attempt(
         self,
@@ -147,8 +152,10 @@ class TrainingStep(PlainStep):
         micro_batches: Sequence[dict[str, Any]],
         meanwhile: Callable[[], None] = _nothing,
     ) -> StepResult | Exhausted:
-        """`take`, where the end of memory is an answer and no exception, whose traceback would hold the
-        step's tensors."""
+        """Call `take`, and return an out-of-memory error as `Exhausted`.
+
+        The traceback of an exception would keep the step's tensors alive.
+        """
         exhausted = None
         try:
             return self.take(state, micro_batches, meanwhile)
@@ -168,12 +175,13 @@ class TrainingStep(PlainStep):
         micro_batches: Sequence[dict[str, Any]],
         meanwhile: Callable[[], None] = _nothing,
     ) -> StepResult:
-        """One optimizer step over these host micro-batches (B, ...). `meanwhile` is done while the device is
-        still at the backward pass, when the norm of the step before has been read.
+        """Take one optimizer step over these host micro-batches (B, ...).
 
-        Raises `StepRejected`, with every weight, state and generator of the update as it was and no gradients
-        left; `WeightsNonFinite` when a step before must not have been made; what torch raises when memory
-        runs out.
+        `meanwhile` is called during the device's backward pass, after the previous step's norm was read.
+
+        Raises `StepRejected` and leaves every weight, state and generator of the update unchanged, without
+        gradients. Raises `WeightsNonFinite` if an earlier update was wrong. Errors of torch pass through,
+        such as those for exhausted memory.
         """
         optimizer, scaler = state.optimizer, state.scaler
         pieces = iter([list(micro_batches)])
@@ -192,8 +200,7 @@ class TrainingStep(PlainStep):
         return StepResult(loss=loss, updated=updated)
 
     def _read_loss(self, state: TrainState, *, has_one: bool = True) -> float:
-        """The step's loss, of whose passes the host has asked the device. Raises `StepRejected` where it must
-        not be made."""
+        """Return the loss of a step whose passes are launched. Raises `StepRejected` for an invalid one."""
         self.phases.phase("clip")
         self.read_norm(state)
         loss = self._check.loss() if has_one else math.nan
@@ -209,18 +216,21 @@ class TrainingStep(PlainStep):
         return loss
 
     def needs_norm(self) -> bool:
-        """Where the job clips, and while gradients are waited for."""
+        """Return True if the job clips, or each update waits for the gradients."""
         return super().needs_norm() or self.sync_before_update
 
     def is_captured(self) -> bool:
-        """Not while gradients are looked at on the host, which does not know where those of a step that is
-        played back lie; of their norm it does."""
+        """Return False while the host reads gradients.
+
+        The host has no access to the gradients of a replayed step, only to their norm.
+        """
         return super().is_captured() and (not self.sync_before_update or bool(self.job.clip))
 
     def _check_and_update(
         self, state: TrainState, built: Built, loss: float, meanwhile: Callable[[], None]
     ) -> bool:
-        """After a step's passes, whose loss is a number: whether there was an update. Raises `NonFinite`."""
+        """Check a step with a finite loss and update; return True if there was an update. Raises
+        `NonFinite`."""
         if self.released is not None:
             return self._check_and_release(self.released, state, loss, meanwhile)
         scaler = state.scaler
@@ -245,7 +255,7 @@ class TrainingStep(PlainStep):
     def _check_and_release(
         self, released: ReleasedPasses, state: TrainState, loss: float, meanwhile: Callable[[], None]
     ) -> bool:
-        """The same where gradients do not stay: what is known of them is their norm, if it was needed."""
+        """Check and update with released gradients: only their norm is available, if it was needed."""
         norm, clips = released.norm, bool(self.job.clip)
         self._check.record_norm(norm)
         meanwhile()
@@ -262,8 +272,11 @@ class TrainingStep(PlainStep):
         return True
 
     def _weights_of(self, pieces: Sequence[Mapping[str, Any]]) -> Sequence[float | None]:
-        """Over the items of all processes. Labels of a micro-batch that has nothing that counts are set, for
-        a mean over nothing is no number, not even times 0."""
+        """Return the losses' factors over the items of all processes.
+
+        Labels of a micro-batch without counted items are overwritten, because a mean over nothing is NaN,
+        even times 0.
+        """
         if self._exchange is None or not self._exchange.ranks.are_many:
             return super()._weights_of(pieces)
         idle = self.idle or [False] * len(pieces)
@@ -280,17 +293,21 @@ class TrainingStep(PlainStep):
         self._asked_of_loss()
 
     def read_norm(self, state: TrainState) -> None:
-        """Reads the last step's norm, where that was left for later. Raises `WeightsNonFinite` when it is no
-        number: the update has then made the weights none."""
+        """Read the last step's norm if it is unread.
+
+        Raises `WeightsNonFinite` if it is not finite: the update has then made NaN weights.
+        """
         if self.unread:
             self.unread, self.norm = False, self._check.norm()
             if state.scaler is None and not math.isfinite(self.norm):
                 raise WeightsNonFinite
 
     def check_weights(self, state: TrainState) -> None:
-        """Before the weights are kept or used elsewhere: `read_norm`, and where nobody has checked the
-        gradients, a check of what they have made. Raises `WeightsNonFinite` when the weights are no
-        numbers."""
+        """Check the weights before they are saved or used elsewhere.
+
+        This reads the norm, or checks the weights themselves if no gradients were checked. Raises
+        `WeightsNonFinite`.
+        """
         self.read_norm(state)
         if self._unchecked:
             self._unchecked = False
@@ -299,8 +316,10 @@ class TrainingStep(PlainStep):
                 raise WeightsNonFinite
 
     def _is_so_in_all_stages(self, is_so: bool) -> bool:
-        """Whether this is so in all processes, where each has gradients and weights of its own layers; else
-        in this one, which has what all have."""
+        """Return True if this is True in all processes of a pipeline, each with its own layers.
+
+        Without a pipeline every process has the same result.
+        """
         if self.passes is None or self._exchange is None:
             return is_so
         return not self._exchange.ranks.sum([float(not is_so)])[0]
@@ -315,7 +334,7 @@ class TrainingStep(PlainStep):
         return whole(gradient_norm(state.optimizer, trained))
 
     def _raise_if_non_finite(self, state: TrainState, trained: list[torch.nn.Parameter], loss: float) -> None:
-        """Raises `NonFinite`; waits for the gradients."""
+        """Raise `NonFinite` for bad gradients; waits for them."""
         clips, self.unread = self.unread, False
         self.norm = self._check.norm() if clips else None
         gradients = (weight.grad for weight in trained if weight.grad is not None)
@@ -328,7 +347,7 @@ class TrainingStep(PlainStep):
     def _update(
         self, state: TrainState, trained: list[torch.nn.Parameter], norm: torch.Tensor | None
     ) -> bool:
-        """Whether there was one: a scaler leaves out the steps that overflow."""
+        """Return True if there was an update: a scaler omits steps that overflow."""
         if norm is not None:
             scale(trained, self.job.clip or 0.0, norm, state.optimizer)
         self.phases.phase("update")

@@ -1,8 +1,8 @@
-"""From a run's description to a run that can take its next step: new, or exactly as it was kept.
+"""Opening of a run for its next step: new, or exactly as in a checkpoint.
 
-What is random is set before anything is built, so that a new run is a function of its seed. A resumed one is
-built the same way, its weights read from the checkpoint instead, and then everything else is put back; the
-generators last, because building draws from them.
+Seeds are set before anything is built, so a new run is a function of its seed. A resumed run is built the
+same way, with its weights from the checkpoint, and then all other states are restored. The generators come
+last, because building draws from them.
 """
 
 from __future__ import annotations
@@ -49,9 +49,11 @@ def open_run(
     checkpoint: Checkpoint | None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> TrainState:
-    """The run under `setup`, which takes `steps` optimizer steps in all: at its beginning, or as it was when
-    `checkpoint` was taken. What a run that begins has new is told. Raises `SnugfitError` when the checkpoint
-    does not fit the model."""
+    """Open the run under `setup`, which takes `steps` optimizer steps in total.
+
+    It is at its beginning, or in the state of `checkpoint`. `tell` receives notes, such as the newly
+    initialized weights. Raises `SnugfitError` if the checkpoint does not fit the model.
+    """
     seed = run.options.seed
     seed_all(seed)  # in all processes alike, so that they build the same weights
     set_process(setup, run.device)
@@ -71,7 +73,7 @@ def open_run(
         scaler=make_scaler(setup, run.device),
         device=run.device,
     )
-    if run.ranks.data_rank:  # those that work on one part draw alike
+    if run.ranks.data_rank:  # processes with the same part draw the same numbers
         seed_all(seed, run.ranks.data_rank)
     if checkpoint is not None:
         streams = restore(state, checkpoint.folder)
@@ -90,7 +92,7 @@ def open_run(
 
 
 def not_built(run: Run, recipe: Recipe, cause: str) -> OutOfMemory:
-    """Memory ran out while the model was built under this recipe, and what to try."""
+    """Return the error for memory that ran out while the model was built under this recipe, with advice."""
     advice = "snugfit plan --memory finds a recipe that needs less."
     if could_be_spread_from_the_host(run.job, recipe.setup()):
         advice = (
@@ -101,8 +103,8 @@ def not_built(run: Run, recipe: Recipe, cause: str) -> OutOfMemory:
 
 
 def _set_rates(scheduler: Any) -> None:
-    """Sets the learning rates to what this schedule has for its step: the restored ones were those at the
-    end of a shorter one."""
+    """Set the learning rates of the current step: the restored ones come from the end of a shorter
+    schedule."""
     step = scheduler.last_epoch
     scheduler._last_lr = [
         rate * factor(step) for rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
@@ -114,10 +116,13 @@ def _set_rates(scheduler: Any) -> None:
 def _model(
     run: Run, setup: Setup, checkpoint: Checkpoint | None, tell: Callable[[str], None]
 ) -> torch.nn.Module:
-    """A transformers model is built from its weights; whatever else is built first and then filled. One that
-    DeepSpeed's engine will cut up has all its weights before that, on the host."""
+    """Build the model with its weights: a transformers model from its files, any other by filling it
+    afterwards.
+
+    A model for DeepSpeed's engine has all its weights before the engine partitions it, on the host.
+    """
     stays = setup.sharding is not None
-    if checkpoint is not None and has_shards(checkpoint.folder):  # which are read when it stands
+    if checkpoint is not None and has_shards(checkpoint.folder):  # shards are read into the built model
         model = build_model(run.job, setup, run.device, stays=stays)
         beginning_of(model)
         if stays:
@@ -143,12 +148,13 @@ def _model(
 
 
 def schedule(run: Run, optimizer: torch.optim.Optimizer, steps: int) -> Any:
-    """transformers' learning-rate schedule, over optimizer steps."""
+    """Return transformers' learning-rate schedule over optimizer steps. Raises `UsageError` for bad
+    arguments."""
     from transformers import TrainingArguments, get_scheduler
 
     options = run.options
     warmup = options.warmup_steps
-    arguments = TrainingArguments.__new__(TrainingArguments)  # __init__ would look for devices
+    arguments = TrainingArguments.__new__(TrainingArguments)  # __init__ would search for devices
     arguments.warmup_steps = warmup
     warmup_steps = arguments.get_warmup_steps(steps)
     if warmup_steps > steps:

@@ -1,19 +1,20 @@
-"""Which samples each optimizer step sees, as a function of (seed, step).
+"""The samples of each optimizer step, as a function of (seed, step).
 
-    epoch e          a permutation of all samples, drawn from (seed, e)
-    step k           the (k mod steps)-th global batch of epoch k // steps
-    ranks            that batch, shared by the processes that train together, one part after the other
-    micro-batches    that share, cut into pieces of one size
+| level         | samples                                                                                  |
+|---------------|------------------------------------------------------------------------------------------|
+| epoch e       | a permutation of all samples, drawn from (seed, e)                                       |
+| step k        | the (k mod steps)-th global batch of epoch k // steps                                    |
+| ranks         | that batch, shared by the processes, one part after the other                            |
+| micro-batches | that share, cut into pieces of one size                                                  |
 
-There is no state: asked for step 70,000, `SampleOrder` answers as it would have after 69,999 others. So a
-resumed run goes on with the very samples that come next, whatever happened before, and another cut into
-micro-batches (after memory ran out) changes no step's samples.
+There is no state: `SampleOrder` returns the samples of step 70,000 without the 69,999 before. A resumed run
+therefore continues with exactly the next samples. Another number of micro-batches (after memory ran out)
+changes no step's samples.
 
-With `bucket`, samples of like length come together, as transformers' `group_by_length` has it: the
-permutation is cut into windows of 50 batches, each window is sorted by length and cut into batches, and the
-batches are shuffled. Within a batch samples are sorted too, so that each micro-batch is padded least. An
-epoch's last, smaller batch is set apart before sorting, so that it is a random sample like any other, and
-comes last.
+With `bucket`, samples of similar length are batched, as in transformers' `group_by_length`. The permutation
+is cut into windows of 50 batches. Each window is sorted by length and cut into batches, and the batches are
+shuffled. Samples are also sorted within a batch, to pad each micro-batch least. An epoch's last, smaller
+batch is taken out before sorting, so it is a random sample like any other. It comes last.
 """
 
 from __future__ import annotations
@@ -42,26 +43,26 @@ class SampleOrder:
     """The samples of every step of a run."""
 
     samples: int
-    """How many there are."""
+    """Number of samples of the dataset."""
 
     batch_size: int
     """Samples of one optimizer step."""
 
     micro_batches: int
-    """Pieces that each step is cut into: of a process's share, where several train together."""
+    """Number of micro-batches of each step, per process if several train together."""
 
     ranks: int = field(default=1, kw_only=True)
-    """Processes, or groups of them, that share each batch: each has as many samples, in the order of
+    """Number of processes, or groups of them, that share each batch in equal parts, in the order of
     processes."""
 
     rank: int = field(default=0, kw_only=True)
-    """The process whose pieces these are."""
+    """The index of the process with these micro-batches."""
 
     seed: int = field(kw_only=True)
-    """Of the permutations of the samples."""
+    """Seed of the permutations of the samples."""
 
     shuffle: bool = field(default=True, kw_only=True)
-    """False keeps the samples as they lie."""
+    """False keeps the samples in the dataset's order."""
 
     drop_last: bool = field(default=False, kw_only=True)
     """Leave out the samples that do not fill an epoch's last batch."""
@@ -70,7 +71,7 @@ class SampleOrder:
     """Tokens of each sample, for `bucket`."""
 
     bucket: bool = field(default=False, kw_only=True)
-    """Put samples of like length together."""
+    """Put samples of similar length together."""
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -98,26 +99,29 @@ class SampleOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps that see every sample once."""
+        """Number of optimizer steps that read every sample once."""
         return self.samples // self.batch_size if self.drop_last else -(-self.samples // self.batch_size)
 
     def epoch(self, step: int) -> int:
-        """The epoch that this step belongs to, from 0."""
+        """Return the epoch of this step, from 0."""
         return step // self.steps_per_epoch
 
     def batch(self, step: int) -> tuple[int, ...]:
-        """The samples of the `step`-th optimizer step of the whole run, from 0, over all processes."""
+        """Return the samples of the `step`-th optimizer step of the whole run, from 0, over all processes."""
         epoch, index = divmod(step, self.steps_per_epoch)
         first = index * self.batch_size
         return tuple(_epoch(self, epoch)[first : first + self.batch_size].tolist())
 
     def step(self, step: int) -> MicroBatchIndices:
-        """The samples of this process's micro-batches of a step. Of an epoch's last batch, which may be
-        smaller, all processes have as many micro-batches, and some of them may be empty."""
+        """Return the samples of this process's micro-batches of a step.
+
+        In an epoch's last batch, which may be smaller, all processes have the same number of micro-batches.
+        Some of them may be empty.
+        """
         return self._shares(step)[self.rank]
 
     def step_of_all(self, step: int) -> MicroBatchIndices:
-        """The same of all processes, those of one after those of the other."""
+        """Return the samples of all processes' micro-batches, in the order of processes."""
         return tuple(itertools.chain(*self._shares(step)))
 
     def _shares(self, step: int) -> list[MicroBatchIndices]:
@@ -129,20 +133,22 @@ class SampleOrder:
         return [_cut(share, count) for share in shares]
 
     def with_stand_ins(self, step: int) -> MicroBatchIndices:
-        """The same with a sample of the step in the place of each empty micro-batch: a process computes
-        there too, for the others wait for it, and nothing of it counts."""
+        """Return this process's micro-batches with one sample of the step in place of each empty one.
+
+        A process computes there too, because the others wait for it, and its result does not count.
+        """
         return tuple(piece or self.batch(step)[:1] for piece in self.step(step))
 
 
 def _cut(samples: tuple[int, ...], count: int) -> MicroBatchIndices:
-    """So many pieces, whose sizes differ by one at most."""
+    """Return `count` pieces, whose sizes differ by one at most."""
     ends = [len(samples) * (number + 1) // count for number in range(count)]
     return tuple(samples[start:end] for start, end in itertools.pairwise([0, *ends]))
 
 
 @lru_cache(maxsize=4)
 def _epoch(order: SampleOrder, epoch: int) -> np.ndarray:
-    """An epoch's sample indices (samples,), global batch after global batch."""
+    """Return an epoch's sample indices (samples,), global batch after global batch."""
     import numpy as np
 
     draw = np.random.Generator(np.random.PCG64([order.seed, epoch]))
@@ -160,7 +166,7 @@ def _epoch(order: SampleOrder, epoch: int) -> np.ndarray:
 
 
 def _by_length(samples: np.ndarray, lengths: np.ndarray, window: int) -> np.ndarray:
-    """Sample indices (n,) sorted within each window, the longest sample first; `lengths` has all samples."""
+    """Return sample indices (n,) sorted within each window, the longest first; `lengths` has all samples."""
     import numpy as np
 
     windows = np.arange(len(samples)) // window

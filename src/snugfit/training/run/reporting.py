@@ -1,17 +1,15 @@
-"""`report_to`: a run's figures for TensorBoard, Weights & Biases and whatever else transformers knows.
+"""`report_to`: a run's metrics for TensorBoard, Weights & Biases and all other trackers of transformers.
 
-transformers' own callbacks are called, with a state made from the events of the journal: every integration of
-the Trainer works here (accelerate's trackers are fewer), and the names are those that dashboards know
-(`train/loss`, `train/grad_norm`, `train/learning_rate`, `train/epoch`, `eval/loss`). As there, the loss is
-the mean since the last line, every `logging_steps`.
+transformers' own callbacks are called, with a state made from the events of the journal. Every integration of
+the Trainer works here (accelerate's trackers are fewer). The names are those of existing dashboards
+(`train/loss`, `train/grad_norm`, `train/learning_rate`, `train/epoch`, `eval/loss`). As in the Trainer, the
+loss is the mean since the last line, every `logging_steps`.
 
-A run that is resumed goes on in the same log. Steps that were lost and are taken again would stand there
-twice, so TensorBoard drops what it has from that step on (its own `purge_step`);
-other trackers are resumed in their own way (W&B: WANDB_RUN_ID and WANDB_RESUME), and within one process no
-step is sent to them twice.
+A resumed run appends to the same log. Steps that were lost and repeated would appear twice, so TensorBoard
+drops its entries from that step on (its own `purge_step`). Other trackers resume in their own way (W&B:
+WANDB_RUN_ID and WANDB_RESUME), and one process sends no step to them twice.
 
-A tracker that fails while the run goes on is warned of once and left out: training does not end because
-nobody can watch it.
+A tracker that fails during the run causes one warning and is not called again. It does not end the training.
 """
 
 from __future__ import annotations
@@ -36,8 +34,10 @@ if TYPE_CHECKING:
 
 
 def callbacks_for(options: TrainOptions) -> list[Any]:
-    """transformers' callbacks for what `report_to` names. Raises `UsageError` for a name that there is not,
-    and for a package that is not installed."""
+    """Return transformers' callbacks for the trackers in `report_to`.
+
+    Raises `UsageError` for an unknown name, and for a package that is not installed.
+    """
     if not options.reports:
         return []
     from transformers import integrations
@@ -69,7 +69,7 @@ def _create(name: str, kind: type[Any]) -> Any:
 
 @final
 class Reports:
-    """Passes a run's events on to the trackers that its options name."""
+    """A watcher of the journal that passes a run's events to the trackers in its options."""
 
     def __init__(self, run: Run, *, restart: bool, warn: Callable[[str], None]) -> None:
         self._callbacks = callbacks_for(run.options) if run.ranks.is_first else []
@@ -90,8 +90,7 @@ class Reports:
             )
 
     def open(self, model: torch.nn.Module, step: int, steps: int) -> None:
-        """A run of so many steps begins, or goes on after this one: in another process, or in this one, which
-        has gone back to it."""
+        """Begin a run of `steps` steps after step `step`, in a new process or after a rewind in this one."""
         if not self._callbacks:
             return
         self._state.global_step, self._state.max_steps = step, steps
@@ -104,7 +103,7 @@ class Reports:
         self._losses = self._since_the_last_line(step)
 
     def _resume_log(self, callback: Any, step: int) -> None:
-        """Gives TensorBoard's callback a writer that drops what its log holds of the steps after this one."""
+        """Give TensorBoard's callback a writer that drops the log's entries after this step."""
         from transformers.integrations.integration_utils import default_logdir
 
         if callback.tb_writer is not None:
@@ -117,7 +116,7 @@ class Reports:
         callback.tb_writer = callback._SummaryWriter(log_dir=callback.logging_dir, purge_step=step + 1)
 
     def _since_the_last_line(self, step: int) -> list[float]:
-        """The losses of steps whose line was not due yet; of one that was taken twice, the last."""
+        """Return the losses since the last line, with the later one of a repeated step."""
         first = step - step % self._run.options.logging_steps
         if first == step:
             return []
@@ -129,7 +128,7 @@ class Reports:
         return [float(loss) for _, loss in sorted(losses.items())]
 
     def __call__(self, event: Event) -> None:
-        """Hears an event of the journal; `saved` comes from another thread and waits for the next."""
+        """Pass an event of the journal on; `saved` comes from another thread and waits for the next event."""
         if event["event"] == "saved":
             self._saved.append(event["step"])
         elif self._callbacks and event["event"] in ("step", "evaluated", "ended"):
@@ -174,7 +173,7 @@ class Reports:
         self._call("on_log", only=lambda tracker: not again or hasattr(tracker, "tb_writer"), logs=logs)
 
     def end(self, model: torch.nn.Module | None) -> None:
-        """The run has ended, with this model; or in an error."""
+        """End the run in the trackers; `model` is None after an error."""
         if self._begun:
             self._begun = False
             self._pass_on_saved()
@@ -203,12 +202,12 @@ class Reports:
 
 
 def _copy(more: dict[str, Any]) -> dict[str, Any]:
-    """Arguments for one tracker, with a dict of its own: some write into it."""
+    """Return arguments for one tracker, with a dict of its own: some trackers write into it."""
     return {name: dict(value) if isinstance(value, dict) else value for name, value in more.items()}
 
 
 def _unused_name(folder: Path) -> Path:
-    """This name, or with a number where it is taken: it is the time in seconds."""
+    """Return this name, or with a number if it exists: the name is the time in seconds."""
     if not folder.exists():
         return folder
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
@@ -216,7 +215,7 @@ def _unused_name(folder: Path) -> Path:
 
 
 def _arguments(run: Run) -> Any:
-    """The run as the Trainer's arguments, which trackers keep beside the figures."""
+    """Return the run as the Trainer's arguments, which trackers store next to the metrics."""
     options, setup = run.options, run.recipe.setup()
     given = {name: value for name, value in options.to_json().items() if value is not None}
     arguments = _description()(output_dir=str(run.folder), use_cpu=True, recipe=str(run.recipe))
@@ -234,8 +233,10 @@ def _arguments(run: Run) -> Any:
 
 @cache
 def _description() -> type[Any]:
-    """The Trainer's arguments with a recipe, that describe a run and set nothing up: making them otherwise
-    chooses a device and resets accelerate's state, which may be a user's own."""
+    """Return a class of the Trainer's arguments with a recipe, which describes a run and sets nothing up.
+
+    The original chooses a device and resets accelerate's state, which may be a user's own.
+    """
     from dataclasses import dataclass
 
     import torch

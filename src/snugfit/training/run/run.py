@@ -1,10 +1,10 @@
-"""What a run is asked to do, and what its checkpoints say of it so that it is only ever resumed as itself.
+"""The description of a run, and its comparison with the descriptions in checkpoints.
 
-A run is its job, its recipe, its options and its data; and the software and the machine that it began on. Its
-checkpoints carry all of that. A resumed run must be the same run: what would change a number in it is refused
-by name, what only changes how it is watched or kept may be changed, and other software or another GPU is a
-warning, for then it goes on correctly and no longer bit for bit. A run that ran out of memory goes on under
-another recipe than the one that was asked for; its checkpoints name both.
+A run consists of its job, recipe, options and data, and of the software and machine that it began on. Its
+checkpoints store all of that, so that a run is only resumed as itself. A difference that would change a
+number is refused by name. Settings of logs and checkpoints may differ. Other software or another GPU is a
+warning: the run continues correctly, but not bit for bit. A run that ran out of memory continues under
+another recipe than the requested one; its checkpoints store both.
 """
 
 from __future__ import annotations
@@ -46,33 +46,35 @@ FREE_OPTIONS = frozenset({
 """Options that change no number of a step: they may differ when a run is resumed."""
 
 LENGTH_OPTIONS = frozenset({"num_train_epochs", "max_steps"})
-"""Options that may differ too where the learning rate does not depend on how long the run is."""
+"""Options that may differ too if the learning rate does not depend on the length of the run."""
 
 LENGTH_FREE_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt")
 
 FINGERPRINT_SAMPLES = 64
-"""Of a dataset's samples, how many its fingerprint reads, spread evenly."""
+"""Number of samples in a dataset's fingerprint, spread evenly."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Samples, and how they become batches."""
+    """Samples with their collate function."""
 
     samples: Sequence[Mapping[str, Any]]
-    """A map-style dataset: `len`, and a sample for each index. Where it has a `checksum(index)` of bytes, the
-    fingerprint takes that for the sample."""
+    """A map-style dataset: `len`, and a sample for each index.
+
+    If it has a `checksum(index)` of bytes, the fingerprint uses that instead of the sample.
+    """
 
     collate: Callable[[list[Any]], dict[str, Any]]
-    """Samples to one host batch of tensors (B, ...)."""
+    """A function from samples to one host batch of tensors (B, ...)."""
 
     lengths: Sequence[int] | None = None
     """Tokens of each sample, for `group_by_length`."""
 
     notes: tuple[str, ...] = ()
-    """What somebody who trains on this should know."""
+    """Notes for the user who trains on this dataset."""
 
     def fingerprint(self) -> str:
-        """A checksum of how many samples there are and of some of them."""
+        """Return a checksum of the number of samples and of some of them."""
         count = len(self.samples)
         read = min(FINGERPRINT_SAMPLES, count)
         digest = hashlib.sha256(f"{count}".encode())
@@ -82,7 +84,7 @@ class Data:
 
 
 def _sample_bytes(samples: Any, index: int) -> bytes:
-    """What tells a sample from others: a picture's own file, where it need not be decoded for that."""
+    """Return bytes that identify a sample; those of a picture's file, to avoid decoding."""
     if hasattr(samples, "checksum"):
         checksum: bytes = samples.checksum(index)
         return checksum
@@ -96,7 +98,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _raw_bytes(value: Any) -> bytes:
-    """The bytes of an array, or of a tensor, of any dtype and shape."""
+    """Return the bytes of an array or tensor of any dtype and shape."""
     import torch
 
     flat = torch.as_tensor(value).detach().cpu().contiguous().reshape(-1)
@@ -106,7 +108,7 @@ def _raw_bytes(value: Any) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is to be trained, on what, and where it is kept."""
+    """The description of a run: job, recipe, options, data and folder."""
 
     job: Job
     recipe: Recipe
@@ -114,30 +116,32 @@ class Run:
     data: Data
     evaluation: Data | None
     folder: Path
-    """Checkpoints and journal go there."""
+    """The folder of checkpoints and journal."""
 
     weights: Path | None
-    """Folder of the weights that training begins with; None begins with random ones."""
+    """Folder of the initial weights; None begins with random ones."""
 
     device: torch.device
 
     compare_code: bool = True
-    """Whether it is resumed with the code that it began with alone."""
+    """True if it must be resumed with its original code."""
 
     ranks: Ranks = ALONE
     """This process among those that train together, in the mesh of the recipe."""
 
     def setup(self, recipe: Recipe) -> Setup:
-        """What a recipe asks of the loop, with so many processes."""
+        """Return a recipe's settings for this number of processes."""
         return on_gpus(recipe.setup(), self.ranks.size)
 
     def recipe_after(self, about: Mapping[str, Any]) -> Recipe:
-        """The recipe that a run goes on with whose checkpoint says this: the last one that it had, shared by
-        GPUs as is asked for now."""
+        """Return the recipe to resume with, from the description in a checkpoint.
+
+        It is the run's last one, with the present distribution over GPUs.
+        """
         return _shared_as(Recipe.parse(about["recipe"]), self.recipe)
 
     def order(self, micro_batches: int) -> SampleOrder:
-        """Which samples each step sees, in so many pieces."""
+        """Return the order of the samples, with this number of micro-batches."""
         sampling = self.options.train_sampling_strategy
         return SampleOrder(
             len(self.data.samples),
@@ -153,12 +157,12 @@ class Run:
         )
 
     def steps(self, order: SampleOrder) -> int:
-        """Optimizer steps of the whole run."""
+        """Return the number of optimizer steps of the whole run."""
         options = self.options
         return options.max_steps or math.ceil(options.num_train_epochs * order.steps_per_epoch)
 
     def about(self, recipe: Recipe) -> dict[str, Any]:
-        """What every checkpoint says of its run, which goes on under `recipe`."""
+        """Return the description of the run for its checkpoints; it continues under `recipe`."""
         return {
             "job": self.job.to_json(),
             "asked": str(self.recipe),
@@ -182,22 +186,30 @@ class Run:
         return facts
 
     def _weights(self) -> list[list[Any]] | None:
-        """Names and sizes of the files that training begins with. Adapters are kept without the weights that
-        they adapt, so a resumed run must begin with the same ones, wherever these lie by then."""
+        """Return names and sizes of the files of the initial weights.
+
+        Adapters are saved without the weights that they adapt. A resumed run must therefore begin with the
+        same ones, in any folder.
+        """
         if self.weights is None:
             return None
         return sorted([file.name, file.stat().st_size] for file in self.weights.glob("*.safetensors"))
 
 
 def depends_on_length(schedule: str, warmup_steps: float) -> bool:
-    """Whether the learning rate of a step depends on how many there are, by transformers' name for the
-    schedule; below 1 the warm-up is a share of them."""
+    """Return True if the learning rate of a step depends on the number of steps.
+
+    `schedule` is transformers' name. A warm-up below 1 is a share of the steps.
+    """
     return schedule not in LENGTH_FREE_SCHEDULES or 0 < warmup_steps < 1
 
 
 def lengthens(run: Run, before: Mapping[str, Any], step: int) -> str:
-    """Where a checkpoint after `step` is the end of a finished run and `run` is longer: what that means for
-    its learning rate, a sentence. Empty for any other, and where the rate does not depend on the length."""
+    """Return a sentence on the learning rate if `run` lengthens a finished run, else an empty text.
+
+    The finished run ends with a checkpoint after `step`. The text is empty too if the rate does not depend on
+    the length.
+    """
     saved = before.get("options", {})
     length = {name: saved[name] for name in LENGTH_OPTIONS if name in saved}
     options = run.options
@@ -215,9 +227,11 @@ def lengthens(run: Run, before: Mapping[str, Any], step: int) -> str:
 
 
 def compare_runs(before: Mapping[str, Any], run: Run, step: int = -1) -> tuple[list[str], list[str]]:
-    """How `run` differs from the run that a checkpoint after `step` says it is of: in what would change a
-    number, so that it cannot be resumed, and in what only keeps the numbers from being the same bit for bit.
-    A run that was finished may be made longer."""
+    """Compare `run` with the description in a checkpoint after `step`; return errors and warnings.
+
+    Errors would change a number, so the run cannot be resumed. Warnings only prevent numbers that are
+    identical bit for bit. A finished run may be lengthened.
+    """
     now = {"gpus": 1, **json.loads(json.dumps(run.about(run.recipe)))}
     options = before.get("options", {})
     depends = depends_on_length(run.options.lr_scheduler_type, run.options.warmup_steps)
@@ -225,7 +239,7 @@ def compare_runs(before: Mapping[str, Any], run: Run, step: int = -1) -> tuple[l
     another_mesh = _on_another_mesh(before, run)
     as_asked = {"gpus": 1, **before}
     before, asked = _on_these_gpus(as_asked, run)
-    if before.get("asked") != now.get("asked"):  # another recipe, which is named as it was asked for
+    if before.get("asked") != now.get("asked"):  # another recipe: name it as requested
         before, asked = as_asked, []
     wrong = differences(before, now, ("asked", "weights", "samples")) + another_mesh
     job = _earlier_job(before.get("job", {}), now["job"])
@@ -243,8 +257,10 @@ def compare_runs(before: Mapping[str, Any], run: Run, step: int = -1) -> tuple[l
 
 
 def _on_these_gpus(before: Mapping[str, Any], run: Run) -> tuple[Mapping[str, Any], list[str]]:
-    """What a checkpoint says of its run, shared by GPUs as this one in its recipe, which may be otherwise:
-    the same mathematics on other GPUs. And what was changed by that."""
+    """Return a checkpoint's description with this run's distribution over GPUs, and the changes.
+
+    The mathematics are the same on other GPUs.
+    """
     try:
         recipe = Recipe.parse(before["asked"])
     except (KeyError, SnugfitError):
@@ -259,8 +275,10 @@ def _on_these_gpus(before: Mapping[str, Any], run: Run) -> tuple[Mapping[str, An
 
 
 def _on_another_mesh(before: Mapping[str, Any], run: Run) -> list[str]:
-    """What a checkpoint cannot be read with: its optimizer's groups are those of the ranks that its matrices
-    were cut over (`optimizer_groups`)."""
+    """Return an error if the checkpoint's matrices are split over another number of ranks.
+
+    Its optimizer's groups depend on that number (`optimizer_groups`).
+    """
     try:
         own, other = (
             (recipe.setup().parallel or ParallelWish()).tensor
@@ -272,18 +290,21 @@ def _on_another_mesh(before: Mapping[str, Any], run: Run) -> list[str]:
 
 
 def _shared_as(recipe: Recipe, other: Recipe) -> Recipe:
-    """The recipe, whose work GPUs share as in another one."""
+    """Return the recipe with the distribution over GPUs of another one."""
     for slot in roster.slots_of_several_gpus():
         recipe = recipe.with_(other[slot])
     return recipe
 
 
 def _earlier_job(before: Mapping[str, Any], now: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The job of a checkpoint, with what earlier ones did not name: the class of a preset, the dtype of its
-    checkpoint, and the one in which weights were loaded, which was float32."""
+    """Return the job of a checkpoint, with the fields that earlier versions did not have.
+
+    These are the class of a preset, the dtype of its checkpoint, and the dtype of loaded weights, which was
+    float32.
+    """
     model, now_model = before.get("model", {}), now["model"]
     if model.get("origin") == "path" and now_model["origin"] == "config":
-        model = {**model, "origin": "config"}  # which had this name
+        model = {**model, "origin": "config"}  # its name in earlier versions
     if "dtype" not in before:
         stored = {key: value for key, value in now_model.items() if key == "dtype"}
         before, model = {**before, "dtype": "float32"}, {**stored, **model}
@@ -294,8 +315,10 @@ def _earlier_job(before: Mapping[str, Any], now: Mapping[str, Any]) -> Mapping[s
 
 
 def moved_model(before: Mapping[str, Any], run: Run) -> str:
-    """Return a sentence where the model's folder is another than in a checkpoint, and its content the same.
-    The weights that training begins with are compared by their files."""
+    """Return a sentence if the model's folder has moved since the checkpoint with the same content.
+
+    The initial weights are compared by their files.
+    """
     return _folder_change(
         before.get("job", {}).get("model", {}), json.loads(json.dumps(run.job.to_json()["model"]))
     )

@@ -1,4 +1,4 @@
-"""A run in this process: its steps, and what happens on the boundaries between them. See `train.py`."""
+"""A run in this process: its steps, and the work on the boundaries between them. See `train.py`."""
 
 from __future__ import annotations
 
@@ -81,8 +81,10 @@ class Session:
         checkpoints.is_too_late = lambda: stops.too_late
 
     def train(self, checkpoint: Checkpoint | None, ran_out: MemoryRecord | None = None) -> Trained:
-        """To the end, from where `checkpoint` was taken or from the beginning. `ran_out` is what ended all
-        processes of the run before."""
+        """Train to the end, from `checkpoint` or from the beginning.
+
+        `ran_out` is the record of exhausted memory that ended all processes of the previous run.
+        """
         run = self._run
         if ran_out is None:
             self._begin(run.recipe if checkpoint is None else run.recipe_after(checkpoint.about), checkpoint)
@@ -105,10 +107,10 @@ class Session:
             with report_worker_death():
                 return self._end(self._run_to_the_end())
         finally:
-            self._checkpoints.wait()  # nobody writes here once the folder is given back
+            self._checkpoints.wait()  # no thread may write here after the folder is released
 
     def _begin(self, recipe: Recipe, checkpoint: Checkpoint | None) -> None:
-        """Opens the run. Raises `OutOfMemory` where the model cannot even be built."""
+        """Open the run. Raises `OutOfMemory` if the model cannot even be built."""
         try:
             self._open(recipe, checkpoint)
         except (SnugfitError, RuntimeError, MemoryError) as fault:
@@ -117,7 +119,7 @@ class Session:
             raise not_built(self._run, recipe, cause) from fault
 
     def _open_after(self, ran_out: MemoryRecord, checkpoint: Checkpoint | None) -> None:
-        """Opens the run of several processes in one of which memory ran out, under another recipe."""
+        """Open the run of several processes under another recipe, after memory ran out in one of them."""
         self._ran_out, ranks, before = ran_out, self._run.ranks, ran_out.recipe
         mixes = True
         while mixes:
@@ -126,7 +128,7 @@ class Session:
             self._open_smaller(chosen, checkpoint, ran_out.exhausted, ran_out.step)
             if self._active.setup.micro_batches > before.setup().micro_batches:
                 self._compare_cut()
-            mixes = ranks.first_answers(lambda: self._recovery.job is not job)  # noqa: B023 - asked at once
+            mixes = ranks.first_answers(lambda: self._recovery.job is not job)  # noqa: B023 - called at once
             if mixes:
                 self._close()
         resumed = checkpoint.step if checkpoint else 0
@@ -135,8 +137,8 @@ class Session:
         )
 
     def _compare_cut(self) -> None:
-        """Compare gradients of a few samples with those of pieces, once, when a cut is first wanted."""
-        if self._is_compared or self._active.step.passes is not None:  # of which a part has no loss
+        """Compare gradients of a few samples with those of pieces, once, before the first cut."""
+        if self._is_compared or self._active.step.passes is not None:  # a pipeline's stage has no loss
             return
         self._is_compared = True
         self._compare_batch()
@@ -153,7 +155,7 @@ class Session:
             self._journal.warn_once(warning["text"])
 
     def _cuts_alone(self) -> bool:
-        """Return True where this process cuts its batch, and no other waits for it."""
+        """Return True if this process cuts its batch, and no other waits for it."""
         active = self._active
         return active.setup.micro_batches > 1 and active.step.passes is None and not self._run.ranks.are_many
 
@@ -167,12 +169,14 @@ class Session:
                 self._recover(ended)
             except WeightsNonFinite:
                 wrong = True
-            if wrong:  # out here, where no traceback holds what has to be given back
+            if wrong:  # out here, because a traceback would keep memory alive
                 self._replay()
 
     def _replay(self) -> None:
-        """Back to where the weights were right, and again up to the step that made them wrong, which then
-        stops before its update."""
+        """Go back to the last state with correct weights, and repeat the steps up to the wrong one.
+
+        That step then stops before its update.
+        """
         step = self._progress.step
         self._checkpoints.wait()
         checkpoint = self._run.ranks.first_answers(self._checkpoints.newest)
@@ -213,7 +217,7 @@ class Session:
         return self._active.progress
 
     def _take_steps(self) -> str | Exhausted:
-        """Step after step, until the run's end, a stop, or the end of memory."""
+        """Take steps until the run's end, a stop, or the end of memory."""
         active = self._active
         if outcome := self._at_boundary() if self._progress.unevaluated else self._outcome():
             return outcome
@@ -263,7 +267,7 @@ class Session:
             self._logger.write(self._active.step.norm)
 
     def _next(self, prefetcher: Prefetcher) -> list[dict[str, Any]] | None:
-        """The next step's micro-batches. Where the data breaks, what was trained is kept first."""
+        """Return the next step's micro-batches. If loading fails, save the trained steps first."""
         try:
             return prefetcher.take()
         except Exception:
@@ -273,13 +277,15 @@ class Session:
             raise
 
     def _meanwhile(self, prefetcher: Prefetcher) -> None:
-        """What the host does while the device is still at the backward pass."""
+        """Write the last step and fetch a batch during the device's backward pass."""
         self._logger.write(self._active.step.norm)
         prefetcher.fetch()
 
     def _at_boundary(self) -> str | None:
-        """Between two steps: evaluate, keep, stop. Gives the outcome when the run ends here. An evaluation
-        that a signal abandons is made when the run is resumed."""
+        """Evaluate, save and stop between two steps; return the outcome if the run ends here.
+
+        An evaluation that a signal abandons is repeated when the run is resumed.
+        """
         options, better = self._run.options, False
         self._progress.unevaluated = False
         if self._is_due(options.eval_strategy, options.eval_steps or options.logging_steps):
@@ -309,7 +315,7 @@ class Session:
         return is_due(strategy, every, self._progress.step, active.steps, active.order.steps_per_epoch)
 
     def _evaluate(self) -> bool:
-        """Goes through the evaluation data; whether it was the best so far."""
+        """Evaluate the model; return True if the result is the best so far."""
         assert self._run.evaluation is not None
         self._active.check_weights()
         options, progress = self._run.options, self._progress
@@ -345,8 +351,10 @@ class Session:
         )
 
     def _recover(self, exhausted: Exhausted) -> None:
-        """After memory ran out: the same step again, under another recipe of the same global batch. Where it
-        is only short, the next step, if there is such a recipe."""
+        """Repeat the step under another recipe of the same global batch, after memory ran out.
+
+        If memory is only short, the next step uses such a recipe, if there is one.
+        """
         before, step = self._recipe, self._progress.step
         if self._run.ranks.are_many:
             raise end_of_several(self._run, exhausted, before, step, self._ran_out)
@@ -359,7 +367,7 @@ class Session:
             return
         checkpoint = self._checkpoint_to_go_on_from(exhausted.phase)
         if exhausted.phase == STEP_BOUNDARY and (checkpoint is None or checkpoint.step != step):
-            self._logger.ignore_retries()  # it could not be kept, as a warning says; to go back costs more
+            self._logger.ignore_retries()  # the save failed with a warning; going back would cost more
             return
         self._close()
         self._recovery.tell(exhausted, before, chosen, step + 1)
@@ -379,8 +387,10 @@ class Session:
             raise OutOfMemory(f"{text} {fault} {WHAT_TO_TRY}") from fault
 
     def _checkpoint_to_go_on_from(self, phase: str) -> Checkpoint | None:
-        """This boundary, where no weight has changed since; the last one that was kept, or None for the
-        beginning, when the update itself broke."""
+        """Return a checkpoint of this boundary, if no weight has changed since.
+
+        If the update itself failed, return the last one, or None for the beginning.
+        """
         if phase == STEP_BOUNDARY:
             self._active.save()
         elif phase != "update" and self._progress.step:
@@ -389,7 +399,7 @@ class Session:
         return self._checkpoints.newest()
 
     def _end(self, outcome: str) -> Trained:
-        """Keeps the last boundary, and gives the result."""
+        """Save the last boundary, and return the result."""
         options, progress = self._run.options, self._progress
         signal = self._stops.stopping
         if outcome == STOPPED:

@@ -1,9 +1,9 @@
-"""A loss that jumps: a warning, or a reason to stop or to leave the step out, as the options say.
+"""Spikes of the loss: a warning, a stop or a skipped step, as the options require.
 
-The rule is Lightning's (`SpikeDetection`): a loss that is worse than the one before, and further from the
-mean of the last ten than `loss_spike_rtol` times that mean. Here it is checked before the update, so that a
-step which is stopped or left out changes no weight. Losses that are left out are not remembered, as there;
-those that are only warned of are, or a run on another level would be warned of for ever.
+The rule is Lightning's (`SpikeDetection`). A spike is higher than the previous loss. It also differs from the
+mean of the last ten by more than `loss_spike_rtol` times that mean. Here the check comes before the update,
+so a stopped or skipped step changes no weight. Losses of skipped steps are not stored, as in Lightning.
+Losses with only a warning are stored: else a run on another level would warn forever.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from snugfit.training.options import TrainOptions
 
 WINDOW = 10
-"""Losses that the mean is taken over; with fewer nothing is called a spike."""
+"""Number of losses in the mean; with fewer there is no spike."""
 
 MOST_WARNINGS = 3
-"""Of a process's spikes, how many are warned of; small losses jump often, and the journal holds them all."""
+"""Number of warnings per process; small losses often have spikes, and the journal has all losses."""
 
 
 class LossSpike(StepRejected):
-    """A step was not made, for a loss that jumps."""
+    """A step was rejected because of a spike of its loss."""
 
     name, option = "spike", "on_loss_spike"
 
@@ -35,18 +35,18 @@ class LossSpike(StepRejected):
 
 @final
 class Spikes:
-    """Compares each loss of a run with those before it."""
+    """The comparison of each loss of a run with the previous ones."""
 
     def __init__(self, options: TrainOptions, journal: Journal) -> None:
         self._rtol, self._policy = options.loss_spike_rtol, options.on_loss_spike
         self._journal, self._warnings = journal, 0
 
     def reject(self, loss: float, progress: RunProgress) -> LossSpike | None:
-        """Before an update: why it is not made."""
+        """Return the reason to reject a step before its update, or None."""
         return None if self._policy == "warn" else self._spike(loss, progress)
 
     def remember(self, loss: float, progress: RunProgress) -> None:
-        """After a step that was made: warns of a loss that has jumped, and remembers it."""
+        """Store the loss of a finished step, and warn of a spike."""
         if (
             self._policy == "warn"
             and self._warnings < MOST_WARNINGS

@@ -1,22 +1,21 @@
 """Memory ran out in one of several processes: all of them start again, under a recipe that needs less.
 
-A run of one process drops the step's gradients and goes on where it is (`session.py`). With several the one
-that is short of memory cannot: the others stand in the middle of an exchange with it, in the forward or the
-backward pass, and wait. To get them out their groups would have to be aborted and made anew. With NCCL that
-works on kernels that wait on the device, and what is left of DDP's buckets, FSDP2's hooks and its streams
-after such a step is nowhere promised. So the way is the one that is tested anyhow, that of a process that
-dies:
+A run of one process drops the step's gradients and continues (`session.py`). With several, the one without
+memory cannot. The others wait in the middle of an exchange with it, in the forward or the backward pass. To
+end their wait, their groups would have to be aborted and created again. NCCL can abort kernels that wait on
+the device. But no library documents the state of DDP's buckets, FSDP2's hooks and its streams after such a
+step. The solution is therefore the tested one, that of a process that dies:
 
-    1. the process writes down in the run's folder which recipe ran out of memory, where and why
-       (`out-of-memory.json`), and ends with `MemoryRanOut`; the others end because it has
-    2. all start again: by the launcher of `--gpus N`, or under torchrun by the user
-    3. the newest whole checkpoint is read, and the first process decides for all with which recipe the run
-       goes on, as a run of one process does (`recovery.py`)
+1. The process writes the recipe, the phase and the cause to `out-of-memory.json` in the run's folder, and
+   ends with `MemoryRanOut`. The others end because it has ended.
+2. All start again: by the launcher of `--gpus N`, or under torchrun by the user.
+3. The newest whole checkpoint is read. The first process chooses the next recipe for all, as in a run of one
+   process (`recovery.py`).
 
-Steps since that checkpoint are taken once more, with the same samples and random numbers; under the other
-recipe they are the same mathematics. What is written down counts until there is a checkpoint of the recipe
-that followed, which says so itself; a process that is killed before that loses nothing of it. It counts for
-the same job, recipe and number of GPUs alone, and not for a run that begins anew.
+Steps since that checkpoint are repeated, with the same samples and random numbers; the other recipe has the
+same mathematics. The record is valid until a checkpoint of the next recipe exists. A process that is killed
+before that loses nothing of it. It is valid for the same job, recipe and number of GPUs alone, and not for a
+run that begins anew.
 """
 
 from __future__ import annotations
@@ -46,26 +45,26 @@ START_AGAIN = (
 
 
 class MemoryRanOut(OutOfMemory):
-    """Memory ran out in one of several processes, and the same command goes on with less."""
+    """Memory ran out in one of several processes; the same command continues with a smaller recipe."""
 
     can_start_again: ClassVar = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRecord:
-    """What is written down of a run of several processes whose memory ran out."""
+    """The record of a run of several processes whose memory ran out."""
 
     run: dict[str, Any]
-    """Its job, the recipe that was asked for, and how many GPUs there are."""
+    """Its job, the requested recipe, and the number of GPUs."""
 
     recipes: tuple[str, ...]
-    """Recipes that were tried since its newest checkpoint was written, the last one last."""
+    """Recipes that were tried since its newest checkpoint was written, in order."""
 
     step: int
-    """The step that was not made, from 1."""
+    """The number of the failed step, from 1."""
 
     rank: int
-    """The number of the process."""
+    """The rank of the process."""
 
     cause: str
     phase: str
@@ -73,17 +72,17 @@ class MemoryRecord:
 
     @property
     def exhausted(self) -> Exhausted:
-        """What the process found."""
+        """The failure of the process as `Exhausted`."""
         return Exhausted(cause=self.cause, phase=self.phase, message=self.message)
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe that memory ran out under."""
+        """The recipe that ran out of memory."""
         return Recipe.parse(self.recipes[-1])
 
     @classmethod
     def of(cls, run: Run, exhausted: Exhausted, recipe: Recipe, step: int) -> Self:
-        """What this process finds in the step after `step`."""
+        """Return the record of this process's failure in the step after `step`."""
         return cls(
             run=_same(run),
             recipes=(str(recipe),),
@@ -98,8 +97,10 @@ class MemoryRecord:
 def end_of_several(
     run: Run, exhausted: Exhausted, recipe: Recipe, step: int, before: MemoryRecord | None
 ) -> OutOfMemory:
-    """Writes down that memory ran out in this process after so many steps, under `recipe`, in a run that was
-    started after the end `before`; gives the error to end with."""
+    """Write the record of this process's failure after `step` steps; return the error to end with.
+
+    `before` is the record of the run's previous failure, or None.
+    """
     record = MemoryRecord.of(run, exhausted, recipe, step)
     tried = before.recipes if before is not None else ()
     document = encode_fields(record, recipes=[*(one for one in tried if one != str(recipe)), str(recipe)])
@@ -114,8 +115,10 @@ def end_of_several(
 
 
 def record_of(run: Run, checkpoint: Checkpoint | None) -> MemoryRecord | None:
-    """What is written down of this run, if it is to go on from this checkpoint, or begin, under a recipe that
-    ran out of memory. What counts no longer is removed."""
+    """Return the record of this run if its next recipe is one that ran out of memory, else None.
+
+    A record that is no longer valid is removed.
+    """
     file = run.folder / RECORD
     try:
         record = decode_fields(MemoryRecord, read_document(file))
@@ -133,14 +136,16 @@ def record_of(run: Run, checkpoint: Checkpoint | None) -> MemoryRecord | None:
 
 
 def forget(folder: Path) -> None:
-    """Removes what is written down."""
+    """Remove the record from the folder."""
     with suppress(OSError):
         (folder / RECORD).unlink(missing_ok=True)
 
 
 def recipe_to_go_on_with(run: Run, recovery: Recovery, record: MemoryRecord) -> Recipe:
-    """In the first process: the recipe that follows. Raises `OutOfMemory` where none is left, and nothing
-    stays written down: with more memory the next start tries once more."""
+    """Return the recipe that follows, in the first process.
+
+    Raises `OutOfMemory` if none is left, and removes the record: with more memory the next start tries again.
+    """
     exhausted, before, step = record.exhausted, record.recipe, record.step - 1
     try:
         chosen = recovery.next_recipe(exhausted, before, step)
@@ -153,7 +158,7 @@ def recipe_to_go_on_with(run: Run, recovery: Recovery, record: MemoryRecord) -> 
 
 
 def _same(run: Run) -> dict[str, Any]:
-    """What has to be the same where a run goes on after its memory ran out."""
+    """Return the fields that must be equal in a run that continues after its memory ran out."""
     about = {"job": run.job.to_json(), "asked": str(run.recipe), "gpus": run.ranks.size}
     read: dict[str, Any] = json.loads(json.dumps(about))
     return read

@@ -1,11 +1,11 @@
-"""Which process of several all others wait for.
+"""Detection of a process that all others wait for.
 
-Each times its own part of a step, on the host: from the beginning of its forward pass until its loss is
-there, and what it waited for data. Every `logging_steps` the medians are exchanged; a process whose median is
-more than `SLOWER` times that of the others, `ROUNDS` times one after the other, is named once.
+Each process times its own part of a step on the host. This part lasts from the beginning of its forward pass
+to its loss, plus its wait for data. The medians are exchanged every `logging_steps`. A process whose median
+is more than `SLOWER` times that of the others, `ROUNDS` times in a row, is named once.
 
-With DDP a process computes this part alone. With FSDP it waits in it for weights that others send, so a
-slow GPU is seen less clearly, and a slow loader as before.
+With DDP this part contains only the process's own work. With FSDP it contains waits for other processes'
+weights: a slow GPU is less visible, a slow loader equally.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from snugfit.training.journal import Journal
 
 SLOWER = 1.3
-"""Times the others' seconds, from which a process is a straggler: a choice."""
+"""Ratio to the others' seconds from which a process is a straggler: a choice."""
 
 ROUNDS = 3
-"""Exchanges in a row that must say so: one may fall on a checkpoint, or on another program. A choice."""
+"""Exchanges in a row that must agree: one may coincide with a checkpoint, or another program. A choice."""
 
 LEAST_SECONDS = 1e-3
-"""A smaller difference is no reason to look for anything: a choice."""
+"""Differences below this many seconds are ignored: a choice."""
 
 
 @final
 class Stragglers:
-    """Compares the processes of a run."""
+    """The comparison of the processes of a run."""
 
     def __init__(self, ranks: Ranks, journal: Journal, *, every: int) -> None:
         self._ranks, self._journal, self._every = ranks, journal, every
@@ -39,7 +39,7 @@ class Stragglers:
         self._slowest, self._rounds, self._is_told = -1, 0, False
 
     def note(self, step: int, seconds: float) -> None:
-        """What this process took of a step by itself. All of them call it after each step."""
+        """Record the seconds of this process's own part of a step. All processes call it after each step."""
         if not self._ranks.are_many:
             return
         self._seconds.append(seconds)
@@ -50,7 +50,7 @@ class Stragglers:
             self.compare(step, self._ranks.sum(own))
 
     def compare(self, step: int, seconds: list[float]) -> None:
-        """Looks at the seconds of all processes, by rank, and warns of one that keeps being slow."""
+        """Compare the seconds of all processes, by rank, and warn of one that is repeatedly slow."""
         slowest = max(range(len(seconds)), key=seconds.__getitem__)
         rest = statistics.median(value for rank, value in enumerate(seconds) if rank != slowest)
         is_slow = seconds[slowest] > max(SLOWER * rest, rest + LEAST_SECONDS)

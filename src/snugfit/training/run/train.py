@@ -1,19 +1,24 @@
-"""Training: a recipe over a dataset, to its end, whatever happens on the way.
+"""Training of a recipe over a dataset, with checkpoints, resuming and recovery.
 
-    open        the folder is this run's alone (`lock.py`); its newest whole checkpoint is resumed, or the
-                run begins
-    step        a global batch in micro-batches, a check of loss and gradients, the update (`loop.py`)
-    boundary    between two steps nothing is half done: here it is logged, evaluated, kept, and stopped
-    end         what is being kept is waited for; the last step is kept too
+| phase    | work                                                                                         |
+|----------|----------------------------------------------------------------------------------------------|
+| open     | the folder is locked for this run (`lock.py`); its newest whole checkpoint is resumed, or    |
+|          | the run begins                                                                               |
+| step     | a global batch in micro-batches, a check of loss and gradients, the update (`loop.py`)       |
+| boundary | between two steps no work is half done: logging, evaluation, checkpoints and stops           |
+| end      | waits for checkpoints in progress, and saves the last step too                               |
 
-A step is a function of the run's seed and its number, so a run that was killed and resumed passes through the
+A step is a function of the run's seed and its number. A run that was killed and resumed therefore has the
 same numbers as one that was not.
 
-Events (`journal.py`): `started` (job, recipe, steps, samples, resumed_from), `step`, `foreseen` and `ended`
-(`step_logger.py`), `evaluated` (step, loss, accuracy), `saved` (step, folder, bytes, blocked_seconds that
-training waited, seconds of writing meanwhile), `replanned` (step, cause, before, recipe,
-planning_seconds; of several processes the rank too, and the step that the run was resumed_from), `warning`
-and `note` (text; a warning of a straggler has its rank too).
+Events (`journal.py`):
+
+- `started`: job, recipe, steps, samples, resumed_from.
+- `step`, `foreseen` and `ended`: see `step_logger.py`.
+- `evaluated`: step, loss, accuracy.
+- `saved`: step, folder, bytes, blocked_seconds that training waited, seconds of writing meanwhile.
+- `replanned`: step, cause, before, recipe, planning_seconds; of several processes also rank and resumed_from.
+- `warning` and `note`: text; a warning of a straggler also has its rank.
 """
 
 from __future__ import annotations
@@ -58,15 +63,14 @@ def train(
     predict: PredictRun = predict_nothing,
     watch: Callable[[Event], None] = lambda event: None,
 ) -> Trained:
-    """Trains to the run's end, or to where it is stopped; a run that stands in its folder is resumed.
+    """Train to the run's end or to a stop; resume the run if its folder has a checkpoint.
 
-    `restart` begins anew and keeps the old checkpoints under other names; `resume_from` goes back to one of
-    the folder's checkpoints, and those after it get other names. `replan` is asked for another
-    recipe when memory runs out, `compare` whether the batch may be cut, `predict` what a recipe should take.
-    `watch` hears every event.
+    `restart` begins anew and renames the old checkpoints. `resume_from` goes back to one of the folder's
+    checkpoints, and later ones are renamed. `replan` chooses another recipe when memory runs out, `compare`
+    checks a cut of the batch, and `predict` predicts a recipe. `watch` receives every event.
 
-    Raises `UsageError` for what cannot be run or resumed, `OutOfMemory` when no recipe is left, and
-    `SnugfitError` when a loss is no number or the last checkpoint could not be kept.
+    Raises `UsageError` for a run that cannot start or resume, and `OutOfMemory` if no recipe is left. Raises
+    `SnugfitError` for a NaN loss, or if the last checkpoint could not be saved.
     """
     if restart and resume_from is not None:
         raise UsageError(
@@ -105,8 +109,10 @@ def train(
 def _start(
     run: Run, checkpoints: CheckpointManager, journal: Journal, named: Path | None, restart: bool
 ) -> Checkpoint | None:
-    """The checkpoint that the run is resumed from; None where it begins. What stands in its way is renamed.
-    Raises `UsageError` for another run's."""
+    """Return the checkpoint to resume from, or None for a new run, and rename files in its way.
+
+    Raises `UsageError` for another run's checkpoint.
+    """
     if restart:
         checkpoints.store.restart()
         forget(run.folder)

@@ -1,4 +1,4 @@
-"""How a run ended, and with what."""
+"""The outcome of a run."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ FINISHED, EARLY, STOPPED = "finished", "stopped early", "stopped"
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """How a run ended, and with what."""
+    """The outcome of a run, with its model and its last metrics."""
 
     outcome: str
-    """`finished`; `stopped early`, for the evaluations gained nothing more; `stopped` by a signal."""
+    """`finished`; `stopped early`, without further gain in evaluations; or `stopped` by a signal."""
 
     exit_code: int
-    """0; 75 or 130 when a signal stopped it and it can be resumed."""
+    """0; 75 or 130 after a signal, if the run can be resumed."""
 
     step: int
-    """Optimizer steps that are done."""
+    """Number of finished optimizer steps."""
 
     recipe: Recipe
-    """Under which it ended."""
+    """The recipe at the end of the run."""
 
     loss: float
-    """Of the last step that was made; NaN when there was none."""
+    """Loss of the last step; NaN without one."""
 
     evaluated: Evaluated | None
-    """What the last evaluation came to; None where there was none."""
+    """Metrics of the last evaluation; None without one."""
 
     folder: Path
-    """Where its checkpoints and its journal are."""
+    """The folder of its checkpoints and its journal."""
 
     model: torch.nn.Module
-    """As the last step left it, or the best evaluation's, where that was asked for."""
+    """The model after the last step, or that of the best evaluation if requested."""
 
 
 class LastNotKept(SnugfitError):
-    """A run has ended, and its last checkpoint could not be kept."""
+    """A run has ended, and its last checkpoint could not be saved."""
 
     def __init__(self, why: str, trained: Trained) -> None:
         super().__init__(why)
         self.trained = trained
-        """What the run came to."""
+        """The outcome of the run."""
