@@ -74,7 +74,7 @@ class HostTensors(TorchDispatchMode):
         """No: nothing compiles here, and skipping it costs every operator."""
         return False
 
-    # ---- what the recorder asks --------------------------------------------------------------------------
+    # ---- copies between host and device ------------------------------------------------------------------
 
     def copy_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an operator gives that copies to the host. A copy that nobody waits for converts on the device
