@@ -97,7 +97,7 @@ def rehearsed_instead(doubt: Callable[[str], None]) -> Iterator[None]:
             undo.enter_context(patch.object(eval_frame, "_callback_from_stance", _no_callback(doubt)))
         undo.enter_context(patch.object(flex, "_validate_device", lambda query, key, value: None))
         undo.enter_context(patch.object(flex, "flex_attention_hop", _flex_attention(doubt)))
-        undo.enter_context(patch.object(WrappedFlexAttention, "_instance", None))  # caches what it compiled
+        undo.enter_context(patch.object(WrappedFlexAttention, "_instance", None))  # caches a compiled one
         logger: Any = hub_kernels.logger
         warn = logger.warning_once
 
