@@ -6,7 +6,7 @@ of executions, and the passes that are left out:
 
 - Step 0 runs all passes in the graphs' memory pool, and the update in the ordinary one.
 - Step 1 runs the passes of the first and of the last micro-batch in the graphs' memory pool. Before each, the
-  allocator releases its cached memory. The same holds for norm and update.
+  allocator releases its cached memory. Norm and update are recorded in the same way.
 - Later steps allocate nothing, except by an update that cannot be recorded.
 
 The update is simulated alone, with empty gradients, by the code that records a real step
@@ -238,8 +238,8 @@ class _Splicing:
     def _record_passes(self, moves: Sequence[Move], of_generator: Sequence[Alloc]) -> Iterator[Move]:
         """Yield the recorded passes: the first micro-batch, and the last one of several.
 
-        The batch is allocated once and is not freed. The same holds for the random generator's states, which
-        the first graph allocates.
+        The batch is allocated once and is not freed. So are the random generator's states, which the first
+        graph allocates.
         """
         several = self.micro_batches > 1
         yield PhaseStart(1, "load")

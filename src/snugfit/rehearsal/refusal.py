@@ -4,7 +4,7 @@ Exceptions come from the model's code, torch, a library, or snugfit itself. The 
 stack frames give the cause:
 
 1. A shape or a number depends on data: torch raises `NotImplementedError` on `meta`. Such a step has no
-trace, but it can be measured. The same holds for code that needs a device of another machine, and for
+trace, but it can be measured. Code for a device that this machine does not have fails in the same way. So do
 operators without support for `meta` (flex attention, nested tensors). A real step may work.
 
 2. The architecture's code reads a key that the config does not have: an error of the config.
@@ -13,7 +13,7 @@ operators without support for `meta` (flex attention, nested tensors). A real st
 frame is the caller of the operator. For a model's operators the caller is the shape cache. Such an error
 counts as the model's.
 
-4. Everything else: the model's own code fails on these shapes, and a real step most likely fails too.
+4. Every other error: the model's own code fails on these shapes, and a real step most likely fails too.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def rehearse(
 ) -> Trace:
     """Return the trace of `steps` optimizer steps of this job, as they would run on the policy's device.
 
-    If all steps from the second on are known to be equal, `steady` is True and two are recorded.
+    With `steady`, the steps from the second on are known to be equal, so two are recorded.
 
     `keep_gradients` and `always_mask` imitate older software (`Step`). `trainer_class` replaces
     `transformers.Trainer`. `rank` is the simulated process of several; `job` is its part. With None, the
@@ -93,7 +93,8 @@ def rehearse(
         import_peft()
     if trainer_class is not None:
         _refuse_no_trainer(trainer_class, loop)
-    in_stages = setup.parallel is not None and setup.parallel.stages > 1  # in order of all batches
+    # A pipeline's order of passes depends on all micro-batches, so its step is not periodic.
+    in_stages = setup.parallel is not None and setup.parallel.stages > 1
     periodic = ranks_of(setup) == 1 or (setup.sharding is None and not in_stages)
     if loop == "plain" and periodic and (short := short_run(job, setup, steps, steady=steady)) is not None:
         trace, marks, varies, _ = record_step(open_it(short.job, short.setup), policy, short.steps)

@@ -9,8 +9,8 @@ The source is `torch/_inductor/cudagraph_trees.py` of torch 2.13. A program has 
 - From then on the graph is *played*. Its inputs are copied to their recorded addresses, the host launches it
   as a whole, and its outputs have their recorded addresses.
 
-A replay allocates nothing. Blocks of the pool are free for the allocator when the next step begins, and stay
-reserved until the end of the process.
+A replay allocates nothing. Blocks of the pool are free for the allocator when the next step begins. Their
+memory is never released to the device.
 
 Graphs that run one after the other in a step share the pool. Each is recorded in the pool's state after the
 previous one. A new step begins with the first program that is called after a backward pass. cuBLAS's

@@ -5,8 +5,7 @@ only with tf32, and some patterns only on the CPU. torch chooses the kernel by t
 chooses. The other pass pads products whose rows are no multiple of 16 bytes, if padding is faster in a
 benchmark. A simulation runs no benchmark. It pads such products by a rule that was fitted to the benchmarks
 of one H200. This pass is the first, and attention with padded products is not replaced afterwards. A Whisper
-with eager attention over 1,500 positions used 52 % more memory on an H200 than one that never stores its
-scores.
+with eager attention over 1,500 positions used 52 % more memory on an H200 than one without stored scores.
 """
 
 from __future__ import annotations

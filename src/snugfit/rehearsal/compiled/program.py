@@ -107,7 +107,7 @@ class _GeneratedKernel:
             self._roles = [name for name, _ in _PARAMETER.findall(signature[1])]
 
     def run(self, *arguments: Any, stream: Any = None, **_: Any) -> None:
-        """Record the launch."""
+        """Record a launch of the kernel."""
         import torch
 
         reads, writes, changes = [], [], []

@@ -4,7 +4,7 @@ For a product with sizes that are no multiple of 16 bytes, Inductor creates oper
 product with and without padding, once and then repeatedly. In the repeated runs, a buffer of the size of the
 GPU's cache is alive, which Inductor writes to flush the cache. All of this is freed after the benchmark. But
 the workspaces of cuBLAS begin here, and segments remain that activations use later. An H100 (torch 2.11)
-showed this for 18 products of a ViT with adapters in fp32 and 18 of a T5 in fp16.
+showed this for 18 products of a ViT with adapters in fp32. It also showed it for 18 of a T5 in fp16.
 
 Inductor's source intends to benchmark only products that are bound by the GPU's arithmetic. But it treats a
 clock in MHz as one in kHz (`is_mm_compute_bound`, `torch._utils_internal.max_clock_rate`), so it benchmarks

@@ -1,8 +1,8 @@
 """Run attention on `meta` with the kernel that torch would choose.
 
-For `scaled_dot_product_attention`, the choice is made in `attention_choice.py`. This module runs the concrete
-operator with the tensors that it saves for backward, or the math path with its S x S scores. It also
-simulates compiled `flex_attention`, by `torch/_inductor/kernel/flex/flex_attention.py`.
+For `scaled_dot_product_attention`, `attention_choice.py` chooses the kernel. This module runs the operator
+with the tensors that it saves for backward, or the math path with S x S scores. It also simulates compiled
+`flex_attention`, by `torch/_inductor/kernel/flex/flex_attention.py`.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def _is_aligned(mask: torch.Tensor) -> bool:
 def _math(of: Operands) -> Any:
     """Run the math path of attention.
 
-    It repeats `_scaled_dot_product_attention_math`. torch's own adds the mask out of place while the recorder
-    is active (`areAnyTensorSubclassLike`), which needs one matrix of scores more than on a device.
+    It repeats `_scaled_dot_product_attention_math`. While the recorder is active, torch's own adds the mask
+    out of place (`areAnyTensorSubclassLike`). That needs one matrix of scores more than on a device.
     """
     import torch
 
@@ -213,10 +213,9 @@ def run_flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tup
 
 @functools.cache
 def _flex_function() -> Any:
-    """Return the compiled kernels as an autograd function.
+    """Return the kernels as an autograd function, which saves operands, output and one number per row.
 
-    Forward saves its operands, its output and one number per row. Backward allocates one number per row and
-    the gradients, and no 32-bit copy.
+    Backward allocates the gradients and one number per row, and no 32-bit copy.
     """
     import torch
     from torch.utils.flop_counter import register_flop_formula

@@ -1,10 +1,10 @@
 """Choose the attention kernel of `scaled_dot_product_attention` by torch's rules.
 
-The choice determines the memory of attention. The math path materialises S x S scores, the others do not, and
-each fused kernel has its own saved tensors and workspaces. torch reads the device's properties; here a policy
-replaces the device. The conditions are those of `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` (torch
-2.11 to 2.13), for dense tensors. The order is flash, efficient, math, cuDNN. cuDNN is first on sm_90 and
-sm_100 if its version is above 9.15.0. `sdpa_kernel` can disable or reorder kernels.
+The choice determines the memory of attention. Only the math path materialises S x S scores. Each fused kernel
+has its own saved tensors and workspaces. torch reads the device's properties; here a policy replaces the
+device. The conditions are those of `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` (torch 2.11 to
+2.13), for dense tensors. The order is flash, efficient, math, cuDNN. cuDNN is first on sm_90 and sm_100 if
+its version is above 9.15.0. `sdpa_kernel` can disable or reorder kernels.
 
 The rules were compared with the choices of an H200 for 3,000 drawn calls
 (`results/h200-2026-11-22/attention-choices.json`). Two rules are not in the sources. Operands whose last

@@ -1,9 +1,9 @@
 """Workspaces of cuDNN's convolutions: copies of their operands in channels-last layout.
 
 Tensor cores require channels last, and torch's convolutions usually have channels first. So cuDNN's
-heuristics choose engines that copy input, weight and output into a workspace. No source documents the choice.
-The rule was fitted on one H200 (cuDNN 9.19). Its data are allocator histories of drawn ViTs and Whispers, and
-the convolutions of `results/h200-2026-11-22/convolutions.json`.
+heuristics choose engines that copy input, weight and output into a workspace. The choice is documented in no
+source. The rule was fitted on one H200 (cuDNN 9.19). Its data are allocator histories of drawn ViTs and
+Whispers, and the convolutions of `results/h200-2026-11-22/convolutions.json`.
 
 - Half precision copies. Its sizes are exact in forward, and except for a tail of up to 2 KiB in backward.
 - Half precision over the three colours of an image, as in patch embeddings, was fitted to 136 shapes
@@ -12,8 +12,8 @@ the convolutions of `results/h200-2026-11-22/convolutions.json`.
   workspace. The gradient of the weight from small pictures needs one such part and no copies. One case is not
   covered: three shapes with 42 million or more input elements copied nothing forward; up to 39 million did.
 - fp32 with channels that fill multiples of 16 bytes (Whisper's) copies in TF32 only, at any size.
-- fp32 with other channels (the three colours of an image) copies above an amount of work, which is lower with
-  TF32 than without. The largest convolution without a copy has at least half of `LEAST_WORK`.
+- fp32 with other channels (the three colours of an image) copies above an amount of work. The amount is lower
+  with TF32 than without. The largest convolution without a copy has at least half of `LEAST_WORK`.
 """
 
 from __future__ import annotations

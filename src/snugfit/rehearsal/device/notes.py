@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def _nothing(*about: object) -> None:
-    """Do nothing."""
+    """Ignore the note; the default of callbacks."""
 
 
 @dataclass(frozen=True)

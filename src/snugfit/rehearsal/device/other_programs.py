@@ -2,10 +2,11 @@
 
 - Code under `torch.compile` is simulated without compilation. The compiler would trace the simulation's own
   overrides, for seconds, and its kernels need a GPU.
-- transformers replaces functions of its models (scans, causal convolutions, delta rules) by those of other
-  packages (mamba-ssm, causal-conv1d, flash-linear-attention) if they are installed. Their kernels do not
-  support `meta`. So transformers' own PyTorch code is simulated in any case. Such functions are found by
-  transformers' own log message and check at their call.
+- transformers replaces functions of its models (scans, causal convolutions, delta rules) by those of
+  installed
+  packages (mamba-ssm, causal-conv1d, flash-linear-attention). Their kernels do not support `meta`. So
+  transformers' own PyTorch code is simulated in any case. Such functions are found by transformers' own log
+  message and check at their call.
 - `flex_attention` is compiled on the GPU from the model's functions, into a kernel of its own. It is
   simulated
   by the tensors that the compiled kernel allocates (`attention.py`), with the time of flash attention without

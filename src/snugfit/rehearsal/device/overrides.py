@@ -155,8 +155,7 @@ def missing_message(error: Exception) -> str:
 def bindings(
     policy: Policy, cache: WeightCache, begin_autocast: Callable[[], None], notes: PolicyNotes
 ) -> Iterator[None]:
-    """Replace every loaded module's binding of the functions below inside the context, and restore all after
-    it."""
+    """Replace every loaded module's bindings of these functions inside the context."""
     import torch
     import torch.optim.optimizer
     import torch.utils._foreach_utils as foreach
@@ -180,8 +179,7 @@ def bindings(
             begin_autocast()
 
     def is_on(device_type: str = "cuda") -> bool:
-        """Return the state of the switch. Without an argument, as in peft, the device is CUDA, where nothing
-        runs."""
+        """Return the switch's state; the default device is CUDA, as in peft, where nothing runs."""
         on_gpu = device_type == "cuda" and policy.runs_cudnn
         return bool(is_autocast_enabled(SWITCH if on_gpu or device_type == "meta" else device_type))
 

@@ -1,8 +1,8 @@
 """A device's decisions: the only module with differences between kinds of devices.
 
-torch makes many decisions of a step by the tensor's device: the attention kernel, autocast's operators, fused
-dropout and optimizers, and a kernel's scratch. A simulation's tensors are on `meta`, with decisions of its
-own. A `Policy` has the decisions of the predicted device.
+torch makes many decisions of a step by the tensor's device. Examples are the attention kernel, autocast's
+operators, fused dropout and optimizers, and a kernel's scratch. A simulation's tensors are on `meta`, with
+decisions of its own. A `Policy` has the decisions of the predicted device.
 
 There are two policies. `CudaPolicy` represents a GPU by its compute capability. With `CpuPolicy`, law 1
 compares a simulation with the allocator's own reports of a real run.

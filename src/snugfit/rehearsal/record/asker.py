@@ -1,9 +1,9 @@
 """Find the line of code that reads a value, and the lists in its index.
 
 The read passes through frames of torch and of the simulation; the first frame outside of them is its origin.
-If the origin is the training loop (snugfit's, accelerate's, the HF Trainer's), the value goes into a log or a
-check that ordinary data passes. Then no allocation depends on it. The same holds for functions that only
-warn.
+The origin may be a training loop: snugfit's, accelerate's or the HF Trainer's. Then the value is for a log,
+or for a check that ordinary data passes, and no allocation depends on it. The same is true for functions that
+only warn.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Classify an operator's effect on values, for shadow values (`shadows.py`).
 
-A simulation computes small values in addition to shapes. For each operator it needs three properties: does
-the result follow from the operands' values, which tensors are written, and are operands needed at all. Most
-of that follows from the operator's schema and its tags.
+A simulation computes small values in addition to shapes. For each operator it needs the relation between the
+result and the operands' values. It also needs the written tensors, and the operators that read no operand.
+Most of that follows from the operator's schema and its tags.
 
 Ordinary data is finite. So the result of `isfinite`, `isnan` and `isinf` is known for any operand, and needs
 no warning. A training loop uses them for checks.

@@ -54,8 +54,8 @@ _NORMALISING = ("norm", "softmax", "sum", "mean", "var", "std", "amax", "argmax"
 LARGEST_CACHED = 50 * MIB
 """Size in bytes from which an operand that is read across its rows costs a memory sector per element.
 
-It is the size of an H200's second-level cache. On one, T5's position bias of 16 MiB was added at full speed,
-and one of 64 MiB at a fifth of it (2026-11-22).
+It is the size of an H200's second-level cache. On one, T5's position bias of 16 MiB was added at full speed.
+One of 64 MiB was added at a fifth of it (2026-11-22).
 """
 
 MATRICES = 3
@@ -310,8 +310,9 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
 def _grouped_flops(first: torch.Tensor, second: torch.Tensor) -> int:
     """Return the FLOPs of a grouped product.
 
-    In (M, K) by (G, K, N), (G, M, K) by (K, N) and (M, K) by (K, N), the groups divide a dimension. It is the
-    rows, the columns or the inner dimension. In (G, M, K) by (G, K, N), each group is whole.
+    The groups divide a dimension (rows, columns or inner dimension) if an operand has no group dimension.
+    Those are (M, K) by (G, K, N), (G, M, K) by (K, N), and (M, K) by (K, N). In (G, M, K) by (G, K, N), each
+    group is whole.
     """
     whole = first.size(0) if first.dim() == second.dim() == 3 else 1
     return 2 * whole * first.size(-2) * first.size(-1) * second.size(-1)

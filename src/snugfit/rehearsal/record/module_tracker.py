@@ -12,10 +12,10 @@ their pairs of hooks on saved tensors, because torch does not report them. Each 
 both times. With selective checkpointing, each operator of a layer passes through a dispatch mode in Python,
 and is counted there. Operators with a cached result never reach the recorder.
 
-An autograd Function of a library in Python, as in Liger and bitsandbytes, costs host time in addition to its
-kernels, forward and backward. It is counted at its start, and so are those of features. Functions of torch
-and of the core are not counted. Their cost is in other constants, or they replace a part of torch that is no
-Function on a GPU.
+A library's autograd Function in Python costs host time in addition to its kernels, forward and backward.
+Liger and bitsandbytes have such Functions. Each is counted at its start, and so are those of features.
+Functions of torch and of the core are not counted. Their cost is in other constants, or they replace a part
+of torch that is no Function on a GPU.
 """
 
 from __future__ import annotations

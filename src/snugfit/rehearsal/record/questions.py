@@ -4,11 +4,11 @@
 shapes (`nonzero`, `unique`, `masked_select`, `bincount`, ...). Their results come from shadow values
 (`shadows.py`). If a value depends on weights, the result is an assumption (`assumed.py`). Then the trace gets
 a warning with the reading line. There is no warning if the training loop reads the value (`asker.py`), nor if
-the number only goes into a log. For this purpose `.item()` of an unknown float returns a float that reports
+the number is only logged. For this purpose `.item()` of an unknown float returns a float that reports
 decisions based on it.
 
-A line that reads assumed values a thousand times within one call of a module is a loop that no assumption
-ends (`while p < 1`). It raises an error.
+No assumption ends a loop such as `while p < 1`. So a line that reads assumed values a thousand times within
+one call of a module raises an error.
 """
 
 from __future__ import annotations

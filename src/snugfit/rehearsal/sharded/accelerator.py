@@ -1,7 +1,7 @@
 """An accelerator for tensors without data, with DeepSpeed's interface for device vendors.
 
-Its tensors are on `meta`. On one GPU, streams and events have no effect, because all of DeepSpeed's own work
-is in the computing stream (`overlap_comm` is off). A rank of several has streams like `torch.meta`
+Its tensors are on `meta`. On one GPU, streams and events have no effect. With `overlap_comm` off, all of
+DeepSpeed's own work is in the computing stream. A rank of several has streams like `torch.meta`
 (`device_module.py`).
 """
 

@@ -119,7 +119,7 @@ class ShapesEvent:
 
 
 class ShapesStream:
-    """A stream that runs nothing. As a context manager it becomes the current one."""
+    """A stream that runs nothing. A `with` block makes it the current one."""
 
     def __init__(self, module: ShapesModule, number: int) -> None:
         import torch

@@ -22,7 +22,7 @@ class StreamOrder:
     def __init__(self, tell: Callable[[int], int]) -> None:
         self._tell = tell
         self.current = DEFAULT_STREAM
-        """The current stream."""
+        """Number of the current stream."""
         self._made = DEFAULT_STREAM
         self._last: dict[int, int] = {}  # last kernel of each stream
         self._awaited: defaultdict[int, set[int]] = defaultdict(set)  # kernels for which its next one waits

@@ -2,8 +2,9 @@
 
 Each phase of a run is extended by itself (`grow.py`). Two moves have the same key if they differ only in
 numbers. Such numbers are layer numbers in a module's name, and a free's counts of younger and older blocks. A
-few buffers have an entry per layer, such as the seeds of all dropouts of a compiled model. So two more
-numbers may differ: a size that only one of the two models has, and the work of a kernel that reads it.
+few buffers have an entry per layer, such as the seeds of all dropouts of a compiled model. A size that only
+one of the two models has is such a buffer's. This size, and the work of a kernel that reads the buffer, are
+numbers too.
 """
 
 from __future__ import annotations
@@ -221,7 +222,7 @@ class _Written:
         """Write the free of a block, counted from one end of its pile.
 
         It counts from the end at which the position is the same at any depth. In a pile that never grows, the
-        block may be arbitrary in the shallow model: a program's buffer reuses the place that was freed last.
+        shallow model's block may be arbitrary. There a program's buffer reuses the place that was freed last.
         """
         younger, older, *size = grown.numbers
         blocks = self._piles[like.pile._replace(nbytes=size[0]) if size else like.pile]

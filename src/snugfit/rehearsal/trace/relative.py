@@ -7,8 +7,8 @@ distance from its top. Backward passes free the youngest block first, optimizers
 So the same moves fit every layer, micro-batch and step. Phases, kernels, waits and ends of steps are moves
 too, in order.
 
-In a rank of several, a wait names a kernel of another stream by the number of kernels after it in that
-stream. So the last kernel has the same name in every micro-batch.
+In a rank of several, a wait names a kernel of another stream. Its name is the number of later kernels in that
+stream, so the last kernel has the same name in every micro-batch.
 
 `RelativeTrace.of(trace, marks).trace()` equals the original trace in every field. The tests of law 5 check
 that.

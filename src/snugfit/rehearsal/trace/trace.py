@@ -118,7 +118,7 @@ WITH_BIAS = frozenset({"aten::addmm", "aten::baddbmm", "aten::addmm_", "aten::ba
 MATRIX_PRODUCTS = WITH_BIAS | {"aten::mm", "aten::bmm", "aten::_grouped_mm", "aten::_scaled_mm"}
 
 CASTS, STRIDED, TRANSPOSED, WITH_DROPOUT = "casts", "strided", "transposed", "with dropout"
-"""Values of `Kernel.layout`."""
+"""Values of `Kernel.layout` for torch's operators."""
 
 POINTWISE, REDUCTION = "generated pointwise", "generated reduction"
 WITH_FUNCTIONS, WITH_RANDOM = "generated with functions", "generated with random numbers"
@@ -160,7 +160,7 @@ class Memory(Enum):
     GRAPHS = auto()
     """The pool of CUDA graphs."""
     NOWHERE = auto()
-    """No allocation: outputs of a replayed graph have the addresses of its recording."""
+    """Nothing is allocated: outputs of a replayed graph have the addresses of its recording."""
 
 
 class MarkKind(StrEnum):
@@ -285,7 +285,7 @@ class Trace:
     """The requests of a run of some optimizer steps to a device."""
 
     blocks: tuple[Block, ...]
-    """Allocations in order."""
+    """Allocations of the run, in order."""
     events: tuple[int, ...]
     """Allocations (`i + 1`) and frees (`-(i + 1)`) of block `i`."""
     marks: tuple[Mark, ...]
