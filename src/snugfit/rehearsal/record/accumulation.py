@@ -137,8 +137,8 @@ def _counts_in_backward(operator: Any, example: Callable[[torch.Tensor], torch.T
 def _addition_counts() -> UseCounts:
     """Return the counts of a gradient that only the engine references, under a dispatch mode.
 
-    In `2 * x + 3 * x`, both gradients of x are new products, so only the engine references the first. In `x +
-    x`, both are one tensor with several references.
+    In `2 * x + 3 * x`, both gradients of x are new products, so only the engine references the first. The
+    other example, `x + x`, sums one tensor with several references.
     """
     alone = _counts_in_backward(aten.add.Tensor, lambda x: x * 2 + x * 3)
     shared = _counts_in_backward(aten.add.Tensor, lambda x: x + x)

@@ -84,12 +84,11 @@ _NUMBERS = (
 
 
 def lists_in_index() -> list[Any]:
-    """Return the lists among the indices of the current expression in the model's code, as in `x[:, [-1,
-    0]]`.
+    """Return the lists among the indices of the model's current expression, as in `x[:, [-1, 0]]`.
 
     torch makes a tensor on `meta` from such a list, without its numbers and invisible to any mode. A replaced
     `Tensor.__getitem__` would turn tensors into sequences for torch permanently. So the source of the index
-    is evaluated a second time if that has no side effect. This holds for a name, an attribute, or a list of
+    is evaluated a second time if that has no side effect. This is true for a name, an attribute, or a list of
     whole numbers.
     """
     line = CodeLine.asking()

@@ -59,7 +59,7 @@ class Questions:
         self._hides_masks = hides_masks
         self._by_item = False
         self._asked: Counter[Hashable] = Counter()
-        self._told: set[Hashable] = set()  # the first reading line of each function
+        self._told: set[Hashable] = set()  # functions with a warning so far, by assumption
         self.answers: list[list[Hashable]] = [[]]
         """Exact results of reads, by micro-batch in order."""
 

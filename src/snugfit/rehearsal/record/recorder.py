@@ -258,7 +258,7 @@ class Recorder(TorchDispatchMode, Observer):
         operator = SHAPE_CACHE.operator(func)
         if operator.is_composite or (types and any(map(_holds_tensors, types))):
             return self._hand_on(func, types, args, kwargs)
-        if operator.is_view:  # every second operator; no kernel
+        if operator.is_view:  # every second operator: no kernel, and an allocation at most
             out = func(*args, **kwargs)
             self.memory.add_outputs(operator.name, out)
             self._views += (not isinstance(out, torch.Tensor) or out.is_meta) and not self._compiled

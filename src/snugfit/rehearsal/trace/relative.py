@@ -311,8 +311,9 @@ class TraceWriter:
                 self._phase = move.phase
                 last.passes += [len(last.kernels)] * (move.phase in ("forward", "backward"))
                 marks.append(Mark(len(events), current, move.phase))
-            elif move is empties or (move is releases and not self._released):  # both parts may have
-                self._released |= move is releases  # a first one
+            # Each joined part may release the context; only the first release counts.
+            elif move is empties or (move is releases and not self._released):
+                self._released |= move is releases
                 marks.append(Mark(len(events), current, self._phase, move))
             else:
                 last.follow(move, len(events), ordered=not self._is_plain)

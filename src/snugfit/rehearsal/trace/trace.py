@@ -1,8 +1,9 @@
 """The trace: every allocation, free and kernel of a recorded run, in order, each with its origin.
 
-A trace is plain data. `blocks` are the allocations, in order. `events` contains allocations and frees: `i +
-1` allocates block `i`, `-(i + 1)` frees it. Blocks that outlive the run (weights, states) are never freed.
-`marks` are the moments between two events. All predicted bytes are a pure function of these three lists.
+A trace is plain data. `blocks` are the allocations, in order. `events` contains allocations and frees. There
+`i + 1` allocates block `i`, `-(i + 1)` frees it. Blocks that outlive the run (weights, states) are never
+freed. `marks` are the moments between two events. All predicted bytes are a pure function of these three
+lists.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ GENERATED = "generated::"
 """Prefix for the name of a kernel that a compiler generated."""
 
 PREPARED = "Memcpy HtoD, prepared"
-"""Copy of a batch from page-locked memory, prepared by `Kernel.tensors` worker processes."""
+"""Copy of a batch from page-locked host memory, prepared by `Kernel.tensors` worker processes."""
 
 
 COPY_OUT = "Memcpy DtoH, activations"
