@@ -1,1 +1,1 @@
-"""The step rehearsed: run on tensors with shapes and no data, written down as a trace."""
+"""The simulation of a training step: it runs on tensors that have shapes and no data, and yields a trace."""

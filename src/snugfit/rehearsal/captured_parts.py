@@ -1,16 +1,16 @@
-"""A step that is recorded as CUDA graphs, spliced from parts: passes as they are written, and an update.
+"""Splice a step recorded as CUDA graphs from the passes of an ordinary step and a recorded update.
 
-What is recorded are the passes as they are written: the same kernels, which ask for the same bytes. So the
-passes of a step that is launched kernel by kernel serve the recorded one as well, and nothing of them is
-rehearsed anew. What is different is where they lie, how often they run, and what is left out:
+A graph records the same kernels, with the same allocations, as a step that is launched kernel by kernel. So
+the passes recorded for an ordinary step serve here too. Three properties differ: the memory pool, the number
+of executions, and the passes that are left out:
 
-    step 0      all passes, in the memory of graphs; the update beside it
-    step 1      the passes of the first micro-batch, and of another one, in the memory of graphs, each after
-                the allocator gave back what it kept; likewise norm and update
-    later       nothing is allocated, but by an update that cannot be recorded
+- Step 0 runs all passes in the graphs' memory pool, and the update in the ordinary one.
+- Step 1 runs the passes of the first and of the last micro-batch in the graphs' memory pool. Before each, the
+  allocator releases its cached memory. Norm and update are recorded in the same way.
+- Later steps allocate nothing, except by an update that cannot be recorded.
 
-The update is rehearsed alone, by the same code that records a real step (`step/capture/step.py`), with
-gradients made of nothing: it is another one than without recording, for its numbers are on the device.
+The update is simulated alone, with empty gradients, by the code that records a real step
+(`step/capture/step.py`). It differs from an ordinary update, because its scalars are on the device.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 RECORDED = STEPS + 1
-"""Steps of an update: one as it is written, one that is recorded, and two that are alike."""
+"""Steps of an update: one launched kernel by kernel, one recorded, and two equal replays."""
 
 MULTIPLIES = "aten::mul"
 
 SHARE_BYTES = 4
-"""Of the scalar by which a micro-batch's loss is multiplied."""
+"""Size in bytes of the scalar that multiplies the loss of a micro-batch."""
 
 
 class CannotBeRecorded(RehearsalError):
-    """A step waits for the device, so it is not recorded, and recording it gains nothing."""
+    """A step cannot be recorded, usually because it waits for the device."""
 
 
 def refuse_waits(waits: int) -> None:
-    """Raises `CannotBeRecorded` where passes wait for the device, so often."""
+    """Raise `CannotBeRecorded` if the passes wait for the device at least once."""
     if waits:
         raise CannotBeRecorded("it cannot be recorded: its code reads a number from the device")
 
@@ -74,8 +74,10 @@ def rehearse_any_update(
     gradients: tuple[int, ...],
     shared: tuple[SharedBlock, ...] = (),
 ) -> Part:
-    """Clipping and the optimizer's step under this Setup, recorded or as it is written. Raises
-    `CannotBeRecorded` where it is to be recorded and waits for the device."""
+    """Return clipping and the optimizer's step under this Setup, recorded as a graph if it has `capture`.
+
+    Raise `CannotBeRecorded` if it has `capture` and the update waits for the device.
+    """
     rehearse = rehearse_update if setup.capture is None else rehearse_captured_update
     return rehearse(job, setup, policy, gradients, shared)
 
@@ -87,9 +89,11 @@ def rehearse_captured_update(
     gradients: tuple[int, ...],
     shared: tuple[SharedBlock, ...] = (),
 ) -> Part:
-    """Clipping and the optimizer's step under this Setup, recorded where it can be, where these parameters
-    have gradients, of which some may lie in `shared` blocks. Raises `CannotBeRecorded` where it waits for the
-    device."""
+    """Return clipping and the optimizer's step, recorded as a graph.
+
+    `gradients` are the indices of the trained parameters that have a gradient. Some may be views of `shared`
+    blocks. Raise `CannotBeRecorded` if the update waits for the device.
+    """
     import torch
 
     setup = replace(setup, micro_batches=1, checkpoint=None)
@@ -102,7 +106,7 @@ def rehearse_captured_update(
 
 
 class _CapturedUpdateAlone(UpdateAlone):
-    """The loop whose steps are recorded, with gradients that come from nowhere."""
+    """The loop with recorded steps, on empty gradients that no forward pass computed."""
 
     loss_of: Callable[[Any, Mapping[str, Any]], Any]
     computed: Callable[[Any], None]
@@ -124,7 +128,7 @@ class _CapturedUpdateAlone(UpdateAlone):
         *,
         again: bool = False,
     ) -> None:
-        """The gradients, as the first step makes them."""
+        """Create the gradients in the order of the first step."""
         built.observer.phase("backward")
         make_gradients(built.model, self.gradients, self.shared)
 
@@ -134,13 +138,13 @@ class _CapturedUpdateAlone(UpdateAlone):
 
 
 class _Gradients:
-    """Stands for a loss, of which nothing but the gradients is made."""
+    """A placeholder for a loss; its backward pass creates only the gradients."""
 
     def __init__(self, *gradients: Any) -> None:
         self._gradients = gradients
 
     def backward(self) -> None:
-        """Leaves the gradients in the parameters."""
+        """Store empty gradients in the parameters."""
         make_gradients(*self._gradients)
 
 
@@ -148,7 +152,7 @@ class _Gradients:
 
 
 def splice_captured(passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun | None:
-    """The recorded step that has these parts; None when they do not meet."""
+    """Return the recorded step of these parts, or None if the parts do not match."""
     if passes.gradients != update.gradients or passes.varies:
         return None
     first, second = passes.split, update.split
@@ -175,15 +179,15 @@ def splice_captured(passes: Part, update: Part, *, micro_batches: int = 1) -> Pe
 
 
 class _UpdateStep(NamedTuple):
-    """A step of an update alone."""
+    """One step of an update that was recorded alone."""
 
     before: Sequence[Move]
-    """Until clipping or the update begins; of a recorded one, until they are recorded."""
+    """Moves until clipping or the update begins; in a recorded step, until the recording begins."""
     after: Sequence[Move]
 
 
 class _Splicing:
-    """Joins passes and an update. Raises `LookupError` where they do not meet."""
+    """The merge of passes and an update. Its methods raise `LookupError` if the two do not match."""
 
     def __init__(self, passes: Part, update: Part, micro_batches: int) -> None:
         self.passes, self.update, self.micro_batches = passes, update, micro_batches
@@ -196,7 +200,7 @@ class _Splicing:
         self._taken = {alloc.operator for alloc in passes.workspaces if alloc.phase != "backward"}
 
     def steps(self) -> list[Sequence[Piece]] | None:
-        """What each of the steps does; None where micro-batches are not alike."""
+        """Return the pieces of each step, or None if the micro-batches differ."""
         (written, nothing), (recorded, nothing_more) = self.passes.cut
         updates = [_UpdateStep(*split_update(step)) for step in self.update.split.steps]
         first = widen([*self._as_written(written)], self.micro_batches)
@@ -217,7 +221,7 @@ class _Splicing:
         ]
 
     def _as_written(self, moves: Sequence[Move]) -> Iterator[Move]:
-        """Passes in the memory of graphs."""
+        """Yield the passes of the first step, allocated in the graphs' memory pool."""
         for move in moves:
             if type(move) is Alloc:
                 yield self._alloc(self._passing.alloc(move), move)
@@ -232,8 +236,11 @@ class _Splicing:
         return placed
 
     def _record_passes(self, moves: Sequence[Move], of_generator: Sequence[Alloc]) -> Iterator[Move]:
-        """What is recorded of these passes: the first micro-batch, and the last of several. The batch is
-        made once, and stays; so do the states of the random generator, with the first graph."""
+        """Yield the recorded passes: the first micro-batch, and the last one of several.
+
+        The batch is allocated once and is not freed. So are the random generator's states, which the first
+        graph allocates.
+        """
         several = self.micro_batches > 1
         yield PhaseStart(1, "load")
         if several:
@@ -250,8 +257,11 @@ class _Splicing:
     def _pass(
         self, moves: Sequence[Move], batch: set[int], of_generator: Sequence[Alloc] | None
     ) -> Iterator[Move]:
-        """A micro-batch in the memory of graphs, but for its `batch`, of which the first one's stays. The
-        first is the one that has the states of the random generator."""
+        """Yield one micro-batch in the graphs' memory pool.
+
+        The blocks of its `batch` are not in that pool; the batch of the first micro-batch is not freed. Only
+        the first micro-batch gets `of_generator`, the states of the random generator.
+        """
         phase = "load"
         for move in moves:
             if type(move) is PhaseStart:
@@ -271,24 +281,24 @@ class _Splicing:
                 yield self._live.free_of(self._of_passes[block])
 
     def _allocate_own(self, alloc: Alloc) -> Alloc:
-        """A block that stays, in the allocator's own memory."""
+        """Record a block that is never freed, in the ordinary memory pool."""
         self._live.alloc(alloc)
         return alloc
 
     def _gradients_of(self, moves: Iterable[Move]) -> list[int]:
-        """The gradients that these moves free, of those that the passes have made, in order."""
+        """Return the gradients of the passes that these moves free, in order."""
         freed = [self._passing.free(move) for move in moves if type(move) is Free]
         allocs = self._passing.allocs
         return [self._of_passes[block] for block in freed if allocs[block].kind == Kind.GRADIENTS]
 
     def _update(self, step: _UpdateStep, gradients: Sequence[int]) -> Iterator[Move]:
-        """The update of a step, after the passes that have made these gradients."""
+        """Yield the update of a step. `gradients` are the blocks that its passes created."""
         stand_ins: list[int] = []
         for move in step.before:
             if type(move) is Alloc and move.kind == Kind.GRADIENTS:
                 stand_ins.append(self._updating.alloc(move))
             elif type(move) is Alloc and move.phase == "forward":
-                self._updating.alloc(move)  # states of the generator, which the passes have
+                self._updating.alloc(move)  # states of the generator, already allocated by the passes
             elif type(move) in (Alloc, Free):
                 yield from self._moves_of_update(move)
         sizes = [self._updating.allocs[block].nbytes for block in stand_ins]
@@ -299,7 +309,7 @@ class _Splicing:
             yield from self._moves_of_update(move)
 
     def _moves_of_update(self, move: Move) -> Iterator[Move]:
-        """A move of the update."""
+        """Yield a move of the update with its block of the merged step."""
         if type(move) is Free:
             yield self._live.free_of(self._of_update[self._updating.free(move)])
         elif type(move) is Alloc:
@@ -313,13 +323,19 @@ class _Splicing:
 
 
 def _states_of_generator(update: _UpdateStep) -> list[Alloc]:
-    """What the first graph of a step allocates beside its work: an update alone has no other forward pass."""
+    """Return the allocations of the first graph that belong to no kernel.
+
+    They have the phase "forward", and an update alone has no other allocation of that phase.
+    """
     return [move for move in update.before if type(move) is Alloc and move.phase == "forward"]
 
 
 def _with_cast(moves: Sequence[Move]) -> Iterator[Move]:
-    """A recorded micro-batch whose loss is multiplied by its share, which takes the dtype of the loss first,
-    where that is a narrower one, and is kept for the backward pass."""
+    """Yield a recorded micro-batch with the cast of its loss's share.
+
+    The share is a float32 scalar that multiplies the loss. It is cast to the dtype of the loss if that is
+    narrower, and saved for the backward pass.
+    """
     backward = next(
         at for at, move in enumerate(moves) if type(move) is PhaseStart and move.phase == "backward"
     )
@@ -340,5 +356,5 @@ def _with_cast(moves: Sequence[Move]) -> Iterator[Move]:
 
 
 def _kernels_of(moves: Iterable[Move]) -> list[Move]:
-    """Of these passes what a step that is played back shows: kernels, and where phases begin."""
+    """Return the moves of these passes that a replayed step shows: kernels and starts of phases."""
     return [move for move in moves if type(move) in (Kernel, PhaseStart)]

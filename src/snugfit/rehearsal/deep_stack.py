@@ -1,10 +1,10 @@
-"""A stack that holds the end of a deep model's graph.
+"""A thread with a stack large enough to delete the autograd graph of a deep model.
 
-Each autograd node that Python has seen owns a Python object, and a rehearsal sees each node that runs, to
-find its module (`record/module_tracker.py`). torch deletes a chain of such nodes by recursion, some 10 KB of
-the stack for each layer: with the usual 8 MiB the process ends in a segmentation fault after some hundred
-layers (torch 2.13). So deep models are rehearsed in a thread whose stack is larger. Its pages are taken as
-they are used.
+Each autograd node that Python has accessed owns a Python object. A simulation accesses every node that runs,
+to find its module (`record/module_tracker.py`). torch deletes a chain of such nodes by recursion, with some
+10 KB of stack per layer. The usual stack of 8 MiB overflows after some hundred layers, and the process ends
+with a segmentation fault (torch 2.13). So deep models are simulated in a thread with a larger stack. The
+system allocates its pages on first use.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from snugfit.job.config import LAYERS
 from snugfit.job.job import Job
 
 DEEP_LAYERS = 200
-"""From which on the usual stack may not do. A choice."""
+"""Number of layers from which the larger stack is used. A choice."""
 
 STACK_BYTES = 1 << 30
-"""Address space: for fifty times the 1,000 layers that a config may have."""
+"""Size of the stack in bytes of address space: for fifty times the 1,000 layers that a config may have."""
 
 Answer = TypeVar("Answer")
 
 
 def is_deep(job: Job) -> bool:
-    """Return True where a config counts so many layers."""
+    """Return True if the config has at least `DEEP_LAYERS` layers."""
     counts = [job.model.config.get(key) for key in LAYERS]
     return any(type(count) is int and count >= DEEP_LAYERS for count in counts)
 
 
 def run_on_deep_stack(work: Callable[[], Answer]) -> Answer:
-    """Return what `work` returns, in a thread of its own. Raise what it raises."""
+    """Run `work` in a thread with a large stack. Return its result, or raise its exception."""
     answers: list[Answer] = []
     faults: list[BaseException] = []
 

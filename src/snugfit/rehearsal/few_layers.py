@@ -1,14 +1,18 @@
-"""A deep model, rehearsed with few layers and deepened: law 5, for layers that are alike.
+"""Simulate a deep model by its shallow versions, if its layers are alike (law 5).
 
-Two shallow models differ by one period of layers; what the deeper one has more of is repeated
-(`trace/deepen.py`), and the update is rehearsed at the full depth and spliced. A model that is compiled as
-one gains most, because Inductor takes a second or two for each layer of a program.
+Two shallow models differ by one period of layers. The moves of that period are repeated (`trace/deepen.py`).
+The update is simulated at full depth and spliced. A model compiled as one program gains most, because
+Inductor takes one or two seconds per layer.
 
-Some things are held against it, and the model is rehearsed in full where one of them fails: what is inserted
-must repeat what stands before it, at one place for each stack of layers; what Inductor decides by the memory
-of a whole program must come out alike at the full depth (`compiled/decisions.py`); and the gradients must be
-those that the update frees. Buffers of neighbouring layers may take each other's places in turns, so the
-deeper model is even or odd as the whole one is.
+The model is simulated in full unless three conditions hold:
+
+- The inserted moves repeat the moves before them, at one position per stack of layers.
+- Inductor's decisions that depend on the memory of a whole program are the same at full depth
+  (`compiled/decisions.py`).
+- The gradients are those that the update frees.
+
+Buffers of neighbouring layers may alternate between two places. So the depths of the deeper and of the full
+model differ by an even number of periods.
 """
 
 from __future__ import annotations
@@ -34,33 +38,37 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Trace
 
 FEWEST_PERIODS = 3
-"""Periods of layers of the shallow model: a first, a last, and one between."""
+"""Periods of layers in the shallow model: a first, a last, and one between."""
 
 DEEP = 28
-"""Layers of a model that is not one program from which on it is rehearsed with few. With fewer layers,
-writing them out takes as long as rehearsing them."""
+"""Layers from which a model is simulated by shallow versions, unless it is compiled as one program.
+
+With fewer layers, writing the trace takes as long as the simulation.
+"""
 
 WRITTEN_SHARE = 0.5
-"""Share of the time of rehearsing a layer that writing it out takes (Llama-3.1-8B and GPT-2 XL, measured)."""
+"""Seconds to write the trace of a layer, per second to simulate it (Llama-3.1-8B and GPT-2 XL, measured)."""
 
 IN_TURNS = 2
-"""Of so many neighbouring layers, buffers take each other's places."""
+"""Number of neighbouring layers whose buffers alternate between the same places."""
 
 
 RecordPasses = Callable[["Job", Setup, "Policy"], Part]
-"""Records the passes of a job."""
+"""A function that records the passes of a job."""
 
 
 class _Shallow(NamedTuple):
-    """The passes of a model of few layers."""
+    """The passes of a model with few layers, and Inductor's decisions for it."""
 
     part: Part
     decisions: list[Decisions]
 
 
 def rehearse_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Trace | None:
-    """The trace of this job's three steps, as `rehearse` gives it, from few layers; None where it is not
-    known to be the same, or no less work."""
+    """Return the trace of this job's three steps from shallow models, equal to that of `rehearse`.
+
+    Return None if equality is not certain, or if shallow models save no work.
+    """
     is_one_program = setup.compile is not None and setup.compile.what == "model"
     if not is_one_program and (setup.capture is not None or not _is_deep(job)):
         return None
@@ -73,7 +81,7 @@ def rehearse_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Trace | 
 
 
 def _is_deep(job: Job) -> bool:
-    """Whether the job's config counts so many layers that two shallow models are much less work."""
+    """Return True if the config has at least `DEEP` layers."""
     counts = [job.model.config.get(key) for key in LAYERS]
     return any(type(count) is int and count >= DEEP for count in counts)
 
@@ -81,7 +89,10 @@ def _is_deep(job: Job) -> bool:
 def passes_from_few_layers(
     job: Job, setup: Setup, policy: Policy, record: RecordPasses = rehearse_passes
 ) -> Part | None:
-    """The passes of this job, as `record` gives them, from few layers; None likewise."""
+    """Return the passes of this job from shallow models, equal to those of `record`.
+
+    Return None if equality is not certain, or if shallow models save no work.
+    """
     if not _repeats_layers(setup):
         return None
     depth = depth_of(job, setup) if job.trains else None
@@ -101,7 +112,7 @@ def passes_from_few_layers(
 
 
 def _repeats_layers(setup: Setup) -> bool:
-    """Return whether a step has passes of their own on one GPU that treat all layers alike."""
+    """Return True if the step runs on one GPU, has its own passes, and treats all layers alike."""
     joined = setup.release, setup.parallel, setup.sharding
     if any(joined) or setup.records_graphs:
         return False
@@ -111,14 +122,16 @@ def _repeats_layers(setup: Setup) -> bool:
 
 
 def _compiles_layers_alike(wish: CompileWish) -> bool:
-    """Return whether `torch.compile` does as by default, and no budget looks at all layers together."""
+    """Return True if `torch.compile` uses its defaults, and no memory budget spans all layers."""
     has_defaults = (wish.backend, wish.mode) == (CompileWish.backend, CompileWish.mode)
     return has_defaults and (wish.what == "layers" or wish.budget >= 1)
 
 
 def _shallow_layers(layers: int, period: int) -> int:
-    """Layers of the shallow model: as many as the whole one has beyond whole pairs of periods, and a period
-    fewer."""
+    """Return the number of layers of the shallow model.
+
+    It and the full model, less one period, differ by a multiple of `IN_TURNS` periods.
+    """
     fewest = FEWEST_PERIODS * period
     return fewest + (layers - fewest - period) % (IN_TURNS * period)
 
@@ -134,7 +147,7 @@ def _rehearse(
 
 
 def _deepen_passes(shallow: _Shallow, deeper: _Shallow, periods: int, *, compiled: bool) -> Part | None:
-    if shallow.part.trace.doubts != deeper.part.trace.doubts:  # which may name layers, or count them
+    if shallow.part.trace.doubts != deeper.part.trace.doubts:  # doubts may contain names or numbers of layers
         return None
     if shallow.part.varies or deeper.part.varies or not _decide_alike(shallow, deeper, periods):
         return None
@@ -148,7 +161,7 @@ def _deepen_passes(shallow: _Shallow, deeper: _Shallow, periods: int, *, compile
 
 
 def _decide_alike(shallow: _Shallow, deeper: _Shallow, periods: int) -> bool:
-    """Return whether Inductor decides in the deep model as in these two."""
+    """Return True if Inductor decides alike in these two models and in the deep one."""
     from snugfit.rehearsal.compiled.decisions import decides_alike
 
     few, more = ({id(one): one for one in model.decisions} for model in (shallow, deeper))
@@ -161,7 +174,7 @@ def _decide_alike(shallow: _Shallow, deeper: _Shallow, periods: int) -> bool:
 
 
 def _grow_shared_blocks(shallow: Part, deeper: Part, periods: int) -> tuple[SharedBlock, ...] | None:
-    """Return the blocks of several gradients of the deep model; None where they do not repeat."""
+    """Return the blocks of several gradients in the deep model, or None if they do not repeat."""
 
     def entries(part: Part) -> list[Entry]:
         return [
@@ -185,7 +198,7 @@ def _grow_shared_blocks(shallow: Part, deeper: Part, periods: int) -> tuple[Shar
 
 
 def _trained_parameters(part: Part) -> list[Entry]:
-    """The parameters that train, and whether they have gradients."""
+    """Return the parameters that train, each with a flag for its gradient."""
     return [
         Entry((without_layer_numbers(name), part.has_gradient(number)), numbers_of(name))
         for number, name in enumerate(part.trained)

@@ -1,8 +1,8 @@
-"""Which parameters train and get no gradient from the batch: counted, because a wrong batch shows in nothing
-else.
+"""Find trainable parameters that get no gradient from the batch.
 
-A vision tower in a batch of text alone, a pooler that no loss reads: such parameters have weights, and no
-gradients or optimizer states. Where the real batches reach them, a step takes more than was predicted.
+They are reported, because a wrong batch has no other symptom. Examples are a vision tower with a batch of
+text alone, and a pooler whose output no loss uses. Such parameters have weights, and neither gradients nor
+optimizer states. With real batches that use them, a step takes more memory than predicted.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class MissingGradients:
-    """The parameters that an optimizer's first step found without a gradient."""
+    """The parameters without a gradient in the optimizer's first step."""
 
     def __init__(self) -> None:
         self._missing: set[torch.Tensor] | None = None
 
     @contextlib.contextmanager
     def follow(self) -> Iterator[None]:
-        """Within it, the first step of any optimizer is looked at."""
+        """Inspect the first optimizer step inside this context."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         handle = register_optimizer_step_pre_hook(self._look)
@@ -40,7 +40,7 @@ class MissingGradients:
             self._missing = {one for one in parameters if one.requires_grad and one.grad is None}
 
     def sentence(self, model: torch.nn.Module) -> str:
-        """How much of this model it was, and in which modules; empty where everything has a gradient."""
+        """Return a warning with the number of parameters and their modules, or "" if all have gradients."""
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         missing = [parameter for parameter in trained if parameter in (self._missing or ())]
         if not missing:
@@ -53,7 +53,7 @@ class MissingGradients:
         )
 
     def _modules(self, module: torch.nn.Module, name: str) -> Iterator[str]:
-        """The largest modules in which every parameter that trains is missing, else the parameters."""
+        """Yield the largest modules without any gradient, and otherwise the single parameters."""
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         missing = [parameter for parameter in trained if parameter in (self._missing or ())]
         if missing and len(missing) == len(trained):

@@ -1,15 +1,19 @@
-"""Why a step could not be rehearsed, in words that someone can act on.
+"""Translate an exception of a simulation into a message with a next action.
 
-Whatever a model's code, torch or a library raises on tensors without data ends here, and so do our own
-mistakes. The causes are distinguished by the type of the error and by the frames it passed:
+Exceptions come from the model's code, torch, a library, or snugfit itself. The type of the error and its
+stack frames give the cause:
 
-1. a shape or a number that depends on data: torch refuses it on `meta` with a `NotImplementedError`. Such a
-   step has no trace; measuring it works. So do code that asks for a device which is not here, and operators
-   that take no tensors on `meta` (flex attention, nested tensors): they say nothing of a real step;
-2. a key that the architecture's code asks its config for, and that is not there: the config's fault;
-3. an error that begins in snugfit's own code: ours. An operator's refusal comes out of C++, so its last frame
-   is the line that ran it, which for a model's operators is the shape cache's; that counts as the model's;
-4. anything else: the model's own code fails on these shapes, and a real step most likely does too.
+1. A shape or a number depends on data: torch raises `NotImplementedError` on `meta`. Such a step has no
+trace, but it can be measured. Code for a device that this machine does not have fails in the same way. So do
+operators without support for `meta` (flex attention, nested tensors). A real step may work.
+
+2. The architecture's code reads a key that the config does not have: an error of the config.
+
+3. The error begins in snugfit's own code: a bug of snugfit. An operator raises its error in C++, so the last
+frame is the caller of the operator. For a model's operators the caller is the shape cache. Such an error
+counts as the model's.
+
+4. Every other error: the model's own code fails on these shapes, and a real step most likely fails too.
 """
 
 from __future__ import annotations
@@ -54,11 +58,11 @@ _KNOWN = {
         "checkpointing technique that keeps none, such as 'every_layer'."
     ),
 }
-"""What torch says where we know what it means for a real step, as regular expressions, with what to do."""
+"""Regular expressions for torch's messages with a known meaning for a real step, each with an action."""
 
 
 def refusal(job: Job, error: Exception) -> SnugfitError:
-    """The one clear error for what a rehearsal of this job raised."""
+    """Return the one clear error for an exception that the simulation of this job raised."""
     name = job.model.name
     if key := _lacking_key(error):
         return ModelError(
@@ -71,7 +75,7 @@ def refusal(job: Job, error: Exception) -> SnugfitError:
 
 
 def _reason(job: Job, error: Exception) -> str:
-    """What follows after `could not be rehearsed`: the cause, what it says of a real step, what to do."""
+    """Return the rest of the message: the cause, its meaning for a real step, and the next action."""
     cause, where, last = _first_line(error), _where(error), _frames(error)[-1]
     if hint := next((text for pattern, text in _KNOWN.items() if re.search(pattern, cause)), ""):
         return f": {cause}{where}. {hint}"
@@ -80,7 +84,7 @@ def _reason(job: Job, error: Exception) -> str:
             f": {_what_depends(error)}{where}. A prediction knows shapes but no data, so it cannot follow "
             "this step. Measure it instead, with snugfit measure."
         )
-    # the loop that takes the loss out of a user's module fails at what the module gave
+    # the loop that takes the loss from a user's module fails at the module's output
     if job.model.module is not None and module_of(last.frame).startswith(_RUNS_MODULES):
         return (
             f": its output has no loss ({cause}). Return the loss as a tensor of one number, as `.loss`, "
@@ -100,7 +104,7 @@ def _reason(job: Job, error: Exception) -> str:
 
 
 def _lacking_key(error: Exception) -> str | None:
-    """The key that a config of transformers lacks, when that is the error."""
+    """Return the key that transformers' config does not have, or None if that is not the error."""
     from transformers import PretrainedConfig
 
     asks_config = isinstance(error, AttributeError) and isinstance(error.obj, PretrainedConfig)
@@ -108,7 +112,7 @@ def _lacking_key(error: Exception) -> str | None:
 
 
 def _what_depends(error: Exception) -> str:
-    """torch's refusals on `meta` name the operator: `aten::nonzero`, `torch.unique_consecutive`."""
+    """Return the cause, with the operator that torch names: `aten::nonzero`, `torch.unique_consecutive`."""
     operator = re.search(r"\b(aten::|torch\.)(\w+)", str(error).partition("\n")[0])
     return f"the shape of the output of {operator[2]} depends on its data" if operator else _first_line(error)
 
@@ -121,18 +125,19 @@ def _is_ours(error: Exception, last: FrameType) -> bool:
 
 
 def _where(error: Exception) -> str:
-    """Which line of the model's code failed, if one did: the last frame that is neither torch's nor ours."""
+    """Return the failing line of the model's code: the last frame outside of torch and snugfit, or ""."""
     own = [stop for stop in _frames(error) if not _passes_on(module_of(stop.frame))]
     return str(own[-1]) if own else ""
 
 
 def _passes_on(module: str) -> bool:
-    """Whether it is code that a model's calls pass through: torch's, ours, and the lookup in a config."""
+    """Return True for code that calls a model's code: torch, snugfit, and the attribute lookup of a
+    config."""
     return module.partition(".")[0] in ("torch", "snugfit") or "configuration_" in module
 
 
 def _frames(error: Exception) -> list[CodeLine]:
-    """The frames that the error passed, from the rehearsal inwards."""
+    """Return the stack frames of the error, from the simulation inwards."""
     return [CodeLine(*stop) for stop in traceback.walk_tb(error.__traceback__)]
 
 

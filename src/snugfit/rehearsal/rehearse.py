@@ -1,11 +1,11 @@
-"""Rehearse: run a Step on tensors that have shapes and no data, and write its trace.
+"""Run a Step on tensors that have shapes and no data, and write its trace.
 
-A rehearsal must not depend on the process it runs in. So the garbage collector is off meanwhile, nothing can
-be fetched, and sets of a model's code are walked in one order: some models make something for each kind of
-their layers in the order of a set of names (`for layer_type in set(config.layer_types)`: rotary embeddings of
-ModernBERT, masks of Gemma 3). Python shuffles names in each process, so which of two equal blocks is
-made first, and freed first, is chance, in a real run too. A rehearsal walks them sorted: one of the orders
-that a real run may have, and always the same.
+A simulation must not depend on its process. So the garbage collector is off and nothing is downloaded. Sets
+in the model's code are iterated in one order. Some models create a module or mask per kind of layer in the
+order of a set of names (`for layer_type in set(config.layer_types)`). Examples are the rotary embeddings of
+ModernBERT and the masks of Gemma 3. Python randomizes string hashes in each process. So the first of two
+equal blocks to be allocated and freed is random, in a real run too. A simulation iterates such sets in sorted
+order, which is one of the orders of a real run.
 """
 
 from __future__ import annotations
@@ -43,14 +43,17 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 STEPS = 3
-"""Optimizer steps of a rehearsal. States are made at the end of the first, so the second is the first with
-all of them; the third is the steady state that every figure of ours means."""
+"""Optimizer steps of a simulation.
+
+The first step creates the optimizer states at its end, so the second is the first with all of them. The third
+is the steady state, which all predicted numbers describe.
+"""
 
 STEPS_TO_SETTLE = 3
-"""How many lengths of a run are tried until its last two steps play every CUDA graph back."""
+"""Number of run lengths to try until the last two steps replay every CUDA graph."""
 
 LEAST_LEFT = 1 << 16
-"""Bytes of buffers on the host below which nothing is said of them."""
+"""Size of host buffers in bytes below which no warning is given."""
 
 
 def rehearse(
@@ -66,16 +69,17 @@ def rehearse(
     steady: bool = False,
     rank: int | None = 0,
 ) -> Trace:
-    """The trace of `steps` optimizer steps of this job, as they would run on the policy's device. Where they
-    are known to be `steady` from the second on, two are recorded.
+    """Return the trace of `steps` optimizer steps of this job, as they would run on the policy's device.
 
-    `keep_gradients` and `always_mask` are habits of older software (`Step`); `trainer_class` runs in the
-    place of `transformers.Trainer`; `rank` is which of several processes is rehearsed, and `job` its part.
-    None is for the one that needs the most, of processes that are alike but for that.
+    With `steady`, the steps from the second on are known to be equal, so two are recorded.
 
-    Raises `RehearsalError` when an operator of the step has no shapes to give (its output depends on data,
-    or it is not known), when the model's own code fails, or when this torch does not take the overrides;
-    `ModelError` when its config lacks a key.
+    `keep_gradients` and `always_mask` imitate older software (`Step`). `trainer_class` replaces
+    `transformers.Trainer`. `rank` is the simulated process of several; `job` is its part. With None, the
+    process with the highest memory use is simulated, if the processes differ only in that.
+
+    Raise `RehearsalError` if an operator's output shape depends on data or is unknown. Raise it too if the
+    model's own code fails, or if this torch version does not accept the overrides. Raise `ModelError` if the
+    config has no such key.
     """
     import torch
 
@@ -89,7 +93,8 @@ def rehearse(
         import_peft()
     if trainer_class is not None:
         _refuse_no_trainer(trainer_class, loop)
-    in_stages = setup.parallel is not None and setup.parallel.stages > 1  # all micro-batches make its order
+    # A pipeline's order of passes depends on all micro-batches, so its step is not periodic.
+    in_stages = setup.parallel is not None and setup.parallel.stages > 1
     periodic = ranks_of(setup) == 1 or (setup.sharding is None and not in_stages)
     if loop == "plain" and periodic and (short := short_run(job, setup, steps, steady=steady)) is not None:
         trace, marks, varies, _ = record_step(open_it(short.job, short.setup), policy, short.steps)
@@ -103,11 +108,13 @@ def rehearse(
 
 
 def _record_until_played(open_it: Callable[[], Step], policy: Policy, steps: int) -> Trace:
-    """The trace of one step more than so many, or of a few more, of which the last two play every CUDA graph
-    back. The first that does takes workspaces anew, where recording had given them back, and so what the
-    allocator keeps is cut otherwise for the next (gpt2 on an H100). A model whose code changes in its first
-    step (transformers' classifiers write their `problem_type`) is compiled once more in the second, and so
-    plays them a step later."""
+    """Return the trace of at least one step more than `steps`, whose last two steps replay every CUDA graph.
+
+    The first replay allocates workspaces again, because the recording released them. So the allocator's
+    cached memory is divided otherwise in the next step (gpt2 on an H100). Some models change in their first
+    step: transformers' classifiers write their `problem_type`. Such a model is compiled again in the second
+    step, and replays its graphs one step later.
+    """
     for more in range(1, STEPS_TO_SETTLE + 1):
         recording = record_step(open_it(), policy, steps + more)
         if recording.settled:
@@ -119,7 +126,7 @@ def _record_until_played(open_it: Callable[[], Step], policy: Policy, steps: int
 
 
 def record_step(step: Step, policy: Policy, steps: int) -> Recording:
-    """Runs `steps` steps of a Step on `meta`, each of which is recorded."""
+    """Run `steps` steps of a Step on `meta`, and record each."""
     record = partial(_record_step, step, policy, steps)
     return run_on_deep_stack(record) if is_deep(step.job) else record()
 
@@ -131,21 +138,21 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
     from snugfit.rehearsal.device.policy import CudaPolicy
     from snugfit.rehearsal.record.cuda_names import CudaNames, cuda_names, makes_on_the_host
 
-    import_code(step.setup)  # before it is overridden
+    import_code(step.setup)  # before the overrides are active
     kind = _recorder_class(step.setup)
     recorder = kind(policy, steps, routing=step.job.routing, hides_masks=step.always_mask)
     for sentence in step.job.model.doubts:
         recorder.doubt(sentence)
     gradients = MissingGradients()
     with _without_collector(), contextlib.ExitStack() as stack:
-        stack.enter_context(no_hub_kernels())  # what a step imports first (Adafactor's file) may want them
+        stack.enter_context(no_hub_kernels())  # a late import (Adafactor) may load some
         caught = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", AssumedLoss)
         notes = PolicyNotes(recorder.claim, recorder.doubt, recorder.current_phase)
         stack.enter_context(
             rehearsal_context(step.setup, on_gpu=isinstance(policy, CudaPolicy))
-        )  # which may import what compiles itself
+        )  # may import code that compiles itself
         stack.enter_context(_programs(step.setup, policy, recorder, notes))
         stack.enter_context(in_force(policy, notes))
         for overrides in hooks("simulation_overrides"):
@@ -162,7 +169,7 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
                 step.run(steps, recorder)
         except SnugfitError:
             raise
-        except Exception as error:  # whatever a model's own code raises on shapes alone, and our mistakes
+        except Exception as error:  # the model's own code fails on shapes, or a bug of snugfit
             raise refusal(step.job, error) from error
         for warning in caught:
             recorder.doubt(str(warning.message))
@@ -181,7 +188,7 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
 def _programs(
     setup: Setup, policy: Policy, recorder: Recorder, notes: PolicyNotes
 ) -> contextlib.AbstractContextManager[None]:
-    """What a step is rehearsed in whose layers are compiled, or that is recorded and played back."""
+    """Return the context that simulates compiled layers or CUDA graphs, if the Setup has any."""
     from snugfit.rehearsal.compiled.captured_steps import captured_steps
     from snugfit.rehearsal.compiled.layers import compiled_layers
     from snugfit.rehearsal.device.policy import CudaPolicy
@@ -194,7 +201,8 @@ def _programs(
 
 
 def _recorder_class(setup: Setup) -> type[Recorder]:
-    """What writes the trace: for one of several processes, what knows streams and exchanges."""
+    """Return the class that writes the trace; for one of several ranks, it supports streams and
+    collectives."""
     from snugfit.rehearsal.record.recorder import Recorder
 
     if ranks_of(setup) == 1:
@@ -206,8 +214,10 @@ def _recorder_class(setup: Setup) -> type[Recorder]:
 
 @contextlib.contextmanager
 def _engine(step: Step, recorder: Recorder) -> Iterator[contextlib.AbstractContextManager[Any]]:
-    """What DeepSpeed's engine is rehearsed in, or one of several processes, and the host's memory, to which
-    the recorder hands operators on; nothing where one process trains alone."""
+    """Yield the context that simulates DeepSpeed's engine, or one of several processes, with its host memory.
+
+    The recorder forwards operators to it. The context is empty if one process trains alone.
+    """
     if step.setup.parallel is not None:
         from snugfit.rehearsal.sharded.ranks import RankRecorder, rank_on_shapes
 
@@ -234,7 +244,8 @@ def _engine(step: Step, recorder: Recorder) -> Iterator[contextlib.AbstractConte
 
 
 def _left_on_the_host(model: Any) -> str:
-    """What to say of buffers that a model's code makes on the host, whatever device it is built on."""
+    """Return a warning about buffers that a model's code creates on the host regardless of its device, or
+    ""."""
     left = {name: buffer.nbytes for name, buffer in model.named_buffers() if buffer.device.type == "cpu"}
     if (nbytes := sum(left.values())) < LEAST_LEFT:
         return ""
@@ -254,10 +265,11 @@ def _refuse_no_trainer(trainer_class: type[Any], loop: str) -> None:
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """Switches the collector off: when it frees cycles must not change a trace.
+    """Disable the garbage collector: the time at which it frees cycles must not change a trace.
 
-    Nothing is collected here: that takes longer than a small rehearsal, and the collector, once it is on
-    again, keeps up."""
+    Nothing is collected at the end. A collection takes longer than a small simulation, and the enabled
+    collector frees the cycles later.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -268,7 +280,7 @@ def _without_collector() -> Iterator[None]:
 
 
 class SortedSet(set[Any]):
-    """A set that is walked in the order of its members' names."""
+    """A set that is iterated in the order of its members' names."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(sorted(super().__iter__(), key=str))
@@ -276,9 +288,9 @@ class SortedSet(set[Any]):
 
 @contextlib.contextmanager
 def sets_in_order(job: Job) -> Iterator[None]:
-    """Within it, `set` in the code of the job's model, where that is transformers', is a `SortedSet`."""
+    """Replace `set` by `SortedSet` inside this context, in the code of a model of transformers."""
     code = _code_of(job)
-    if code is None or "set" in vars(code):  # the code has something of its own by this name
+    if code is None or "set" in vars(code):  # the code defines this name itself
         yield
         return
     vars(code)["set"] = SortedSet
@@ -289,8 +301,11 @@ def sets_in_order(job: Job) -> Iterator[None]:
 
 
 def _code_of(job: Job) -> ModuleType | None:
-    """The model's file. None where the model is the user's, or where transformers has no class for it, as
-    building will say."""
+    """Return the module of the model's code.
+
+    Return None for a user's model, and if transformers has no class for it. Building the model reports the
+    second case.
+    """
     if job.model.module is not None:
         return None
     try:

@@ -1,15 +1,17 @@
-"""A step spliced from parts that were recorded alone: law 5, for recipes.
+"""Splice a step from parts that were recorded alone: law 5, for recipes.
 
-A training step is its passes (forward and backward, one micro-batch after the other) and its update
-(clipping, the optimizer, dropping the gradients). The passes depend on precision, attention, adapters,
-checkpointing and the size of a micro-batch; the update on the optimizer, the precision of what it updates,
-the adapters and clipping. What joins them is the gradients alone: the passes make them, the update frees
-them. So each part is recorded once, with a stand-in for the other one: the passes with an optimizer that does
-nothing, the update with gradients made of nothing. A planner that asks for every pair records the sum of the
-parts and not their product.
+A training step consists of its passes and its update. The passes are forward and backward, one micro-batch
+after the other. The update is clipping, the optimizer, and dropping the gradients. The passes depend on
+precision, attention, adapters, checkpointing and the size of a micro-batch. The update depends on the
+optimizer, the precision of the updated weights, the adapters and clipping. Only the gradients connect the
+two: the passes allocate them, the update frees them.
 
-A splice is the plain loop's. Where the parts do not meet, because a gradient shares its storage with another
-or is not of its parameter's size, the answer is None, and the caller simulates the step in full.
+So each part is recorded once with a placeholder for the other. The passes get an optimizer without effect,
+the update gets empty gradients. A planner that evaluates every pair records the sum of the parts, not their
+product.
+
+A splice is valid for the plain loop. The parts do not match if a gradient shares its storage with another, or
+has another size than its parameter. Then the result is None, and the caller simulates the step in full.
 """
 
 from __future__ import annotations
@@ -53,16 +55,16 @@ NOTHING = OptimizerWish(factory=Call(path="snugfit.rehearsal.splice:optimizer_th
 
 
 class GradientView(NamedTuple):
-    """Where in a block a gradient lies that is not alone in it; in elements."""
+    """Position of a gradient in a block that it shares with others, in elements."""
 
     number: int
-    """Of the parameter, among those that train."""
+    """Index of the parameter among those that train."""
     offset: int
     strides: tuple[int, ...]
 
 
 class SharedBlock(NamedTuple):
-    """A block of several gradients: one product makes those of queries, keys and values."""
+    """A block of several gradients: one matrix product computes those of queries, keys and values."""
 
     elements: int
     views: tuple[GradientView, ...]
@@ -70,25 +72,25 @@ class SharedBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a step, recorded alone: its passes, or its update."""
+    """A part of a step, recorded alone: its passes or its update."""
 
     trace: RelativeTrace
     gradients: tuple[int, ...]
-    """Which of the parameters that train have a gradient, by number."""
+    """Indices of the trained parameters that have a gradient."""
     varies: bool = False
-    """Whether its micro-batches differ by what their values decide, so that none stands for the rest."""
+    """True if micro-batches differ because operators depend on values, so that none represents the rest."""
     trained: tuple[str, ...] = ()
-    """Names of the parameters that train, in order, where it was recorded from a model's passes."""
+    """Names of the parameters that train, in order. Empty unless the part is the passes of a model."""
     shared: tuple[SharedBlock, ...] = ()
-    """Blocks of several gradients; each of the others has one of its own."""
+    """Blocks of several gradients. Each other gradient has a block of its own."""
 
     @property
     def gradient_blocks(self) -> int:
-        """How many blocks all gradients have."""
+        """Number of blocks that contain gradients."""
         return len(self.gradients) - sum(len(block.views) - 1 for block in self.shared)
 
     def has_gradient(self, number: int) -> bool:
-        """Whether the parameter of this number has a gradient."""
+        """Return True if the parameter of this index has a gradient."""
         return number in self._with_gradient
 
     @cached_property
@@ -97,28 +99,31 @@ class Part:
 
     @property
     def waits(self) -> int:
-        """How often the host waits for the device in its last step."""
+        """Number of times the host waits for the device in the last step."""
         return sum(move is MarkKind.WAIT for move in self.trace.moves)
 
     @cached_property
     def split(self) -> SplitSteps:
-        """Its moves, cut where its steps begin and end."""
+        """The moves, split where steps begin and end."""
         return split_steps(self.trace.moves)
 
     @cached_property
     def cut(self) -> Sequence[SplitUpdate]:
-        """Its steps, each cut where its passes end."""
+        """The steps, each split where its passes end."""
         return [*map(split_update, self.split.steps)]
 
     @cached_property
     def workspaces(self) -> Sequence[Alloc]:
-        """Those that it takes and keeps."""
+        """The workspaces that the part allocates and does not free."""
         return kept_workspaces(self.trace.moves)
 
 
 def record_passes(job: Job, setup: Setup, policy: Policy, *, steps: int, micro_batches: int) -> Part:
-    """Forward and backward of a job under everything in this Setup but its optimizer, with so many
-    micro-batches of the Setup's size."""
+    """Return forward and backward of a job under this Setup, without its optimizer.
+
+    Record `steps` steps of `micro_batches` micro-batches of the Setup's size. Raise `RehearsalError` if the
+    Setup records CUDA graphs.
+    """
     if setup.records_graphs:
         raise RehearsalError(PLAYED)
     job = replace(
@@ -134,7 +139,10 @@ def record_passes(job: Job, setup: Setup, policy: Policy, *, steps: int, micro_b
 
 
 def rehearse_passes(job: Job, setup: Setup, policy: Policy) -> Part:
-    """The passes of a job, from which `splice` makes any number of micro-batches: three are recorded."""
+    """Return the passes of a job, recorded with one or three micro-batches.
+
+    `splice` creates any number of micro-batches from three.
+    """
     micro_batches = RECORDED_MICRO_BATCHES if setup.micro_batches > 1 else 1
     return record_passes(job, setup, policy, steps=RECORDED_STEPS, micro_batches=micro_batches)
 
@@ -146,8 +154,11 @@ def rehearse_update(
     gradients: tuple[int, ...],
     shared: tuple[SharedBlock, ...] = (),
 ) -> Part:
-    """Clipping and the optimizer's step under this Setup, where these parameters have gradients, of which
-    some may lie in `shared` blocks."""
+    """Return clipping and the optimizer's step under this Setup.
+
+    `gradients` are the indices of the trained parameters that have a gradient. Some may be views of `shared`
+    blocks.
+    """
     step = UpdateAlone(job, replace(setup, micro_batches=1, checkpoint=None), _meta())
     step.gradients, step.shared = gradients, shared
     recording = record_step(step, policy, RECORDED_STEPS)
@@ -155,8 +166,8 @@ def rehearse_update(
 
 
 def splice(passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun | None:
-    """The step that has these parts: written out, its trace is the one that `rehearse` gives. None when they
-    do not meet."""
+    """Return the step of these parts, or None if the parts do not match. Its trace equals that of
+    `rehearse`."""
     if passes.gradients != update.gradients or passes.varies:
         return None
     first, second = passes.split, update.split
@@ -172,9 +183,11 @@ def splice(passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun
 
 
 def _join(passes: Part, update: Part) -> Iterator[Move]:
-    """Each step's passes, then its update, in which the gradients of the passes are freed. Raises
-    `LookupError` where the gradients are not those that the update was recorded with."""
-    spliced, standalone = LiveSet(), LiveSet()  # the whole run, and the update as it was recorded
+    """Yield each step's passes, then its update, which frees the gradients of the passes.
+
+    Raise `LookupError` if the gradients differ from those of the recorded update.
+    """
+    spliced, standalone = LiveSet(), LiveSet()  # the whole run, and the update as recorded
     build = update.split.build
     mapping = dict(zip(standalone.follow(build), spliced.follow(build), strict=True))
     taken = {alloc.operator for alloc in passes.workspaces if alloc.phase != "backward"}
@@ -201,8 +214,10 @@ def _join(passes: Part, update: Part) -> Iterator[Move]:
 
 
 def kept_workspaces(moves: Sequence[Move]) -> list[Alloc]:
-    """The workspaces that a thread takes once and keeps. An update runs on the thread of the forward pass,
-    which has taken its own already."""
+    """Return the workspaces that a thread allocates once and never frees.
+
+    An update runs on the thread of the forward pass, which has allocated its own already.
+    """
     kind = str(Kind.WORKSPACES)
     freed = {move.stack for move in moves if type(move) is Free and move.stack.kind == kind}
     allocs = (move for move in moves if type(move) is Alloc and move.kind == kind)
@@ -210,14 +225,14 @@ def kept_workspaces(moves: Sequence[Move]) -> list[Alloc]:
 
 
 class SplitUpdate(NamedTuple):
-    """The moves of a step, cut where its passes end."""
+    """The moves of a step, split where its passes end."""
 
     passes: Sequence[Move]
     update: Sequence[Move]
 
 
 def split_update(moves: Sequence[Move]) -> SplitUpdate:
-    """Cuts a step's moves where clipping or the update begins."""
+    """Split the moves of a step where clipping or the update begins."""
     ends = next(
         at for at, move in enumerate(moves) if isinstance(move, PhaseStart) and move.phase in UPDATING
     )
@@ -225,7 +240,7 @@ def split_update(moves: Sequence[Move]) -> SplitUpdate:
 
 
 UPDATING = ("clip", "update")
-"""Phases of a step that come after its passes."""
+"""Phases of a step after its passes."""
 
 
 def _frees(moves: Sequence[Move]) -> Counter[Alloc]:
@@ -233,13 +248,13 @@ def _frees(moves: Sequence[Move]) -> Counter[Alloc]:
 
 
 def _is_gradient(block: int, live: LiveSet) -> bool:
-    """Whether this block is a gradient, and lives."""
+    """Return True if this block is a gradient and is not freed yet."""
     alloc = live.allocs[block]
     return alloc.kind == Kind.GRADIENTS and block in live.stacks[alloc.stack]
 
 
 def _gradients_freed(moves: Sequence[Move], live: LiveSet) -> list[int]:
-    """The gradients that these moves would free, in order; `live` stays as it is."""
+    """Return the gradients that these moves would free, in order. Leave `live` unchanged."""
     trial = LiveSet()
     for stack, blocks in live.stacks.items():
         if stack.kind == Kind.GRADIENTS:
@@ -249,13 +264,13 @@ def _gradients_freed(moves: Sequence[Move], live: LiveSet) -> list[int]:
 
 
 class UpdateAlone(OptimizerLoop):
-    """The plain loop with gradients that come from nowhere."""
+    """The plain loop with empty gradients instead of passes."""
 
     gradients: tuple[int, ...] = ()
     shared: tuple[SharedBlock, ...] = ()
 
     def run(self, steps: int, observer: Observer) -> list[float]:
-        """Builds, and runs `steps` updates; there is no loss."""
+        """Build the model and run `steps` updates. Return no losses."""
         with run_context(self.setup):
             return self._train(steps, observer)
 
@@ -272,8 +287,10 @@ class UpdateAlone(OptimizerLoop):
 def make_gradients(
     model: torch.nn.Module, numbers: Iterable[int], shared: Sequence[SharedBlock] = ()
 ) -> None:
-    """Leaves gradients in the parameters of these numbers, in the order in which passes leave them: a block
-    of several counts as the last of them, with which it is freed."""
+    """Store empty gradients in the parameters of these indices, in the order of the passes.
+
+    A block of several gradients has the position of its last gradient, with which it is freed.
+    """
     import torch
 
     training = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -291,7 +308,7 @@ def make_gradients(
 
 
 def shared_blocks(parameters: Sequence[torch.nn.Parameter]) -> tuple[SharedBlock, ...]:
-    """The blocks in which several of these parameters have their gradients."""
+    """Return the blocks that contain several gradients of these parameters."""
     by_storage: dict[int, list[int]] = defaultdict(list)
     for number, parameter in enumerate(parameters):
         if parameter.grad is not None:
@@ -310,7 +327,7 @@ def shared_blocks(parameters: Sequence[torch.nn.Parameter]) -> tuple[SharedBlock
 
 
 def optimizer_that_does_nothing(parameters: Any, **_: Any) -> torch.optim.Optimizer:
-    """Leaves the parameters as they are, and notes which of them have gradients."""
+    """Return an optimizer that changes no parameter, and records which of them have gradients."""
     import torch
 
     class Nothing(torch.optim.Optimizer):
@@ -318,7 +335,7 @@ def optimizer_that_does_nothing(parameters: Any, **_: Any) -> torch.optim.Optimi
         shared: tuple[SharedBlock, ...] = ()
 
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            """Notes which parameters have a gradient, and which of those lie in one block."""
+            """Record the parameters that have a gradient, and the blocks that several gradients share."""
             parameters = self.param_groups[0]["params"]
             self.gradients = tuple(n for n, one in enumerate(parameters) if one.grad is not None)
             self.shared = shared_blocks(parameters)

@@ -1,1 +1,1 @@
-"""Layers that `torch.compile` compiles, rehearsed: lowered for a GPU that is not here, and run on shapes."""
+"""Simulation of `torch.compile`: programs are lowered for a GPU that is not here, and run on shapes."""

@@ -1,9 +1,9 @@
-"""CUDA graphs of an optimizer step, rehearsed: what they take, and what playing them back asks of the device.
+"""Simulate the CUDA graphs of an optimizer step: their memory, and the device's work in a replay.
 
-While a graph is recorded, what the work allocates is allocated in the memory of graphs, once the allocator
-has given back what it keeps for later (`torch.cuda.graph`). When it is played, the same kernels run, the host
-launches one thing, and nothing is allocated. On shapes the work runs again for that, in memory that is not
-there. Work that waits for the device cannot be recorded, here as there.
+Before a recording, the allocator releases its cached memory (`torch.cuda.graph`). During it, allocations use
+the graphs' memory pool. A replay runs the same kernels with one launch of the host, and allocates nothing. On
+shapes the work runs again for a replay, without recorded allocations. Work that waits for the device cannot
+be recorded, in a real run either.
 """
 
 from __future__ import annotations
@@ -32,19 +32,22 @@ WAITS = "its code waits for the device, to read a number from it"
 
 @final
 class RehearsedGraphs(Graphs):
-    """The graphs of one rehearsal."""
+    """The graphs of one simulation."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._generator: list[torch.Tensor] = []
-        self._batches: list[dict[str, Any]] = []  # which recorded work reads, so that they stay
+        self._batches: list[dict[str, Any]] = []  # kept alive, because recorded work reads them
 
     def own_memory(self) -> AbstractContextManager[None]:
-        """Blocks of the graphs' pool."""
+        """Return a context that allocates from the graphs' pool."""
         return self._recorder.memory.allocating(Memory.GRAPHS)
 
     def record(self, work: Callable[[], None], *, may_draw: bool = True) -> Callable[[], None]:
-        """The work runs once in the graphs' memory. Raises `NotRecorded` where it waits for the device."""
+        """Run the work once in the graphs' memory, and return its replay.
+
+        Raise `NotRecorded` if it waits for the device.
+        """
         import torch
 
         recorder = self._recorder
@@ -73,7 +76,7 @@ class RehearsedGraphs(Graphs):
         return play
 
     def refill(self, batch: dict[str, Any], piece: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-        """A copy to the device, which takes no memory: what a rehearsal knows of its numbers goes along."""
+        """Return a copy of the batch on the device without an allocation; shadow values are copied too."""
         self._batches.append(batch)
         with self._recorder.memory.allocating(Memory.NOWHERE):
             return place(piece, device)
@@ -81,7 +84,7 @@ class RehearsedGraphs(Graphs):
 
 @contextlib.contextmanager
 def captured_steps(recorder: Recorder) -> Iterator[None]:
-    """Within it, a step that is to be recorded is recorded here."""
+    """Record the steps of a Setup with `capture` in this simulation, inside the context."""
     token = REHEARSED.set(lambda: RehearsedGraphs(recorder))
     try:
         with _recorded_on_shapes():
@@ -92,7 +95,7 @@ def captured_steps(recorder: Recorder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _recorded_on_shapes() -> Iterator[None]:
-    """Within it, torch's optimizers take `meta` for a device on which they may be recorded."""
+    """Let torch's optimizers treat `meta` as a device with support for recording, inside the context."""
     import torch
 
     known = importlib.import_module("torch.optim.optimizer")._get_capturable_supported_devices

@@ -1,10 +1,11 @@
-"""What Inductor decides by the memory of a whole program, and whether it would decide alike for more layers.
+"""Record Inductor's decisions by the memory of a whole program, and extend them to more layers.
 
-Two decisions look at all of a program. Of several orders of its kernels Inductor takes the one whose
-estimated peak is the lowest (`torch._inductor.memory.reorder_for_peak_memory`). And a buffer takes the place
-of one that was dropped long before only where the bytes that live between the two leave the estimated peak as
-it is (`AllocateLine.should_reuse_buffer`). Both are noted while a program is lowered. A deep model's
-estimates follow from two shallow models' (`trace/grow.py`), and with them what would be decided there.
+Two decisions depend on the whole program. Inductor evaluates several orders of its kernels, and chooses the
+one with the lowest estimated peak (`torch._inductor.memory.reorder_for_peak_memory`). The second decision is
+the reuse of a buffer that was freed much earlier. Inductor reuses it only if the bytes alive between the two
+leave the estimated peak unchanged (`AllocateLine.should_reuse_buffer`). Both are recorded while a program is
+lowered. A deep model's estimates follow from those of two shallow models (`trace/grow.py`), and so do its
+decisions.
 """
 
 from __future__ import annotations
@@ -19,33 +20,33 @@ from unittest.mock import patch
 from snugfit.rehearsal.trace.grow import Entry, grow
 
 CHOSEN_AMONG = 2
-"""Orders from which on there is a choice."""
+"""Number of orders from which there is a choice."""
 
 
 @dataclass
 class Reuse:
-    """A buffer that might take the place of an older one."""
+    """A buffer that may reuse the memory of an older one."""
 
     nbytes: int
     taken: bool
     between: int | None
-    """Most estimated bytes that live between the two; None where there is nothing between them."""
+    """Peak of the estimated bytes alive between the two; None if they are adjacent."""
 
 
 @dataclass
 class Decisions:
-    """What was decided while a program was lowered."""
+    """Decisions while a program was lowered."""
 
     orders: list[list[int]] = field(default_factory=list)
-    """Of each order of its kernels: estimated bytes after each of them."""
+    """Estimated bytes after each kernel, for each order of the kernels."""
     timeline: list[int] = field(default_factory=list)
-    """The same of the program as it is."""
+    """Estimated bytes after each kernel of the final program."""
     reuses: list[Reuse] = field(default_factory=list)
 
 
 @contextlib.contextmanager
 def noted_decisions() -> Iterator[Decisions]:
-    """Within it, the decisions of one lowering are noted."""
+    """Record the decisions of one lowering inside the context."""
     from torch._inductor import memory
     from torch._inductor.codegen import wrapper
 
@@ -89,8 +90,10 @@ def _noting(decide: Any, decisions: Decisions) -> Any:
 
 
 def decides_alike(shallow: Decisions, deeper: Decisions, periods: int) -> bool:
-    """Whether Inductor decides as for these two models in one that has so many `periods` of layers more than
-    the deeper one, which has one more than the shallow one."""
+    """Return True if Inductor decides as in these two models for `periods` more periods of layers.
+
+    The deeper model has one period more than the shallow one.
+    """
     return _same_order(shallow, deeper, periods) and _same_reuses(shallow, deeper, periods)
 
 
@@ -107,7 +110,7 @@ def _same_order(shallow: Decisions, deeper: Decisions, periods: int) -> bool:
     if peak is None:
         return False
     for number, (one, other) in enumerate(zip(few, more, strict=True)):
-        # of the others a peak that grows at least as from the one depth to the other
+        # a lower bound for the other orders: their peak grows at least as much per period
         deep_peak = _deep_peak(one, other, periods)
         if deep_peak is None:
             deep_peak = max(other) + (max(other) - max(one)) * periods
@@ -117,14 +120,14 @@ def _same_order(shallow: Decisions, deeper: Decisions, periods: int) -> bool:
 
 
 def _lowest(peaks: Sequence[int]) -> int:
-    """Which of them Inductor takes: the first of the lowest."""
+    """Return the index of Inductor's choice: the first of the lowest."""
     return peaks.index(min(peaks))
 
 
 def _deep_peak(shallow: Sequence[int], deeper: Sequence[int], periods: int) -> int | None:
-    """The highest of a deep model's estimates; None where they do not follow from these."""
+    """Return the peak of a deep model's estimates, or None if it does not follow from these."""
     few, more = _changes(shallow), _changes(deeper)
-    vary = {*few} ^ {*more}  # what is for each layer, such as the seeds of all dropouts
+    vary = {*few} ^ {*more}  # sizes with an entry per layer, such as the seeds of all dropouts
     before, after = (
         [Entry("begins", tuple(timeline[:1])), *(_change(one, vary) for one in changes)]
         for timeline, changes in ((shallow, few), (deeper, more))
@@ -137,7 +140,7 @@ def _deep_peak(shallow: Sequence[int], deeper: Sequence[int], periods: int) -> i
 
 
 def _changes(timeline: Sequence[int]) -> list[int]:
-    """What each kernel but the first adds."""
+    """Return the bytes that each kernel but the first adds."""
     return [after - before for before, after in itertools.pairwise(timeline)]
 
 

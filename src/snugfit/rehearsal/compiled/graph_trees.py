@@ -1,21 +1,24 @@
-"""CUDA graphs of compiled programs, as torch's trees of them run (torch 2.13,
-`torch/_inductor/cudagraph_trees.py`).
+"""CUDA graphs of compiled programs, by the rules of torch's CUDA graph trees.
 
-A program runs three times in other ways. The *first* time it runs as it is, but allocates from a pool that
-belongs to graphs alone. When it is called again after that step, it is *recorded*: what it is given is
-copied to the pool, unless it lies where it always does (weights, and what another graph gave), then its
-kernels are recorded and what it allocates is the pool's. From then on the graph is *played*: its inputs are
-copied to where they were, the host launches it as one, and its results are where they were. Nothing is
-allocated: what lived in the pool is free to the allocator once the next step begins, and is reserved for
-ever.
+The source is `torch/_inductor/cudagraph_trees.py` of torch 2.13. A program has three kinds of runs.
 
-Graphs that run one after the other in a step share the pool, each recorded where the one before it left
-off; a new step begins with the first program that is called after a backward pass. cuBLAS's workspaces are
-given back before and after each first run and each recording, and before a recording the allocator gives
-back what it keeps for later.
+- The *first run* launches kernels as usual, but allocates from a pool that only graphs use.
+- A call after that step is *recorded*. Inputs are copied to the pool unless their address is constant
+  (weights,
+  and outputs of another graph). Then the kernels are recorded, and allocations use the pool.
+- From then on the graph is *played*. Its inputs are copied to their recorded addresses, the host launches it
+  as a whole, and its outputs have their recorded addresses.
 
-What torch would do beyond this order (a program that is met first while others are played, or whose inputs
-lie elsewhere than before) is refused: it records again and again, and its pool grows.
+A replay allocates nothing. Blocks of the pool are free for the allocator when the next step begins. Their
+memory is never released to the device.
+
+Graphs that run one after the other in a step share the pool. Each is recorded in the pool's state after the
+previous one. A new step begins with the first program that is called after a backward pass. cuBLAS's
+workspaces are freed before and after each first run and each recording. Before a recording the allocator
+releases its cached memory.
+
+Other orders raise an error: a new program while others are played, or inputs with changed addresses. There
+torch records again and again, and its pool grows.
 """
 
 from __future__ import annotations
@@ -41,40 +44,42 @@ IRREGULAR = (
 )
 
 GENERATOR_BYTES = 8
-"""Of each of two numbers on the device, the seed and the offset of a generator that graphs use
-(`c10::CUDAGeneratorState::register_graph`)."""
+"""Size in bytes of two numbers on the device: the seed and the offset of a generator that graphs use.
+
+The source is `c10::CUDAGeneratorState::register_graph`.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class GraphFunction:
-    """A program that is recorded."""
+    """A program to record."""
 
     run: Callable[[list[Any]], Any]
     static: frozenset[int]
-    """Inputs that lie where they always do, by number."""
+    """Indices of inputs with a constant address."""
     is_backward: bool
     returned: frozenset[int] = frozenset()
-    """Inputs that are given back as they are, beside the graph, which does not read them."""
+    """Indices of inputs that are returned unchanged, outside of the graph, which does not read them."""
 
 
 Place = tuple[int, int]
-"""An output of the path: the number of its graph, and its own."""
+"""An output of the path: the index of its graph, and its own."""
 
 
 @dataclass(eq=False)
 class _Node:
-    """A program where it is recorded: after those that ran before it in its step."""
+    """A recorded program, as a child of the program before it in its step."""
 
     function: GraphFunction
     inputs: tuple[Any, ...] = ()
-    """Where each input lies: a `Place`, the block of a weight, or None where that was not looked at."""
+    """Position of each input: a `Place`, the block of a weight, or None if it was not examined."""
     outputs: list[weakref.ref[Any] | None] = field(default_factory=list)
-    """The storages that its last run gave."""
+    """The storages of its last run's outputs."""
     children: dict[GraphFunction, list[_Node]] = field(default_factory=lambda: defaultdict(list))
 
 
 class _State(Enum):
-    """How the last program of the step ran."""
+    """The kind of the last program's run in this step."""
 
     NOTHING = auto()
     FIRST_RUN = auto()
@@ -83,7 +88,7 @@ class _State(Enum):
 
 
 class GraphTrees:
-    """The graphs of one rehearsal."""
+    """The graphs of one simulation."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -91,16 +96,16 @@ class GraphTrees:
         self._path: list[_Node] = []
         self._roots = _Node(GraphFunction(list, frozenset(), is_backward=False))
         self._ran: set[GraphFunction] = set()
-        self._calls = self._calls_then = 0  # of what is compiled: now, and when a program last ran
-        self._pending = False  # a forward pass whose backward pass has not begun
+        self._calls = self._calls_then = 0  # calls of compiled code: now, and at the last program
+        self._pending = False  # True between a forward pass and its backward pass
         self._generator: list[torch.Tensor] = []
 
     def begin_call(self) -> None:
-        """Something that is compiled is called."""
+        """Count a call of compiled code."""
         self._calls += 1
 
     def call(self, function: GraphFunction, arguments: list[Any]) -> Any:
-        """Runs a program, in the way that its turn is."""
+        """Run a program: for the first time, recorded, or as a replay."""
         self._start()
         out = self._run(function, arguments)
         self._pending = not function.is_backward
@@ -108,7 +113,7 @@ class GraphTrees:
         return out
 
     def _start(self) -> None:
-        """Makes the pool, at the first call."""
+        """Create the pool at the first call."""
         import torch
 
         if not self._generator:
@@ -141,11 +146,11 @@ class GraphTrees:
 
     @property
     def _last(self) -> _Node:
-        """The program that ran last in this step."""
+        """The last program of this step."""
         return self._path[-1] if self._path else self._roots
 
     def _try_to_end(self) -> None:
-        """Ends the path where a new step has begun, or where nothing of it lives any more."""
+        """End the path if a new step has begun, or if none of its outputs is alive."""
         begins = self._calls != self._calls_then and not self._pending
         if not (begins or not any(True for _ in self._live())):
             return
@@ -154,15 +159,17 @@ class GraphTrees:
         self._path, self._state = [], _State.NOTHING
 
     def _live(self) -> Iterator[tuple[Place, Any]]:
-        """What programs of the path gave and still lives."""
+        """Yield the live outputs of the path's programs."""
         for depth, node in enumerate(self._path):
             for number, reference in enumerate(node.outputs):
                 if reference is not None and (storage := reference()) is not None:
                     yield (depth, number), storage
 
     def _places(self, function: GraphFunction, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """Where each of these inputs lies. Of what is static but no weight the address is taken for the same
-        in each step."""
+        """Return the position of each input.
+
+        A static input that is no weight is assumed to have the same address in each step.
+        """
         managed = {storage._cdata: output for output, storage in self._live()}
         places: list[Any] = []
         for number, one in enumerate(arguments):
@@ -208,7 +215,7 @@ class GraphTrees:
         return self._after(node, out, _State.PLAYING)
 
     def _after(self, node: _Node, out: Any, state: _State) -> Any:
-        """A program has run, and gave this."""
+        """Record the outputs and the kind of a program's run, and return the outputs."""
         known = {storage._cdata for _, storage in self._live()}
         node.outputs = []
         for one in out:
@@ -221,8 +228,8 @@ class GraphTrees:
         return out
 
     def _copy_inputs(self, node: _Node, arguments: list[Any]) -> list[Any]:
-        """The program's inputs, those that lie elsewhere each time copied to where they were recorded; the
-        list that was given is emptied."""
+        """Return the inputs, with those of changing addresses copied to recorded ones. Empty the given
+        list."""
         import torch
 
         given = list(arguments)
@@ -245,11 +252,11 @@ class GraphTrees:
 
 
 def _run_on(function: GraphFunction, given: list[Any], originals: dict[int, Any]) -> Any:
-    """What a program gives; inputs that it gives back are those that were not copied."""
+    """Return a program's outputs; returned inputs are the originals, not their copies."""
     if not originals:
         return function.run(given)
     numbers = {id(given[number]): number for number in originals}
-    same = [given[number] for number in originals]  # so that no other object has their ids
+    same = [given[number] for number in originals]  # prevents the reuse of their ids
     out = [originals[numbers[id(one)]] if id(one) in numbers else one for one in function.run(given)]
     del same
     return out

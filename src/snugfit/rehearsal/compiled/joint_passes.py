@@ -1,11 +1,11 @@
-"""Inductor's passes over a joint graph (forward and backward), as they run for the policy's device.
+"""Inductor's passes over a joint graph (forward and backward), with the decisions of the policy's device.
 
-Two of them decide by the device. One replaces attention that is written out by a fused kernel: on CUDA in
-fp32 only with tf32, some spellings on the CPU alone. Which kernel, torch asks the device; here the policy
-answers. The other pads products whose rows are no multiple of 16 bytes, if it times that as faster. Nothing
-is timed here: products that it would time are taken to be faster padded as those were that one H200 timed. It
-comes first, and attention whose products are padded is not replaced any more. A Whisper with eager attention
-over 1,500 positions took 52 % more memory on an H200 than one whose scores are never stored.
+Two passes decide by the device. One replaces explicit attention by a fused kernel. On CUDA it does so in fp32
+only with tf32, and some patterns only on the CPU. torch chooses the kernel by the device; here the policy
+chooses. The other pass pads products whose rows are no multiple of 16 bytes, if padding is faster in a
+benchmark. A simulation runs no benchmark. It pads such products by a rule that was fitted to the benchmarks
+of one H200. This pass is the first, and attention with padded products is not replaced afterwards. A Whisper
+with eager attention over 1,500 positions used 52 % more memory on an H200 than one without stored scores.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy
 
 BALANCE = 54.4
-"""Multiplications for each element of its operands and result above which a product in 16 bits is taken to
-be faster padded. On an H200, products with 59 were padded and such with 49 were not; on an H100, some of the
-backward pass of an attention over 393 positions were, with 48. All were timed (`timed_padding.py`)."""
+"""Multiplications per element of operands and result above which a product in 16 bits is assumed to be
+padded.
+
+On an H200, products with 59 were padded and those with 49 were not. On an H100, some products with 48 were
+padded, in the backward pass of an attention over 393 positions. All were benchmarked (`timed_padding.py`).
+"""
 
 HALF = 2
 """Bytes of a number in 16 bits."""
@@ -44,10 +47,12 @@ PADDED = (
 def joint_passes_for(
     policy: Policy, doubt: Callable[[str], None], times: Callable[[PaddedProduct], None]
 ) -> Iterator[None]:
-    """Within it, the passes find the graph's tensors on the CPU, not on `meta`, where patterns and constants
-    are nothing, and decide as on the policy's device: autograd, which they trace with, needs a GPU for
-    tensors that are said to be there. `doubt` hears what is assumed, and `times` of the products that are
-    timed there."""
+    """Run the passes inside the context with tensors on the CPU and decisions for the policy's device.
+
+    The passes ignore patterns and constants on `meta`. Autograd, with which they trace, needs a GPU for
+    tensors on `cuda`. `doubt` is called with assumptions, and `times` with the products that a GPU would
+    benchmark.
+    """
     import torch
     from torch._inductor import compile_fx as fx
     from torch._subclasses import fake_tensor
@@ -59,7 +64,7 @@ def joint_passes_for(
         relabel(graph, cpu)
         on_gpu = isinstance(policy, CudaPolicy)
         decisions = _decisions_of(policy, doubt, times) if on_gpu else contextlib.nullcontext()
-        # the first joint graph of a process has patterns made for CUDA, which would open a context there
+        # the first joint graph of a process has patterns for CUDA, which would open a context there
         with decisions, patch.object(fake_tensor, "init_gpu_context", lambda device: None):
             return passes(
                 graph, *arguments, **{**keywords, "input_device": cpu} if takes_device else keywords
@@ -79,7 +84,7 @@ def _decisions_of(
     may_replace: Callable[[Any], bool] = fuse_attention._sfdp_params_check
 
     def may_replace_on_cuda(match: Any) -> bool:
-        """As torch says it, and: a fused kernel multiplies in tf32."""
+        """Return True if torch allows it and a fused kernel multiplies in tf32."""
         in_fp32 = match.kwargs["query"].meta["val"].dtype == torch.float32
         tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
         return (tf32 or not in_fp32) and may_replace(match)
@@ -96,7 +101,7 @@ def _decisions_of(
     with (
         patch.object(fuse_attention, "_scaled_dot_product_attention", attention_by(policy, trains=True)),
         patch.object(fuse_attention, "_sfdp_params_check", may_replace_on_cuda),
-        # what is left to the CPU looks for "cuda" in the text of a tensor's device
+        # the decision that remains for the CPU finds "cuda" in the text of a tensor's device
         patch.object(fuse_attention, "str", lambda device: "cuda", create=True),
         patch.object(pad_mm, "check_device", lambda one, other: True),
         patch.object(pad_mm, "has_triton", lambda: True),
@@ -106,9 +111,12 @@ def _decisions_of(
 
 
 def pays_to_pad(match: Any, first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether this product, (m, k) by (k, n), is taken to be faster padded: in 16 bits, as the six of one
-    attention were or were not, of operands that kernels write padded at once, or whose inner dimension needs
-    no padding. Those of an attention in tf32, over 373 positions, were not."""
+    """Return True if this product, (m, k) by (k, n), is assumed to be faster with padding.
+
+    It is in 16 bits, and its operands are written padded or its inner dimension needs no padding. The rule
+    fits the six products of one attention. Those of an attention in tf32, over 373 positions, were not
+    padded.
+    """
     from torch._inductor.fx_passes import pad_mm
 
     (rows, inner), columns = first.shape[-2:], second.shape[-1]

@@ -1,23 +1,23 @@
-"""Layers compiled one by one, or a model compiled whole (`step/compiling.py`), in a rehearsal.
+"""Simulate layers compiled one by one, or a model compiled as a whole (`step/compiling.py`).
 
-Dynamo and AOTAutograd run as they do in a real step, on the rehearsal's tensors, with the policy's overrides
-in force and out of the recorder's sight. Inductor lowers what they give for the policy's device
-(`lowering.py`), and its program runs on shapes (`program.py`) in the recorder's sight. Layers that are alike
-share one program, and so do rehearsals of one process.
+Dynamo and AOTAutograd run as in a real step, on the simulation's tensors. The policy's overrides are active,
+and the recorder does not see these stages. Inductor lowers their graphs for the policy's device
+(`lowering.py`). Its program runs on shapes under the recorder (`program.py`). Layers that are alike share one
+program, and so do simulations of one process.
 
-Two modes of Inductor are simulated: `default` and `reduce-overhead`. Another mode is rehearsed as the nearer
-of these, and another backend as the code is written: both with a doubt.
+Two modes of Inductor are simulated: `default` and `reduce-overhead`. Another mode is simulated as the nearer
+of these, and another backend as uncompiled code: both with a warning.
 
-Three things would go wrong silently:
+Three problems would give wrong results without an error:
 
-- under a dispatch mode Dynamo runs the code uncompiled, unless the mode says that it ignores what compilers
-  do (`Recorder.ignore_compile_internals`). So each call of a layer must have gone through a program, and one
-  that runs while an operator is being dispatched does not count: Dynamo compiles torch's own Python there.
-  Of a whole model, whose graph Dynamo may break into several, nothing may have run beside its programs;
-- the recorder follows modules by global hooks, which Dynamo would trace into the program: they are taken away
-  for the time of a compiled call;
-- torch remembers for each operator which kernel a traced graph goes to. The overrides come and go, so that
-  memory is wiped when they do.
+- Under a dispatch mode, Dynamo runs the code uncompiled, unless the mode ignores compilers
+  (`Recorder.ignore_compile_internals`). So each call of a layer must run a program. A program that runs in
+  the dispatch of an operator does not count, because Dynamo compiles torch's own Python there. Dynamo may
+  split the graph of a whole model. Then no kernel may run outside of its programs.
+- The recorder follows modules by global hooks, which Dynamo would trace into the program. So they are removed
+  during a compiled call.
+- torch caches the kernel of each operator for traced graphs. So this cache is cleared when overrides start
+  and end.
 """
 
 from __future__ import annotations
@@ -71,33 +71,33 @@ NOT_SIMULATED = (
 )
 
 _ASKED_IN_PYTHON = ("tensor", "is_autocast_enabled", "get_autocast_gpu_dtype")
-"""Functions of torch that are other ones during a rehearsal."""
+"""Functions of torch that are replaced during a simulation."""
 
 _HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_forward_hooks_always_called")
 
 
 @dataclass
 class _Program:
-    """What was made of one graph."""
+    """The program of one graph."""
 
     call: Callable[[list[Any]], Any]
     strides: list[tuple[int, ...] | None]
     again: Counter[int] | None
-    """The contractions that one of a backward pass computes again, by their FLOPs; None of a forward pass."""
+    """Contractions that a backward pass recomputes, counted by FLOPs; None for a forward pass."""
     decisions: Decisions
     attention: tuple[str, ...]
-    """The attention kernels that it runs."""
+    """The attention kernels in the program."""
 
 
 _PROGRAMS: dict[Any, _Program] = {}
-"""By graph and policy: a planner's rehearsals share them."""
+"""Programs by graph and policy, shared by the simulations of a plan."""
 
 _GRAPHS: dict[Any, Any] = {}
-"""What runs a graph as Dynamo traced it, forward and backward; likewise."""
+"""Functions that run a traced graph forward and backward, with keys like those of `_PROGRAMS`."""
 
 
 class Compiler:
-    """Compiles layers for one rehearsal."""
+    """The compiler of one simulation's layers."""
 
     def __init__(
         self, policy: Policy, recorder: Recorder, notes: PolicyNotes, eager_callback: Callable[..., Any]
@@ -107,18 +107,19 @@ class Compiler:
         self._policy, self._recorder, self._callback = policy, recorder, eager_callback
         self._notes = notes
         self._run = 0
-        self._within: list[range] = []  # kernels of the last step that programs ran
+        self._within: list[range] = []  # kernels of programs in the last step
         self._trees = GraphTrees(recorder)
-        self._assumed: list[str] = []  # of the graph that is compiled now
-        self._timed: list[PaddedProduct] = []  # of it, too
-        self._chosen: set[str] = set()  # sources of kernels whose settings were timed
+        self._assumed: list[str] = []  # assumptions for the current graph
+        self._timed: list[PaddedProduct] = []  # products to benchmark for the current graph
+        self._chosen: set[str] = set()  # sources of benchmarked kernels
         self._sizes = FirstSizes()
-        self._padded: set[str] = set()  # products that were timed as they are and padded
+        self._padded: set[str] = set()  # products that were benchmarked with and without padding
         self._own = {name: getattr(torch.Tensor, name) for name in ("item", "tolist", "numpy", "__format__")}
         self._functions = {name: getattr(torch, name) for name in _ASKED_IN_PYTHON}
 
     def compiled_function(self, forward: Callable[..., Any], wish: CompileWish) -> Callable[..., Any]:
-        """This layer's forward pass, compiled; as it is written for a backend that is not simulated."""
+        """Return this layer's compiled forward pass, or the original one for a backend that is not
+        simulated."""
         import torch._dynamo
         from torch._dynamo.utils import counters
 
@@ -150,19 +151,19 @@ class Compiler:
         self._recorder.doubt(NOT_SIMULATED.format(setting=setting, nearest=nearest))
 
     def _first_beside(self, start: int) -> Kernel | None:
-        """The first kernel from this one on that no program ran."""
+        """Return the first kernel from index `start` on that ran outside of programs, or None."""
         spans = [span for span in self._within if span.stop > start]
         kernels = enumerate(self._recorder.kernels[start:], start)
         return next((kernel for at, kernel in kernels if not any(at in span for span in spans)), None)
 
     def time_products_padded(self, products: Sequence[PaddedProduct]) -> None:
-        """These products are timed as they are and padded, where they were not before."""
+        """Benchmark these products with and without padding, unless they were benchmarked before."""
         start = len(self._recorder.kernels)
         time_padding(self._policy, products, self._padded)
         self._within.append(range(start, len(self._recorder.kernels)))
 
     def play(self, function: GraphFunction, arguments: list[Any]) -> Any:
-        """Runs a program that is recorded as a CUDA graph, with the copies of its inputs."""
+        """Run a program that is recorded as a CUDA graph, with the copies of its inputs."""
         start = len(self._recorder.kernels)
         out = self._trees.call(function, arguments)
         self._within.append(range(start, len(self._recorder.kernels)))
@@ -170,7 +171,7 @@ class Compiler:
 
     @contextlib.contextmanager
     def _program(self, attention: tuple[str, ...] = (), **how: Any) -> Iterator[None]:
-        """Within it, a program of this rehearsal runs."""
+        """Record a program of this simulation inside the context."""
         import torch
 
         self._run += bool(torch._C._len_torch_dispatch_stack())
@@ -182,7 +183,7 @@ class Compiler:
 
     @contextlib.contextmanager
     def _real_surroundings(self) -> Iterator[None]:
-        """Within it, Dynamo finds what it finds in a real step."""
+        """Restore the state of a real step for Dynamo inside the context."""
         import torch
         from torch._dynamo import eval_frame
         from torch.nn.modules import module as hooked
@@ -206,8 +207,10 @@ class Compiler:
 
     @contextlib.contextmanager
     def _autocast_of_cuda(self) -> Iterator[None]:
-        """Within it, code that asks whether CUDA's autocast is on is told what is on. It casts nothing
-        itself: no tensor here is CUDA's."""
+        """Set CUDA's autocast state to that of the switch inside the context, for code that reads it.
+
+        It casts nothing itself, because no tensor here is on CUDA.
+        """
         import torch
 
         on, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
@@ -221,8 +224,10 @@ class Compiler:
             torch.set_autocast_dtype("cuda", dtype)
 
     def compiled_graph(self, graph: Any, inputs: Sequence[Any], records: bool, budget: float) -> Any:
-        """What runs a graph that Dynamo traced, from memory where this process has made it before. A program
-        that `records` CUDA graphs is made anew each time."""
+        """Return a function that runs a graph from Dynamo, cached by process.
+
+        A program that `records` CUDA graphs is created each time.
+        """
         with self._sizes.ask(inputs) as any_sizes:
             key = self._policy, budget, graph.code, _surroundings(), any_sizes, _shape_of(inputs)
             shared = not records and not list(graph.children())
@@ -234,7 +239,7 @@ class Compiler:
             return compiled
 
     def _lower(self, graph: Any, inputs: Sequence[Any], records: bool, budget: float) -> Any:
-        """What runs the programs that Inductor makes of a graph."""
+        """Return a function that runs Inductor's programs of a graph."""
         from torch._inductor import compile_fx as fx
 
         self._assumed, self._timed = [], []
@@ -269,16 +274,19 @@ class Compiler:
 
 
 def _inputs_given_back(graph: Any) -> frozenset[int]:
-    """The inputs of a graph that it gives back and does nothing else with, by number: Inductor gives them
-    back beside what is recorded. One that it also reads is given to the recorded part, which gives it back
-    (`get_graph_partition_signature`, `torch/_inductor/scheduler.py`): the copy, and the original is free."""
+    """Return the indices of inputs that a graph returns and does not use otherwise.
+
+    Inductor returns them outside of the recorded graph. An input that the graph also reads is an input of the
+    recorded part, which returns its copy (`get_graph_partition_signature`, `torch/_inductor/scheduler.py`).
+    Its original can be freed.
+    """
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     output = next(iter(reversed(graph.graph.nodes)))
     return frozenset(number for number, node in enumerate(inputs) if set(node.users) == {output})
 
 
 def _runs_program(program: _Program, assumed: Sequence[str], timed: Sequence[PaddedProduct]) -> Run:
-    """What runs a program of Inductor. Before its first run these products were timed."""
+    """Return a function that runs a program of Inductor, after a benchmark of these products."""
     call, again, attention = program.call, program.again, program.attention
 
     def run(arguments: list[Any]) -> Any:
@@ -295,8 +303,7 @@ def _runs_program(program: _Program, assumed: Sequence[str], timed: Sequence[Pad
 
 
 def _about_breaks(name: str, kernel: Kernel, breaks: Counter[str]) -> str:
-    """What to say of a kernel that ran beside the programs of what is compiled, where Dynamo broke the graph
-    for these reasons."""
+    """Return the message for a kernel outside of the programs, with Dynamo's reasons for graph breaks."""
     reasons = [str(reason).strip().splitlines()[0] for reason in breaks]
     where = f" in {kernel.module}" if kernel.module else ""
     why = f" (torch broke the graph: {reasons[-1]})" if reasons else ""
@@ -304,23 +311,25 @@ def _about_breaks(name: str, kernel: Kernel, breaks: Counter[str]) -> str:
 
 
 _TRACED_FOR: list[Policy] = []
-"""Whose decisions are in what Dynamo remembers, where it may: tracing a layer again takes as long as
-rehearsing it."""
+"""The policy whose decisions are in Dynamo's caches, if any.
+
+To trace a layer again takes as long as its simulation.
+"""
 
 MANY = 4096
-"""Traces of one layer's code that Dynamo may make, and does not give up."""
+"""Limit for Dynamo's traces of one layer's code."""
 
 _RAN: list[list[Decisions]] = []
-"""Who wants to know of the programs that run."""
+"""Lists that collect the decisions of the programs that run."""
 
 _NOW: list[Compiler] = []
-"""Whose rehearsal runs: programs outlive the one that made them."""
+"""The compiler of the current simulation; programs outlive the one that created them."""
 
 
 @functools.cache
 def _backend_of(records: bool, budget: float, autocast: str) -> Callable[[Any, Sequence[Any]], Any]:
-    """One function for all rehearsals with these settings: Dynamo finds what it traced before by the backend,
-    too."""
+    """Return one function for all simulations with these settings, because Dynamo's cache uses it as a
+    key."""
 
     def compile_graph(graph: Any, inputs: Sequence[Any]) -> Any:
         with compiling.autocast_begins(autocast):
@@ -331,7 +340,7 @@ def _backend_of(records: bool, budget: float, autocast: str) -> Callable[[Any, S
 
 @contextlib.contextmanager
 def decisions_of_programs() -> Iterator[list[Decisions]]:
-    """Within it, what was decided for each program that runs is listed, each time that it does."""
+    """Yield a list that receives the decisions of each program at each of its runs inside the context."""
     ran: list[Decisions] = []
     _RAN.append(ran)
     try:
@@ -345,7 +354,7 @@ def _launch(name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Ten
 
 
 def _choose(source: str, changes: Sequence[torch.Tensor]) -> None:
-    """The first launch of a process times a kernel's settings."""
+    """Benchmark a kernel's configurations at its first launch in a process."""
     now = _NOW[-1]
     if source not in now._chosen:
         now._chosen.add(source)
@@ -353,7 +362,7 @@ def _choose(source: str, changes: Sequence[torch.Tensor]) -> None:
 
 
 def _surroundings() -> tuple[Any, ...]:
-    """What AOTAutograd and Inductor ask of the process beside the graph."""
+    """Return the process's state that AOTAutograd and Inductor read in addition to the graph."""
     import torch
     from torch._functorch import config as functorch
 
@@ -365,8 +374,10 @@ def _surroundings() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def compiled_layers(policy: Policy, recorder: Recorder, notes: PolicyNotes) -> Iterator[None]:
-    """Within it, layers that a Setup wants compiled are, for the policy's device. The recorder hears of
-    their programs and kernels."""
+    """Compile the layers of a Setup with `compile` for the policy's device inside the context.
+
+    Their programs and kernels go to the recorder.
+    """
     import torch
     import torch._dynamo
     from torch._dynamo import eval_frame
@@ -394,15 +405,18 @@ def compiled_layers(policy: Policy, recorder: Recorder, notes: PolicyNotes) -> I
     finally:
         _NOW.pop()
         if not nothing_else_compiles:
-            torch._dynamo.reset()  # what a layer may be compiled for is counted, and is the user's
+            torch._dynamo.reset()  # the number of compilations per layer is limited and belongs to the user
             _TRACED_FOR.clear()
         forget_traced_kernels()
 
 
 def _where_numbers_are_drawn(get_device: Callable[..., str | None]) -> Callable[..., str | None]:
-    """Whose random numbers a compiled program keeps the state of, for operators that it computes again, as
-    attention is. Either state is on the host, and only the host's can be had without a GPU. Of tensors on
-    `meta` torch says that they are there, and before 2.13 nothing."""
+    """Return the device whose random state a compiled program saves for recomputed operators, such as
+    attention.
+
+    Either state is on the host, and only the host's exists without a GPU. torch's own function returns `meta`
+    for tensors on `meta`, and None before 2.13.
+    """
 
     def device_of(args: Any, kwargs: Any) -> str | None:
         device = get_device(args, kwargs)
@@ -428,7 +442,7 @@ def _shape_of(value: Any) -> Any:
 
 
 def _strides(outputs: Any) -> Iterator[tuple[int, ...] | None]:
-    """Of a lowered graph's outputs; None for what is no tensor."""
+    """Yield the strides of a lowered graph's outputs; None for an output that is no tensor."""
     from torch._inductor.ir import IRNode
 
     for out in outputs or ():
@@ -437,7 +451,7 @@ def _strides(outputs: Any) -> Iterator[tuple[int, ...] | None]:
 
 
 def _tell_strides(strides: Sequence[tuple[int, ...] | None]) -> None:
-    """AOTAutograd is told how the outputs lie, as Inductor tells it."""
+    """Report the strides of the outputs to AOTAutograd, as Inductor does."""
     import torch
 
     context = torch._guards.TracingContext.try_get()
@@ -446,24 +460,24 @@ def _tell_strides(strides: Sequence[tuple[int, ...] | None]) -> None:
 
 
 class FirstSizes:
-    """Sizes of the first compilation of each function, in one rehearsal.
+    """Sizes of the first compilation of each function, in one simulation.
 
-    torch compiles a function for any sizes the second time, such as T5's decoder, whose layers share their
-    code with the encoder's. Here each is compiled for its own sizes, so that buffers are numbers. One
-    allocation differs: for any sizes AOTAutograd wants contiguous gradients, else gradients laid out as the
-    outputs, and it copies all others (`MemoryFormatMeta.from_tensor`,
-    `torch/_functorch/_aot_autograd/schemas.py`). torch 2.11 wants the same of both, unless its setting is
-    changed.
+    torch compiles a function with dynamic shapes the second time. An example is T5's decoder, whose layers
+    share their code with the encoder's. Here each is compiled for its own sizes, so that buffer sizes are
+    numbers. One allocation differs. With dynamic shapes AOTAutograd expects contiguous gradients, and
+    otherwise gradients with the strides of the outputs. It copies all others (`MemoryFormatMeta.from_tensor`,
+    `torch/_functorch/_aot_autograd/schemas.py`). torch 2.11 expects the same in both cases, unless its
+    setting is changed.
     """
 
     def __init__(self) -> None:
-        self._sizes: dict[int, Any] = {}  # of the first input that is no weight, by Dynamo's number
+        self._sizes: dict[int, Any] = {}  # shape of the first input that is no weight, by Dynamo's frame
 
     @contextlib.contextmanager
     def ask(self, inputs: Sequence[Any]) -> Iterator[bool]:
-        """Yield True if torch would compile Dynamo's current graph, with these inputs, for any sizes.
+        """Yield True if torch would compile Dynamo's current graph with dynamic shapes for these inputs.
 
-        Within it AOTAutograd lays gradients out as it then does.
+        Inside the context, AOTAutograd uses the layout of gradients for that case.
         """
         import torch
         from torch._functorch import config as functorch
@@ -478,7 +492,7 @@ class FirstSizes:
 
 
 def forget_traced_kernels() -> None:
-    """Wipes what torch remembers of kernels that traced graphs go to."""
+    """Clear torch's caches of kernels for traced graphs."""
     import torch
 
     for packet in vars(torch.ops.aten).values():
@@ -488,9 +502,9 @@ def forget_traced_kernels() -> None:
 
 
 def composed_as_elsewhere(resolve_key: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a choice of a traced operator's kernel that composes operators as a device does.
+    """Return a `resolve_key` for traced operators that composes operators as on a device.
 
-    torch gives some composite operators (a loss) a kernel for shapes in Python, and takes it for one below
+    torch gives some composite operators (a loss) a shape function in Python, and treats it as a kernel below
     autograd. On `meta` alone they would have no gradient.
     """
     import torch

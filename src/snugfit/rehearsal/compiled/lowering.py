@@ -1,8 +1,8 @@
-"""A graph of tensors on `meta`, lowered by Inductor for the policy's device, without that device.
+"""Lower a graph of tensors on `meta` with Inductor for the policy's device, without that device.
 
-Dynamo and AOTAutograd trace and partition on `meta` as they would elsewhere. What follows asks the graph's
-tensors where they are: patterns and constants treat `meta` as nothing, fusion needs the real device. So each
-tensor of the graph is said to be the CPU's while passes run over it, and the target's when it is lowered.
+Dynamo and AOTAutograd trace and partition on `meta` as on other devices. Later stages read the device of the
+graph's tensors. Patterns and constants ignore `meta`, and fusion needs the real device. So each tensor of the
+graph is labelled as the CPU's during passes, and as the target's during the lowering.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def lower(
     graph: Any, inputs: Sequence[Any], policy: Policy, report_strides: Callable[[Any], None], **options: Any
 ) -> str:
-    """The Python program that Inductor makes of this graph; `options` are those of `compile_fx_inner`."""
+    """Return Inductor's Python program of this graph; `options` are those of `compile_fx_inner`."""
     import torch
     from torch._inductor import compile_fx, config
     from torch._inductor.debug import DebugContext
@@ -71,11 +71,13 @@ def lower(
 
 
 def _describe_again(graph: Any, inputs: Sequence[Any]) -> None:
-    """What each tensor of a graph is like follows from the graph and its inputs, anew, as Inductor has it
-    before it lowers one. A backward program is given tensors that lie as its forward program made them: a
-    convolution's, channels last, though the graph was traced otherwise. And gradients of attention that took
-    the place of what was written out lie as its kernel writes them: copies that brought those into order are
-    none any more."""
+    """Compute the metadata of the graph's tensors again from its inputs, as Inductor does before it lowers
+    one.
+
+    Inputs of a backward program have the strides of its forward program's outputs. Those of a convolution are
+    channels last, although the graph was traced otherwise. Gradients of a fused attention that replaced an
+    explicit one have its kernel's strides. Copies that changed strides before are then redundant.
+    """
     import torch
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
@@ -94,7 +96,7 @@ def _describe_again(graph: Any, inputs: Sequence[Any]) -> None:
 
 
 def computed_again(graph: Any) -> Counter[int]:
-    """The contractions of the forward pass that are in this graph of a backward pass, by their FLOPs."""
+    """Return the forward contractions in this graph of a backward pass, counted by FLOPs."""
     import torch
 
     from snugfit.rehearsal.record.kernels import CONTRACTIONS, flops_of, group_of
@@ -114,7 +116,7 @@ _PASSED_ON = ("graph_id", "is_backward", "is_inference", "static_input_idxs", "g
 
 
 def relabel(graph: Any, device: torch.device) -> Any:
-    """Says that all tensors of this graph are on this device; gives the mode of its tensors."""
+    """Set the device of all tensors in this graph. Return the fake mode of its tensors."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -139,7 +141,7 @@ def _device(value: Any, device: torch.device) -> Any:
 
 
 def _on(value: Any, device: torch.device) -> Any:
-    """The same fake tensor, on this device. It keeps its storage: passes ask which results share one."""
+    """Return the same fake tensor on this device. It has the same storage, which passes compare."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -152,33 +154,35 @@ def _on(value: Any, device: torch.device) -> Any:
 
 
 def _init_patterns() -> None:
-    """Inductor traces its patterns once, on the device that it finds; while that is the CPU."""
+    """Let Inductor trace its patterns, which it does once, on the current device. Here it must be the CPU."""
     from torch._inductor.fx_passes import post_grad
 
     post_grad.lazy_init()
 
 
 REGISTERS = 65_536
-"""Of a multiprocessor, on every GPU since Kepler (CUDA C++ Programming Guide, table of technical
-specifications)."""
+"""Registers of a multiprocessor, on every GPU since Kepler.
+
+The source is the CUDA C++ Programming Guide, table of technical specifications.
+"""
 
 WARP = 32
 """Threads of a warp."""
 
 TOOLKIT = "13.0"
-"""The version of CUDA that is named; Inductor asks only whether there is one."""
+"""Version of CUDA that Inductor reads; it only tests for its existence."""
 
 SHARED = 49_152
-"""Bytes of shared memory that a block may take without asking for more."""
+"""Bytes of shared memory that a block may use by default."""
 
 
 @contextlib.contextmanager
 def describe_gpu(policy: CudaPolicy) -> Iterator[None]:
-    """Describe this GPU to Inductor, where there is none.
+    """Describe this GPU to Inductor on a machine without it.
 
-    Inductor chooses fusion, the cut of reductions and library kernels by the device. It reads torch's device
-    interfaces, `torch.cuda` and Triton's driver, which are patched for the time of a lowering. Nothing is
-    compiled, so Triton need only be importable.
+    Inductor chooses fusion, the split of reductions and library kernels by the device. It reads torch's
+    device interfaces, `torch.cuda` and Triton's driver, which are patched during a lowering. Nothing is
+    compiled, so it is enough that Triton can be imported.
     """
     import torch
     import triton
@@ -202,9 +206,9 @@ def describe_gpu(policy: CudaPolicy) -> Iterator[None]:
             undo.enter_context(patch.object(torch.cuda, name, value))
         undo.enter_context(patch.object(torch.version, "cuda", torch.version.cuda or TOOLKIT))
         undo.enter_context(patch.object(scheduler, "has_triton", lambda: True))
-        # a build with CUDA would open a context on a GPU for tensors without data, or fail where none is
+        # a build with CUDA would open a context on a GPU for tensors without data, or fail without one
         undo.enter_context(patch.object(fake_tensor, "init_gpu_context", lambda device: None))
-        # the graph's tensors say they are the CPU's while its passes run
+        # the graph's tensors are labelled as the CPU's while its passes run
         undo.enter_context(patch.object(post_grad, "is_gpu", lambda device: True))
         undo.enter_context(patch.object(triton.runtime.driver, "_active", _Driver(policy)))
         yield
@@ -228,9 +232,9 @@ def _interface(policy: CudaPolicy) -> Any:
     )
 
     class Described(CudaInterface):
-        """What torch's interface would say on a machine with this GPU."""
+        """torch's interface of a machine with this GPU."""
 
-        Worker: Any = SimpleNamespace(  # what a process that compiles asks
+        Worker: Any = SimpleNamespace(  # read by processes that compile
             set_device=lambda device: None,
             current_device=lambda: 0,
             get_device_properties=lambda device=None: properties,
@@ -254,27 +258,27 @@ def _interface(policy: CudaPolicy) -> Any:
 
 
 class _Driver:
-    """Triton's driver, as far as code that is only generated asks it."""
+    """Triton's driver, with the methods that code generation uses."""
 
     def __init__(self, policy: CudaPolicy) -> None:
         self._capability = policy.capability[0] * 10 + policy.capability[1]
 
     def get_current_target(self) -> Any:
-        """The GPU that code is generated for."""
+        """Return the GPU for which code is generated."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", self._capability, WARP)
 
     def get_current_device(self) -> int:
-        """The only one has this number."""
+        """Return the index of the only device."""
         return 0
 
     def get_current_stream(self, device: int | None = None) -> int:
-        """The default stream of CUDA."""
+        """Return CUDA's default stream."""
         return 0
 
     def get_active_torch_device(self) -> Any:
-        """The only one, by torch's name."""
+        """Return the only device of torch."""
         import torch
 
         return torch.device("cuda", 0)

@@ -1,7 +1,7 @@
-"""A program that Inductor generated, run on shapes: it makes, passes on and drops the real buffers in order.
+"""Run a program of Inductor on shapes: it creates, passes on and frees the real buffers in order.
 
-Of the generated text only the program itself is kept. Its kernels are replaced by what writes them down; all
-else (allocations, views, products and attention of torch) runs on `meta` under the recorder.
+Only the program itself is used of the generated text. Its kernels are replaced by functions that record their
+launches. The rest (allocations, views, torch's products and attention) runs on `meta` under the recorder.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ Run = Callable[[list[Any]], Any]
 """A program, which empties the list of its inputs."""
 
 Launch = Callable[[str, Sequence[Any], Sequence[Any], str], None]
-"""Hears of a kernel: its name, the tensors that it reads, those that it writes, and its layout."""
+"""A function that records a kernel: name, tensors that it reads, tensors that it writes, layout."""
 
 Choose = Callable[[str, Sequence[Any]], None]
-"""Hears of a kernel's source and of the tensors that it changes before each launch, where the first of a
-process times several settings."""
+"""A function that is called before each launch of a kernel with several configurations.
+
+Its arguments are the kernel's source and the tensors that it changes. The first launch of a process
+benchmarks the configurations.
+"""
 
 _SIGNATURE = re.compile(r"'signature': \{(.*?)\}")
 _PARAMETER = re.compile(r"'(\w+)': '(\*?)")
@@ -36,7 +39,7 @@ _LAYOUTS = (
     (re.compile(r"@triton_heuristics\.\w*reduction\("), REDUCTION),
     (re.compile(r"@triton_heuristics\.pointwise\("), POINTWISE),
 )
-"""What a kernel's source holds, and its layout then; the first that it holds decides."""
+"""Patterns in a kernel's source, each with a layout; the first match decides."""
 
 
 _ATTENTION = re.compile(r"_scaled_dot_product_(flash_attention_for_cpu|cudnn|flash|efficient)")
@@ -44,19 +47,19 @@ _CHOICES = {"flash_attention_for_cpu": "flash_for_cpu"}
 
 
 def attention_in(text: str) -> tuple[str, ...]:
-    """The attention kernels that a program names, as the trace calls them."""
+    """Return the attention kernels in a program, by their names in a trace."""
     names = dict.fromkeys(_ATTENTION.findall(text))
     return tuple(_CHOICES.get(name, name) for name in names)
 
 
 def as_boxed(run: Run) -> Run:
-    """The program, known to AOTAutograd as one that empties its list."""
+    """Mark the program for AOTAutograd as one that empties its list of inputs."""
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 
 def load(text: str, launch: Launch, choose: Choose) -> Run:
-    """What runs this program on a list of inputs, which it empties."""
+    """Return a function that runs this program on a list of inputs, which it empties."""
     tree = ast.parse(text)
     names = _namespace()
     program: list[ast.stmt] = []
@@ -65,7 +68,7 @@ def load(text: str, launch: Launch, choose: Choose) -> Run:
             name, source = kernel
             names[name] = _GeneratedKernel(name, source, launch, choose)
         elif isinstance(statement, (ast.ClassDef, ast.FunctionDef)) and statement.name not in _BESIDES:
-            program.append(statement)  # the program, as a function or in a class
+            program.append(statement)  # the program is a function or a class
     exec(compile(ast.Module(body=program, type_ignores=[]), "<compiled layer>", "exec"), names)
     run: Run = names["Runner"](partitions=[]).call if "Runner" in names else names["call"]
     return run
@@ -75,7 +78,7 @@ _BESIDES = ("get_args", "benchmark_compiled_module")
 
 
 def _kernel_of(statement: ast.Assign) -> tuple[str, str] | None:
-    """Name and source of a kernel that is compiled here."""
+    """Return name and source of a compiled kernel, or None for another statement."""
     call, target = statement.value, statement.targets[0]
     if not (
         isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and isinstance(target, ast.Name)
@@ -89,7 +92,7 @@ def _kernel_of(statement: ast.Assign) -> tuple[str, str] | None:
 
 
 class _GeneratedKernel:
-    """Stands where a compiled kernel would."""
+    """A replacement for a compiled kernel."""
 
     def __init__(self, name: str, source: str, launch: Launch, choose: Choose) -> None:
         self.name, self._source, self._launch, self._choose = name, source, launch, choose
@@ -104,7 +107,7 @@ class _GeneratedKernel:
             self._roles = [name for name, _ in _PARAMETER.findall(signature[1])]
 
     def run(self, *arguments: Any, stream: Any = None, **_: Any) -> None:
-        """Writes the launch down."""
+        """Record a launch of the kernel."""
         import torch
 
         reads, writes, changes = [], [], []
@@ -125,8 +128,10 @@ class _GeneratedKernel:
 
 
 def settings_of(source: str) -> int:
-    """Between how many settings (sizes of blocks, numbers of warps) Inductor would choose for this kernel of
-    Triton, by timing them when it first runs."""
+    """Return the number of configurations (sizes of blocks, numbers of warps) for this Triton kernel.
+
+    Inductor benchmarks them at its first launch.
+    """
     from torch._inductor.runtime import triton_heuristics
 
     tree = ast.parse(source)
@@ -146,11 +151,11 @@ def settings_of(source: str) -> int:
 
 
 _CHECKS = ("assert_size_stride", "assert_size_stride_grouped", "assert_tensor_metadata", "assert_alignment")
-"""What a program asks of its inputs and of what operators gave; the second and third since torch 2.14."""
+"""Checks of a program on its inputs and on operators' outputs; the second and third since torch 2.14."""
 
 
 def _namespace() -> dict[str, Any]:
-    """What a program finds by name, for tensors on `meta`."""
+    """Return the namespace of a program, for tensors on `meta`."""
     import math
     import random
 
@@ -192,7 +197,7 @@ class _Library:
 
 
 class _Torch:
-    """torch, on a machine that has the GPU."""
+    """The module torch on a machine with the GPU."""
 
     def __getattr__(self, name: str) -> Any:
         import torch
@@ -201,7 +206,7 @@ class _Torch:
 
 
 class _Operators:
-    """torch's operators, with those that keep the state of random numbers for a recomputation."""
+    """torch's operators, with those that save the random state for a recomputation."""
 
     def __getattr__(self, name: str) -> Any:
         import torch
@@ -210,27 +215,27 @@ class _Operators:
 
 
 class _WithRandomState:
-    """The state is on the host, whatever the device is."""
+    """Operators with a random state on the host, for any device."""
 
     @staticmethod
     def run_and_save_rng_state(operator: Any, *arguments: Any, **keywords: Any) -> Any:
-        """The state, and what the operator gives."""
+        """Return the random state and the operator's output."""
         import torch
 
         return torch.get_rng_state(), operator(*arguments, **keywords)
 
     @staticmethod
     def run_with_rng_state(state: Any, operator: Any, *arguments: Any, **keywords: Any) -> Any:
-        """What the operator gives again."""
+        """Return the operator's output again."""
         return operator(*arguments, **keywords)
 
 
 class _Cuda:
-    """What a program asks of `torch.cuda`."""
+    """The functions of `torch.cuda` that a program uses."""
 
     @staticmethod
     def set_device(index: int) -> None:
-        """It is that device already."""
+        """Do nothing, because it is the current device already."""
 
     class _DeviceGuard:
         def __init__(self, index: int) -> None:

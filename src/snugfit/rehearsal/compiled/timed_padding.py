@@ -1,14 +1,14 @@
-"""What Inductor takes while it compiles, to time products as they are and padded (`fx_passes/pad_mm.py`).
+"""Simulate the memory of Inductor's padding benchmarks (`fx_passes/pad_mm.py`).
 
-Of a product with sizes that are no multiple of 16 bytes it makes operands on the GPU, and runs it as it is
-and padded: once, and then again and again beside a buffer as large as the GPU's cache, which it writes to
-flush that. All of this is gone when the product has been timed; but the workspaces of cuBLAS begin here, and
-segments are left that activations fill later. An H100 (torch 2.11) showed it so for 18 products of a ViT with
-adapters in fp32 and 18 of a T5 in fp16.
+For a product with sizes that are no multiple of 16 bytes, Inductor creates operands on the GPU. It runs the
+product with and without padding, once and then repeatedly. In the repeated runs, a buffer of the size of the
+GPU's cache is alive, which Inductor writes to flush the cache. All of this is freed after the benchmark. But
+the workspaces of cuBLAS begin here, and segments remain that activations use later. An H100 (torch 2.11)
+showed this for 18 products of a ViT with adapters in fp32. It also showed it for 18 of a T5 in fp16.
 
-Inductor says that it times products only that the GPU's arithmetic bounds. It compares with a clock in MHz
-that is taken for kHz (`is_mm_compute_bound`, `torch._utils_internal.max_clock_rate`), so it times them all:
-on that H100, one with 7.8 multiplications for each element too.
+Inductor's source intends to benchmark only products that are bound by the GPU's arithmetic. But it treats a
+clock in MHz as one in kHz (`is_mm_compute_bound`, `torch._utils_internal.max_clock_rate`), so it benchmarks
+all. On that H100, one with 7.8 multiplications per element was among them.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
 
 
 class Operand(NamedTuple):
-    """How a matrix, or a batch of them, lies."""
+    """Layout of a matrix or of a batch of matrices."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: Any
     written_padded: bool
-    """Whether the kernel that writes it would write it padded, so that this takes no time."""
+    """True if the kernel that writes it would write it padded, so that padding takes no time."""
 
 
 class PaddedProduct(NamedTuple):
-    """A product that is timed."""
+    """A product to benchmark."""
 
     key: str
-    """Under which Inductor remembers what it decided."""
+    """Key of Inductor's decision in its cache."""
     key_unpadded: str
-    """Under which it remembers how long the product takes as it is."""
+    """Key of the time without padding in Inductor's cache."""
     operator: str
     first: Operand
     second: Operand
@@ -51,7 +51,7 @@ class PaddedProduct(NamedTuple):
 def product_of(
     match: Any, first: torch.Tensor, second: torch.Tensor, operator: Any, added: Any
 ) -> PaddedProduct:
-    """The product that a pass has found."""
+    """Return the product of a pass's match."""
     from torch._inductor.fx_passes import pad_mm
 
     def describe(tensor: torch.Tensor, name: str = "") -> Operand:
@@ -70,7 +70,7 @@ def product_of(
 
 
 def time_padding(policy: Policy, products: Iterable[PaddedProduct], timed: set[str]) -> None:
-    """Allocates and drops what timing these takes on this GPU, but for those that are `timed` already."""
+    """Allocate and free the memory of these products' benchmarks on this GPU, except for `timed` ones."""
     import torch
 
     flushed = getattr(policy, "cache_bytes", 0)
@@ -84,7 +84,7 @@ def time_padding(policy: Policy, products: Iterable[PaddedProduct], timed: set[s
 
 
 def _time(product: PaddedProduct, flushed: int, *, as_it_is: bool) -> None:
-    """The order of `_should_pad`: operands, those that are written padded, and both products."""
+    """Run the steps of `_should_pad` in its order: operands, padded ones, and both products."""
     first, second = _make(product.first), _make(product.second)
     added = None if product.added is None or not as_it_is else _make(product.added)
     rows, inner, columns = _padding(first, second)
@@ -105,7 +105,7 @@ def _time(product: PaddedProduct, flushed: int, *, as_it_is: bool) -> None:
     if as_it_is:
         _run_twice(functools.partial(_multiply, product.operator, first, second, added), flushed)
     _run_twice(run_padded, flushed)
-    del run_padded, second, first  # in the order in which they were recorded to be gone
+    del run_padded, second, first  # the recorded order of frees
 
 
 def _run_twice(run: Callable[[], torch.Tensor], flushed: int) -> None:
@@ -128,7 +128,7 @@ def _multiply(
 
 
 def _make(like: Operand) -> torch.Tensor:
-    """One that lies so, of as many numbers as it spans (`realize_tensor`)."""
+    """Return a tensor of this layout in a storage of its extent (`realize_tensor`)."""
     import torch
 
     spans = sum((size - 1) * step for size, step in zip(like.shape, like.stride, strict=True)) + 1
@@ -136,7 +136,7 @@ def _make(like: Operand) -> torch.Tensor:
 
 
 def _padding(first: torch.Tensor, second: torch.Tensor) -> tuple[int, int, int]:
-    """By how many rows, inner numbers and columns a product is padded."""
+    """Return the padding of a product in rows, inner dimension and columns."""
     from torch._inductor.fx_passes import pad_mm
 
     align = pad_mm.get_alignment_size(first)
@@ -152,7 +152,7 @@ def _pad(matrix: torch.Tensor, below: int, beside: int) -> torch.Tensor:
 
 
 def _pad_sum(added: torch.Tensor, below: int, beside: int) -> torch.Tensor:
-    """What is added: of one dimension a row (`pad_dim` of `pad_addmm`)."""
+    """Return the padded added tensor; one dimension is a row (`pad_dim` of `pad_addmm`)."""
     import torch
 
     widths = {added.dim() - 1: beside, added.dim() - 2: below}

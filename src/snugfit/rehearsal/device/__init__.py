@@ -1,1 +1,1 @@
-"""CUDA's decisions, made for tensors on `meta`: which kernels run and what memory they take."""
+"""CUDA's decisions for tensors on `meta`: the kernels that run and the memory that they allocate."""

@@ -1,6 +1,9 @@
-"""What `scaled_dot_product_attention` runs once its kernel is chosen (`attention_choice.py`): the concrete
-operator with the tensors that it saves for backward, or the math path, whose scores are S x S. And what
-compiled `flex_attention` takes, by `torch/_inductor/kernel/flex/flex_attention.py`."""
+"""Run attention on `meta` with the kernel that torch would choose.
+
+For `scaled_dot_product_attention`, `attention_choice.py` chooses the kernel. This module runs the operator
+with the tensors that it saves for backward, or the math path with S x S scores. It also simulates compiled
+`flex_attention`, by `torch/_inductor/kernel/flex/flex_attention.py`.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy
 
 MASK_IN = 8
-"""Elements of which a row of efficient attention's mask, and every other stride of it, is a multiple."""
+"""Alignment in elements of each stride but the last in efficient attention's mask, and of its row padding."""
 
 
 def run_kernel(choice: str, of: Operands) -> torch.Tensor:
-    """The concrete operator that torch calls for this choice, with the tensors it saves for backward."""
+    """Run the concrete operator that torch calls for this choice, with the tensors it saves for backward."""
     out: torch.Tensor = _RUNNERS[choice](of)
     return out
 
@@ -28,8 +31,11 @@ def run_kernel(choice: str, of: Operands) -> torch.Tensor:
 def attention_by(
     policy: Policy, note: Callable[[str], object] = str, *, trains: bool = False
 ) -> Callable[..., torch.Tensor]:
-    """`scaled_dot_product_attention` as this policy's device runs it; `note` hears which kernel was chosen.
-    Where it `trains`, a backward pass follows whatever its operands say."""
+    """Return `scaled_dot_product_attention` for this policy's device.
+
+    `note` is called with the name of each chosen kernel. With `trains`, a backward pass always follows, even
+    if no operand requires a gradient.
+    """
     import torch
 
     def scaled_dot_product_attention(
@@ -60,7 +66,7 @@ def _flash(of: Operands) -> Any:
 
     q, k, v, scale = of.query, of.key, of.value, of.scale
     width = q.size(-1)
-    padding = -width % 8  # flash wants a head width that is a multiple of 8
+    padding = -width % 8  # flash requires a head width that is a multiple of 8
     if padding:
         q, k, v = (torch.constant_pad_nd(operand, (0, padding)) for operand in (q, k, v))
         scale = scale if scale is not None else float(width) ** -0.5
@@ -100,15 +106,21 @@ def _efficient(of: Operands) -> Any:
 
 
 def _is_aligned(mask: torch.Tensor) -> bool:
-    """Whether efficient attention takes this mask as it lies: `preprocess_mask`,
-    `native/transformers/attention.cpp`. On an H200, one of 216 columns was taken, and its padding to 224 was
-    the first difference between a history and a rehearsal that padded to sixteens."""
+    """Return True if efficient attention accepts this mask without a copy.
+
+    The source is `preprocess_mask` in `native/transformers/attention.cpp`. On an H200, a mask of 216 columns
+    was accepted. A simulation that padded to multiples of 16 had 224 columns, its first difference from the
+    recorded history.
+    """
     return mask.stride(-1) == 1 and not any(stride % MASK_IN for stride in mask.stride()[:-1])
 
 
 def _math(of: Operands) -> Any:
-    """`_scaled_dot_product_attention_math`, written out because torch's own adds the mask out of place while
-    the recorder is active (`areAnyTensorSubclassLike`), one matrix of scores more than on a device."""
+    """Run the math path of attention.
+
+    It repeats `_scaled_dot_product_attention_math`. While the recorder is active, torch's own adds the mask
+    out of place (`areAnyTensorSubclassLike`). That needs one matrix of scores more than on a device.
+    """
     import torch
 
     q, k, v, scale = of.query, of.key, of.value, of.scale
@@ -146,8 +158,11 @@ _RUNNERS: dict[str, Callable[[Operands], Any]] = {
 
 
 def additive(mask: Any, dtype: torch.dtype) -> Any:
-    """A boolean mask as one that is added, in the query's dtype, chosen between two scalars on the device
-    (`convert_boolean_attn_mask_`, `native/transformers/attention.cpp`)."""
+    """Return a boolean mask as an additive mask in the query's dtype.
+
+    Its values are selected from two scalars on the device (`convert_boolean_attn_mask_`,
+    `native/transformers/attention.cpp`).
+    """
     import torch
 
     if mask is None or mask.dtype != torch.bool:
@@ -157,13 +172,17 @@ def additive(mask: Any, dtype: torch.dtype) -> Any:
 
 
 RECORDING_MODES = 1
-"""Dispatch modes that a rehearsal itself runs under: the recorder, and a second one where the host's memory
-is rehearsed too (`sharded/engine.py`)."""
+"""Number of a simulation's own dispatch modes.
+
+One is the recorder; a second one exists if host memory is simulated too (`sharded/engine.py`).
+"""
 
 
 def is_under_a_mode() -> bool:
-    """Whether the step itself runs under a dispatch mode beside the recorder, as layers of selective
-    checkpointing do: torch then makes new tensors on a device too."""
+    """Return True if the step itself runs under a dispatch mode besides the recorder.
+
+    Layers with selective checkpointing do so. Then torch creates new tensors on a device too.
+    """
     import torch
 
     return torch._C._len_torch_dispatch_stack() > RECORDING_MODES
@@ -179,7 +198,10 @@ def _expand(mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
 
 
 def run_flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The output (B, H, S, D of the value), the log-sum-exp and the largest score of each row (B, H, S)."""
+    """Return the output, the log-sum-exp and the largest score per row of flex attention.
+
+    The output is (B, H, S, D) with D of the value, the other two are (B, H, S).
+    """
     import torch
 
     if torch.is_autocast_enabled("meta"):
@@ -191,8 +213,10 @@ def run_flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tup
 
 @functools.cache
 def _flex_function() -> Any:
-    """The compiled kernels as a function that autograd knows: forward keeps its operands, its output and one
-    number a row; backward takes a number a row and the gradients, and no copy in 32 bits."""
+    """Return the kernels as an autograd function, which saves operands, output and one number per row.
+
+    Backward allocates the gradients and one number per row, and no 32-bit copy.
+    """
     import torch
     from torch.utils.flop_counter import register_flop_formula
 
@@ -229,11 +253,11 @@ def _flex_function() -> Any:
     register_flop_formula(operators.flex_attention_backward)(products_backward)
 
     class FlexAttention(torch.autograd.Function):
-        """The two operators as one function."""
+        """The two operators as one autograd function."""
 
         @staticmethod
         def forward(context: Any, query: Any, key: Any, value: Any) -> Any:
-            """Keeps all but the largest scores."""
+            """Save everything except the largest scores."""
             out, logsumexp, largest = operators.flex_attention(query, key, value)
             context.save_for_backward(query, key, value, out, logsumexp)
             context.mark_non_differentiable(logsumexp, largest)
@@ -241,7 +265,7 @@ def _flex_function() -> Any:
 
         @staticmethod
         def backward(context: Any, gradient: Any, *_: Any) -> Any:
-            """Of each row, one number besides."""
+            """Return the gradients; one number per row is allocated in addition."""
             query, key, value, out, logsumexp = context.saved_tensors
             delta = logsumexp.new_empty(logsumexp.shape)
             return operators.flex_attention_backward(gradient, query, key, value, out, logsumexp, delta)
@@ -250,4 +274,4 @@ def _flex_function() -> Any:
 
 
 _LIBRARIES: list[Any] = []
-"""Operators live as long as the library that defined them."""
+"""Libraries of the operators, which exist only as long as their library."""

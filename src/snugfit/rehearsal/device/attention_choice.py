@@ -1,13 +1,15 @@
-"""Which attention kernel `scaled_dot_product_attention` runs, decided as torch decides it.
+"""Choose the attention kernel of `scaled_dot_product_attention` by torch's rules.
 
-The choice decides the memory of attention: the math path materialises S x S scores, the others do not, and
-each fused kernel has its own saved tensors and workspaces. torch asks the device; here the device is a
-policy. The conditions are those of `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` (torch 2.11 to
-2.13), for dense tensors: order flash, efficient, math, cuDNN, with cuDNN first on sm_90 and sm_100 when its
-version is above 9.15.0; what code switches off or orders otherwise (`sdpa_kernel`) counts. Held to what
-an H200 chose for 3,000 drawn calls (`results/h200-2026-11-22/attention-choices.json`): beside what the
-sources say, operands whose last stride is not 1 ran in math (the bias that T5's layers compute is one), and a
-mask that learns ran in efficient (the contiguous zeros of T5's attention across, under checkpointing).
+The choice determines the memory of attention. Only the math path materialises S x S scores. Each fused kernel
+has its own saved tensors and workspaces. torch reads the device's properties; here a policy replaces the
+device. The conditions are those of `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` (torch 2.11 to
+2.13), for dense tensors. The order is flash, efficient, math, cuDNN. cuDNN is first on sm_90 and sm_100 if
+its version is above 9.15.0. `sdpa_kernel` can disable or reorder kernels.
+
+The rules were compared with the choices of an H200 for 3,000 drawn calls
+(`results/h200-2026-11-22/attention-choices.json`). Two rules are not in the sources. Operands whose last
+stride is not 1 ran in math; the bias that T5's layers compute is one. A mask that requires a gradient ran in
+efficient; T5's cross-attention has one under checkpointing (contiguous zeros).
 """
 
 from __future__ import annotations
@@ -28,62 +30,63 @@ class Operands:
     """The arguments of `scaled_dot_product_attention`."""
 
     query: torch.Tensor
-    """(B, H, S, D)."""
+    """Shape (B, H, S, D)."""
 
     key: torch.Tensor
-    """(B, H, S, D): D as the query's, H and S of its own."""
+    """Shape (B, H, S, D), with the query's D and its own H and S."""
 
     value: torch.Tensor
-    """(B, H, S, D): lengths and heads as the key's, D of its own."""
+    """Shape (B, H, S, D), with the key's H and S and its own D."""
 
     mask: torch.Tensor | None = None
-    """What is added to the scores, or, of booleans, which scores count."""
+    """Additive mask for the scores, or a boolean mask that is True for used scores."""
 
     dropout: float = 0.0
-    """The chance at which a score is dropped."""
+    """Probability of dropping a score."""
 
     causal: bool = False
-    """Whether nothing looks ahead."""
+    """True for a causal mask."""
 
     scale: float | None = None
-    """What scores are multiplied by; None is 1 / sqrt(D)."""
+    """Factor of the scores; None is 1 / sqrt(D)."""
 
     grouped: bool = False
-    """Whether each head of key and value serves several of the query."""
+    """True if each head of key and value serves several of the query."""
 
     needs_grad: bool = False
-    """Whether a backward pass may follow."""
+    """True if a backward pass may follow."""
 
 
 class FusedKernels(NamedTuple):
-    """Which fused kernels of attention a GPU may choose from; `efficient` is everywhere."""
+    """The fused attention kernels of a GPU; `efficient` is available on all."""
 
     cudnn_first: bool
-    """Whether cuDNN's goes first; else it is the last that is asked."""
+    """True if cuDNN's kernel has the first priority; otherwise it has the last."""
     flash: bool
-    """Whether flash attention and cuDNN's run."""
+    """True if flash attention and cuDNN's run."""
     cudnn_width: int
-    """The widest head of cuDNN's."""
+    """Largest head width of cuDNN's kernel."""
     wide_backward: bool
-    """Whether flash attention's backward pass takes heads of more than 192 in any case."""
+    """True if flash attention's backward pass always supports heads wider than 192."""
     efficient_bf16: bool
-    """Whether efficient attention runs in bfloat16."""
+    """True if efficient attention runs in bfloat16."""
 
     @property
     def order(self) -> tuple[str, ...]:
-        """In which order torch asks them on this GPU (`priority_order`)."""
+        """Priority of the kernels on this GPU in torch (`priority_order`)."""
         return ("cudnn", "flash", "efficient", "math") if self.cudnn_first else DEFAULT_ORDER
 
 
 DEFAULT_ORDER = ("flash", "efficient", "math", "cudnn")
-"""Of torch, until a GPU has been asked."""
+"""Priority in torch until a GPU is initialized."""
 
 BACKENDS = {"math": 0, "flash": 1, "efficient": 2, "cudnn": 3}
-"""By name, the number of each kernel in `torch.nn.attention.SDPBackend`."""
+"""Number of each kernel in `torch.nn.attention.SDPBackend`, by name."""
 
 
 def kernels_on_cuda(capability: tuple[int, int]) -> FusedKernels:
-    """The kernels of a GPU of this capability, with a cuDNN after 9.15: below, torch does not prefer it."""
+    """Return the kernels of a GPU of this capability, with cuDNN after 9.15: torch does not prefer earlier
+    ones."""
     return FusedKernels(
         cudnn_first=capability in ((9, 0), (10, 0)),
         flash=(8, 0) <= capability <= (12, 1),
@@ -95,8 +98,10 @@ def kernels_on_cuda(capability: tuple[int, int]) -> FusedKernels:
 
 @contextlib.contextmanager
 def order_in_force(order: Sequence[str]) -> Iterator[None]:
-    """Within it, torch asks its kernels in this order. One that the user has set stays: `sdpa_kernel` and
-    `_set_sdp_priority_order` change the process's, and CPUs do not look at it."""
+    """Set torch's priority of attention kernels inside the context, unless the user has set another.
+
+    `sdpa_kernel` and `_set_sdp_priority_order` change the process's priority, which CPUs ignore.
+    """
     import torch
 
     before = torch._C._get_sdp_priority_order()
@@ -111,8 +116,11 @@ def order_in_force(order: Sequence[str]) -> Iterator[None]:
 
 
 def choose_on_cuda(of: Operands, fused: FusedKernels) -> str:
-    """`cudnn`, `flash`, `efficient` or `math`, on a GPU that has these kernels: the first of the order in
-    force that is switched on and takes the operands. Raises torch's `RuntimeError` when there is none."""
+    """Return `cudnn`, `flash`, `efficient` or `math`, on a GPU with these kernels.
+
+    The result is the first kernel in the active order that is enabled and supports the operands. Raise
+    torch's `RuntimeError` if there is none.
+    """
     import torch
 
     enabled = _switched_on()
@@ -125,7 +133,8 @@ def choose_on_cuda(of: Operands, fused: FusedKernels) -> str:
 
 
 def _switched_on() -> dict[str, bool]:
-    """By `torch.nn.attention.sdpa_kernel` and `torch.backends.cuda.enable_*_sdp`."""
+    """Return the enabled kernels, set by `torch.nn.attention.sdpa_kernel` and
+    `torch.backends.cuda.enable_*_sdp`."""
     from torch.backends import cuda
 
     return {
@@ -137,9 +146,13 @@ def _switched_on() -> dict[str, bool]:
 
 
 def _fuses(of: Operands, *, one_for_both: bool = True) -> bool:
-    """What every fused kernel asks for: four dimensions, one batch, whole groups of heads, no empty sequence:
-    `check_tensor_shapes`, `check_batch_size_and_num_heads_dense`, `check_nonzero_sequence_lengths_dense`.
-    `one_for_both`: key and value have the same number of heads in any case."""
+    """Return True if the operands meet the conditions of every fused kernel.
+
+    The conditions are four dimensions, one batch size, whole groups of heads, and no empty sequence. The
+    sources are `check_tensor_shapes`, `check_batch_size_and_num_heads_dense` and
+    `check_nonzero_sequence_lengths_dense`. With `one_for_both`, key and value must have the same number of
+    heads.
+    """
     query, key, value = of.query, of.key, of.value
     if not query.dim() == key.dim() == value.dim() == 4:
         return False
@@ -153,7 +166,7 @@ def _fuses(of: Operands, *, one_for_both: bool = True) -> bool:
 
 
 def _is_strided(of: Operands, *, of_one: bool) -> bool:
-    """Whether a last stride is not 1. `of_one` lets pass operands whose heads are one wide."""
+    """Return True if a last stride is not 1. With `of_one`, operands with heads of width 1 are ignored."""
     operands = () if of_one and of.query.size(-1) == 1 else (of.query, of.key, of.value)
     if of.mask is not None and of.mask.stride(-1) != 1:
         return True
@@ -191,7 +204,10 @@ def _cudnn_takes(of: Operands, fused: FusedKernels) -> bool:
 
 
 def _is_cudnn_mask(of: Operands) -> bool:
-    """`check_attn_mask_shape`: two or four dimensions, each whole or 1, and nothing to learn."""
+    """Return True if `check_attn_mask_shape` accepts the mask.
+
+    It must have two or four dimensions, each full or 1, and require no gradient.
+    """
     mask = of.mask
     if mask is None or mask.requires_grad or mask.dim() not in (2, 4):
         return False
@@ -225,8 +241,10 @@ _TAKES: dict[str, Callable[[Operands, FusedKernels], bool]] = {
 
 
 def choose_on_cpu(of: Operands) -> str:
-    """`flash_for_cpu` or `math`: `native/transformers/sdp_utils_cpp.cpp`, dense operands. Raises torch's
-    `RuntimeError` when neither is switched on or takes them."""
+    """Return `flash_for_cpu` or `math`, by `native/transformers/sdp_utils_cpp.cpp` for dense operands.
+
+    Raise torch's `RuntimeError` if no enabled kernel supports the operands.
+    """
     enabled = _switched_on()
     fits = of.dropout == 0 and _fuses(of) and (of.mask is None or _is_cudnn_mask(of))
     strided = any(operand.stride(-1) != 1 for operand in (of.query, of.key, of.value))

@@ -1,8 +1,8 @@
-"""CUDA's autocast on meta tensors: for each operator of the policy's lists, cast, then call what was there.
+"""CUDA's autocast on meta tensors: for each operator of the policy's lists, cast, then call its kernel.
 
-The switch is the CPU's: it exists in every build, nests, can be turned off inside, and checkpointing saves
-and restores it for the recomputation. Registered for the key AutogradMeta only, so a real CPU tensor under a
-real CPU autocast never passes here.
+The switch is that of the CPU's autocast. It exists in every build, nests, and can be disabled inside a
+region. Checkpointing saves and restores it for the recomputation. The kernels are registered for the key
+AutogradMeta only, so a real CPU tensor under a real CPU autocast never reaches them.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy
 
 KEY = "AutogradMeta"
-"""The dispatch key of all overrides: above autograd's kernels of meta tensors, and of no others."""
+"""Dispatch key of all overrides: above autograd's kernels of meta tensors, and of no others."""
 
 SWITCH = "cpu"
-"""Whose autocast state a rehearsal uses."""
+"""Device whose autocast state a simulation uses."""
 
 
 class _CachedCast(NamedTuple):
-    """A weight, which must live as long as it is found by its id, and its cast copy."""
+    """A weight and its cast copy. The weight must be alive while its id is a key of the cache."""
 
     weight: torch.Tensor
     cast: torch.Tensor
 
 
 class _Arguments(NamedTuple):
-    """What an operator is called with."""
+    """The arguments of an operator call."""
 
     positional: Iterable[Any]
     named: dict[str, Any]
@@ -44,16 +44,16 @@ class _Arguments(NamedTuple):
 class WeightCache:
     """Autocast's cache of cast weights: cast once per autocast region, dropped when the region ends.
 
-    Which tensors are cached: `cached_cast` of `aten/src/ATen/autocast_mode.cpp`.
+    `cached_cast` of `aten/src/ATen/autocast_mode.cpp` selects the cached tensors.
     """
 
     def __init__(self, claim: Callable[[torch.Tensor, str], None]) -> None:
         self.entries: dict[int, _CachedCast] = {}
-        """By the weight's id."""
+        """Copies by the weight's id."""
         self._claim = claim
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor in `dtype`, from the cache where torch would take it from there."""
+        """Return the tensor in `dtype`, from the cache if torch would cache it."""
         import torch
 
         if not (
@@ -72,12 +72,11 @@ class WeightCache:
 
 
 class Autocasting:
-    """Autocast's kernels: for each operator of the policy's lists, cast, then call the kernel that was there.
+    """Autocast's kernels: for each operator of the policy's lists, cast, then call the previous kernel.
 
-    An operator pays for such a kernel also where autocast is off. So they are registered when the first
-    region begins, and never where there is none. Operators that promote are there from the beginning:
-    scattering is one of them, and how many hold its operands (`accumulation.py`) depends on the kernels on
-    the way.
+    Such a kernel costs time even while autocast is off. So the kernels are registered at the start of the
+    first region, and never without one. Operators that promote are registered from the beginning. Scattering
+    is one of them, and its reference counts (`accumulation.py`) depend on the kernels on the path.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class Autocasting:
         self._register(self._lists.promote, _promoting)
 
     def begin(self) -> None:
-        """Registers the kernels when the first region begins."""
+        """Register the kernels when the first region begins."""
         if not self._begun:
             self._begun = True
             self._register(self._lists.lower, functools.partial(_casting, self._lower))
@@ -115,7 +114,7 @@ class Autocasting:
 
 @functools.cache
 def _plain_kernel(name: str) -> Any:
-    """torch's own kernel of an operator that has no other here: the same in every rehearsal."""
+    """Return torch's own kernel of an operator, which is the same in every simulation."""
     import torch
 
     return torch.library.get_kernel(f"aten::{name}", KEY)
@@ -123,7 +122,7 @@ def _plain_kernel(name: str) -> Any:
 
 @contextlib.contextmanager
 def overriding() -> Iterator[None]:
-    """Within it torch does not warn of kernels that are registered in the place of others."""
+    """Suppress torch's warning about replaced kernels inside the context."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel.*")
         yield
@@ -138,7 +137,7 @@ def _cast_all(cast: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _floats(value: Any) -> bool:
-    """Whether autocast may cast this argument (`is_autocast_eligible`)."""
+    """Return True if autocast may cast this argument (`is_autocast_eligible`)."""
     import torch
 
     return (
@@ -162,8 +161,11 @@ def _to_fp32(value: Any) -> Any:
 def _switched_off(
     previous: Callable[..., Any], prepare: Callable[[Any, Any], _Arguments]
 ) -> Callable[..., Any]:
-    """A kernel that, while the switch is on, prepares its arguments and then calls `previous` with the switch
-    off. Every operator of a rehearsal goes through one, so it does no more than that."""
+    """Return a kernel that prepares its arguments and calls `previous` with the switch off.
+
+    It does so while the switch is on. Every operator of a simulation passes through such a kernel, so it does
+    no more than that.
+    """
     import torch
 
     is_on, switch = torch.is_autocast_enabled, torch.set_autocast_enabled
@@ -183,7 +185,8 @@ def _switched_off(
 
 def _casting(cast: Callable[[], Callable[[Any], Any]], previous: Callable[..., Any]) -> Callable[..., Any]:
     def prepare(arguments: Any, keywords: Any) -> _Arguments:
-        # C++ evaluates the wrapper's arguments from right to left, and so are the copies allocated.
+        # C++ evaluates the wrapper's arguments from right to left, which is the order of the copies'
+        # allocations.
         one = cast()
         cast_arguments = [_cast_all(one, value) for value in reversed(arguments)][::-1]
         return _Arguments(cast_arguments, {name: _cast_all(one, value) for name, value in keywords.items()})

@@ -1,9 +1,9 @@
-"""What autocast casts, by device: torch's own lists, as data.
+"""Operators that autocast casts, by device, from torch's own lists.
 
-Source: `aten/src/ATen/autocast_mode.h` and `autocast_mode.cpp`, torch 2.13 (BSD-3): the names of the
+Source: `aten/src/ATen/autocast_mode.h` and `autocast_mode.cpp`, torch 2.13 (BSD-3). For CUDA these are the
 operators under AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE and
-AT_FORALL_PROMOTE for CUDA, and the CPU's own registrations. An older torch casts fewer of them, so the
-installed one is asked.
+AT_FORALL_PROMOTE. For the CPU they are its own registrations. An older torch casts fewer of them, so the
+lists are filtered by the installed one.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AutocastLists:
-    """Operators by what happens to their floating-point arguments."""
+    """Operators by the treatment of their floating-point arguments."""
 
     lower: tuple[str, ...]
-    """Those whose arguments are cast to the autocast dtype."""
+    """Operators whose arguments are cast to the autocast dtype."""
     fp32: tuple[str, ...]
-    """Those whose arguments are cast to fp32."""
+    """Operators whose arguments are cast to fp32."""
     fp32_result: tuple[str, ...]
-    """Those whose half-precision inputs are left, and whose result's dtype is set to fp32."""
+    """Operators whose half-precision inputs are unchanged, and whose result has dtype fp32."""
     promote: tuple[str, ...]
-    """Those whose arguments are cast to the widest dtype among them."""
+    """Operators whose arguments are cast to the widest dtype among them."""
     key: str
-    """The dispatch key of torch's own kernels for them, which every build has."""
+    """Dispatch key of torch's own kernels for them, which every build has."""
 
     def of_installed_torch(self, names: Iterable[str]) -> Iterator[str]:
-        """Those of these operators that the installed torch has, and casts."""
+        """Yield those of these operators that the installed torch has and casts."""
         import torch
 
         for name in names:
-            with contextlib.suppress(RuntimeError):  # an operator that it does not have
+            with contextlib.suppress(RuntimeError):  # raised for a missing operator
                 if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", self.key):
                     yield name
 
 
 def _names(words: str) -> tuple[str, ...]:
-    """The names in a text of several lines."""
+    """Return the names in a text of several lines."""
     return tuple(words.split())
 
 

@@ -1,4 +1,4 @@
-"""Scratch: what a kernel takes for itself, as allocations and frees in order."""
+"""Scratch: the temporary buffers of a kernel, as allocations and frees in order."""
 
 from __future__ import annotations
 
@@ -6,40 +6,45 @@ from typing import NamedTuple
 
 
 class Buffer(NamedTuple):
-    """An entry of a scratch: a buffer of so many bytes is allocated, or freed where they are negative. Of 0
-    bytes are the places of the operator's own outputs."""
+    """An entry of a scratch: the allocation of `nbytes` bytes, or a free if negative.
+
+    An entry of 0 bytes marks the position of the operator's own outputs.
+    """
 
     name: str
     nbytes: int
 
 
 Scratch = tuple[Buffer, ...]
-"""Allocations and frees, in order. Where the operator's own outputs are allocated stands `OUTPUTS`, or for
-each one of `ONE_OUTPUT`; they come first in a scratch that names no place for any."""
+"""Allocations and frees, in order.
+
+`OUTPUTS` marks the position of the operator's own outputs, and an element of `ONE_OUTPUT` that of a single
+one. Outputs come first in a scratch without such a marker.
+"""
 
 OUTPUTS = Buffer("outputs", 0)
-"""The place of all outputs."""
+"""Marker for the position of all outputs."""
 
 ONE_OUTPUT = {Buffer(f"output {number}", 0): number for number in range(3)}
-"""The places of the outputs one by one, and which of them each is."""
+"""Markers for single outputs, with the index of each output."""
 
 
 class GpuSize(NamedTuple):
-    """What a kernel's scratch grows with."""
+    """The properties of a GPU that determine a kernel's scratch."""
 
     multiprocessors: int
     threads: int
     """Resident threads of one multiprocessor."""
     capability: tuple[int, int] = (9, 0)
-    """Compute capability, which decides which kernel runs."""
+    """Compute capability, which selects the kernel."""
 
 
 def output(number: int) -> Buffer:
-    """The place of this one of the operator's outputs."""
+    """Return the marker for one output of the operator."""
     return Buffer(f"output {number}", 0)
 
 
 def nest(*buffers: Buffer, during: Scratch = ()) -> Scratch:
-    """Buffers that are allocated one after the other, live while something happens, and are freed in reverse
+    """Return buffers that are allocated in order, live during other entries, and are freed in reverse
     order."""
     return (*buffers, *during, *(Buffer(name, -nbytes) for name, nbytes in reversed(buffers)))

@@ -1,15 +1,14 @@
-"""Composite operators whose C++ body asks the device: what they call on the policy's device.
+"""Composite operators whose C++ code depends on the device, for the policy's device.
 
-torch writes dropout, attention, softmax and rms_norm as compositions that look at their input's device and
-take a fused operator where there is one. On `meta` there is none. These kernels ask the policy instead, and
-call the operator that the device's build would call, so that it saves the same tensors for backward.
-Sources: `aten/src/ATen/native/{Dropout,SoftMax,layer_norm}.cpp` and `native/transformers/attention.cpp`,
-torch 2.13.
+torch writes dropout, attention, softmax and rms_norm as compositions that select a fused operator by their
+input's device. There is none for `meta`. These kernels use the policy instead, and call the operator that the
+device's build would call. So the same tensors are saved for backward. Sources:
+`aten/src/ATen/native/{Dropout,SoftMax,layer_norm}.cpp` and `native/transformers/attention.cpp`, torch 2.13.
 
-Others write in place on a device and make new tensors while a dispatch mode is active, such as the recorder:
-torch composes them so that tensors of other kinds can see every step (`isTensorSubclassLike`). A layer's bias
-is added to the product of an input that is not contiguous (`native/Linear.cpp`), and the gradient of binary
-cross-entropy is made in one tensor (`torch/csrc/autograd/FunctionsManual.cpp`; torch 2.11 to 2.13).
+Other operators write in place on a device, and create new tensors while a dispatch mode such as the recorder
+is active. torch composes them in this way so that tensor subclasses see every step (`isTensorSubclassLike`).
+A layer's bias is added to the product of a non-contiguous input (`native/Linear.cpp`). The gradient of binary
+cross-entropy is computed in one tensor (`torch/csrc/autograd/FunctionsManual.cpp`; torch 2.11 to 2.13).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ RECURRENT_DOUBT = (
 
 
 def composites(policy: Policy, notes: PolicyNotes) -> dict[str, Callable[..., Any]]:
-    """Kernels by operator name, which note what they decide."""
+    """Return kernels by operator name; they record their decisions in `notes`."""
     import torch
 
     aten = torch.ops.aten
@@ -76,7 +75,7 @@ def composites(policy: Policy, notes: PolicyNotes) -> dict[str, Callable[..., An
 
 
 def _in_place_kernels() -> dict[str, Callable[..., Any]]:
-    """Kernels that write in place, by operator name."""
+    """Return kernels that write in place, by operator name."""
     import torch
 
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradMeta)
@@ -87,7 +86,7 @@ def _in_place_kernels() -> dict[str, Callable[..., Any]]:
 
 
 def _recurrent_kernels(notes: PolicyNotes) -> dict[str, Callable[..., Any]]:
-    """Kernels of recurrent layers, which run torch's composition and note the doubt."""
+    """Return kernels of recurrent layers, which run torch's composition and add a warning."""
     import torch
 
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradMeta)
@@ -161,14 +160,15 @@ def _with_logits(plain: Any, keys: Any) -> Callable[..., Any]:
 
 
 def _one_hot(x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """Zeros, and a one in each row; `meta` compares with every class instead (`native/Onehot.cpp`)."""
+    """Return one-hot rows from zeros and a scatter; `meta` would compare with every class
+    (`native/Onehot.cpp`)."""
     classes = int(x.max().item()) + 1 if num_classes == -1 else num_classes
     out: torch.Tensor = x.new_zeros((*x.shape, classes)).scatter_(-1, x.unsqueeze(-1), 1)
     return out
 
 
 def _keep_for_backward(x: torch.Tensor) -> torch.Tensor:
-    """`x`, which stays alive until the backward pass has passed here."""
+    """Return `x`, saved until its backward pass."""
     import torch
 
     class _Keeps(torch.autograd.Function):
@@ -190,7 +190,7 @@ def _rms_norm(
 ) -> torch.Tensor:
     import torch
 
-    if weight is not None and weight.dtype != x.dtype:  # then CUDA composes it too
+    if weight is not None and weight.dtype != x.dtype:  # CUDA composes it too in this case
         composed: torch.Tensor = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
         return composed
     return _fused_rms_norm(x, list(shape), weight, eps)
@@ -199,8 +199,11 @@ def _rms_norm(
 def _fused_rms_norm(
     x: torch.Tensor, shape: list[int], weight: torch.Tensor | None, eps: float | None
 ) -> torch.Tensor:
-    """CUDA's kernels for it and for its backward pass, which keep one number a row. For `meta`, torch would
-    compose both of other operators; below autograd they reach the recorder, whose shapes are our own."""
+    """Run CUDA's kernels for RMS norm, forward and backward, which save one number per row.
+
+    For `meta`, torch would compose both from other operators. Below autograd they reach the recorder, which
+    has shape functions for them.
+    """
     import torch
 
     aten = torch.ops.aten

@@ -1,20 +1,19 @@
-"""What cuDNN's convolutions allocate for themselves: copies of their operands with the channels last.
+"""Workspaces of cuDNN's convolutions: copies of their operands in channels-last layout.
 
-Tensor cores want channels last, and torch's convolutions come with channels first; so cuDNN's heuristics
-choose engines that copy input, weight and output into a workspace. Which engine that is, no source says: the
-rule was read off one H200 (cuDNN 9.19), from allocator histories of drawn ViTs and Whispers and from the
-convolutions of `results/h200-2026-11-22/convolutions.json`.
+Tensor cores require channels last, and torch's convolutions usually have channels first. So cuDNN's
+heuristics choose engines that copy input, weight and output into a workspace. The choice is documented in no
+source. The rule was fitted on one H200 (cuDNN 9.19). Its data are allocator histories of drawn ViTs and
+Whispers, and the convolutions of `results/h200-2026-11-22/convolutions.json`.
 
-- Half precision copies. Its sizes are exact in forward; in backward but for a tail of up to 2 KiB.
-- Half precision over the three colours of an image, as patch embeddings have it, was read over 136 shapes
-  (`results/h200-2026-11-27/patch-embeddings.json`, bf16). Forward, results of up to 384 channels take no
-  copy. Backward, a long sum over pictures and patches is made in parts, whose results lie in the workspace in
-  fp32; and small pictures' gradient of the weight takes one such part and no copies. Not followed:
-  three shapes with 42 million and more numbers of input copied nothing forward; up to 39 million did.
-- fp32 whose channels fill whole 16 bytes (Whisper's) copies in TF32 only, whatever its size.
-- fp32 whose channels do not (the three colours of an image) copies where there is enough to compute, with
-  TF32 from less on than without; between `LEAST_WORK` and the nearest smaller convolution that copied nothing
-  lies a factor of at most two.
+- Half precision copies. Its sizes are exact in forward, and except for a tail of up to 2 KiB in backward.
+- Half precision over the three colours of an image, as in patch embeddings, was fitted to 136 shapes
+  (`results/h200-2026-11-27/patch-embeddings.json`, bf16). Forward, results of up to 384 channels need no
+  copy. Backward, a long sum over pictures and patches is computed in parts, with fp32 results in the
+  workspace. The gradient of the weight from small pictures needs one such part and no copies. One case is not
+  covered: three shapes with 42 million or more input elements copied nothing forward; up to 39 million did.
+- fp32 with channels that fill multiples of 16 bytes (Whisper's) copies in TF32 only, at any size.
+- fp32 with other channels (the three colours of an image) copies above an amount of work. The amount is lower
+  with TF32 than without. The largest convolution without a copy has at least half of `LEAST_WORK`.
 """
 
 from __future__ import annotations
@@ -25,38 +24,48 @@ from typing import Any
 from snugfit.rehearsal.device.buffers import OUTPUTS, Buffer, Scratch, nest, output
 
 CHANNELS = 16
-"""Bytes to which an engine pads each pixel's channels, but for fp32 in forward."""
+"""Bytes to which an engine pads each pixel's channels, except for fp32 in forward."""
 
 ALIGNMENT = 16
-"""Bytes of a workspace beside its copies."""
+"""Bytes of a workspace in addition to its copies."""
 
 FLOAT_BYTES, PARTS_TAIL = 4, 128
-"""Bytes of a number of a part, and of a workspace beside its parts."""
+"""Size in bytes of one partial-sum element, and of a workspace in addition to its parts."""
 
 LEAST_WORK = {("forward", "tf32"): 0.85e9, ("backward", "tf32"): 0.57e9, ("backward", "ieee"): 1.3e9}
-"""Multiplications from which on fp32 copies channels that do not fill whole `CHANNELS`. Copied was at 0.93e9,
-0.68e9 and 1.75e9, and not at 0.77e9, 0.45e9 and 0.93e9. What is not named copies none: IEEE's forward, up to
-7.7e9."""
+"""Multiplications from which fp32 copies channels that do not fill a multiple of `CHANNELS`.
+
+Convolutions of 0.93e9, 0.68e9 and 1.75e9 copied; those of 0.77e9, 0.45e9 and 0.93e9 did not. A missing key
+copies nothing: IEEE's forward, up to 7.7e9.
+"""
 
 NARROW = 384
-"""Channels of a result in half precision that is computed from pictures without a copy: 384 and less took
-none, 640 and more did."""
+"""Largest number of output channels without a copy, for pictures in half precision.
+
+Results of 384 channels and fewer had no copy; those of 640 and more had one.
+"""
 
 SUMMED_IN_PARTS, MANY, MOST_IN_PARTS = 2560, 64, 1 << 16
-"""Rows of a sum (samples times patches) from which on it is made in parts; samples from which on in one part
-more; and rows that it was no longer made in parts of. 2,560 rows and 64 samples were not there yet, 2,744
-and 96 were; 50,176 were still made in parts, 65,536 no longer."""
+"""Thresholds of a sum in parts, in rows (samples times patches) or samples.
+
+From the first on, in rows, it is computed in parts. From the second on, in samples, it has one part more.
+From the third on, in rows, it is no longer in parts. 2,560 rows and 64 samples were below a threshold, 2,744
+and 96 above. 50,176 rows were still in parts, 65,536 no longer.
+"""
 
 PIXELS = 16
-"""Of a patch, to a multiple of which the one part of so long a sum is filled up."""
+"""Multiple of a patch's pixels to which the one part of such a long sum is padded."""
 
 FEW_PATCHES, FEW_SAMPLES, FEW_TAIL = 49, 8, 18_448
-"""Patches of a picture of which the gradient of the weight takes no copies, where there are more samples than
-these (8 took some, 10 did not), and bytes of its workspace beside one result in fp32."""
+"""Limits for a gradient of the weight without copies, and bytes of its workspace besides one fp32 result.
+
+It has at most this number of patches per picture, and more than this number of samples (8 copied, 10 did
+not).
+"""
 
 
 def forward(arguments: Sequence[Any], out: Any) -> Scratch:
-    """Of `convolution(input, weight, ...)`."""
+    """Return the scratch of `convolution(input, weight, ...)`."""
     x, weight = arguments[0], arguments[1]
     if (_is_of_patches(x, weight, out) and out.size(1) <= NARROW) or not _copies(x, weight, out, "forward"):
         return ()
@@ -64,9 +73,12 @@ def forward(arguments: Sequence[Any], out: Any) -> Scratch:
 
 
 def backward(arguments: Sequence[Any], out: Sequence[Any], summed: Scratch = ()) -> Scratch:
-    """Of `convolution_backward(grad_output, input, weight, ...)`: a contiguous copy of the gradient where it
-    is none, each gradient with its workspace, and when the copy is gone the bias's, which is a sum that takes
-    `summed` (`cudnn_convolution_backward`, `native/cudnn/ConvShared.cpp`, and `native/Convolution.cpp`)."""
+    """Return the scratch of `convolution_backward(grad_output, input, weight, ...)`.
+
+    It has a contiguous copy of the gradient if that is not contiguous, and each gradient with its workspace.
+    After the free of the copy, it has the bias's gradient, a sum with the scratch `summed`. Sources:
+    `cudnn_convolution_backward` (`native/cudnn/ConvShared.cpp`) and `native/Convolution.cpp`.
+    """
     gradient, x, weight = arguments[0], arguments[1], arguments[2]
     copy = Buffer("gradient", gradient.numel() * gradient.element_size())
     copies = () if gradient.is_contiguous() else (copy,)
@@ -97,7 +109,7 @@ def _padded_channels(x: Any) -> int:
 
 
 def _workspace_of_parts(x: Any, weight: Any, gradient: Any) -> Scratch:
-    """Of the weight's gradient from pictures in half precision."""
+    """Return the workspace of the weight's gradient from pictures in half precision."""
     samples, patches = x.size(0), gradient[0, 0].numel()
     if patches <= FEW_PATCHES and samples > FEW_SAMPLES:
         return nest(Buffer("cuDNN workspace", weight.numel() * FLOAT_BYTES + FEW_TAIL))
@@ -112,13 +124,13 @@ def _workspace_of_parts(x: Any, weight: Any, gradient: Any) -> Scratch:
 
 
 def _is_of_patches(x: Any, weight: Any, out: Any) -> bool:
-    """Whether it is of pictures in colours (B, C, H, W) in half precision, patch by patch."""
+    """Return True for a convolution of pictures in colours (B, C, H, W) in half precision, patch by patch."""
     apart = x.dim() == 4 and out.size(2) == x.size(2) // weight.size(2)
     return bool(apart and x.element_size() == 2 and _has_colours(x))
 
 
 def _has_colours(x: Any) -> bool:
-    """Whether an image's channels do not fill whole 16 bytes."""
+    """Return True if an image's channels do not fill a multiple of 16 bytes."""
     return bool(x.size(1) * x.element_size() % CHANNELS)
 
 

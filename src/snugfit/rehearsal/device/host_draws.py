@@ -1,12 +1,11 @@
-"""Random numbers that a forward pass draws on the host, where they decide what runs: LayerDrop, stochastic
-depth.
+"""Replace random numbers that a forward pass draws on the host for decisions: LayerDrop, stochastic depth.
 
-A real run throws its dice anew in each step, so its peak is that of the worst throw. A number that is
-compared with a probability is therefore the largest that can be drawn: no layer is dropped. That is a doubt,
-since code may as well ask for a number above a probability; and so is any other use of a number drawn. A
-comparison that every number answers alike (with a probability of 0, as BART's layers ask) is none.
+A real run draws new numbers in each step, so its peak is that of the worst draw. So a number that is compared
+with a probability is the largest possible one: no layer is dropped. This adds a warning, because code may
+also test for a number above a probability. Any other use of a drawn number adds one too. A comparison with
+the same result for every number adds none (with a probability of 0, as in BART's layers).
 
-Draws elsewhere (a loader's order, the initialisation of weights) are what they were.
+Other draws (a loader's order, the initialisation of weights) are unchanged.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ LARGEST = 1 - 2**-24
 """The largest fp32 number that `torch.rand` draws."""
 
 _DRAWN_IN = ("forward", "backward")
-"""Phases in which a model's code runs; in the latter it is computed again."""
+"""Phases in which a model's code runs; recomputation runs it in the latter."""
 
 
 def replaced_draws(doubt: Doubt, phase: Callable[[], str]) -> dict[Any, Any]:
-    """What stands in for the functions that draw on the host, by function."""
+    """Return replacements for the functions that draw on the host, by function."""
 
     def scalar(draw: Any) -> Any:
         def largest(*arguments: Any, **keywords: Any) -> Any:
@@ -81,7 +80,7 @@ def replaced_draws(doubt: Doubt, phase: Callable[[], str]) -> dict[Any, Any]:
 
 
 def replaced_functions() -> dict[Any, Any]:
-    """What stands in for the functions of `math`: numbers that were assumed, or drawn, stay known as such."""
+    """Return replacements for the functions of `math`, which keep assumed and drawn numbers marked."""
 
     def watch(function: Any) -> Any:
         def compute(*numbers: Any, **keywords: Any) -> Any:
@@ -101,10 +100,10 @@ _FUNCTIONS = (
     "exp", "exp2", "expm1", "fabs", "fmod", "frexp", "gamma", "hypot", "isclose", "ldexp", "lgamma", "log",
     "log10", "log1p", "log2", "modf", "pow", "radians", "remainder", "sin", "sinh", "sqrt", "tan", "tanh",
 )  # fmt: skip
-"""Functions of `math` that take floats, but for those that round or ask whether one is finite."""
+"""Functions of `math` on floats, except rounding and tests for finiteness."""
 
 _ONE: tuple[Any, ...] = ((1,), ([],), ((),), ([1],), ((1,),))
-"""Arguments of `torch.rand` with which it draws one number."""
+"""Arguments of `torch.rand` for a single number."""
 
 
 def _sentence(frame: FrameType) -> str:
@@ -117,8 +116,10 @@ def _sentence(frame: FrameType) -> str:
 
 
 class _Draw(float):
-    """The largest number that may be drawn. Whatever is made of it is a doubt, but a comparison that every
-    number in [0, 1) would answer alike."""
+    """The largest number that may be drawn.
+
+    Each use of it adds a warning, except a comparison with the same result for every number in [0, 1).
+    """
 
     tell: Callable[[], None]
 
@@ -129,12 +130,12 @@ class _Draw(float):
         return draw
 
     def after_function(self, result: Any) -> Any:
-        """What a function has computed of it."""
+        """Report a function of it, and return the result unchanged."""
         self.tell()
         return result
 
     def compare(self, other: Any) -> None:
-        """Notes a comparison with another number."""
+        """Report a comparison with another number, if its result depends on the draw."""
         if not isinstance(other, (int, float)) or 0 < other < 1:
             self.tell()
 
@@ -162,19 +163,19 @@ for _name in (*_ARITHMETIC, *_CONVERTING):
 
 
 class _DrawnTensor(torch.Tensor):
-    """A tensor of one number that was drawn."""
+    """A one-element tensor with a drawn number."""
 
     draw: _Draw
 
     @classmethod
     def of(cls, draw: _Draw, shape: Sequence[int]) -> _DrawnTensor:
-        """One of this shape."""
+        """Return such a tensor of this shape."""
         tensor = torch.full(tuple(shape), LARGEST).as_subclass(cls)
         tensor.draw = draw
         return tensor
 
     def item(self) -> Any:
-        """The number itself, which knows that it was drawn."""
+        """Return the drawn number, still marked as drawn."""
         return self.draw
 
     @classmethod

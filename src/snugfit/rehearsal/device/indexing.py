@@ -1,12 +1,13 @@
-"""What gathering and scattering by indices allocate for themselves.
+"""Scratch of gathering and scattering by indices.
 
-The rules were read in torch's sources (2.11 to 2.13; the file stands with each), and give every allocation
-and free in the recorded order of `tests/data/history-h200` (BERT, Llama and T5; 2,048 to 147,456 indices).
+The rules come from torch's sources (2.11 to 2.13; each rule names its file). They match every allocation and
+free in the recorded order of `tests/data/history-h200` (BERT, Llama and T5; 2,048 to 147,456 indices).
 
-Embedding backward adds atomically up to 3,072 indices. Above, it sorts them, cuts runs of one row into
-partial runs of at most ten indices, and sums partial runs: each in a row of its own that is summed again, or
-atomically into the gradient where the two-pass way would leave the GPU idle. What it allocates is bounded by
-the number of rows and does not depend on the data. Sorting and scanning are CUB's (`sorting.py`).
+Embedding backward adds atomically up to 3,072 indices. Above, it sorts them, splits runs of one row into
+partial runs of at most ten indices, and sums partial runs. Each partial sum is in a row of its own and summed
+again. If this two-pass way would leave the GPU idle, partial sums are added atomically to the gradient. The
+allocations are bounded by the number of rows and do not depend on the data. Sorting and scanning are CUB's
+(`sorting.py`).
 """
 
 from __future__ import annotations
@@ -22,21 +23,26 @@ SORTED_ABOVE = 3072
 """Indices above which embedding backward sorts instead of adding atomically (`native/cuda/Embedding.cu`)."""
 
 INDICES_PER_PARTIAL = 10
-"""Most indices that a partial run has: `NROWS_PER_THREAD` of `native/cuda/EmbeddingBackwardKernel.cu`."""
+"""Most indices of a partial run: `NROWS_PER_THREAD` of `native/cuda/EmbeddingBackwardKernel.cu`."""
 
 ATOMIC_BLOCKS = 4
-"""Blocks a multiprocessor below which partial runs are summed atomically
-(`MAX_ATOMIC_ACCUM_BLOCKS_PER_SM`, same file)."""
+"""Blocks per multiprocessor below which partial runs are summed atomically.
+
+The source is `MAX_ATOMIC_ACCUM_BLOCKS_PER_SM` in the same file.
+"""
 
 WARP, LARGEST_BLOCK = 32, 1024
 
 UNIQUE_TILE = 640 * 7
-"""Items of which a thread block of CUB finds the different ones, sm_90 and 8-byte keys
-(`cub/device/dispatch/tuning`)."""
+"""Items in which a thread block of CUB finds unique ones, for sm_90 and 8-byte keys.
+
+The source is `cub/device/dispatch/tuning`.
+"""
 
 
 def embedding(arguments: Sequence[Any], out: Any) -> Scratch:
-    """Indices that are no flat range are copied first: `indices.reshape(-1)` in `native/Embedding.cpp`."""
+    """Return the copy of indices that cannot be viewed as flat: `indices.reshape(-1)` in
+    `native/Embedding.cpp`."""
     indices = arguments[1]
     if indices.dim() == 1 or _flat(indices):
         return ()
@@ -52,8 +58,10 @@ def _flat(tensor: Any) -> bool:
 
 
 def index(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """Several indices of one shape but different strides are each copied, so that the kernel finds them
-    alike: `AdvancedIndex`, `native/TensorAdvancedIndexing.cpp`."""
+    """Return the copies of several indices with one shape and different strides.
+
+    The kernel requires equal strides: `AdvancedIndex`, `native/TensorAdvancedIndexing.cpp`.
+    """
     import torch
 
     indices = [one for one in arguments[1] if one is not None]
@@ -67,18 +75,23 @@ def index(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
 
 
 def masked_select(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """Where the mask is true, as indices: it gathers by those (`masked_select_out_cuda_impl`,
-    `native/cuda/IndexKernel.cpp`)."""
+    """Return the positions of the mask's true elements, by which it gathers.
+
+    The source is `masked_select_out_cuda_impl` in `native/cuda/IndexKernel.cpp`.
+    """
     dims = max(arguments[0].dim(), arguments[1].dim(), 1)
     return nest(Buffer("where", out.numel() * dims * INDEX), during=(OUTPUTS,))
 
 
 def index_put(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """What is added where indices point (the gradient of gathering) goes there sorted, so that it adds in one
-    order: `index_put_with_sort_kernel`, `native/cuda/Indexing.cu`. What is only written goes unsorted."""
+    """Return the scratch of an indexed write.
+
+    Values to add (the gradient of a gather) are sorted, so that they are added in one order:
+    `index_put_with_sort_kernel`, `native/cuda/Indexing.cu`. Values to write are not sorted.
+    """
     operand, indices = arguments[0], [one for one in arguments[1] if one is not None]
     if any(str(one.dtype) in ("torch.bool", "torch.uint8") for one in indices):
-        return ()  # how many are true depends on data
+        return ()  # the number of true elements depends on data
     if len(arguments) < 4 or not arguments[3]:
         return index(arguments, out, gpu)
     count, value = math.prod(_broadcast(indices)), arguments[2]
@@ -110,7 +123,10 @@ def _adjacent(indices: Sequence[Any]) -> bool:
 
 
 def embedding_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """`embedding_dense_backward_cuda` (`native/cuda/Embedding.cu`) without `scale_grad_by_freq`."""
+    """Return the scratch of `embedding_dense_backward_cuda`, without `scale_grad_by_freq`.
+
+    The source is `native/cuda/Embedding.cu`.
+    """
     gradient, indices, rows = arguments[0], arguments[1], int(arguments[2])
     copies = tuple(
         Buffer(name, _nbytes(tensor))
@@ -128,7 +144,10 @@ def embedding_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scra
 
 
 def _summing(count: int, rows: int, gradient: Any, item: int, multiprocessors: int) -> Scratch:
-    """`embedding_backward_cuda_kernel` (`native/cuda/EmbeddingBackwardKernel.cu`), after its output."""
+    """Return the scratch of `embedding_backward_cuda_kernel` after its output.
+
+    The source is `native/cuda/EmbeddingBackwardKernel.cu`.
+    """
     width = gradient.size(-1)
     runs = min(count, rows)
     partials = count // INDICES_PER_PARTIAL + runs

@@ -1,4 +1,4 @@
-"""What a policy's overrides tell of a rehearsal that is on."""
+"""Callbacks from a policy's overrides to the current simulation."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ if TYPE_CHECKING:
 
 
 def _nothing(*about: object) -> None:
-    """Nobody hears of it."""
+    """Ignore the note; the default of callbacks."""
 
 
 @dataclass(frozen=True)
 class PolicyNotes:
-    """Where overrides write down what they decided."""
+    """Callbacks and lists for the decisions of overrides."""
 
     claim: Callable[[torch.Tensor, str], None] = _nothing
-    """Called with each tensor that torch keeps for itself (autocast's copies), and its
-    kind."""
+    """Called with each tensor that torch allocates for itself (autocast's copies), and its kind."""
 
     doubt: Callable[[str], None] = _nothing
-    """Called with a sentence on each thing that had to be assumed."""
+    """Called with a sentence about each assumption."""
 
     phase: Callable[[], str] = str
-    """Gives the phase of the step that is on."""
+    """Returns the current phase of the step."""
 
     attention: list[str] = field(default_factory=list)
-    """The attention kernels that were chosen, in order."""
+    """The chosen attention kernels, in order."""

@@ -1,16 +1,18 @@
-"""Programs that may run instead of the one that is rehearsed, told as doubts.
+"""Add warnings about programs that may run instead of the simulated one.
 
-- What `torch.compile` compiles is rehearsed as it runs uncompiled: the compiler would trace the rehearsal's
-  own overrides, for seconds, and its kernels need a GPU.
-- transformers replaces functions of its models (scans, causal convolutions, delta rules) by those of other
-  packages (mamba-ssm, causal-conv1d, flash-linear-attention) where they are installed. Their kernels take no
-  tensors on `meta`, so transformers' own PyTorch code is rehearsed, installed or not. Which functions these
-  are is known by what transformers itself says and asks when one is called.
-- `flex_attention` becomes a kernel of its own, compiled on the GPU from the model's functions. It is
-  rehearsed by the tensors that the compiled kernel takes (`attention.py`), with the time of flash attention
-  without a mask; uncompiled it would hold every score. Blocks of a mask are made by a compiled function too,
-  which never holds the whole mask.
-- Some models' code loads kernels of its own (RWKV, YOSO, MRA, xLSTM), which is known by what it asks for.
+- Code under `torch.compile` is simulated without compilation. The compiler would trace the simulation's own
+  overrides, for seconds, and its kernels need a GPU.
+- transformers replaces functions of its models (scans, causal convolutions, delta rules) by those of
+  installed
+  packages (mamba-ssm, causal-conv1d, flash-linear-attention). Their kernels do not support `meta`. So
+  transformers' own PyTorch code is simulated in any case. Such functions are found by transformers' own log
+  message and check at their call.
+- `flex_attention` is compiled on the GPU from the model's functions, into a kernel of its own. It is
+  simulated
+  by the tensors that the compiled kernel allocates (`attention.py`), with the time of flash attention without
+  a mask. Uncompiled, it would store every score. A compiled function also creates the blocks of a mask,
+  without the whole mask.
+- Some models' code loads its own kernels (RWKV, YOSO, MRA, xLSTM), which its checks for packages show.
 """
 
 from __future__ import annotations
@@ -40,22 +42,25 @@ FLEX = (
 )
 
 _FLEX = "torch.nn.attention.flex_attention"
-"""The module of flex_attention and of its blocks, which transformers compiles."""
+"""Module of flex_attention and of its blocks, which transformers compiles."""
 
 _FALLS_BACK = re.compile(r"`\w+` is falling back to its reference PyTorch implementation because `([^`]+)`")
-"""How transformers says that it runs code of its own (`use_kernel_func_from_hub_with_fallback`)."""
+"""transformers' log message for its own code (`use_kernel_func_from_hub_with_fallback`)."""
 
 _ASKS_FOR = {
     "is_ninja_available": "kernels",
     "is_mambapy_available": "mambapy",
     "is_xlstm_available": "xlstm",
 }
-"""Functions by which a model's file asks whether a package of kernels is there."""
+"""Functions with which a model's file checks for a package of kernels."""
 
 
 def replaced_by_eager(doubt: Callable[[str], None]) -> dict[Any, Any]:
-    """What stands in for `torch.compile`: nothing is compiled. A function is doubted when it is called:
-    libraries compile some when they are imported that no step calls."""
+    """Return a replacement for `torch.compile` that compiles nothing.
+
+    A function adds its warning when it is called, because libraries compile some at import that no step
+    calls.
+    """
     import torch
 
     def compile(model: Any = None, **keywords: Any) -> Any:
@@ -80,8 +85,8 @@ def replaced_by_eager(doubt: Callable[[str], None]) -> dict[Any, Any]:
 
 @contextlib.contextmanager
 def rehearsed_instead(doubt: Callable[[str], None]) -> Iterator[None]:
-    """Within it, what was compiled before runs uncompiled, and transformers' functions run its own code."""
-    from torch.nn.attention import flex_attention as flex  # or the first forward pass imports the plain one
+    """Run compiled code uncompiled, and transformers' functions with its own code, inside the context."""
+    from torch.nn.attention import flex_attention as flex  # or the first forward pass imports the original
     from transformers.integrations import hub_kernels
     from transformers.integrations.flex_attention import WrappedFlexAttention
 
@@ -93,7 +98,7 @@ def rehearsed_instead(doubt: Callable[[str], None]) -> Iterator[None]:
             undo.enter_context(patch.object(eval_frame, "_callback_from_stance", _no_callback(doubt)))
         undo.enter_context(patch.object(flex, "_validate_device", lambda query, key, value: None))
         undo.enter_context(patch.object(flex, "flex_attention_hop", _flex_attention(doubt)))
-        undo.enter_context(patch.object(WrappedFlexAttention, "_instance", None))  # keeps what it compiled
+        undo.enter_context(patch.object(WrappedFlexAttention, "_instance", None))  # caches a compiled one
         logger: Any = hub_kernels.logger
         warn = logger.warning_once
 
@@ -115,12 +120,12 @@ def rehearsed_instead(doubt: Callable[[str], None]) -> Iterator[None]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `module.compile()` was called, of it or of a part of it; copies do not show it."""
+    """Return True if `module.compile()` was called on it or on a part of it. Copies do not show it."""
     return any(part._compiled_call_impl is not None for part in module.modules())
 
 
 def kernels_asked_for(model: nn.Module) -> Iterator[str]:
-    """A doubt for each package whose kernels a file of this model asks for by itself."""
+    """Yield a warning for each package of kernels that a file of this model checks for."""
     from importlib.util import find_spec
 
     files = {type(module).__module__ for module in model.modules()}
@@ -131,7 +136,7 @@ def kernels_asked_for(model: nn.Module) -> Iterator[str]:
 
 
 def without_package(package: str, *, installed: bool) -> str:
-    """The doubt about kernels of this package."""
+    """Return the warning about kernels of this package."""
     state = "is installed here, but does not run without data" if installed else "is not installed here"
     return (
         f"The model has faster kernels in {package}, which {state}. The prediction is for the PyTorch "
@@ -140,7 +145,7 @@ def without_package(package: str, *, installed: bool) -> str:
 
 
 def _flex_attention(doubt: Callable[[str], None]) -> Callable[..., Any]:
-    """Stands in for the operator: gives output, log-sum-exp of each row, and each row's largest score."""
+    """Return a replacement for the operator, with output, log-sum-exp and largest score of each row."""
 
     def run_fused(query: Any, key: Any, value: Any, *others: Any, **keywords: Any) -> tuple[Any, ...]:
         doubt(FLEX)
@@ -150,7 +155,7 @@ def _flex_attention(doubt: Callable[[str], None]) -> Callable[..., Any]:
 
 
 def _without_whole_mask(create_block_mask: Any) -> Callable[..., Any]:
-    """Blocks of a mask, made of scores' truths that are computed where they are asked for."""
+    """Return a function that creates the blocks of a mask without the whole mask."""
     import torch
     from torch.nn.attention import flex_attention as flex
 
@@ -175,7 +180,7 @@ def _without_whole_mask(create_block_mask: Any) -> Callable[..., Any]:
 
 
 def _no_callback(doubt: Callable[[str], None]) -> Callable[[Any], None]:
-    """Stands in for the function by which a compiled function learns what compiles it: nothing does."""
+    """Return a replacement for the lookup of a compiled function's compiler, which finds none."""
 
     def callback_from_stance(callback: Any) -> None:
         if callback not in (None, False):

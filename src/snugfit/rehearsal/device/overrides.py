@@ -1,19 +1,20 @@
-"""A policy put in force: for the time of a rehearsal, `meta` tensors behave as the policy's device would.
+"""Activate a policy: during a simulation, `meta` tensors behave like those of the policy's device.
 
-Two kinds of override, both taken back when the rehearsal ends:
+Two kinds of override are active until the simulation ends:
 
-1. At torch's dispatcher, kernels for the key AutogradMeta only, through the public `torch.library`: composite
-   operators whose C++ body asks the device (dropout, attention, softmax, rms_norm), and autocast. CPU and
-   CUDA tensors never pass these kernels, so other work of the process is unharmed.
-2. In Python, functions that answer by a device's name. They are imported by name all over torch and
-   transformers, also long before a rehearsal, so every loaded module's binding is replaced, and every
-   binding is put back, those of modules imported meanwhile too.
+1. At torch's dispatcher, kernels for the key AutogradMeta only, through the public `torch.library`. They
+replace autocast, and composite operators whose C++ code depends on the device (dropout, attention, softmax,
+rms_norm). CPU and CUDA tensors never reach these kernels, so other work of the process is unaffected.
 
-An override that no longer takes hold, because a torch release moved something, would make every figure
-quietly wrong. So `_probe` runs one small example of each, once for each policy of a process, and compares
-what came out; and something that is not there any more is named.
+2. In Python, functions whose result depends on a device's name. Modules of torch and transformers import them
+by name, also long before a simulation. So the binding of every loaded module is replaced. At the end every
+binding is restored, including those of modules imported meanwhile.
 
-Random numbers that a rehearsal draws (a loader's seed, the HF Trainer's) are taken back too.
+If a torch release moves a function, its override has no effect, and every number would be wrong without an
+error. So `_probe` runs one small example of each, once per policy and process, and compares the result. An
+error names a function that is missing.
+
+The states of random generators that a simulation uses (a loader's seed, the HF Trainer's) are restored too.
 """
 
 from __future__ import annotations
@@ -41,8 +42,11 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def in_force(policy: Policy, notes: PolicyNotes | None = None) -> Iterator[PolicyNotes]:
-    """Within it, meta tensors behave as the policy's device. Yields the notes that its overrides write on.
-    Raises `RehearsalError` when an override does not take hold."""
+    """Let meta tensors behave like those of the policy's device inside the context.
+
+    Yield the notes in which its overrides record their decisions. Raise `RehearsalError` if an override has
+    no effect.
+    """
     import torch
 
     if _ACTIVE:
@@ -78,12 +82,12 @@ def in_force(policy: Policy, notes: PolicyNotes | None = None) -> Iterator[Polic
 _ACTIVE: list[bool] = []
 
 _PROBED: set[Policy] = set()
-"""Policies whose overrides were seen to take hold in this process."""
+"""Policies with successfully tested overrides in this process."""
 
 
 @contextlib.contextmanager
 def _random_numbers_kept() -> Iterator[None]:
-    """Restores the state of every generator of the process."""
+    """Restore the state of every generator of the process after the context."""
     import random
 
     import numpy
@@ -100,7 +104,7 @@ def _random_numbers_kept() -> Iterator[None]:
 
 
 def _probe(policy: Policy) -> None:
-    """One small example of each override; raises `RehearsalError` when one does not take hold."""
+    """Run one small example of each override. Raise `RehearsalError` if one has no effect."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.optim.optimizer import _default_to_fused_or_foreach
@@ -137,7 +141,7 @@ TESTED = "snugfit is tested with torch 2.11 to 2.15."
 
 
 def missing_message(error: Exception) -> str:
-    """What to say when something that a rehearsal relies on is not where it was."""
+    """Return the message for a function or class of torch or transformers that is missing."""
     import torch
     import transformers
 
@@ -151,7 +155,7 @@ def missing_message(error: Exception) -> str:
 def bindings(
     policy: Policy, cache: WeightCache, begin_autocast: Callable[[], None], notes: PolicyNotes
 ) -> Iterator[None]:
-    """Every loaded module's binding of the functions below replaced; all put back at the end."""
+    """Replace every loaded module's bindings of these functions inside the context."""
     import torch
     import torch.optim.optimizer
     import torch.utils._foreach_utils as foreach
@@ -175,7 +179,7 @@ def bindings(
             begin_autocast()
 
     def is_on(device_type: str = "cuda") -> bool:
-        """Without an argument, as peft asks it, the question is about CUDA, on which nothing runs here."""
+        """Return the switch's state; the default device is CUDA, as in peft, where nothing runs."""
         on_gpu = device_type == "cuda" and policy.runs_cudnn
         return bool(is_autocast_enabled(SWITCH if on_gpu or device_type == "meta" else device_type))
 
@@ -192,7 +196,7 @@ def bindings(
     }
     from transformers.integrations import moe
 
-    if hasattr(moe, "_can_use_grouped_mm"):  # else transformers decides in another way, or has no such path
+    if hasattr(moe, "_can_use_grouped_mm"):  # others decide in another way, or have no such path
         replaced[moe._can_use_grouped_mm] = lambda *operands: policy.uses_grouped_mm
     with (
         patch.object(torch, "clear_autocast_cache", clear_both),
@@ -210,36 +214,38 @@ def bindings(
 
 
 def fill_dynamos_table() -> None:
-    """Dynamo's own table of functions that it need not trace, which it fills when it first looks something
-    up: filled during a rehearsal, it would know `math.sqrt` by what stands in for it, and never again by
-    itself."""
+    """Fill Dynamo's own table of functions that it need not trace.
+
+    Dynamo fills it at its first lookup, and never again by itself. During a simulation, it would contain the
+    replacement of `math.sqrt`.
+    """
     if (rules := sys.modules.get("torch._dynamo.trace_rules")) is not None:
         rules.get_torch_obj_rule_map()
 
 
 def _of_the_switch(dtype_of: Callable[[str], torch.dtype]) -> Callable[[str], torch.dtype]:
-    """The same question, asked about `meta` too, for which torch has no autocast."""
+    """Return the lookup of a dtype that also supports `meta`, for which torch has no autocast."""
     return lambda device_type: dtype_of(SWITCH if device_type == "meta" else device_type)
 
 
-# A search through every name of every module takes longer than a small rehearsal. So places are remembered,
-# and a module is searched again only when it has more or fewer names than before.
+# A search through every name of every module takes longer than a small simulation. So positions are cached,
+# and a module is searched again only if its number of names has changed.
 
 _LOOKED_THROUGH: dict[int, tuple[dict[str, Any], int]] = {}
-"""Modules' namespaces, by identity, and how many names each had when it was looked through."""
+"""Modules' namespaces by id, each with its number of names at the last search."""
 
 _MODULES: list[Any] = []
-"""The loaded modules at that time. They stay alive for it: another could come to lie where one was."""
+"""The loaded modules at that time. The list keeps them alive, so that no other module gets the same id."""
 
 _FOUND: dict[tuple[int, str], dict[str, Any]] = {}
-"""The namespaces, by identity and name, in which one of the functions was ever found, or may come to be."""
+"""Namespaces, by id and name, in which one of the functions was found or may be bound."""
 
 _ORIGINALS: list[Any] = []
-"""Which functions were looked for."""
+"""The functions of the last search."""
 
 
 def _rebind(replacements: dict[Any, Any]) -> None:
-    """In every loaded module, each name bound to a key of `replacements` is bound to its value."""
+    """Bind each name of a key of `replacements` to its value, in every loaded module."""
     by_id = {id(old): new for old, new in replacements.items()}
     if not _are_as_looked_through():
         _look_through(by_id)
@@ -249,7 +255,7 @@ def _rebind(replacements: dict[Any, Any]) -> None:
 
 
 def _are_as_looked_through() -> bool:
-    """Whether the loaded modules are those that were last looked through, each with as many names."""
+    """Return True if the loaded modules and their numbers of names equal those of the last search."""
     modules = list(sys.modules.values())
     if len(modules) != len(_MODULES) or not all(map(operator.is_, modules, _MODULES)):
         return False
@@ -258,7 +264,7 @@ def _are_as_looked_through() -> bool:
 
 
 def _look_through(ids: Collection[int]) -> None:
-    """Notes where what has one of these ids stands in modules that are new or have other names."""
+    """Record the positions of objects with one of these ids, in modules that are new or have other names."""
     own_names = {original.__name__ for original in _ORIGINALS}
     modules = list(sys.modules.values())
     _MODULES[:] = modules
@@ -268,12 +274,12 @@ def _look_through(ids: Collection[int]) -> None:
             continue
         _LOOKED_THROUGH[id(names)] = names, len(names)
         for name, value in list(names.items()):
-            if id(value) in ids or name in own_names:  # by its name another may stand there just now
+            if id(value) in ids or name in own_names:  # its current binding may be another object
                 _FOUND[id(names), name] = names
 
 
 def _look_for(originals: Collection[Any]) -> None:
-    """Forgets where functions were found when these are others."""
+    """Clear the recorded positions if these functions are new."""
     if len(originals) == len(_ORIGINALS) and all(map(operator.is_, originals, _ORIGINALS)):
         return
     _ORIGINALS[:] = originals
@@ -283,22 +289,22 @@ def _look_for(originals: Collection[Any]) -> None:
 
 
 DEVICE_OF_CONTEXT = "get_torch_context_manager_or_global_device"
-"""The function by which transformers finds out whether it builds on `meta`."""
+"""Function of transformers that returns the device of the model's construction."""
 
 
 @contextlib.contextmanager
 def built_as_on_a_device() -> Iterator[None]:
     """Initialise and cast models and adapters that are built on `meta`, as on a device.
 
-    Libraries leave out initialisation on `meta`. Some of it makes tensors of its own (Whisper's sinusoids,
-    rotary frequencies), which leave gaps between the weights. On a measured Whisper these were half a per
-    cent of the reserved bytes. peft makes adapters in fp32 and casts them to the dtype of their layer and
-    back, with such gaps too. An initialisation that reads values fails here, and its rest is left out.
+    Libraries skip initialisation on `meta`. A part of it creates temporary tensors (Whisper's sinusoids,
+    rotary frequencies), which leave gaps between the weights. On a measured Whisper, these were half a
+    percent of the reserved bytes. peft creates adapters in fp32 and casts them to the dtype of their layer
+    and back, also with gaps. An initialisation that reads values fails here, and its rest is skipped.
     """
     from transformers import modeling_utils
 
     with contextlib.ExitStack() as undo:
-        if hasattr(modeling_utils, DEVICE_OF_CONTEXT):  # else this transformers initialises on any device
+        if hasattr(modeling_utils, DEVICE_OF_CONTEXT):  # other versions initialise on any device
             import torch
 
             undo.enter_context(patch.object(modeling_utils, DEVICE_OF_CONTEXT, lambda: torch.device("cuda")))
@@ -323,7 +329,7 @@ def _as_far_as_it_goes(initialize: Any) -> Any:
 
 
 def _cast_too(move: Any) -> Any:
-    """peft's move of an adapter to the device and dtype of its base layer, which passes over `meta`."""
+    """Return peft's move of an adapter to its base layer's device and dtype, extended to `meta`."""
     import torch
 
     def move_and_cast(layer: Any, adapter_name: str, *arguments: Any, **keywords: Any) -> None:

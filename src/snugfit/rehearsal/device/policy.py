@@ -1,11 +1,11 @@
-"""A device's decisions: the only place that knows what a kind of device does differently.
+"""A device's decisions: the only module with differences between kinds of devices.
 
-torch decides much of a step by asking the tensor's device: which attention kernel runs, what autocast casts,
-whether dropout is one kernel, which optimizers are fused, what a kernel takes as scratch. A rehearsal's
-tensors live on `meta`, which would answer for itself. A `Policy` answers for the device that is meant.
+torch makes many decisions of a step by the tensor's device. Examples are the attention kernel, autocast's
+operators, fused dropout and optimizers, and a kernel's scratch. A simulation's tensors are on `meta`, with
+decisions of its own. A `Policy` has the decisions of the predicted device.
 
-Two exist: `CudaPolicy` for a GPU by its compute capability, and `CpuPolicy`, with which law 1 compares a
-rehearsal with the allocator's own reports of a real run.
+There are two policies. `CudaPolicy` represents a GPU by its compute capability. With `CpuPolicy`, law 1
+compares a simulation with the allocator's own reports of a real run.
 """
 
 from __future__ import annotations
@@ -29,77 +29,81 @@ _Choice = TypeVar("_Choice", bound=Hashable)
 
 
 class PoliciesDiffer(SnugfitError):
-    """GPUs that were to share a rehearsal would run another kernel each; no user meets it."""
+    """GPUs of a joint simulation would run different kernels; internal, never shown to a user."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(ABC):
-    """What a kind of device decides."""
+    """The decisions of a kind of device."""
 
     autocast: ClassVar[autocast_lists.AutocastLists]
-    """What autocast casts on this device."""
+    """Operators that autocast casts on this device."""
 
     fuses_dropout: ClassVar[bool]
-    """Whether dropout is one kernel with a boolean mask (`native_dropout`)."""
+    """True if dropout is one kernel with a boolean mask (`native_dropout`)."""
 
     softmax_upcasts_fp16: ClassVar[bool]
-    """Whether softmax reads fp16 and writes fp32 in one kernel."""
+    """True if softmax reads fp16 and writes fp32 in one kernel."""
 
     fuses_rms_norm: ClassVar[bool]
-    """Whether `rms_norm` is one kernel (`_fused_rms_norm`)."""
+    """True if `rms_norm` is one kernel (`_fused_rms_norm`)."""
 
     runs_cudnn: ClassVar[bool]
-    """Whether recurrent networks are cuDNN's."""
+    """True if recurrent networks run in cuDNN."""
 
     keeps_exchanged: ClassVar[bool]
-    """Whether tensors that ranks exchange in a stream of their own are kept until the next such exchange
-    begins (NCCL's stash in place of `record_stream`, `ProcessGroupNCCL.cpp`), and exchanges that begin
-    together have one handle (`sharded/ranks.py`)."""
+    """True if tensors of asynchronous collectives are kept alive until the next one begins.
+
+    This is NCCL's stash, which replaces `record_stream` (`ProcessGroupNCCL.cpp`). Exchanges that begin
+    together then have one handle (`sharded/ranks.py`).
+    """
 
     remembers_scratch: ClassVar[bool] = True
-    """Whether the scratch of a call need not be asked twice."""
+    """True if the scratch of a call may be cached."""
 
     free_bytes: int | None = field(default=None, compare=False)
-    """Bytes that a process finds free on the device before its model is built; None where that is not known.
-    Only what asks the device before it decides (DeepSpeed's second stage) depends on it."""
+    """Free bytes on the device before a process builds its model; None if unknown.
+
+    Only code that reads the free memory for a decision (DeepSpeed's second stage) depends on it.
+    """
 
     softmax_saves_input: bool = False
-    """True for torch before 1.11, whose softmax kept its input for backward beside its output."""
+    """True for torch before 1.11, whose softmax saved its input for backward in addition to its output."""
 
     @abstractmethod
     def choose_attention(self, operands: attention_choice.Operands) -> str:
-        """The attention kernel for these operands."""
+        """Return the attention kernel for these operands."""
 
     @property
     def attention_order(self) -> Sequence[str]:
-        """The order in which torch asks its attention kernels on this device."""
+        """Priority of torch's attention kernels on this device."""
         return attention_choice.DEFAULT_ORDER
 
     @property
     @abstractmethod
     def uses_grouped_mm(self) -> bool:
-        """Whether products of experts go through `grouped_mm`."""
+        """True if products of experts use `grouped_mm`."""
 
     @abstractmethod
     def fuses_groups(self, dtype: torch.dtype) -> bool:
-        """Whether such a grouped product is one kernel."""
+        """Return True if such a grouped product is one kernel."""
 
     @abstractmethod
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
-        """What the kernel of this operator allocates for itself while it runs."""
+        """Return the scratch of this operator's kernel."""
 
     def workspaces(self, operator: str, arguments: Sequence[Any] = ()) -> tuple[Buffer, ...]:
-        """Workspaces that a thread takes once, at its first use of this operator."""
+        """Return the workspaces that a thread allocates once, at its first use of this operator."""
         return ()
 
     def output_alloc_order(self, operator: str, outputs: Sequence[Any]) -> Sequence[Any]:
-        """The operator's new tensors in the order in which the device's kernel allocates them."""
+        """Return the operator's new tensors in the order in which the device's kernel allocates them."""
         reorder = _OUTPUT_ORDER.get(operator) if self.fuses_dropout else None
         return reorder(outputs) if reorder else outputs
 
 
 class ScratchSize(NamedTuple):
-    """What the workspaces and the scratch of a GPU grow with."""
+    """The sizes that determine the workspaces and the scratch of a GPU."""
 
     workspaces: int
     """Bytes of all workspaces of a thread."""
@@ -122,24 +126,26 @@ class CudaPolicy(Policy):
     """Compute capability: major and minor."""
 
     multiprocessors: int = 132
-    """How many it has: reductions size their buffers by it."""
+    """Number of multiprocessors, which determines the buffers of reductions."""
 
     threads_per_multiprocessor: int = 2048
     """Resident threads of one multiprocessor."""
 
     cache_bytes: int = field(default=60 * MIB, compare=False)
-    """Of its second cache. GPUs that differ in it alone are rehearsed as one."""
+    """Bytes of the second-level cache. GPUs that differ only in it share a simulation."""
 
     peers: tuple[CudaPolicy, ...] = ()
-    """Those of other GPUs that `may_share` the rehearsals: where one of them decides otherwise about a step,
-    its rehearsal ends with `PoliciesDiffer`."""
+    """Policies of other GPUs that share the simulation.
+
+    A decision that differs between them ends the simulation with `PoliciesDiffer`. See `may_share`.
+    """
 
     def choose_attention(self, operands: attention_choice.Operands) -> str:
-        """As `sdp_utils.cpp` decides for this capability."""
+        """Return the kernel that `sdp_utils.cpp` chooses for this capability."""
         return self.common(lambda one: attention_choice.choose_on_cuda(operands, one._attention_kernels))
 
     def common(self, fact: Callable[[CudaPolicy], _Choice]) -> _Choice:
-        """Return a fact of this GPU. Raises `PoliciesDiffer` where that of a peer is another."""
+        """Return a property of this GPU. Raise `PoliciesDiffer` if that of a peer differs."""
         facts = {fact(one) for one in (self, *self.peers)}
         if len(facts) > 1:
             raise PoliciesDiffer(
@@ -149,7 +155,7 @@ class CudaPolicy(Policy):
 
     @property
     def attention_order(self) -> Sequence[str]:
-        """As `sdp_utils.cpp` has it for this capability."""
+        """Priority in `sdp_utils.cpp` for this capability."""
         return self._attention_kernels.order
 
     @property
@@ -158,48 +164,56 @@ class CudaPolicy(Policy):
 
     @property
     def decisions(self) -> Hashable:
-        """Equal for GPUs that run the same kernels whatever they are given; they may yet differ in
-        workspaces and scratch."""
+        """Key that is equal for GPUs with the same kernels for all operands.
+
+        Their workspaces and scratch may differ.
+        """
         return self._attention_kernels, self.capability[0] in _FUSING_GROUPS, self.may_share
 
     @property
     def may_share(self) -> Hashable:
-        """Equal for GPUs that run the same kernels but for heads of more than 128 and grouped products, and
-        may be each other's `peers`."""
+        """Key that is equal for GPUs that may be each other's `peers`.
+
+        Their kernels may differ only for heads wider than 128 and for grouped products.
+        """
         return self.attention_order, self.uses_grouped_mm, self.softmax_saves_input
 
     @property
     def scratch_size(self) -> ScratchSize:
-        """What this GPU's workspaces and scratch grow with."""
+        """Sizes that determine this GPU's workspaces and scratch."""
         workspaces = sum(nbytes for _, nbytes in self.workspaces("aten::addmm"))
         return ScratchSize(workspaces, self.resident_threads)
 
     @property
     def resident_threads(self) -> int:
-        """Of the whole GPU."""
+        """Resident threads of the whole GPU."""
         return self.multiprocessors * self.threads_per_multiprocessor
 
     @property
     def uses_grouped_mm(self) -> bool:
-        """From Ampere on: `_can_use_grouped_mm`, transformers' `integrations/moe.py`."""
+        """True from Ampere on: `_can_use_grouped_mm`, transformers' `integrations/moe.py`."""
         return self.capability >= (8, 0)
 
     def fuses_groups(self, dtype: torch.dtype) -> bool:
-        """For bfloat16 on sm_90 and sm_100. Else the ends of the groups are read on the host, and each group
-        is a product of its own: so profiles of fp32 on an H200 show it. Other architectures are taken to be
-        alike; nothing was measured on them."""
+        """Return True for bfloat16 on sm_90 and sm_100.
+
+        Otherwise the host reads the ends of the groups, and each group is a product of its own. Profiles of
+        fp32 on an H200 show this. Other architectures are assumed to be equal; nothing was measured on them.
+        """
         is_fused = str(dtype) == "torch.bfloat16"
         return self.common(lambda one: is_fused and one.capability[0] in _FUSING_GROUPS)
 
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
-        """Reductions, attention and embedding backward: see `scratch.py`."""
+        """Return the scratch of reductions, attention and embedding backward: see `scratch.py`."""
         gpu = GpuSize(self.multiprocessors, self.threads_per_multiprocessor, self.capability)
         return cuda_scratch(operator, arguments, out, gpu)
 
     def workspaces(self, operator: str, arguments: Sequence[Any] = ()) -> tuple[Buffer, ...]:
-        """That of cuBLAS, and of cuBLASLt for products with a bias or in 8-bit floats. What is added to a
-        matrix is none (`isInputCompliesAddmmCudaLt`, `native/cuda/Blas.cpp`); without arguments it is taken
-        for one."""
+        """Return the workspace of cuBLAS, and of cuBLASLt for products with a bias or in 8-bit floats.
+
+        An added matrix is not a bias (`isInputCompliesAddmmCudaLt`, `native/cuda/Blas.cpp`). Without
+        arguments, `addmm` counts as a product with a bias.
+        """
         if operator not in _GEMMS:
             return ()
         cublas = Buffer("cuBLAS workspace", 33_554_432 if self.capability >= (9, 0) else 8_519_680)
@@ -211,21 +225,26 @@ class CudaPolicy(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedPolicy(CudaPolicy):
-    """The decisions of one GPU, which notes what scratch others take and whether they run the same kernels.
-    So one rehearsal tells about all of them."""
+    """The decisions of one GPU, with a comparison to other GPUs' scratch and kernels.
+
+    So one simulation is valid for all of them.
+    """
 
     remembers_scratch = False
 
     compared: tuple[CudaPolicy, ...]
-    """Which `may_share` a search."""
+    """The other policies, which `may_share` the simulation."""
 
     sizes: dict[CudaPolicy, dict[tuple[str, int], int] | None] = field(default_factory=dict, compare=False)
-    """By GPU, the bytes of each buffer by its name in a trace and its bytes here; None where another kernel
-    runs, another number of buffers is taken, or buffers that are equal here differ there."""
+    """Bytes of each buffer on another GPU, by its name in a trace and its bytes here.
+
+    None if the other GPU runs another kernel or has another number of buffers. None too if buffers of equal
+    size here differ there.
+    """
 
     @classmethod
     def of(cls, policy: CudaPolicy, policies: Sequence[CudaPolicy]) -> Self:
-        """This policy, compared with these."""
+        """Return this policy, compared with these."""
         same = {item.name: getattr(policy, item.name) for item in fields(policy)}
         noting = cls(**same, compared=tuple(policies))
         for other in policies:
@@ -234,13 +253,13 @@ class ComparedPolicy(CudaPolicy):
         return noting
 
     def common(self, fact: Callable[[CudaPolicy], _Choice]) -> _Choice:
-        """Return a fact of this GPU. GPUs for which it is another are noted."""
+        """Return a property of this GPU. Mark other GPUs with another value as different."""
         own = super().common(fact)
         self.sizes.update({other: None for other in self.compared if fact(other) != own})
         return own
 
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
-        """This GPU's; that of the others is noted."""
+        """Return this GPU's scratch, and record that of the others."""
         scratch = super().scratch(operator, arguments, out)
         for other in self.compared:
             if self.sizes[other] is not None:
@@ -249,7 +268,10 @@ class ComparedPolicy(CudaPolicy):
 
     @property
     def resident_threads(self) -> int:
-        """Of the whole GPU. What a step makes of so many is no buffer of a kernel, so others differ by it."""
+        """Resident threads of the whole GPU; GPUs with another number are marked as different.
+
+        A step's own buffers of this size belong to no kernel.
+        """
         threads = super().resident_threads
         self.sizes.update({other: None for other in self.compared if other.resident_threads != threads})
         return threads
@@ -268,8 +290,10 @@ class ComparedPolicy(CudaPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class CpuPolicy(Policy):
-    """The decisions of the CPU, for which `meta` already answers mostly right. Its dropout is a random mask
-    and products, and buffers of its kernels are not modelled."""
+    """The decisions of the CPU, which mostly equal those of `meta`.
+
+    Dropout is a random mask and products. Buffers of the CPU's kernels are not modelled.
+    """
 
     autocast = autocast_lists.CPU
     fuses_dropout = False
@@ -279,20 +303,20 @@ class CpuPolicy(Policy):
     keeps_exchanged = False
 
     def choose_attention(self, operands: attention_choice.Operands) -> str:
-        """Flash attention for the CPU where it can, else math."""
+        """Return flash attention for the CPU if it supports the operands, otherwise math."""
         return attention_choice.choose_on_cpu(operands)
 
     @property
     def uses_grouped_mm(self) -> bool:
-        """Yes, in torch 2.11 and later."""
+        """True, in torch 2.11 and later."""
         return True
 
     def fuses_groups(self, dtype: torch.dtype) -> bool:
-        """Yes: no device waits for the CPU's groups."""
+        """Return True: no device waits for the CPU's groups."""
         return True
 
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
-        """What torch composes of other operators."""
+        """Return the scratch of operators that torch composes from others."""
         return composed_scratch(operator, arguments, out)
 
 
@@ -304,7 +328,7 @@ _GEMMS = MATRIX_PRODUCTS | {"aten::addmv", "aten::mv"}
 
 
 def _is_matrix(added: torch.Tensor) -> bool:
-    """Whether it is more than one row."""
+    """Return True if the tensor has more than one row."""
     return any(length > 1 for length in added.shape[:-1])
 
 
@@ -313,17 +337,19 @@ def _mask_first(outputs: Sequence[Any]) -> Sequence[Any]:
 
 
 def _without_philox(outputs: Sequence[Any]) -> Sequence[Any]:
-    """Efficient attention keeps its random seed and offset on the host in eager mode."""
+    """Return the outputs without seed and offset, which efficient attention stores on the host in eager
+    mode."""
     return outputs[:2]
 
 
 def _philox_first(outputs: Sequence[Any]) -> Sequence[Any]:
-    """cuDNN attention: seed and offset, then output and log-sum-exp (recorded on an H200)."""
+    """Return cuDNN attention's outputs: seed and offset, then output and log-sum-exp (recorded on an
+    H200)."""
     return (outputs[6], outputs[7], outputs[0], outputs[1])
 
 
 def _first_alone(outputs: Sequence[Any]) -> Sequence[Any]:
-    """What the backward pass of log-sigmoid needs besides is the CPU's."""
+    """Return the first output; the other one of log-sigmoid exists only on the CPU."""
     return outputs[:1]
 
 

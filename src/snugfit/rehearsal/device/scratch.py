@@ -1,39 +1,42 @@
-"""What kernels allocate for themselves while they run: invisible to dispatch, visible to the allocator.
+"""Scratch of kernels: allocations during a kernel, invisible to dispatch and visible to the allocator.
 
-Each rule gives allocations and frees in order, among those of the operator's own outputs (`OUTPUTS`, first
-when a rule does not say where). They were read in torch's sources where a source says so, and compared with
-allocator histories recorded on one H200 (sm_90, 132 multiprocessors, torch 2.11); what neither covers is left
-out and moves reserved bytes only.
+Each rule returns allocations and frees in order, with markers for the operator's own outputs (`OUTPUTS`,
+first by default). The rules come from torch's sources if a source exists. They were compared with allocator
+histories recorded on one H200 (sm_90, 132 multiprocessors, torch 2.11). Scratch that neither covers is left
+out, and changes reserved bytes only.
 
-On every device, because dispatch sees one operator where torch composes several:
-- `_safe_softmax` asks which rows are all minus infinity (`native/transformers/attention.cpp`);
-- sums into another dtype convert their operand first (`cum_ops`, `native/ReduceOps.cpp`; `make_reduction`,
-  `native/ReduceOpsUtils.h`), but for CUDA's from half precision to fp32;
-- layer norm and its backward work on a contiguous copy of an input that is none (`expect_contiguous`,
-  `native/layer_norm.cpp` and `native/cuda/layer_norm_kernel.cu`);
-- the backward pass of log-softmax, too, works on a contiguous copy of its gradient (`host_softmax_backward`,
-  `native/SoftMax.cpp` and `native/cuda/SoftMax.cu`);
-- losses that end in one number hold all elements (`native/Loss.cpp`, `native/BinaryOps.cpp`);
-- embedding flattens its indices (`indexing.py`);
-- the largest element of all is looked for in a contiguous copy of what is none (`max`,
-  `native/ReduceAllOps.cpp`);
-- the backward pass of CTC has a table of its own beside forward's (`native/LossCTC.cpp`).
+On every device, because torch composes one dispatched operator from several:
 
-On CUDA besides:
-- Sums, norms and largest elements over many rows hold partial results: `partial_results`. Those of largest
+- `_safe_softmax` finds rows that are all minus infinity (`native/transformers/attention.cpp`).
+- Sums into another dtype convert their operand first (`cum_ops`, `native/ReduceOps.cpp`; `make_reduction`,
+  `native/ReduceOpsUtils.h`), except CUDA's from half precision to fp32.
+- Layer norm and its backward copy a non-contiguous input (`expect_contiguous`, `native/layer_norm.cpp` and
+  `native/cuda/layer_norm_kernel.cu`).
+- The backward pass of log-softmax copies a non-contiguous gradient (`host_softmax_backward`,
+  `native/SoftMax.cpp` and `native/cuda/SoftMax.cu`).
+- Losses with a single number as result store all elements (`native/Loss.cpp`, `native/BinaryOps.cpp`).
+- Embedding flattens its indices (`indexing.py`).
+- The largest of all elements is found in a contiguous copy of a non-contiguous operand (`max`,
+  `native/ReduceAllOps.cpp`).
+- The backward pass of CTC has a table in addition to forward's (`native/LossCTC.cpp`).
+
+On CUDA in addition:
+
+- Sums, norms and largest elements over many rows store partial results: `partial_results`. Those of largest
   elements have their operand's dtype (`native/cuda/ReduceMaxValuesKernel.cu`).
-- Softmax backward holds `grad * output`: `softmax_backward_cuda_out`, `native/cuda/SoftMax.cu`.
-- cuDNN and flash attention backward hold fp32 accumulators of the query's gradient and one fp32 row each;
-  with grouped queries also the ungrouped gradients of key and value. Exact on three recorded shapes.
-- Flash attention of sequences in one row, backward: the same, by its source alone.
-- Efficient attention backward: a product and a row sum for delta, then its workspace. Exact in fp32 with
+- Softmax backward stores `grad * output`: `softmax_backward_cuda_out`, `native/cuda/SoftMax.cu`.
+- cuDNN and flash attention backward store fp32 accumulators of the query's gradient and one fp32 row each.
+  With grouped queries they also store the ungrouped gradients of key and value. Exact on three recorded
+  shapes.
+- Flash attention backward of sequences in one row does the same, by its source alone.
+- Efficient attention backward has a product and a row sum for delta, then its workspace. Exact in fp32 with
   heads 64 and 128 wide.
-- The norms of a list of tensors hold partial norms: `native/cuda/ForeachReduceOp.cu`.
-- A singular value decomposition works on a copy of the matrix by columns (`linalg_svd`,
-  `native/BatchLinearAlgebra.cpp`; `svd_cusolver`, `native/cuda/linalg/BatchLinearAlgebraLib.cpp`), and in a
-  workspace of cuSOLVER's, of a size that it does not say beforehand and that is left out.
-- Indexing and embedding backward: `indexing.py`. Sorts and scans: `sorting.py`. Convolutions:
-  `convolution.py`. What FSDP2 gathers and scatters: `sharded/chunks.py`.
+- The norms of a list of tensors store partial norms: `native/cuda/ForeachReduceOp.cu`.
+- A singular value decomposition copies the matrix by columns (`linalg_svd`, `native/BatchLinearAlgebra.cpp`;
+  `svd_cusolver`, `native/cuda/linalg/BatchLinearAlgebraLib.cpp`). A workspace of cuSOLVER's, whose size is
+  not documented, is left out.
+- Other rules: indexing and embedding backward in `indexing.py`, sorts and scans in `sorting.py`, convolutions
+  in `convolution.py`, gathers and scatters of FSDP2 in `sharded/chunks.py`.
 """
 
 from __future__ import annotations
@@ -48,13 +51,13 @@ from snugfit.rehearsal.sharded import chunks
 
 
 def composed_scratch(operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
-    """The scratch of an operator that torch composes of others on every device."""
+    """Return the scratch of an operator that torch composes from others on every device."""
     rule = _COMPOSED.get(operator)
     return rule(arguments, out) if rule else ()
 
 
 def cuda_scratch(operator: str, arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """The scratch of one kernel."""
+    """Return the scratch of one kernel."""
     rule = _CUDA.get(operator)
     return rule(arguments, out, gpu) if rule else composed_scratch(operator, arguments, out)
 
@@ -77,7 +80,7 @@ def _operand_copy(arguments: Sequence[Any], out: Any) -> Scratch:
 
 
 def _elements(arguments: Sequence[Any], out: Any) -> Scratch:
-    """A number's storage is that of all elements, for it was shrunk to one."""
+    """Return the storage of all elements for a single number, which is resized from it."""
     stored = out.untyped_storage().nbytes()
     return (OUTPUTS, *nest(Buffer("elements", stored))) if stored > out.nbytes else ()
 
@@ -99,7 +102,7 @@ def _with_logits(arguments: Sequence[Any], out: Any) -> Scratch:
 
 
 def _mean_within(arguments: Sequence[Any], out: Any) -> Scratch:
-    """The mean of the elements, before it is written over the first of them."""
+    """Return the mean of the elements, before it overwrites the first of them."""
     return (OUTPUTS, *nest(Buffer("mean", out.element_size()))) if not out.dim() else ()
 
 
@@ -148,7 +151,7 @@ NORM_CHUNK = 65_536
 
 
 def _foreach_norm(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """One fp32 partial norm for each tensor and chunk of the largest (`native/cuda/ForeachReduceOp.cu`)."""
+    """Return one fp32 partial norm per tensor and chunk of the largest (`native/cuda/ForeachReduceOp.cu`)."""
     chunks = max(-(-tensor.numel() // NORM_CHUNK) for tensor in arguments[0])
     return nest(Buffer("partial norms", 4 * len(arguments[0]) * chunks), during=(OUTPUTS,))
 
@@ -158,7 +161,7 @@ def _within(name: str, nbytes: int) -> Scratch:
 
 
 def _pow(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """A number as the base is made a tensor first (`pow_Scalar_out`, `native/Pow.cpp`)."""
+    """Return the tensor for a number as the base (`pow_Scalar_out`, `native/Pow.cpp`)."""
     return () if hasattr(arguments[0], "numel") else (OUTPUTS, *_within("base", 8))
 
 
@@ -177,7 +180,7 @@ def _sum(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
 
 
 def _max(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    if out.__class__ is tuple:  # with the places of the largest along a dimension
+    if out.__class__ is tuple:  # with indices of the largest along a dimension
         return ()
     copied, operand = _max_of_all(arguments, out), arguments[0]
     partial = partial_results(operand, (), out, gpu, accumulated=operand.element_size())
@@ -216,8 +219,11 @@ def _fused_attention_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) 
 
 
 def _flash_varlen_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """Of sequences in one row (N, H, D): `mha_varlen_bwd`, `cuda/flash_attn/flash_api.cpp`, keeps 128 rows
-    between one and the next. Read there, measured on no GPU."""
+    """Return the buffers for sequences in one row (N, H, D).
+
+    `mha_varlen_bwd` (`cuda/flash_attn/flash_api.cpp`) leaves 128 rows between two sequences. The rule comes
+    from the source, and was measured on no GPU.
+    """
     query, key, ends = arguments[1], arguments[2], arguments[6]
     if ends is None:
         return ()
@@ -233,10 +239,12 @@ def _flash_varlen_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> 
 
 
 def _efficient_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """Of 32 bits, the gradient times the output is summed by other kernels first (`delta`); of 16 bits, by
-    the kernel itself (`kKernelComputesDelta`, `mem_eff_attention/kernel_backward.h`). In 16 bits and with
-    heads wider than 128 the kernel also keeps the gradients of keys and values in 32 bits, which is not
-    counted."""
+    """Return the buffers of efficient attention's backward.
+
+    In 32 bits, other kernels first sum the gradient times the output (`delta`). In 16 bits, the kernel itself
+    does so (`kKernelComputesDelta`, `mem_eff_attention/kernel_backward.h`). In 16 bits with heads wider than
+    128, the kernel also stores the gradients of keys and values in 32 bits. Those are not counted.
+    """
     gradient, query, value = arguments[0], arguments[1], arguments[3]
     batch, heads, length, width = query.shape
     row = 4 * batch * heads * length
@@ -265,10 +273,12 @@ TILE_HEAD = 16
 
 
 def _efficient_tile(widest: int, *, half: bool, capability: tuple[int, int]) -> tuple[int, int]:
-    """Rows and columns of the tiles in which efficient attention's backward kernel works for heads of this
-    width: `mem_eff_attention/kernels/generate_kernels.py`. Tiles of 128 rows take more shared memory than
-    architectures of 100 KiB have, which fall back to 64. An H100 showed 128 x 64 for 32 bits and a width of
-    128, and 64 x 64 for 64; the others are read there."""
+    """Return rows and columns of the tiles in efficient attention's backward, for heads of this width.
+
+    The source is `mem_eff_attention/kernels/generate_kernels.py`. Tiles of 128 rows need more shared memory
+    than architectures of 100 KiB have, which use 64. In 32 bits, an H100 showed 128 x 64 for a width of 128,
+    and 64 x 64 for 64. The others come from the source.
+    """
     small = capability < (8, 0) or capability in ((8, 6), (8, 9)) or capability[0] == 12
     if widest <= 64 or small:
         return 64, 64
@@ -287,16 +297,16 @@ def _convolution_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> S
 
 
 MOST_BYTES = 2**31 - 1
-"""Bytes of an operand that one kernel reduces."""
+"""Limit in bytes of an operand that one kernel reduces."""
 
 MOST_THREADS = 512
 """Threads of a block."""
 
 FEW, MANY = 16, 256
-"""Values that a thread should have at least, when its output is split over thread blocks, and at most."""
+"""Least and most values per thread when an output is split over thread blocks."""
 
 ACCUMULATED = 4
-"""Bytes of a partial result: sums are kept in fp32."""
+"""Bytes of a partial result: sums accumulate in fp32."""
 
 
 # Sums and norms over rows (gradients of biases, states of a factored optimizer) are split over thread blocks
@@ -305,7 +315,7 @@ ACCUMULATED = 4
 
 
 def reduced_dimensions(arguments: Sequence[Any]) -> Sequence[int]:
-    """The dimensions that the first of these arguments names; none means all."""
+    """Return the dimensions in the first of these arguments; an empty result means all."""
     over = arguments[0] if arguments else None
     return [over] if isinstance(over, int) else over or ()
 
@@ -313,8 +323,10 @@ def reduced_dimensions(arguments: Sequence[Any]) -> Sequence[int]:
 def partial_results(
     operand: Any, over: Sequence[int], out: Any, gpu: GpuSize, *, accumulated: int = ACCUMULATED
 ) -> Scratch:
-    """The buffers of reducing `operand` to `out`; `over` are the reduced dimensions, all where
-    none is named, and `accumulated` the bytes of a partial result."""
+    """Return the buffers for the reduction of `operand` to `out`.
+
+    `over` are the reduced dimensions, all by default. `accumulated` are the bytes of a partial result.
+    """
     results, inputs = out.numel(), operand.numel()
     if results in (0, inputs):
         return ()
@@ -341,10 +353,11 @@ def partial_results(
 
 
 # The halves (`TensorIterator::with_32bit_indexing`) are reduced one after the other, each with its own
-# buffer. Adafactor over an embedding (256,000 x 2,176 in fp32) reserved 133 MiB on an H200 for the norms of
-# columns.
+# buffer. For the norms of columns in Adafactor over an embedding (256,000 x 2,176 in fp32), an H200 reserved
+# 133 MiB.
 def _pieces(shape: Sequence[int], strides: Sequence[int], item: int) -> Iterator[tuple[int, ...]]:
-    """The shape, or its halves along the dimension that reaches farthest, until each is small enough."""
+    """Yield the shape, or its halves along the dimension with the largest extent, until each is small
+    enough."""
     reach = [(size - 1) * stride * item for size, stride in zip(shape, strides, strict=True)]
     if sum(reach) < MOST_BYTES:
         yield tuple(shape)
@@ -356,18 +369,18 @@ def _pieces(shape: Sequence[int], strides: Sequence[int], item: int) -> Iterator
 
 
 class ReductionBytes(NamedTuple):
-    """Bytes of the buffers that one reduction takes."""
+    """Bytes of the buffers of one reduction."""
 
     partials: int
-    """Partial results of its thread blocks."""
+    """Bytes of partial results of its thread blocks."""
     semaphores: int
 
 
 def reduction(inputs: int, outputs: int, inner: bool, gpu: GpuSize) -> ReductionBytes | None:
-    """The buffers for reducing `inputs` values to each of `outputs`; None when one block an output is enough.
+    """Return the buffers for the reduction of `inputs` values to each of `outputs`.
 
-    `inner` says that the reduced dimension is the fastest moving one. Source: `setReduceConfig`,
-    `ReduceConfig::global_memory_size`, Reduce.cuh.
+    Return None if one block per output suffices. `inner` is True if the reduced dimension has the smallest
+    stride. Source: `setReduceConfig`, `ReduceConfig::global_memory_size`, Reduce.cuh.
     """
     vector = 4
     if inner:
@@ -401,7 +414,7 @@ def reduction(inputs: int, outputs: int, inner: bool, gpu: GpuSize) -> Reduction
 
 
 def _power(number: int) -> int:
-    """The largest power of two that is not above `number`."""
+    """Return the largest power of two that is not above `number`."""
     return 1 << (max(number, 1).bit_length() - 1)
 
 

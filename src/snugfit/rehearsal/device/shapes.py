@@ -1,14 +1,14 @@
-"""Shape functions of our own, where torch's differ between builds or refuse what a GPU takes.
+"""Shape functions for operators whose torch version differs between builds, or rejects a GPU's operands.
 
-torch's shape function of grouped matrix products pads the result's rows in a CUDA build only, and in 2.11
-refuses dtypes that CUDA's fallback takes. How the gradients of a convolution lie changed between releases,
-and what accumulates one that lies otherwise than its weight copies it. A rehearsal must give the same on
-every build.
+torch's shape function of grouped matrix products pads the result's rows in a CUDA build only. In 2.11 it
+rejects dtypes that CUDA's fallback supports. The layout of a convolution's gradients changed between
+releases, and gradient accumulation copies a gradient with another layout than its weight. A simulation must
+give the same result on every build.
 
-RMS norm is one kernel on CUDA (`_fused_rms_norm_cuda`, `native/cuda/layer_norm_kernel.cu`) and has no shape
+RMS norm is one kernel on CUDA (`_fused_rms_norm_cuda`, `native/cuda/layer_norm_kernel.cu`). It has no shape
 function, because torch would compose it elsewhere. The backward passes of CTC and of the margin losses have
-none either. Those of four losses hide how large the buffer is that their one number lies in. That of a
-product which adds to a matrix in another precision takes, in torch 2.11, the precision for a factor.
+none either. Those of four losses hide the size of the buffer that contains their single number. In torch
+2.11, that of a product added to a matrix in another precision mistakes the precision for a factor.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The result of `_grouped_mm`: rows padded to 16 bytes, as
-    `create_grouped_gemm_output_tensor` (`native/GroupedMMUtils.h`) makes it.
+    """Return the result of `_grouped_mm` with rows padded to 16 bytes.
 
-    `first` is (M, K) or (G, M, K), `second` (K, N) or (G, K, N); G groups are G ends in `offs` where one of
-    them has no group dimension.
+    The source is `create_grouped_gemm_output_tensor` in `native/GroupedMMUtils.h`. `first` is (M, K) or (G,
+    M, K), `second` (K, N) or (G, K, N). If one of them has no group dimension, `offs` has the ends of the G
+    groups.
     """
     dtype = out_dtype or first.dtype
     columns = second.size(-1)
@@ -52,7 +52,7 @@ def _groups(offs: torch.Tensor | None) -> int:
 def fused_rms_norm(
     x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result, and one number a row for backward (fp32 for half precision)."""
+    """Return the result, and one number per row for backward (fp32 for half precision)."""
     rows = [*x.shape[: x.dim() - len(shape)], *(1 for _ in shape)]
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(rows, dtype=wide)
@@ -66,26 +66,28 @@ def fused_rms_norm_backward(
     weight: torch.Tensor | None,
     needs_grad: Sequence[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of input and weight, those that are asked for."""
+    """Return the requested gradients of input and weight."""
     of_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_grad[0] else None
     return of_x, torch.empty_like(weight) if needs_grad[1] and weight is not None else None
 
 
 def ctc_loss_backward(gradient: torch.Tensor, log_probs: torch.Tensor, *others: Any) -> torch.Tensor:
-    """The gradient of the log-probabilities (`native/LossCTC.cpp`)."""
+    """Return the gradient of the log-probabilities (`native/LossCTC.cpp`)."""
     return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 
 
 def softmax_backward(
     gradient: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype
 ) -> torch.Tensor:
-    """The gradient of the input, contiguous whatever that of the output is (`native/cuda/SoftMax.cu`)."""
+    """Return the gradient of the input, always contiguous (`native/cuda/SoftMax.cu`)."""
     return torch.empty_like(gradient, dtype=input_dtype, memory_format=torch.contiguous_format)
 
 
 def shrunk_loss(first: torch.Tensor, second: torch.Tensor, reduction: int = 1, *_: Any) -> torch.Tensor:
-    """A loss's elements, or one number that keeps the buffer of them all (`TORCH_META_FUNC(mse_loss)` and
-    `(smooth_l1_loss)`, `native/BinaryOps.cpp`)."""
+    """Return a loss's elements, or one number in a buffer of their size.
+
+    The sources are `TORCH_META_FUNC(mse_loss)` and `(smooth_l1_loss)` in `native/BinaryOps.cpp`.
+    """
     shape, dtype = torch.broadcast_shapes(first.shape, second.shape), torch.result_type(first, second)
     elements = torch.empty(shape, dtype=dtype, device="meta")
     return elements.resize_(()) if reduction else elements
@@ -94,27 +96,31 @@ def shrunk_loss(first: torch.Tensor, second: torch.Tensor, reduction: int = 1, *
 def binary_cross_entropy(
     x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, reduction: int = 1
 ) -> torch.Tensor:
-    """The same, in the input's shape (`native/Loss.cpp` and `native/cuda/Loss.cu`)."""
+    """Return the same as `shrunk_loss` in the input's shape (`native/Loss.cpp` and `native/cuda/Loss.cu`)."""
     return shrunk_loss(x, x, reduction)
 
 
 def margin_backward(gradient: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.Tensor:
-    """The gradient of the input (`native/cuda/MultiMarginLoss.cu` and `MultiLabelMarginCriterion.cu`)."""
+    """Return the gradient of the input (`native/cuda/MultiMarginLoss.cu` and
+    `MultiLabelMarginCriterion.cu`)."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def convolution_backward(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Sequence[int] | None, *how: Any
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of input, weight and bias, those that are asked for. Input and weight alone decide whether
-    the channels come last (`determine_backend_memory_format`, `native/Convolution.cpp`)."""
+    """Return the requested gradients of input, weight and bias.
+
+    Input and weight alone determine a channels-last layout (`determine_backend_memory_format`,
+    `native/Convolution.cpp`).
+    """
     layouts = [torch._prims_common.suggest_memory_format(operand) for operand in (x, weight)]
     layout = layouts[0] if layouts[0] is not torch.contiguous_format else layouts[1]
 
     def like(operand: torch.Tensor) -> torch.Tensor:
         return torch.empty(operand.shape, dtype=gradient.dtype, device="meta", memory_format=layout)
 
-    of_x, of_weight, of_bias = how[-1]  # the last argument: which of them are asked for
+    of_x, of_weight, of_bias = how[-1]  # the last argument: the requested gradients
     return (
         like(x) if of_x else None,
         like(weight) if of_weight else None,
@@ -125,17 +131,18 @@ def convolution_backward(
 def addmm_in(
     added: torch.Tensor, first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype, **_: Any
 ) -> torch.Tensor:
-    """A product in 16 bits, added to in fp32 (`_addmm_dtype_cuda`, `native/cuda/Blas.cpp`)."""
+    """Return a product in 16 bits, added to in fp32 (`_addmm_dtype_cuda`, `native/cuda/Blas.cpp`)."""
     return torch.empty(first.size(0), second.size(1), dtype=dtype, device="meta")
 
 
 def addmm_in_place(*operands: Any, out: torch.Tensor, **_: Any) -> torch.Tensor:
-    """The same, into a matrix that is there."""
+    """Return `out`, the target of the same product."""
     return out
 
 
 def scaled_mm_in_place(*operands: Any, out: torch.Tensor, **settings: Any) -> torch.Tensor:
-    """A product of 8-bit floats that a compiled program has a place for: `meta` has none of these."""
+    """Return `out`, the target of a compiled program's product of 8-bit floats, which `meta` does not
+    support."""
     return out
 
 
@@ -157,4 +164,4 @@ SHAPE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.addmm.dtype_out: addmm_in_place,
     torch.ops.aten._scaled_mm.out: scaled_mm_in_place,
 }
-"""Operators whose shapes are worked out here."""
+"""Operators with a shape function in this module."""

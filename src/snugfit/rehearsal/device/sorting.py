@@ -1,10 +1,10 @@
-"""What sorting and scanning allocate for themselves, in torch's kernels and in the CUB that they call.
+"""Scratch of sorting and scanning, in torch's kernels and in CUB.
 
-Read in torch's sources (`native/cuda/Sort.cpp`, `SortStable.cu`, `ScanUtils.cuh`) and CUB's
-(`cub/device/dispatch`), and compared with histories recorded on an H200: sorts of 1,854 indices by small
-tiles (a mixture of experts), of 2,048 to 147,456 by radix (embeddings), and scans of 4 to 14,745 numbers.
-
-CUB's tiles are those tuned for sm_90 and 8-byte keys; on other GPUs they move a few KiB.
+The rules come from torch's sources (`native/cuda/Sort.cpp`, `SortStable.cu`, `ScanUtils.cuh`) and CUB's
+(`cub/device/dispatch`). They were compared with histories recorded on an H200. These have sorts of 1,854
+indices by small tiles (a mixture of experts) and of 2,048 to 147,456 by radix (embeddings). They also have
+scans of 4 to 14,745 numbers. CUB's tiles are those tuned for sm_90 and 8-byte keys. On other GPUs the sizes
+change by a few KiB.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ SMALL_SORT = 4096
 """Elements of a row up to which one thread block sorts it in place (`should_use_small_sort`)."""
 
 FEW_ROWS, LONG_ROW = 128, 1_000_000
-"""Below so many rows all are sorted as one; rows of so many elements each alone
-(`do_launch_stable_sort_kernel`)."""
+"""Number of rows below which all are sorted as one, and length from which a row is sorted alone.
+
+The source is `do_launch_stable_sort_kernel`.
+"""
 
 INDEX = 8
 """Bytes of an index."""
 
 SINGLE_TILE, SORT_TILE, SCAN_TILE = 256 * 9, 384 * 12, 128 * 15
-"""Items a thread block of CUB works on. That of scans is CUB's oldest and only bounds a few hundred bytes."""
+"""Items per thread block of CUB. The tile of scans is CUB's oldest and only bounds a few hundred bytes."""
 
 
 def sort(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """`sort_cuda_kernel`: a range for the indices and a sort in place, or CUB's radix sort."""
+    """Return the scratch of `sort_cuda_kernel`: a range of indices and a sort in place, or CUB's radix
+    sort."""
     operand, dims = arguments[0], [argument for argument in arguments[1:] if type(argument) is int]
     if not operand.numel() or not operand.dim():
         return ()
@@ -55,16 +58,19 @@ def sort(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
 
 
 def scan(operand: Any, out: Any) -> Scratch:
-    """The state of CUB's scan, which is allocated where there is only one dimension (`scan_dim`)."""
+    """Return the state of CUB's scan, which exists for one-dimensional operands only (`scan_dim`)."""
     if out.numel() < 1 or max(out.shape, default=0) != out.numel():
         return ()
     return nest(Buffer("scan", scan_bytes(-(-out.numel() // SCAN_TILE), out.element_size())))
 
 
 def sort_bytes(count: int, key: int, bits: int = 0) -> int:
-    """CUB's buffers for sorting pairs of `key`-byte keys and 8-byte values by all or by the lowest `bits`:
-    bins, look-back, the other key and value buffer, counters (`InvokeOnesweep`,
-    `cub/device/dispatch/dispatch_radix_sort.cuh`). A single tile needs none, and asks for a byte."""
+    """Return the bytes of CUB's buffers for a sort of `key`-byte keys and 8-byte values.
+
+    The sort uses all bits or the lowest `bits`. The buffers are bins, look-back, the other key and value
+    buffer, and counters (`InvokeOnesweep`, `cub/device/dispatch/dispatch_radix_sort.cuh`). A single tile
+    needs none, and requests one byte.
+    """
     if count <= SINGLE_TILE:
         return 1
     passes = -(-(bits or 8 * key) // 8)
@@ -73,12 +79,17 @@ def sort_bytes(count: int, key: int, bits: int = 0) -> int:
 
 
 def scan_bytes(tiles: int, item: int) -> int:
-    """CUB's state of a scan: one word a tile, of a value and as much again, and 32 of padding
-    (`ScanTileState`, `cub/agent/single_pass_scan_operators.cuh`)."""
+    """Return the bytes of CUB's state of a scan.
+
+    It has a word of twice the value's size per tile, and 32 words of padding (`ScanTileState`,
+    `cub/agent/single_pass_scan_operators.cuh`).
+    """
     return _one_buffer(_one_buffer((32 + tiles) * 2 * item))
 
 
 def _one_buffer(*sizes: int) -> int:
-    """Several buffers in one, each at a multiple of 256 B, in memory that may start anywhere
-    (`AliasTemporaries`, `cub/util_device.cuh`)."""
+    """Return the bytes of several buffers in one, each at a multiple of 256 bytes, at any start address.
+
+    The source is `AliasTemporaries` in `cub/util_device.cuh`.
+    """
     return sum(-(-size // 256) * 256 for size in sizes) + 255

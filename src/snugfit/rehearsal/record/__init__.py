@@ -1,1 +1,1 @@
-"""The dispatch mode that watches a step run on `meta` and writes its trace."""
+"""A dispatch mode that observes a step on `meta` and writes its trace."""

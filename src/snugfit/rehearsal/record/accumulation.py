@@ -1,19 +1,19 @@
-"""When the backward pass writes into a tensor that it holds, where a dispatch mode sees a new one.
+"""Find the operators of a backward pass that write in place without a dispatch mode.
 
-Where several uses of a tensor send gradients back, the engine sums them as they arrive. It adds into the
-first one when nobody else holds it (`can_accumulate_inplace`, `torch/csrc/autograd/input_buffer.cpp`: the
-tensor's and its storage's use counts are 1, layout dense), but never while a dispatch mode is active. Under
-the recorder the same addition arrives as `aten::add.Tensor`, with the engine's references plus those that
-the way through Python adds. How many these are depends on the torch release, and on a policy's own kernels on
-that way (autocast's, for `index_put` and `scatter_add`), so they are counted when the first recording under a
-policy begins, in a graph whose answer is known. A tensor that Python code holds (a backward written in
-Python) has more.
+If several uses of a tensor send back gradients, the autograd engine sums them on arrival. It adds into the
+first one if it holds the only reference (`can_accumulate_inplace`, `torch/csrc/autograd/input_buffer.cpp`).
+That requires use counts of 1 for tensor and storage, and a dense layout. With an active dispatch mode, it
+never adds in place. Under the recorder, the addition arrives as `aten::add.Tensor`. Then the use counts
+include the engine's references and those of the path through Python. Their number depends on the torch
+release and on a policy's own kernels on that path (autocast's, for `index_put` and `scatter_add`). So they
+are counted at the first recording under a policy, in a graph with a known result. A tensor that Python code
+references (a backward pass in Python) has more.
 
-Derivatives that scatter a gradient into zeros do so in place likewise, and out of place under a dispatch
-mode (`areAnyTensorSubclassLike`): `index_backward` and `gather_backward`
-(`torch/csrc/autograd/FunctionsManual.cpp`), those of max, topk and sort
-(`value_selecting_reduction_backward`, `native/ReduceOps.cpp`), `index_select_backward` and
-`masked_select_backward` (`native/TensorAdvancedIndexing.cpp`).
+Derivatives that scatter a gradient into zeros also do so in place, and out of place under a dispatch mode
+(`areAnyTensorSubclassLike`). They are `index_backward` and `gather_backward`
+(`torch/csrc/autograd/FunctionsManual.cpp`), and those of max, topk and sort
+(`value_selecting_reduction_backward`, `native/ReduceOps.cpp`). `index_select_backward` and
+`masked_select_backward` (`native/TensorAdvancedIndexing.cpp`) do the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class UseCounts(NamedTuple):
-    """How many references keep a tensor, its storage, and its Python object."""
+    """Reference counts of a tensor, its storage, and its Python object."""
 
     tensor: int
     storage: int
@@ -49,11 +49,12 @@ SCATTERS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
     aten.index_add.default: lambda x: x.index_select(0, torch.zeros(2, dtype=torch.long, device="meta")),
     aten.masked_scatter.default: lambda x: aten.masked_select(x, torch.ones_like(x, dtype=torch.bool)),
 }
-"""Operators that a derivative runs in place on zeros of its own, and what has such a derivative."""
+"""Operators that a derivative runs in place on its own zeros, each with a function that has such a
+derivative."""
 
 
 class SoleOwner:
-    """Tells which operators of a backward pass write into their first operand and make nothing new."""
+    """A test for operators of a backward pass that write into their first operand and allocate nothing."""
 
     def __init__(self) -> None:
         try:
@@ -69,7 +70,7 @@ class SoleOwner:
                 self._most[id(operator)] = counts[0]
 
     def writes_in_place(self, func: Any, arguments: tuple[Any, ...]) -> bool:
-        """Whether this operator of a backward pass, without a dispatch mode, would be done in place."""
+        """Return True if this operator of a backward pass would run in place without a dispatch mode."""
         most = self._most.get(id(func))
         if most is None or torch.is_grad_enabled() or arguments[0].device.type != "meta":
             return False
@@ -80,12 +81,13 @@ class SoleOwner:
 
 @functools.cache
 def sole_owner(policy: Policy) -> SoleOwner:
-    """Counted once, while this policy is in force."""
+    """Return the test for this policy; its reference counts are measured once, while the policy is active."""
     return SoleOwner()
 
 
 def _may_be_added(first: torch.Tensor, other: Any) -> bool:
-    """Whether the engine may add these gradients in place: same shape and dtype, the first one dense."""
+    """Return True if the engine may add these gradients in place: same shape and dtype, the first one
+    dense."""
     return (
         isinstance(other, torch.Tensor)
         and first.shape == other.shape
@@ -101,7 +103,7 @@ def _use_counts(arguments: tuple[Any, ...]) -> UseCounts:
 
 
 class _Counter(TorchDispatchMode):
-    """Counts who holds the first operand of an operator during a backward pass."""
+    """A dispatch mode that counts references to the first operand of an operator during a backward pass."""
 
     def __init__(self, operator: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -110,21 +112,21 @@ class _Counter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """As the recorder does."""
+        """Return False, as the recorder does."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is self.operator and not torch.is_grad_enabled():
             self.counts.append(_use_counts(args))
-        selects = func is aten.masked_select.default  # how many depends on data: take two
+        selects = func is aten.masked_select.default  # its count depends on data: use two
         out = args[0].new_empty(2) if selects else func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor):
-            out.untyped_storage()  # as the recorder does, which gives the storage its Python object
+            out.untyped_storage()  # as in the recorder; creates the storage's Python object
         return out
 
 
 def _counts_in_backward(operator: Any, example: Callable[[torch.Tensor], torch.Tensor]) -> list[UseCounts]:
-    """Of each time that this example's backward pass runs the operator."""
+    """Return the counts for each run of the operator in this example's backward pass."""
     x = torch.empty(4, 4, device="meta", requires_grad=True)
     counter = _Counter(operator)
     with torch.enable_grad(), counter:
@@ -133,10 +135,10 @@ def _counts_in_backward(operator: Any, example: Callable[[torch.Tensor], torch.T
 
 
 def _addition_counts() -> UseCounts:
-    """Who holds a gradient that is the engine's alone, seen through a dispatch mode.
+    """Return the counts of a gradient that only the engine references, under a dispatch mode.
 
-    In `2 * x + 3 * x` both gradients of x are fresh products, so the first is the engine's alone; in
-    `x + x` both are one tensor, which is not.
+    In `2 * x + 3 * x`, both gradients of x are new products, so only the engine references the first. The
+    other example, `x + x`, sums one tensor with several references.
     """
     alone = _counts_in_backward(aten.add.Tensor, lambda x: x * 2 + x * 3)
     shared = _counts_in_backward(aten.add.Tensor, lambda x: x + x)

@@ -1,12 +1,13 @@
-"""The allocations and frees of a recorded run, and what its bytes are for.
+"""The allocations and frees of a recorded run, and the kinds of its bytes.
 
-A storage's allocation is the first operator that returns it; its free is the moment Python's and autograd's
-last reference goes (a weak reference's callback). A storage without bytes requests nothing, and is left out.
+The allocation of a storage is the first operator that returns it. Its free is the moment at which the last
+reference of Python and autograd disappears (a weak reference's callback). A storage without bytes requests
+nothing, and is left out.
 
-Weights, gradients, states, caches and workspaces are claimed by name while the run goes on. For the rest the
-end of the run decides: what is allocated in the forward pass and still lives when that pass ends was saved
-for the backward pass, and is an activation; so is what checkpointing computes again. Everything else is
-temporary.
+Weights, gradients, states, caches and workspaces are claimed by name during the run. The kind of other blocks
+is decided at the end of the run. A block is an activation if it is allocated in the forward pass and still
+alive at the end of that pass. The backward pass needs it. Blocks of recomputation are activations too. All
+others are temporaries.
 """
 
 from __future__ import annotations
@@ -31,42 +32,42 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Mark
 
 NO_BLOCK = -1
-"""Stands for the block of a storage without bytes."""
+"""Index for a storage without bytes, which has no block."""
 
 _ZEROS = "aten::_efficientzerotensor"
-"""Makes the zeros of forward-mode autograd, which no memory is requested for (`ZeroTensorAllocator`)."""
+"""Operator for the zeros of forward-mode autograd, which requests no memory (`ZeroTensorAllocator`)."""
 
 
 class Allocations:
-    """Writes down which storages of a run are allocated and freed."""
+    """The allocations and frees of a run's storages."""
 
     def __init__(self, policy: Policy, modules: ModuleTracker) -> None:
         self.policy, self.modules = policy, modules
         self.phase, self.step = "build", -1
-        """Of what is allocated now."""
+        """Phase and step of current allocations."""
         self.events: list[int] = []
-        """Allocations and frees, as `Trace.events` has them."""
-        self._blocks: list[list[Any]] = []  # the fields of `Block`, whose kind is "" until it is claimed
+        """Allocations and frees, in the form of `Trace.events`."""
+        self._blocks: list[list[Any]] = []  # the fields of `Block`; the kind is "" until it is claimed
         self._live: dict[int, tuple[int, Any]] = {}  # storage's address -> block, weak reference
         self._workspaces: dict[tuple[str, str], int] = {}
         self._from = Memory.OWN
         self._of_graphs: set[int] = set()
         self._stream = DEFAULT_STREAM
         self.streams: dict[int, int] = {}
-        """The stream that each block is of, by its index, where that is not the default one."""
+        """Stream of each block by its index, unless it is the default one."""
         self.moment_of: Callable[[int], Iterable[int]] = lambda stream: ()
-        """The numbers of the kernels that a stream has now to do, as far as they are recorded."""
+        """Function from a stream to the indices of its unfinished kernels, as far as they are recorded."""
         self.awaited: dict[int, tuple[int, ...]] = {}
-        """Those of streams that had worked on a block when it was freed, by its index."""
+        """Unfinished kernels of other streams at the free of a block, by the block's index."""
         self.is_over = False
-        """Whether the run is, so that what is freed now is none of its frees."""
+        """True after the run, so that later frees are not recorded."""
         self._borrowers: defaultdict[int, set[int]] = defaultdict(set)  # other streams by block
         self._played: dict[int, Any] = {}  # storage's address -> weak reference
         self._released: set[int] = set()  # blocks that were freed before their storages
         self._recomputed: set[int] = set()
 
     def add_outputs(self, operator: str, out: Any) -> None:
-        """Allocates the storages of what an operator returned, those that are new."""
+        """Allocate the new storages among an operator's outputs."""
         if isinstance(out, torch.Tensor):
             self._add_tensor(operator, out)
         elif isinstance(out, (list, tuple)):
@@ -77,7 +78,7 @@ class Allocations:
                     self.add_outputs(operator, item)
 
     def add_kernel(self, operator: str, out: Any, scratch: Scratch, workspaces: Iterable[Buffer]) -> None:
-        """Everything a kernel allocates: its outputs, workspaces when it is its thread's first, scratch."""
+        """Allocate a kernel's outputs, its thread's workspaces if they are missing, and scratch."""
         if not scratch or (OUTPUTS not in scratch and ONE_OUTPUT.keys().isdisjoint(scratch)):
             self.add_outputs(operator, out)
         thread = "backward" if self.phase == "backward" else "main"
@@ -143,13 +144,15 @@ class Allocations:
     # ---- streams, and storages that are kept without bytes -----------------------------------------------
 
     def use_stream(self, number: int) -> int:
-        """What is allocated from here on is of this stream; gives the one before it."""
+        """Set the stream of later allocations. Return the previous one."""
         before, self._stream = self._stream, number
         return before
 
     def resize(self, storage: Any, nbytes: int) -> None:
-        """A storage gives its bytes back, or takes so many, and stays the same storage: so FSDP2 keeps
-        gathered weights."""
+        """Free the bytes of a storage, or allocate `nbytes` for it; the storage object stays the same.
+
+        FSDP2 stores gathered weights in this way.
+        """
         address = storage._cdata
         index, reference = self._live.get(address, (NO_BLOCK, None))
         if index != NO_BLOCK:
@@ -161,12 +164,14 @@ class Allocations:
             self._live[address] = (index, weakref.ref(storage, self._on_free(address, index)))
 
     def has_seen(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is one of the device. What was built out of sight is the host's still."""
+        """Return True if the recorder has seen the allocation of a tensor. Others are still on the host."""
         return tensor.untyped_storage()._cdata in self._live
 
     def lend(self, tensor: torch.Tensor, stream: int) -> None:
-        """Another stream than its own works on this tensor, too (`record_stream`): the allocator keeps its
-        block, once it is freed, until that is done."""
+        """Record that a second stream uses this tensor (`record_stream`).
+
+        The allocator does not reuse its freed block before that stream finishes.
+        """
         index, _ = self._live.get(tensor.untyped_storage()._cdata, (NO_BLOCK, None))
         if index != NO_BLOCK and stream != self.streams.get(index, DEFAULT_STREAM):
             self._borrowers[index].add(stream)
@@ -175,7 +180,7 @@ class Allocations:
 
     @contextlib.contextmanager
     def allocating(self, where: Memory) -> Iterator[None]:
-        """Within it, what is allocated is allocated there."""
+        """Allocate from this memory inside the context."""
         before, self._from = self._from, where
         try:
             yield
@@ -184,11 +189,11 @@ class Allocations:
 
     @property
     def of_graphs(self) -> frozenset[int]:
-        """The blocks that are in the memory of CUDA graphs."""
+        """Indices of the blocks in the memory of CUDA graphs."""
         return frozenset(self._of_graphs)
 
     def is_of_graphs(self, storage: Any) -> bool:
-        """Whether a storage is in the memory of CUDA graphs, recorded or played back."""
+        """Return True if a storage is in the memory of CUDA graphs, recorded or replayed."""
         address = storage._cdata
         if self._live.get(address, (NO_BLOCK, None))[0] in self._of_graphs:
             return True
@@ -196,12 +201,12 @@ class Allocations:
         return played is not None and played() is storage
 
     def built_block(self, storage: Any) -> int | None:
-        """The block of a storage that was made before the first step; None of any other."""
+        """Return the block of a storage that was allocated before the first step, or None for any other."""
         index, _ = self._live.get(storage._cdata, (NO_BLOCK, None))
         return index if index != NO_BLOCK and self._blocks[index][4] < 0 else None
 
     def release_graphs(self) -> None:
-        """Frees what lives in the pool of CUDA graphs, though tensors may still refer to it."""
+        """Free the live blocks in the pool of CUDA graphs, even if tensors still refer to them."""
         for address, (index, reference) in [*self._live.items()]:
             if index in self._of_graphs:
                 self._released.add(index)
@@ -209,27 +214,29 @@ class Allocations:
                 self._add_free(index)
 
     def give_workspaces_back(self) -> None:
-        """Frees the workspaces that threads keep: whoever next needs one takes one anew."""
+        """Free the threads' workspaces, so that the next kernel that needs one allocates it again."""
         for index in self._workspaces.values():
             self._add_free(index)
         self._workspaces.clear()
 
     def live_bytes(self) -> int:
-        """Requested bytes of what was allocated and not freed."""
+        """Return the requested bytes of live blocks."""
         sizes = (self._blocks[abs(event) - 1][0] * (1 if event > 0 else -1) for event in self.events)
         return sum(sizes)
 
     def forget(self) -> None:
-        """Lets go of what was written down."""
+        """Clear the recorded data."""
         self.events.clear()
         self._blocks.clear()
         self._played.clear()
 
-    # ---- what for ----------------------------------------------------------------------------------------
+    # ---- kinds of bytes ----------------------------------------------------------------------------------
 
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "", *, instead_of: str = "") -> None:
-        """This tensor's bytes are of this kind, and of this module where one is named; the first claim
-        counts, unless it was for the kind that this one stands `instead_of`."""
+        """Set the kind of this tensor's block, and its module if one is given.
+
+        Only the first claim counts, except that it replaces a claim for the kind `instead_of`.
+        """
         if tensor.device.type != "meta":
             return
         index, _ = self._live.get(tensor.untyped_storage()._cdata, (NO_BLOCK, None))
@@ -238,7 +245,10 @@ class Allocations:
             block[2], block[5] = module or block[2], kind
 
     def blocks(self, phases: Sequence[Mark]) -> tuple[Block, ...]:
-        """All blocks, with the kinds that only the end of a run shows; `phases` are where phases begin."""
+        """Return all blocks, with the kinds that depend on the whole run.
+
+        `phases` are the marks at which phases begin.
+        """
         allocated: dict[int, int] = {}
         freed: dict[int, int] = {}
         for position, event in enumerate(self.events):
@@ -250,7 +260,8 @@ class Allocations:
         )
 
     def _kind(self, index: int, allocated: int, freed: int | None, forward_ends: Sequence[int]) -> str:
-        """The kind of a block that was not claimed, by the events that allocate and free it."""
+        """Return the kind of an unclaimed block, from the positions of its allocation and free in the
+        events."""
         phase = self._blocks[index][3]
         if phase == "load":
             return Kind.INPUTS

@@ -1,8 +1,9 @@
-"""The line of code that asks for a value, found in the frames of the host, and the lists in its index.
+"""Find the line of code that reads a value, and the lists in its index.
 
-A question passes torch and the rehearsal itself; the first frame beyond them asked. Where that is the loop
-(our own, accelerate's, the HF Trainer's) the value is read for a log or a check that ordinary data passes,
-and nothing that is allocated depends on it. So it is in functions that only warn.
+The read passes through frames of torch and of the simulation; the first frame outside of them is its origin.
+The origin may be a training loop: snugfit's, accelerate's or the HF Trainer's. Then the value is for a log,
+or for a check that ordinary data passes, and no allocation depends on it. The same is true for functions that
+only warn.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ if TYPE_CHECKING:
 _LONGEST_LINE = 100
 
 _PASSES_ON = ("torch", "snugfit.rehearsal", "contextlib", "functools")
-"""Packages that a question only passes."""
+"""Packages through which a read passes."""
 
 _LOOPS = ("snugfit", "accelerate", "transformers.trainer", "transformers.optimization", "bitsandbytes")
-"""Packages that ask for a log or a check."""
+"""Packages that read values for a log or a check."""
 
 _WARNS = ("warn_if_padding_and_no_attention_mask",)
-"""Functions of transformers that ask and then warn, or do not."""
+"""Functions of transformers whose reads decide only about a warning."""
 
 
 class CodeLine(NamedTuple):
-    """A line of code that runs."""
+    """A line of code and its stack frame."""
 
     frame: FrameType
-    """Of the function that it is in."""
+    """Stack frame of its function."""
     line: int
-    """Its number in its file."""
+    """Line number in its file."""
 
     @classmethod
     def asking(cls) -> Self | None:
-        """The line that asks for a value now; None where the loop does."""
+        """Return the line that reads a value now, or None if it belongs to the training loop."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and _is_of(module_of(frame), _PASSES_ON):
             frame = frame.f_back
@@ -51,7 +52,7 @@ class CodeLine(NamedTuple):
         return cls(frame, frame.f_lineno)
 
     def __str__(self) -> str:
-        """`, in T5ForSequenceClassification.forward (modeling_t5.py, line 1305: `eos_mask = ...`)`."""
+        """Return `, in T5ForSequenceClassification.forward (modeling_t5.py, line 1305: `eos_mask = ...`)`."""
         code = self.frame.f_code
         source = traceback.FrameSummary(code.co_filename, self.line, code.co_name).line or ""
         shown = f": `{source[:_LONGEST_LINE]}`" if source else ""
@@ -59,12 +60,13 @@ class CodeLine(NamedTuple):
 
 
 def module_of(frame: FrameType) -> str:
-    """The dotted name of the module whose code a frame runs."""
+    """Return the dotted name of a frame's module."""
     return str(frame.f_globals.get("__name__", ""))
 
 
 def _is_of(module: str, packages: tuple[str, ...]) -> bool:
-    """Whether a module is one of these, or in one; `transformers.trainer_utils` is of `trainer`."""
+    """Return True if a module is one of these packages or in one; `transformers.trainer_utils` is in
+    `trainer`."""
     return any(module == one or module.startswith((f"{one}.", f"{one}_")) for one in packages)
 
 
@@ -82,11 +84,12 @@ _NUMBERS = (
 
 
 def lists_in_index() -> list[Any]:
-    """Return the lists among the indices that the model's code gives now, such as `x[:, [-1, 0]]`.
+    """Return the lists among the indices of the model's current expression, as in `x[:, [-1, 0]]`.
 
-    torch makes a tensor on `meta` of such a list, without its numbers and unseen by any mode. A replaced
-    `Tensor.__getitem__` would make tensors sequences for torch ever after. So the source is evaluated a
-    second time, where that changes nothing: for a name, an attribute, or a list of whole numbers.
+    torch makes a tensor on `meta` from such a list, without its numbers and invisible to any mode. A replaced
+    `Tensor.__getitem__` would turn tensors into sequences for torch permanently. So the source of the index
+    is evaluated a second time if that has no side effect. This is true for a name, an attribute, or a list of
+    whole numbers.
     """
     line = CodeLine.asking()
     expression = _expression(line.frame) if line is not None else None
@@ -98,7 +101,7 @@ def lists_in_index() -> list[Any]:
 
 
 def _expression(frame: FrameType) -> ast.expr | None:
-    """The expression that a frame evaluates."""
+    """Return the expression that a frame evaluates."""
     position = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
     first, last, start, end = position or (None, None, None, None)
     if first is None or last is None:
@@ -115,7 +118,7 @@ def _expression(frame: FrameType) -> ast.expr | None:
 
 
 def _numbers(element: ast.expr, frame: FrameType) -> Iterator[Any]:
-    """The list that an index stands for, if it is one."""
+    """Yield the list of an index, if the index is one."""
     if isinstance(element, ast.List):
         names = [part.id for part in ast.walk(element) if isinstance(part, ast.Name)]
         known = all(type(frame.f_locals.get(name, frame.f_globals.get(name))) is int for name in names)

@@ -1,15 +1,15 @@
-"""What is taken of whole numbers and truths that depend on weights, of which a rehearsal has none.
+"""Assume values for integers and booleans that depend on weights, which a simulation does not have.
 
-- Choices (`topk`, `argmax`, `sort`: a router's) go evenly over what can be chosen: sample t takes the k after
-  those of sample t - 1. Or, for the worst routing, all samples choose the same k.
-- Conditions and masks hold everywhere: the upper bound of what a mask picks.
+- Choices (`topk`, `argmax`, `sort`, as in a router) are spread evenly over the options. Sample t takes the k
+  options after those of sample t - 1. With the worst routing, all samples choose the same k.
+- Conditions and masks are true everywhere, which is the upper bound of a mask's selection.
 - Numbers are 1.
 
-So is what is drawn by chance on the device.
+The same holds for values that the device draws at random.
 
-They are values as any others (`shadows.py`), so that what is computed of them fits together: the tokens of
-all experts are as many as were routed, and a mask and its opposite pick all of a tensor between them. But
-each remembers on what it rests, and whoever asks for it is told.
+Assumed values are shadow values like others (`shadows.py`), so values computed from them are consistent. The
+experts' tokens add up to the routed ones, and a mask and its inverse together select a whole tensor. Each
+value has its assumption attached, and a read of it adds a warning to the trace.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 class Assumption(StrEnum):
-    """On what a value rests, as a sentence that the asking line ends."""
+    """The assumption behind a value, as the start of a sentence that ends with the reading line."""
 
     BALANCED = (
         "Choices that depend on weights, such as a router's, are assumed to be spread evenly (balanced "
@@ -40,17 +40,19 @@ class Assumption(StrEnum):
 
 
 class Assumed(NamedTuple):
-    """A value that is assumed, and why."""
+    """An assumed value and its assumption."""
 
     assumption: Assumption
-    """What it rests on."""
+    """The assumption behind it."""
     make: Callable[[], torch.Tensor]
-    """Makes it on the CPU."""
+    """Function that creates the value on the CPU."""
 
 
 def assume(func: Any, args: tuple[Any, ...], index: int, out: torch.Tensor, routing: str) -> Assumed:
-    """What is taken of result number `index` of an operator, whole numbers or truths of `out`'s shape, whose
-    operands are not known."""
+    """Return the assumed value of result number `index` of an operator with unknown operands.
+
+    The result has integers or booleans, in `out`'s shape.
+    """
     shape, dtype = tuple(out.shape), out.dtype
     if dtype is torch.bool:
         return Assumed(Assumption.MASK, lambda: torch.ones(shape, dtype=dtype, device="cpu"))
@@ -77,12 +79,12 @@ _CHOICES: dict[Any, int] = {
     aten.argsort.default: 0,
     aten.argsort.stable: 0,
 }
-"""Operators that choose, and which of their results is the choice."""
+"""Operators that choose, with the index of the result that contains the choice."""
 
 
 def _dimension(func: Any, args: tuple[Any, ...], out: torch.Tensor) -> tuple[int, int]:
-    """How many there are to choose from, and the dimension of the result along which choices lie: -1 where
-    it is gone."""
+    """Return the number of options, and the dimension of the result along which choices are: -1 if it is
+    reduced."""
     at = {aten.topk.default: 2, aten.sort.stable: 2, aten.argsort.stable: 2}.get(func, 1)
     dims = [one for one in args[at : at + 1] if type(one) is int]
     chosen_from = args[0]
@@ -93,7 +95,7 @@ def _dimension(func: Any, args: tuple[Any, ...], out: torch.Tensor) -> tuple[int
 
 
 def _choices(shape: tuple[int, ...], dim: int, options: int, *, spread: bool, whole: bool) -> torch.Tensor:
-    """Choices below `options`: along `dim` different ones, and from sample to sample others if `spread`."""
+    """Return choices below `options`, different along `dim`, and different between samples if `spread`."""
     count = shape[dim] if dim >= 0 else 1
     samples = [size for at, size in enumerate(shape) if at != dim]
     first = torch.arange(torch.Size(samples).numel(), device="cpu") * (1 if whole else count)

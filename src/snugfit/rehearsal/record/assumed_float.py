@@ -1,10 +1,10 @@
-"""A number that was assumed, in the hands of the model's code.
+"""A float with an assumed value, for the model's code.
 
-Most numbers that a model asks for go into a log or scale something, and nothing that is allocated depends on
-them. So an assumed number is a float that tells when something is decided by it: a comparison, a count made
-of it. What is computed of it by Python's operators and by `math` is such a float too; a plain float made of
-it, or one of numpy's, could no longer tell, and so tells at once. In an operator of torch it is a number like
-any other, so its value is an odd one, and an operator that is given it gives nothing known.
+Most numbers that a model reads go into a log or scale a tensor, and no allocation depends on them. So an
+assumed number is a float that reports decisions: a comparison, or its conversion to an integer. Results of
+Python's operators and of `math` are such floats too. A plain float or a numpy float could not report later
+decisions, so a conversion to one reports at once. In an operator of torch, the number looks like any other.
+So its value is unusual, and an operator with this value has an unknown result.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from collections.abc import Callable
 from typing import Any
 
 ABOUT_ONE = 1.0 + 2.0**-40
-"""An assumed number: 1, but for a bit by which it, and what is computed of it, is known again."""
+"""An assumed number: 1, plus a bit by which it and values computed from it are recognized."""
 
 
 class AssumedFloat(float):
-    """A float that calls `decides` when something is decided by it. Its value is added to `known`."""
+    """A float that calls `decides` if a decision depends on it. Its value is added to `known`."""
 
     __slots__ = ("_decides", "_known")
     _decides: Callable[[], None]
     _known: set[float]
 
     def __new__(cls, value: float, decides: Callable[[], None], known: set[float]) -> AssumedFloat:
-        """A number of this value."""
+        """Return a number of this value."""
         number = super().__new__(cls, value)
         number._decides, number._known = decides, known
-        if not (4 * value).is_integer():  # 0, which is left of many, is no sign
+        if not (4 * value).is_integer():  # 0 is the result of many computations, so it identifies none
             known.add(value)
         return number
 
     __hash__ = float.__hash__
 
     def after_function(self, result: Any) -> Any:
-        """What a function has computed of it: an assumed number too, if it is one."""
+        """Return a function's result as an assumed number if it is a float; otherwise report a decision."""
         if type(result) is float:
             return AssumedFloat(result, self._decides, self._known)
         self._decides()
@@ -47,7 +47,7 @@ class AssumedFloat(float):
         return getattr(function, method)(*plain, **keywords)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy is a plain number."""
+        """Reduce to a plain float, so that a copy is one."""
         return float, (float.__add__(self, 0.0),)
 
 
@@ -58,7 +58,7 @@ def _deciding(name: str) -> Callable[..., Any]:
     method = getattr(float, name)
 
     def decide(self: AssumedFloat, *others: Any) -> Any:
-        if not any(other is self or other in _INFINITE for other in others):  # a check that it is finite
+        if not any(other is self or other in _INFINITE for other in others):  # not a check that it is finite
             self._decides()
         return method(self, *others)
 

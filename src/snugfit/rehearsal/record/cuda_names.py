@@ -1,13 +1,13 @@
-"""What a user's module asks of CUDA by name, answered as the GPU would.
+"""Emulate CUDA's names for a user's module.
 
-A module of the user's own may say `x.cuda()`, `device="cuda"`, `if x.is_cuda`, `torch.cuda.synchronize()`.
-In a rehearsal its tensors are on `meta`, and there may be no CUDA at all. So while such a module is rehearsed
-for a GPU, devices named `cuda` are `meta` to every function of torch. To code that is neither torch's nor a
-library's and asks, a tensor is on `cuda:0` while the model runs, and CUDA is there. What no rehearsal can
-answer (how much memory is in use) is answered with 0, as a doubt.
+A user's module may contain `x.cuda()`, `device="cuda"`, `if x.is_cuda` or `torch.cuda.synchronize()`. In a
+simulation, its tensors are on `meta`, and CUDA may be missing. So while such a module is simulated for a GPU,
+all functions of torch treat devices named `cuda` as `meta`. For code outside of torch and the libraries,
+tensors are on `cuda:0` while the model runs, and CUDA is available. Memory in use is unknown in a simulation:
+its value is 0, with a warning.
 
-Some models of transformers' own ask whether their weights are on `meta`, and make tensors on the host if so
-(`makes_on_the_host`, LongT5's buckets). To their file, and to it alone, a tensor is on a GPU too.
+Some models of transformers check if their weights are on `meta`, and then create tensors on the host
+(`makes_on_the_host`, LongT5's buckets). For their file alone, a tensor is on a GPU too.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from snugfit.rehearsal.device.notes import PolicyNotes
 from snugfit.rehearsal.device.policy import CudaPolicy
 
 LIBRARIES = frozenset({"torch", "snugfit", "transformers", "accelerate", "peft", "bitsandbytes", "datasets"})
-"""Packages whose code is told the truth about its tensors."""
+"""Packages whose code sees the real device of its tensors."""
 
 
 def _getter(name: str) -> Any:
-    """The function by which a mode sees that this property is read."""
+    """Return the function with which a mode recognizes a read of this property."""
     return vars(torch._C.TensorBase)[name].__get__
 
 
@@ -44,20 +44,22 @@ _PROPERTIES: dict[Any, Any] = {
     torch.Tensor.get_device: 0,
 }
 _READINGS = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
-"""Functions of `torch.cuda` that tell how much memory is in use."""
+"""Functions of `torch.cuda` that return the memory in use."""
 
 _PLACES = frozenset({torch.Tensor.to, torch.Tensor.new_tensor, torch.Tensor.type})
 _NONE_ON_META = re.compile(r"""device\.type != "meta"\s+else None\b""")
 
 
 def makes_on_the_host(code: ModuleType) -> bool:
-    """Whether a model's file takes no device for its tensors where its weights are on `meta`."""
+    """Return True if a model's file uses no device for its tensors while its weights are on `meta`."""
     return _NONE_ON_META.search(inspect.getsource(code)) is not None
 
 
 class CudaNames(TorchFunctionMode):
-    """Devices named `cuda` are `meta`; `phase` gives that of the step. To the file called `only`, or else to
-    the user's code, a tensor is on a GPU."""
+    """A mode that replaces devices named `cuda` by `meta`. `phase` returns the current phase of the step.
+
+    For the module `only`, or by default for the user's code, tensors are on a GPU.
+    """
 
     def __init__(self, phase: Callable[[], str], only: str = "") -> None:
         super().__init__()
@@ -91,20 +93,20 @@ def _asked_by_the_user(frame: Any) -> bool:
 
 
 class _TimedEvent:
-    """What `torch.cuda.Event` is to a user's module."""
+    """A replacement for `torch.cuda.Event` in a user's module."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        """Takes what an event takes, and times nothing."""
+        """Accept an event's arguments; no time is measured."""
 
     def record(self, stream: Any = None) -> None:
-        """Does nothing, for nothing runs."""
+        """Do nothing, because no kernel runs."""
 
     def query(self) -> bool:
-        """Says that everything has run."""
+        """Return True: all work is finished."""
         return True
 
     def elapsed_time(self, other: Any) -> float:
-        """Milliseconds between two events: one."""
+        """Return 1, in milliseconds."""
         return 1.0
 
     wait = synchronize = record
@@ -112,7 +114,10 @@ class _TimedEvent:
 
 @contextlib.contextmanager
 def cuda_names(policy: CudaPolicy, notes: PolicyNotes, wait: Callable[[], None]) -> Iterator[None]:
-    """Within it, a user's module may ask for CUDA by name; `wait` is called where it waits for the device."""
+    """Emulate CUDA's names for a user's module inside the context.
+
+    `wait` is called if the module waits for the device.
+    """
 
     def synchronize(device: Any = None) -> None:
         wait()
@@ -143,7 +148,7 @@ def cuda_names(policy: CudaPolicy, notes: PolicyNotes, wait: Callable[[], None])
 
 
 def _by_caller(plain: Any, answer: Any) -> Any:
-    """The answer for the user's code, and the plain function for libraries."""
+    """Return a function that calls `answer` for the user's code, and `plain` for libraries."""
 
     def ask(*arguments: Any, **keywords: Any) -> Any:
         chosen = answer if _asked_by_the_user(sys._getframe(1)) else plain

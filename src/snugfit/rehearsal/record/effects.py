@@ -1,11 +1,11 @@
-"""What an operator does to values, as far as a rehearsal follows them (`shadows.py`).
+"""Classify an operator's effect on values, for shadow values (`shadows.py`).
 
-A rehearsal computes small values beside its shapes, so it must know of each operator whether its result
-follows from its operands' values, where it writes, and what needs no operand at all. Most of that stands in
-the operator's schema and its tags.
+A simulation computes small values in addition to shapes. For each operator it needs the relation between the
+result and the operands' values. It also needs the written tensors, and the operators that read no operand.
+Most of that follows from the operator's schema and its tags.
 
-Ordinary data is finite. So whether something is finite is known of any operand, and nobody needs to be told
-that it was taken to be: `isfinite`, `isnan` and `isinf` are what a training loop checks by.
+Ordinary data is finite. So the result of `isfinite`, `isnan` and `isinf` is known for any operand, and needs
+no warning. A training loop uses them for checks.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ aten = torch.ops.aten
 
 
 class Effect(Enum):
-    """How an operator's result follows from values."""
+    """The relation between an operator's result and values."""
 
     COMPUTES = "computes"
-    """From its operands' values."""
+    """The result follows from the operands' values."""
     FILLS = "fills"
-    """With a number that is given; no operand is read."""
+    """The result is a given number; no operand is read."""
     DRAWS = "draws"
-    """By chance, as the device draws it."""
+    """The result is drawn at random on the device."""
     WRITES = "writes"
-    """It writes into its first operand, from the others."""
+    """The first operand is written, from the others."""
     WRITES_MANY = "writes many"
-    """It writes into several tensors."""
+    """Several tensors are written."""
     KEEPS = "keeps"
-    """What it writes stays as it was while everything is finite: a gradient scaler's tensors."""
+    """The written tensors stay unchanged if all values are finite: a gradient scaler's tensors."""
 
 
 EMPTIES = frozenset(
@@ -46,7 +46,7 @@ EMPTIES = frozenset(
         aten.new_empty_strided.default,
     }
 )
-"""Operators whose new tensors are filled with nothing: they are written before they are read."""
+"""Operators with uninitialized results, which are written before they are read."""
 
 FILLED: dict[Any, Callable[[tuple[Any, ...]], Any]] = {
     aten.zeros.default: lambda args: 0,
@@ -61,10 +61,10 @@ FILLED: dict[Any, Callable[[tuple[Any, ...]], Any]] = {
     aten.scalar_tensor.default: lambda args: args[0],
     **dict.fromkeys(EMPTIES, lambda args: 0),
 }
-"""What new tensors are filled with."""
+"""Operators that create tensors, each with a function that returns the fill value."""
 
 OVERWRITES = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.copy_.default})
-"""Operators after which nothing is left of what they write into."""
+"""Operators that overwrite their target completely."""
 
 BY_MASKS = frozenset(
     {
@@ -76,7 +76,7 @@ BY_MASKS = frozenset(
         aten._unsafe_index_put.default,
     }
 )
-"""Operators that may be given masks in the place of indices."""
+"""Operators that accept masks instead of indices."""
 
 DISTINCT = frozenset(
     {
@@ -87,7 +87,7 @@ DISTINCT = frozenset(
         aten.unique_dim_consecutive.default,
     }
 )
-"""Operators that leave out what is there already."""
+"""Operators that remove duplicates."""
 
 SHAPED_BY_DATA = DISTINCT | {
     aten.nonzero.default,
@@ -96,12 +96,12 @@ SHAPED_BY_DATA = DISTINCT | {
     aten.repeat_interleave.Tensor,
     aten._ctc_loss.Tensor,
 }
-"""Operators whose results' shapes depend on their operands' values."""
+"""Operators with output shapes that depend on their operands' values."""
 
 ASKING = frozenset(
     {aten._local_scalar_dense.default, aten.equal.default, aten._to_copy.default, aten.copy_.default}
 )
-"""Operators by which the host asks for values, the copies among them where they leave the device."""
+"""Operators with which the host reads values, including copies if their target is on the host."""
 
 _KEEPING = frozenset(
     {"aten::_amp_foreach_non_finite_check_and_unscale_", "aten::_amp_update_scale_", "aten::set_"}
@@ -109,7 +109,7 @@ _KEEPING = frozenset(
 
 
 def effect_of(func: Any) -> Effect:
-    """From the operator's schema and tags."""
+    """Return the effect of an operator, from its schema and tags."""
     if func in FILLED:
         return Effect.FILLS
     schema = func._schema
@@ -133,8 +133,10 @@ _FINITE: dict[Any, bool] = {
 
 
 def finite_check(func: Any, args: tuple[Any, ...]) -> bool | None:
-    """What this operator gives for operands that are finite; None where it does not ask that. `isfinite` is
-    composed of `x == x` and `abs(x) != inf`."""
+    """Return the result of a finiteness check on finite operands, or None for other operators.
+
+    `isfinite` is composed of `x == x` and `abs(x) != inf`.
+    """
     if func in _FINITE:
         return _FINITE[func]
     if func in (aten.ne.Tensor, aten.eq.Tensor) and args[0] is args[1]:

@@ -1,11 +1,12 @@
-"""What the first launch of a generated kernel takes: Inductor times the settings that it may run with.
+"""Memory of a generated kernel's first launch, in which Inductor benchmarks its configurations.
 
-It flushes the GPU's cache before each launch with a buffer of its size (`InductorBenchmarker.benchmark_gpu`),
-and changes copies of what the kernel changes (`CachingAutotuner.bench`; where they would not fit beside, they
-go to the host). A process whose cache on the disk knows the settings does not.
+Inductor flushes the GPU's cache before each launch, with a buffer of the cache's size
+(`InductorBenchmarker.benchmark_gpu`). It runs the kernel on copies of the tensors that the kernel changes
+(`CachingAutotuner.bench`). Copies that would not fit on the device go to the host. No benchmark runs if the
+process finds the configurations in its cache on disk.
 
-Only a first step holds this, and beside it no optimizer states yet. So what bounds a step from below, passes
-and their optimizer's states together, leaves it out.
+The memory is needed in the first step only, before optimizer states exist. So the lower bound of a step
+leaves it out, because it adds passes and their optimizer's states.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ _TIMED: list[bool] = [True]
 
 
 def times_anything() -> bool:
-    """Whether this process has yet to time what it runs."""
+    """Return True if this process benchmarks the kernels that it runs."""
     return _TIMED[-1]
 
 
 def time_settings(policy: Policy, changes: Sequence[torch.Tensor]) -> None:
-    """Allocates and drops what timing takes on this GPU, for a kernel that changes these tensors."""
+    """Allocate and free the memory of a benchmark on this GPU, for a kernel that changes these tensors."""
     import torch
 
     nbytes = getattr(policy, "cache_bytes", 0)
@@ -39,7 +40,7 @@ def time_settings(policy: Policy, changes: Sequence[torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def settings_known() -> Iterator[None]:
-    """Within it, kernels launch as in all steps but a process's first."""
+    """Launch kernels without a benchmark inside the context, as in all steps but the first of a process."""
     _TIMED.append(False)
     try:
         yield

@@ -1,9 +1,9 @@
-"""What an operator costs on the device: floating-point operations, bytes moved, shapes.
+"""Compute an operator's cost on the device: floating-point operations, bytes moved, shapes.
 
-FLOPs of contractions come from torch's own registry (`torch.utils.flop_counter`: 2 per multiply-add, the
-convention of all published figures). Everything else counts one operation an output element, which only
-serves to group operators: such kernels are bound by the bytes they move, and those are counted exactly, each
-input read once and each output written once, an operand that is written into too.
+FLOPs of contractions come from torch's own registry (`torch.utils.flop_counter`). It counts 2 per
+multiply-add, the convention of all published figures. Other operators count one operation per output element,
+which only serves to group operators. Their kernels are bound by the bytes they move. Those are counted
+exactly: each input is read once, each output written once, and an operand that is modified counts as both.
 """
 
 from __future__ import annotations
@@ -52,12 +52,15 @@ _CONTRACTING = (
 _NORMALISING = ("norm", "softmax", "sum", "mean", "var", "std", "amax", "argmax", "cumsum", "nll_loss")
 
 LARGEST_CACHED = 50 * MIB
-"""Of an operand that is read across its rows: beyond it each element costs a sector of memory of its own. An
-H200's second-level cache; on one, T5's position bias was added at full speed with 16 MiB, and at a fifth of
-it with 64 MiB (2026-11-22)."""
+"""Size in bytes from which an operand that is read across its rows costs a memory sector per element.
+
+It is the size of an H200's second-level cache. On one, T5's position bias of 16 MiB was added at full speed.
+One of 64 MiB was added at a fifth of it (2026-11-22).
+"""
 
 MATRICES = 3
-"""Of a product. A grouped one that runs group by group takes a view of each, each time."""
+"""Number of matrices in a product. A grouped product that runs group by group makes a view of each per
+group."""
 
 
 KEEPS_CONTEXT = MATRIX_PRODUCTS | {
@@ -68,11 +71,11 @@ KEEPS_CONTEXT = MATRIX_PRODUCTS | {
     "aten::arange",
     "aten::_scaled_dot_product_cudnn_attention",
 }
-"""Kernels at which the driver keeps what it holds since it made the context."""
+"""Kernels at which the driver does not yet release the address space that it reserved with the context."""
 
 
 class KernelCost(NamedTuple):
-    """What a kernel does on the device; the fields are those of `Kernel`."""
+    """A kernel's work on the device; the fields are those of `Kernel`."""
 
     flops: int
     nbytes: int
@@ -84,30 +87,34 @@ class KernelCost(NamedTuple):
 
 
 def releases_context(operator: str) -> bool:
-    """Whether the driver releases what it held since it made the context, before the first such kernel.
+    """Return True if the driver releases its reserved address space before the first such kernel.
 
-    Until then 414 MiB of the address space lie behind the process's first segment; afterwards they are a hole
-    that segments go to, and so the order of addresses depends on what was allocated before
-    (`prediction/addresses.py`). In a fresh process for each operator, with no caching
-    (`results/h200-2026-11-22/holes.json`), an H200's driver released it at `fill_`, `ones`, `zeros`, `cos`, a
-    cast and efficient attention, and neither at `KEEPS_CONTEXT` nor at copies from the host. What was not
-    tried is taken for one of the former: most kernels go element by element, as they do."""
+    The driver reserves 414 MiB of the address space behind the process's first segment when it creates the
+    context. After the release they are a hole that segments use. So the order of addresses depends on earlier
+    allocations (`prediction/addresses.py`). Each operator was run in a fresh process without caching
+    (`results/h200-2026-11-22/holes.json`). An H200's driver released the space at `fill_`, `ones`, `zeros`,
+    `cos`, a cast and efficient attention. It did not at `KEEPS_CONTEXT`, nor at copies from the host. An
+    untested operator counts as releasing, because most kernels are element-wise like those above.
+    """
     return operator not in KEEPS_CONTEXT
 
 
 def name_of_call(operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The operator's name; that of the one in place for a product that adds to its own result (`out=`)."""
+    """Return the operator's name, in its in-place form for a product that adds to its own result (`out=`)."""
     in_place = operator in WITH_BIAS and kwargs.get("out") is args[0]
     return f"{operator}_" if in_place else operator
 
 
 @functools.lru_cache(maxsize=8192)
 def group_of(operator: str) -> str:
-    """The operator group of an operator, after the three classes of "Data Movement Is All You Need"
-    (Ivanov et al., arXiv 2007.00072): contractions, statistical normalisations, element-wise."""
+    """Return the operator group of an operator.
+
+    The classes are those of "Data Movement Is All You Need" (Ivanov et al., arXiv 2007.00072): contractions,
+    statistical normalisations, element-wise.
+    """
     name = operator.rsplit("::", maxsplit=1)[-1].strip("_")
     contracts = any(word in name for word in ("attention", "convolution")) or name in _CONTRACTING
-    if contracts and not operator.startswith(GENERATED):  # whose names list what was fused
+    if contracts and not operator.startswith(GENERATED):  # a generated name lists the fused operators
         return CONTRACTIONS
     if any(word in name for word in _NORMALISING):
         return NORMALISATIONS
@@ -115,7 +122,7 @@ def group_of(operator: str) -> str:
 
 
 def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> KernelCost | None:
-    """What the kernel of this operator costs; None for views and for operators that run no kernel."""
+    """Return the cost of this operator's kernel, or None for views and for operators without a kernel."""
     if func.is_view or func._schema.name in _NO_KERNEL:
         return None
     only_written = _only_written(func)
@@ -129,7 +136,7 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     ]
     moved = sum(map(_nbytes, (*inputs, *outputs)))
     gathered = inputs[_GATHERING.get(func._schema.name, len(inputs)) :][:1]
-    for table in gathered:  # reads what it was asked for, not the whole table
+    for table in gathered:  # only the selected rows are read, not the whole table
         moved -= max(0, _nbytes(table) - sum(map(_nbytes, outputs)))
     if func._schema.name in _UNREAD:
         moved -= _nbytes(inputs[1])
@@ -144,7 +151,7 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
 def cost_of_generated(
     reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], layout: str
 ) -> KernelCost:
-    """What a kernel that a compiler generated costs: it reads and writes each operand once."""
+    """Return the cost of a kernel that a compiler generated: it reads and writes each operand once."""
     operands = [*reads, *writes]
     shapes = tuple(tuple(tensor.shape) for tensor in operands[:3])
     flops, dtype = sum(tensor.numel() for tensor in writes), str(operands[0].dtype)
@@ -154,7 +161,7 @@ def cost_of_generated(
 def _layout(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Any], outputs: list[Any]
 ) -> str:
-    """How the operands lie, as far as it decides which kernel runs: see `Kernel.layout`."""
+    """Return the layout of the operands that selects the kernel: see `Kernel.layout`."""
     if "attention" in func._schema.name:
         return WITH_DROPOUT if _argument(func, args, kwargs, "dropout_p") else ""
     if torch.Tag.pointwise in func.tags or func._schema.name in _COPYING:
@@ -163,7 +170,7 @@ def _layout(
 
 
 def _leading(func: Any, inputs: list[Any], outputs: list[Any]) -> tuple[int, ...]:
-    """Of a product's matrices; nothing for other operators, and for those whose matrices are no matrices."""
+    """Return the leading dimensions of a product's matrices, or () for other operators."""
     name = func._schema.name
     if name not in MATRIX_PRODUCTS:
         return ()
@@ -172,8 +179,11 @@ def _leading(func: Any, inputs: list[Any], outputs: list[Any]) -> tuple[int, ...
 
 
 def _pointwise_layout(operands: list[Any]) -> str:
-    """As torch's TensorIterator chooses: one kernel where all operands lie alike, another where it must look
-    each element's place up, a third where it casts on the way."""
+    """Return the layout of pointwise operands, by the rules of torch's TensorIterator.
+
+    It has one kernel for operands with equal strides, another that computes each element's offset, and a
+    third that casts.
+    """
     last = operands[-1]
     alike = all(
         one.shape == last.shape and one.stride() == last.stride() for one in operands
@@ -181,18 +191,18 @@ def _pointwise_layout(operands: list[Any]) -> str:
     if not alike:
         return TRANSPOSED if any(map(_across, operands)) else STRIDED
     floats = [one.dtype for one in operands if one.is_floating_point()]
-    narrows = len(operands) == 2 and floats[:1] == [torch.float32]  # torch has kernels of its own for it
+    narrows = len(operands) == 2 and floats[:1] == [torch.float32]  # torch has own kernels for it
     return CASTS if len(set(floats)) > 1 and not narrows else ""
 
 
 def _across(operand: torch.Tensor) -> bool:
-    """Whether neighbours of this large operand lie apart."""
+    """Return True if neighbours in a row of this large operand are not adjacent in memory."""
     apart = operand.dim() > 0 and operand.stride(-1) > 1 and operand.size(-1) > 1
     return apart and _nbytes(operand) > LARGEST_CACHED
 
 
 def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    """The value of a named argument, given or by default."""
+    """Return the value of a named argument, given or by default."""
     for at, argument in enumerate(func._schema.arguments):
         if argument.name == name:
             return args[at] if at < len(args) else kwargs.get(name, argument.default_value)
@@ -200,13 +210,15 @@ def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: st
 
 
 def reads_groups(func: Any, args: tuple[Any, ...], policy: Policy) -> bool:
-    """Whether a grouped product reads its groups on the host, and launches a product for each."""
+    """Return True if a grouped product reads its groups on the host, and launches a product for each."""
     return func is torch.ops.aten._grouped_mm.default and not policy.fuses_groups(args[0].dtype)
 
 
 def apart(args: tuple[Any, ...], kwargs: dict[str, Any], cost: KernelCost) -> list[KernelCost]:
-    """A grouped product as so many products of equal groups: (M, K) by (G, K, N) by rows, (N, M) by (M, K) by
-    what they have in common."""
+    """Return a grouped product as products of equal groups.
+
+    (M, K) by (G, K, N) is split by rows, (N, M) by (M, K) by the inner dimension.
+    """
     ends = args[2] if len(args) > 2 else kwargs.get("offs")
     groups = args[0].size(0) if ends is None else ends.size(0)
     (rows, inner), columns = args[0].shape[-2:], args[1].shape[-1]
@@ -223,7 +235,7 @@ def apart(args: tuple[Any, ...], kwargs: dict[str, Any], cost: KernelCost) -> li
 
 
 def copies_in(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether this operator copies a host's tensor to the device."""
+    """Return True if this operator copies a host's tensor to the device."""
     if func is _COPY:
         return bool(args[0].device.type != "cpu" and args[1].device.type == "cpu")
     return func is _TO_COPY and args[0].device.type == "cpu"
@@ -234,7 +246,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _tensors_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that the operator writes into, returned or not."""
+    """Return the arguments that the operator writes, including those that it does not return."""
     return [
         args[at] if at < len(args) else kwargs[name]
         for at, name in _arguments_written(func)
@@ -244,7 +256,8 @@ def _tensors_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 @functools.cache
 def _only_written(func: Any) -> frozenset[str]:
-    """Arguments, by name alone, that hold a result and nothing before: `out`, and those of our kernels."""
+    """Return the keyword-only arguments that are outputs and not read: `out`, and those of snugfit's
+    kernels."""
     schema = func._schema.arguments
     written = {schema[at].name for at, _ in _arguments_written(func) if schema[at].kwarg_only}
     return frozenset(written | {"out"})
@@ -252,7 +265,7 @@ def _only_written(func: Any) -> frozenset[str]:
 
 @functools.cache
 def _arguments_written(func: Any) -> tuple[tuple[int, str], ...]:
-    """Positions and names of the arguments that the operator writes into."""
+    """Return positions and names of the arguments that the operator writes."""
     return tuple(
         (at, argument.name)
         for at, argument in enumerate(func._schema.arguments)
@@ -261,7 +274,7 @@ def _arguments_written(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def _arithmetic(func: Any, operand: torch.Tensor) -> str:
-    """What the kernel computes in: its operand's dtype, but for products and convolutions in TF32."""
+    """Return the kernel's compute dtype: its operand's dtype, or TF32 for some products and convolutions."""
     if operand.dtype is torch.float32 and func._schema.name in PRODUCTS:
         backends: Any = torch.backends
         where = backends.cudnn.conv if "conv" in func._schema.name else backends.cuda.matmul
@@ -270,9 +283,12 @@ def _arithmetic(func: Any, operand: torch.Tensor) -> str:
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int | None:
-    """By torch's registry, which lacks grouped products; None where there is no formula. Its formulas for
-    attention know no grouped queries (keys and values then count once for each query head that uses them),
-    and count what a causal mask spares, half of it."""
+    """Return the FLOPs by torch's registry, or None if it has no formula.
+
+    The registry has no grouped products. Its formulas for attention do not support grouped queries: keys and
+    values then count once per query head that uses them. They also count the half that a causal mask skips,
+    which is subtracted here.
+    """
     if func._schema.name == "aten::_grouped_mm":
         return _grouped_flops(args[0], args[1])
     out_of_place = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::").rstrip("_"), None)
@@ -292,14 +308,18 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
 
 
 def _grouped_flops(first: torch.Tensor, second: torch.Tensor) -> int:
-    """Of (M, K) by (G, K, N), (G, M, K) by (K, N), (M, K) by (K, N), whose rows, columns or inner dimension
-    are what the groups share; or of (G, M, K) by (G, K, N), each group whole."""
+    """Return the FLOPs of a grouped product.
+
+    The groups divide a dimension (rows, columns or inner dimension) if an operand has no group dimension.
+    Those are (M, K) by (G, K, N), (G, M, K) by (K, N), and (M, K) by (K, N). In (G, M, K) by (G, K, N), each
+    group is whole.
+    """
     whole = first.size(0) if first.dim() == second.dim() == 3 else 1
     return 2 * whole * first.size(-2) * first.size(-1) * second.size(-1)
 
 
 PRODUCTS = MATRIX_PRODUCTS | {"aten::convolution", "aten::convolution_backward"}
-"""Operators of fp32 tensors that torch hands to cuBLAS and cuDNN, which may compute them in TF32."""
+"""Operators on fp32 tensors that torch passes to cuBLAS and cuDNN, which may compute them in TF32."""
 
 _TO_COPY = torch.ops.aten._to_copy.default
 _COPY = torch.ops.aten.copy_.default
@@ -309,10 +329,10 @@ _COPYING = frozenset({"aten::_to_copy", "aten::clone", "aten::copy_"})
 _GATHERING = dict.fromkeys(
     ("aten::embedding", "aten::index", "aten::index_select", "aten::gather", "aten::nll_loss_forward"), 0
 )
-"""Operators that read a few elements of a large operand, and which operand that is."""
+"""Operators that read a few elements of a large operand, with the index of that operand."""
 
 _UNREAD = frozenset({"aten::nll_loss_backward"})
-"""Operators whose second operand only tells a shape."""
+"""Operators that use only the shape of their second operand."""
 
 _NO_KERNEL = frozenset(
     {
@@ -324,12 +344,17 @@ _NO_KERNEL = frozenset(
 
 
 TILE = 128
-"""Queries and keys of a square: those of the kernels that an H200 runs for RoBERTa-large, as their names say
-(results/h200-2026-11-27/profile-roberta.json)."""
+"""Number of queries and of keys in a tile.
+
+It is the size in the names of the kernels that an H200 runs for RoBERTa-large
+(results/h200-2026-11-27/profile-roberta.json).
+"""
 
 _ENDS = {"aten::_flash_attention_forward": 3, "aten::_flash_attention_backward": 6}
-"""By operator, which argument has the ends of queries' sequences; the next one has those of keys, and then
-come the longest lengths of both."""
+"""Index of the argument with the sequence ends of queries, by operator.
+
+The next argument has those of keys, and the two after it the longest lengths of both.
+"""
 
 
 def cost_by_lengths(
@@ -338,11 +363,11 @@ def cost_by_lengths(
     args: tuple[Any, ...],
     view_of: Callable[[torch.Tensor], View | None],
 ) -> KernelCost | None:
-    """Correct the FLOPs of attention over sequences of several lengths, where their ends are known.
+    """Correct the FLOPs of attention over sequences of several lengths, if the sequence ends are known.
 
-    FlashAttention's kernels for them compute squares of `TILE` queries and keys. On shapes, torch's formula
-    takes each sequence as long as the longest. A padded row of an encoder may be three sequences, two of them
-    short or empty, so the formula gives three times too much and more.
+    FlashAttention computes tiles of `TILE` queries and keys. On shapes, torch's formula treats each sequence
+    as long as the longest. A padded row of an encoder may be three sequences, two of them short or empty.
+    Then the formula returns three times the FLOPs or more.
     """
     at = _ENDS.get(operator)
     if cost is None or at is None or args[at] is None:

@@ -1,20 +1,21 @@
-"""Where the host is in the model's code: which module runs, and how many checkpointed parts began.
+"""Track the active module of the model's code, and count checkpointed regions and Python functions.
 
-The module is the one whose forward is under way, and in backward the one whose forward made the autograd node
-that runs. Autograd numbers its nodes in the order in which they are made. So it is enough to note, at each
-border of a module, which number comes next, and to look a running node's number up among the borders.
+In forward, the active module is the one whose forward method runs. In backward, it is the one whose forward
+created the running autograd node. Autograd numbers its nodes in the order of their creation. So the tracker
+records the next number each time a module is entered or left. A running node's module follows from its
+number.
 
-On the host a checkpointed part costs time of its own, besides the kernels that run again: when it begins, and
-when it begins again in the backward pass, random number states of host and device are saved or restored.
-(What its hooks do with each saved tensor was counted once too, and explained nothing that was measured.)
-torch reports no checkpoints, but each makes a pair of hooks on saved tensors both times. So during a
-rehearsal those pairs are counted. Of selective checkpointing's layers each operator goes through a dispatch
-mode, in Python, and is counted there: those that are handed their result never reach the recorder.
+A checkpointed region costs host time in addition to the kernels that run again. At its start, and at the
+start of its recomputation, the random states of host and device are saved or restored. The cost of its hooks
+for each saved tensor was counted once too, and explained no measurement. A simulation finds checkpoints by
+their pairs of hooks on saved tensors, because torch does not report them. Each checkpoint creates such a pair
+both times. With selective checkpointing, each operator of a layer passes through a dispatch mode in Python,
+and is counted there. Operators with a cached result never reach the recorder.
 
-An autograd Function that a library writes in Python, as Liger and bitsandbytes do, costs the host time beside
-what it launches, forward and backward, and is counted when it begins; so are those of features. Torch's own
-and those of the core are not: what they cost is in other constants, or they stand for a part of torch that is
-no Function on a GPU.
+A library's autograd Function in Python costs host time in addition to its kernels, forward and backward.
+Liger and bitsandbytes have such Functions. Each is counted at its start, and so are those of features.
+Functions of torch and of the core are not counted. Their cost is in other constants, or they replace a part
+of torch that is no Function on a GPU.
 """
 
 from __future__ import annotations
@@ -32,34 +33,34 @@ from snugfit.feature_folders import FOLDER
 Hook = Callable[[Any], Any]
 
 _NO_LIBRARY, _COUNTED = ("torch.", "snugfit."), f"{FOLDER}."
-"""Where autograd Functions stand that are not counted, and which of these are counted all the same."""
+"""Packages whose autograd Functions are not counted, and a folder in them whose Functions are."""
 
 
 class ModuleTracker:
-    """Follows a model's modules by global hooks."""
+    """A tracker of a model's modules, by global hooks."""
 
     def __init__(self) -> None:
         self.checkpoints = 0
-        """Checkpointed parts that began since the last kernel; the recorder resets it."""
+        """Number of checkpointed regions that began since the last kernel; the recorder resets it."""
         self.intercepted = 0
-        """Operators that selective checkpointing looked at since then."""
+        """Number of operators since the last kernel that selective checkpointing intercepted."""
         self.functions = 0
-        """Autograd Functions of libraries that began since then, forward or backward."""
-        self._calls = [0]  # a number for each call of a module that is open
+        """Number of libraries' autograd Functions that began since the last kernel, forward or backward."""
+        self._calls = [0]  # a number for each active call of a module
         self._called = 0
         self._paths: list[str] = []
         self._names: dict[int, str] = {}
         self._sequence: list[int] = []
         self._sequence_path: list[str] = []
-        self._with_kernels = 0  # open modules in which a kernel has run
+        self._with_kernels = 0  # active modules in which a kernel has run
 
     def name_modules(self, model: torch.nn.Module) -> None:
-        """Modules of this model are called as it calls them, others by their class."""
+        """Use the names of this model's modules; other modules are named by their class."""
         self._names = {id(module): name for name, module in model.named_modules()}
 
     @contextlib.contextmanager
     def follow(self) -> Iterator[None]:
-        """Within it, modules and checkpoints are followed."""
+        """Track modules and checkpoints inside the context."""
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
         with contextlib.ExitStack() as undo:
@@ -70,7 +71,7 @@ class ModuleTracker:
             yield
 
     def path(self, phase: str) -> str:
-        """The module that runs; nothing outside of all."""
+        """Return the name of the active module, or "" outside of all."""
         if self._paths:
             return self._paths[-1]
         if phase == "backward":
@@ -83,15 +84,15 @@ class ModuleTracker:
 
     @property
     def call(self) -> int:
-        """A number of the innermost call of a module that is under way; 0 outside of all."""
+        """Number of the innermost active call of a module; 0 outside of all."""
         return self._calls[-1]
 
     def forget_counts(self) -> None:
-        """Counts from here on."""
+        """Set all counts to zero."""
         self.checkpoints = self.intercepted = self.functions = 0
 
     def first_kernel_of(self) -> int:
-        """Of how many modules the kernel that runs now is the first."""
+        """Return the number of modules whose first kernel is the current one."""
         modules = len(self._paths) - self._with_kernels
         self._with_kernels = len(self._paths)
         return modules
@@ -111,7 +112,7 @@ class ModuleTracker:
         self._note(self._paths[-1] if self._paths else "")
 
     def _note(self, path: str) -> None:
-        """Autograd nodes made from now on belong to `path`."""
+        """Assign autograd nodes that are created from now on to `path`."""
         self._sequence.append(torch._C._autograd._get_sequence_nr())
         self._sequence_path.append(path)
 

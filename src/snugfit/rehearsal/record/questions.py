@@ -1,13 +1,14 @@
-"""Questions that a step asks of values on the device, and their answers in a rehearsal.
+"""Answer reads of values on the device from shadow values.
 
-`.item()`, `bool()`, `.tolist()`, `.cpu()`, `torch.equal`, and shapes that depend on data (`nonzero`,
-`unique`, `masked_select`, `bincount`, ...) are answered from shadow values (`shadows.py`). Where a value
-depends on weights, the answer is an assumption (`assumed.py`), and the trace gets a doubt that names the line
-which asked. Nobody is told where the loop asked (`asker.py`), or where a number only went into a log:
-`.item()` of an unknown float gives a float that tells when something is decided by it.
+`.item()`, `bool()`, `.tolist()`, `.cpu()` and `torch.equal` read values. So do operators with data-dependent
+shapes (`nonzero`, `unique`, `masked_select`, `bincount`, ...). Their results come from shadow values
+(`shadows.py`). If a value depends on weights, the result is an assumption (`assumed.py`). Then the trace gets
+a warning with the reading line. There is no warning if the training loop reads the value (`asker.py`), nor if
+the number is only logged. For this purpose `.item()` of an unknown float returns a float that reports
+decisions based on it.
 
-A line that asks for assumed values a thousand times within one call of a module is a loop that no assumption
-ends (`while p < 1`): it ends with an error.
+No assumption ends a loop such as `while p < 1`. So a line that reads assumed values a thousand times within
+one call of a module raises an error.
 """
 
 from __future__ import annotations
@@ -32,15 +33,18 @@ from snugfit.rehearsal.record.shadows import Shadows
 aten = torch.ops.aten
 
 MOST_ASKED = 1000
-"""How often one line may ask for assumed values within one call of a module: beyond any model's experts."""
+"""Limit for reads of assumed values by one line within one call of a module: above any model's experts."""
 
 LARGEST = 2**27
-"""Elements of a tensor of which a data-dependent operator is run on the CPU."""
+"""Limit in elements for the operands of a data-dependent operator on the CPU."""
 
 
 class Questions:
-    """Answers what one rehearsed run asks. `wait` is called when the host waits for the device, `doubt` with
-    each sentence on an assumption, `call` numbers the call of a module that is under way."""
+    """The results of value reads in one simulated run.
+
+    `wait` is called if the host waits for the device. `doubt` is called with each sentence about an
+    assumption. `call` returns the number of the active call of a module.
+    """
 
     def __init__(
         self,
@@ -55,12 +59,13 @@ class Questions:
         self._hides_masks = hides_masks
         self._by_item = False
         self._asked: Counter[Hashable] = Counter()
-        self._told: set[Hashable] = set()  # of a function, the first line that asks
+        self._told: set[Hashable] = set()  # functions with a warning so far, by assumption
         self.answers: list[list[Hashable]] = [[]]
-        """What was answered exactly: of each micro-batch, in order."""
+        """Exact results of reads, by micro-batch in order."""
 
     def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operator gives by which the host asks; NotImplemented where it stays on its side."""
+        """Return the result of an operator that reads a value, or NotImplemented for a copy within one
+        device."""
         if func is aten._local_scalar_dense.default:
             return self._scalar(func, args, kwargs)
         if func is aten.equal.default:
@@ -82,7 +87,7 @@ class Questions:
     # ---- numbers and truths ------------------------------------------------------------------------------
 
     def _scalar(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The value of a one-element tensor."""
+        """Return the value of a one-element tensor."""
         tensor = args[0]
         if not tensor.is_meta:
             if self._shadows.is_unsure(args):
@@ -100,7 +105,7 @@ class Questions:
         return answer
 
     def _equal(self, first: torch.Tensor, second: torch.Tensor) -> bool:
-        """Whether two tensors are equal."""
+        """Return True if two tensors are equal."""
         self._wait()
         (one, assumed), (other, assumed_too) = self._value(first), self._value(second)
         assumption = assumed or assumed_too
@@ -112,7 +117,7 @@ class Questions:
         return answer
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of this tensor on the host."""
+        """Return a copy of this tensor on the host."""
         self._wait()
         value, assumption = self._value(tensor)
         copy = value.clone()
@@ -125,7 +130,7 @@ class Questions:
         return copy
 
     def item_of(self, tensor: torch.Tensor, item: Callable[[torch.Tensor], Any]) -> Any:
-        """What `tensor.item()` gives: an assumed float tells when something is decided by it."""
+        """Return the result of `tensor.item()`; an assumed float reports decisions based on it."""
         before, self._by_item = self._by_item, True
         self._deferred = False
         try:
@@ -137,18 +142,18 @@ class Questions:
         return AssumedFloat(ABOUT_ONE, self.decide, self._shadows.assumed_numbers)
 
     def decide(self) -> None:
-        """Something is decided by a float that was assumed."""
+        """Report a decision based on an assumed float."""
         self._tell(Assumption.NUMBER)
 
     def read(self, tensor: torch.Tensor) -> None:
-        """Numbers leave torch for plain Python or numpy, where nothing is followed."""
+        """Report numbers that leave torch for plain Python or numpy, where they are not followed."""
         if self._shadows.is_unsure(tensor) or (
             tensor.is_meta and tensor.is_floating_point() and self._value(tensor)[1] is not None
         ):
             self._tell(Assumption.NUMBER)
 
     def host_ran(self, args: Any, out: Any) -> None:
-        """The host has computed `out` of its own tensors."""
+        """Mark outputs of a host operator as assumed if an operand is."""
         if self._shadows.is_unsure(args):
             for tensor in tensors_in(out):
                 self._shadows.set_unsure(tensor)
@@ -156,12 +161,12 @@ class Questions:
     # ---- shapes ------------------------------------------------------------------------------------------
 
     def results_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The results on `meta` of an operator whose results' shapes depend on data."""
+        """Return the results on `meta` of an operator with data-dependent output shapes."""
         self._wait()
         assumptions: list[Assumption] = []
         if func is aten._ctc_loss.Tensor:
             return self._ctc_loss(args, assumptions)
-        if func is aten.masked_select.default:  # which elements, and not what they are
+        if func is aten.masked_select.default:  # needs the mask's values only
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
             mask = self._operand(args[1], assumptions, func).broadcast_to(shape)
             count = int(mask.sum())
@@ -178,8 +183,10 @@ class Questions:
         return on_meta[0] if isinstance(results, torch.Tensor) else type(results)(on_meta)
 
     def _ctc_loss(self, args: tuple[Any, ...], assumptions: list[Assumption]) -> Any:
-        """Losses (N), and log-probabilities (N, T, 2 L + 1) of the longest target's L labels
-        (`native/LossCTC.cpp`)."""
+        """Return losses (N) and log-probabilities (N, T, 2 L + 1), with L labels in the longest target.
+
+        The source is `native/LossCTC.cpp`.
+        """
         log_probs, lengths = args[0], self._operand(args[3], assumptions, aten._ctc_loss.Tensor)
         self._operand(args[2], assumptions, aten._ctc_loss.Tensor)
         longest = int(lengths.max()) if lengths.numel() else 0
@@ -221,10 +228,10 @@ class Questions:
         else:
             self._log(answer)
 
-    # ---- what is known -----------------------------------------------------------------------------------
+    # ---- values ------------------------------------------------------------------------------------------
 
     def _value(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Assumption | None]:
-        """The value on the CPU, and what it rests on; ones where nothing is known."""
+        """Return the value on the CPU and its assumption; the value is all ones if it is unknown."""
         if not tensor.is_meta:
             return tensor, Assumption.NUMBER if self._shadows.is_unsure(tensor) else None
         view = self._shadows.of(tensor)
@@ -237,7 +244,7 @@ class Questions:
         return ones, Assumption.MASK if tensor.dtype is torch.bool else Assumption.NUMBER
 
     def _tell(self, assumption: Assumption, *, deferred: bool = False) -> None:
-        """An answer was assumed; with `deferred` nobody is told before something is decided by it."""
+        """Report an assumed result; with `deferred`, only after a decision depends on it."""
         if deferred:
             self._deferred = True
             return
@@ -259,14 +266,15 @@ class Questions:
     # ---- steps -------------------------------------------------------------------------------------------
 
     def next_batch(self) -> None:
-        """Answers from here on are another micro-batch's."""
+        """Assign later results to the next micro-batch."""
         self._asked.clear()
         if self.answers[-1]:
             self.answers.append([])
 
     @property
     def vary(self) -> bool:
-        """Whether a micro-batch was answered otherwise than another: then no step repeats the one before."""
+        """Return True if reads in two micro-batches had different results: then no step repeats the previous
+        one."""
         batches: Iterator[list[Hashable]] = (answers for answers in self.answers if answers)
         first = next(batches, None)
         return any(answers != first for answers in batches)
@@ -276,7 +284,7 @@ class Questions:
 def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
     """Watch numbers that pass between torch and plain Python, where no operator runs.
 
-    They leave by `.item()`, `.tolist()`, `.numpy()` and into text. `torch.tensor` of numbers makes a tensor
+    They leave by `.item()`, `.tolist()`, `.numpy()` and formatting. `torch.tensor` of numbers makes a tensor
     on `meta`, which gets its numbers as a shadow. For lists in an index, see `lists_in_index` in `asker.py`.
     """
     item, tolist, numpy = torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy
@@ -304,12 +312,12 @@ def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
         return tensor
 
     def show_number(tensor: torch.Tensor, how: str) -> str:
-        if tensor.is_meta and tensor.dim() == 0:  # as on a device, and not as on `meta`
+        if tensor.is_meta and tensor.dim() == 0:  # formatted as a device's tensor, not as one on `meta`
             return format(tensor.detach().item(), how)
         text: str = show(tensor, how)  # type: ignore[no-untyped-call]
         return text
 
-    _device_constructors()  # which remembers the functions that make tensors, by identity
+    _device_constructors()  # it caches the functions that create tensors, by identity
     methods: Any = {"item": read_one, "tolist": read_and(tolist), "numpy": read_and(numpy)}
     with (
         patch.multiple(torch.Tensor, **methods, __format__=show_number),
@@ -319,7 +327,7 @@ def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
 
 
 def _numbers_of(data: list[Any] | tuple[Any, ...]) -> list[Any]:
-    """Numbers of these, where tensors on `meta` are among them: torch would ask those out of our sight."""
+    """Return these numbers with scalars on `meta` read: torch would read those invisibly to the recorder."""
     return [
         _numbers_of(one)
         if isinstance(one, (list, tuple))

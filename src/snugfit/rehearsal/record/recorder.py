@@ -1,15 +1,16 @@
-"""The recorder: a dispatch mode that writes allocations, frees and kernels of a run onto a trace.
+"""The recorder: a dispatch mode that writes allocations, frees and kernels of a run to a trace.
 
-Every operator of the run passes `__torch_dispatch__` once, below autograd and autocast, so what is seen is
-what a device would run. Three things differ between `meta` and a device, and are set right here:
+Every operator of the run passes `__torch_dispatch__` once, below autograd and autocast. So the recorder sees
+the operators that a device would run. Three differences between `meta` and a device are corrected here:
 
-- the autograd engine adds gradients in place when it alone holds the first one, but not while a dispatch
-  mode is active (`isTensorSubclassLike`); so an addition that the engine would do in place returns its first
-  operand (`accumulation.py`);
-- `.item()`, `nonzero()` and their like have no value to give: shadow values answer (`questions.py`);
-- some kernels allocate in another order than they return, and take scratch: the policy knows.
+- The autograd engine adds gradients in place if it has the only reference to the first one. With an active
+  dispatch mode it does not (`isTensorSubclassLike`). So an addition that the engine would do in place returns
+  its first operand (`accumulation.py`).
+- `.item()`, `nonzero()` and similar operators have no value on `meta`: shadow values replace it
+  (`questions.py`).
+- Some kernels allocate in another order than they return, and allocate scratch: the policy has the rules.
 
-The garbage collector is off during a rehearsal: cycles would otherwise be freed at a moment of its choosing.
+The garbage collector is off during a simulation, because it would free cycles at arbitrary moments.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ STEPS_DIFFER = (
 
 
 class Recorder(TorchDispatchMode, Observer):
-    """Writes a run on `meta` tensors onto a trace; it is the run's observer too."""
+    """A recorder of a run on `meta` tensors, and the run's observer."""
 
     def __init__(
         self, policy: Policy, steps: int, *, routing: str = "balanced", hides_masks: bool = False
@@ -96,7 +97,7 @@ class Recorder(TorchDispatchMode, Observer):
             hides_masks=hides_masks,
         )
         self.memory = Allocations(policy, self._modules)
-        """What the run allocates and frees."""
+        """Allocations and frees of the run."""
         self._scratch = ScratchCache(policy)
         self._marks: list[Mark] = [Mark(0, -1, "build")]
         self.kernels: list[Kernel] = []
@@ -104,30 +105,36 @@ class Recorder(TorchDispatchMode, Observer):
         self.times_waited = 0
         self._phase, self._step = "build", -1
         self._views = 0  # since the last kernel
-        self._released = False  # whether the context is
-        self._compiled = False  # whether a compiled program runs
-        self._programs = 0  # that began since the last kernel
-        self._played = False  # whether a CUDA graph is played back
-        self._recorded_in = -1  # the last step in which a CUDA graph was recorded, or was about to be
+        self._released = False  # True after the driver releases the context's address space
+        self._compiled = False  # True while a compiled program runs
+        self._programs = 0  # programs started since the last kernel
+        self._played = False  # True while a CUDA graph is replayed
+        self._recorded_in = -1  # the last step in which a CUDA graph was recorded or scheduled for it
         self._again: Counter[int] | None = None
-        """By its FLOPs, how often a compiled program of a backward pass has yet to compute a contraction
-        again; None where one of a forward pass runs, or none."""
+        """Remaining recomputed contractions of the current backward program, by FLOPs.
+
+        None for a forward program, and outside of programs.
+        """
         self._owners: dict[torch.Tensor, str] = {}
         self._optimizer: torch.optim.Optimizer | None = None
         self._doubts: dict[str, None] = {}
         self.host: HostCopies | None = None
-        """Who knows what weights and states are on the host; None where none are."""
+        """Weights and states on the host; None without any."""
         self._undo = contextlib.ExitStack()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No, says torch's own switch: nothing compiles here, and skipping it costs every operator."""
+        """Return False, the value of torch's own switch: nothing compiles here, and skipping costs time per
+        operator."""
         return False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Yes: the recorder hears of what a compiled program runs, and not of its compilation. Else torch
-        would silently run the uncompiled code."""
+        """Return True: the recorder sees the operators of a compiled program, and not those of its
+        compilation.
+
+        Otherwise torch would silently run the uncompiled code.
+        """
         return True
 
     def __enter__(self) -> Recorder:
@@ -143,7 +150,7 @@ class Recorder(TorchDispatchMode, Observer):
         self._undo.close()
 
     def recording(self, attention: Iterable[str]) -> Recording:
-        """What was written, with the kinds of bytes that only the end of a run shows."""
+        """Return the recorded data, with the kinds of bytes that depend on the whole run."""
         self._claim_states()
         phases = [mark for mark in self._marks if mark.kind is MarkKind.PHASE]
         blocks = self.memory.blocks(phases)
@@ -165,25 +172,28 @@ class Recorder(TorchDispatchMode, Observer):
         return Recording(trace, tuple(self._marks), self._questions.vary, settled)
 
     def forget(self) -> None:
-        """Lets go of what was written, of which the recording is a copy. A model and its recorder hold each
-        other, so all of this would wait for the garbage collector, which would have to look through it."""
+        """Clear the recorded data; the recording is a copy.
+
+        A model and its recorder reference each other. So the garbage collector would have to traverse all of
+        this.
+        """
         for written in (self._marks, self.kernels, self._waits):
             written.clear()
         self.memory.forget()
 
-    # ---- the observer's side -------------------------------------------------------------------------
+    # ---- methods of the observer ---------------------------------------------------------------------
 
     def step_begins(self, index: int) -> None:
-        """Optimizer step `index` begins."""
+        """Record the start of optimizer step `index`."""
         self._step = index
         self.phase("load")
 
     def step_ends(self, index: int) -> None:
-        """Optimizer step `index` has ended."""
+        """Record the end of optimizer step `index`."""
         self._mark(MarkKind.STEP_END)
 
     def phase(self, name: str) -> None:
-        """Everything from here on belongs to this phase."""
+        """Record the start of a phase, to which all later events belong."""
         if name == "update":
             self._claim_gradients()
         if name == "load":
@@ -195,7 +205,7 @@ class Recorder(TorchDispatchMode, Observer):
         self._mark(MarkKind.PHASE)
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Model and optimizer are built: their storages get names and kinds."""
+        """Assign names and kinds to the storages of the built model and optimizer."""
         self._optimizer = optimizer
         self._modules.name_modules(model)
         for sentence in kernels_asked_for(model):
@@ -204,22 +214,22 @@ class Recorder(TorchDispatchMode, Observer):
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 self._owners[tensor] = name
                 self.claim(tensor, Kind.WEIGHTS, name)
-            for parameter in module.parameters(recurse=False):  # only a step's first would know its value
+            for parameter in module.parameters(recurse=False):  # known in the first step only
                 if parameter.is_meta:
                     self._shadows.forget(parameter)
                 for owner, beside in tensors_beside(parameter):
                     self.claim(getattr(owner, beside), Kind.WEIGHTS, name)
 
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
-        """This tensor's bytes are of this kind, and of this module where one is named."""
+        """Set the kind of this tensor's bytes, and their module if one is given."""
         self.memory.claim(tensor, kind, module)
 
     def current_phase(self) -> str:
-        """The phase of the step that is on."""
+        """Return the current phase of the step."""
         return self._phase
 
     def doubt(self, sentence: str) -> None:
-        """The trace rests on an assumption, which this sentence states; it is told once."""
+        """Add a sentence about an assumption to the trace; equal sentences are added once."""
         self._doubts[sentence] = None
 
     def _claim_gradients(self) -> None:
@@ -273,7 +283,7 @@ class Recorder(TorchDispatchMode, Observer):
         if not (isinstance(out, torch.Tensor) and out.is_meta):
             self._questions.host_ran(args, out)
             if isinstance(out, torch.Tensor):
-                return out  # the host's own work
+                return out  # work of the host
         self._write_down(operator, call, args, kwargs, out, in_place=in_place)
         if (
             self.host is not None
@@ -288,9 +298,12 @@ class Recorder(TorchDispatchMode, Observer):
         return out
 
     def _hand_on(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Leaves an operator on wrappers around tensors to the wrappers: those that they run on what they
-        hold come here. They run below autograd, which elsewhere takes operators apart that only call others;
-        so that is done here."""
+        """Return NotImplemented for an operator on wrappers around tensors, or decompose a composite
+        operator.
+
+        The operators that a wrapper runs on its inner tensors arrive here later. Wrappers run below autograd,
+        which otherwise decomposes composite operators. So this method does that.
+        """
         if any(map(_holds_tensors, types)):
             return NotImplemented
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -309,7 +322,7 @@ class Recorder(TorchDispatchMode, Observer):
         *,
         in_place: bool,
     ) -> None:
-        """What an operator has allocated, and the kernel that it ran."""
+        """Record an operator's allocations and its kernel."""
         result = kwargs.get("out") if out is None else out
         scratch = self._scratch.of(operator, None if in_place else call, args, result)
         name = name_of_call(operator.name, args, kwargs)
@@ -327,9 +340,11 @@ class Recorder(TorchDispatchMode, Observer):
             self._run(operator.func, args, kwargs, name, cost_by_lengths(cost, name, args, self._shadows.of))
 
     def _indices(self, args: tuple[Any, ...]) -> list[torch.Tensor | None]:
-        """The indices that an operator is given, masks turned into where they are true (`expandTensors`,
-        `native/IndexingUtils.h`). One number that is written by masks alone goes by `masked_fill`, which
-        asks nothing."""
+        """Return an operator's indices, with masks replaced by the positions of their true elements.
+
+        The source is `expandTensors` in `native/IndexingUtils.h`. A single number written by masks alone uses
+        `masked_fill`, which reads no value.
+        """
         indices: list[torch.Tensor | None] = list(args[1])
         self._read_lists(indices)
         writes_number = len(args) > 2 and args[2].numel() == 1 and not (len(args) > 3 and args[3])
@@ -346,7 +361,7 @@ class Recorder(TorchDispatchMode, Observer):
         return numbers
 
     def _read_lists(self, indices: Sequence[torch.Tensor | None]) -> None:
-        """Indices that nothing is known of were lists, if the code that runs has as many of their shapes."""
+        """Set the values of unknown indices from the lists in the source, if number and shapes match."""
         unknown = [
             one for one in indices if one is not None and one.is_meta and self._shadows.of(one) is None
         ]
@@ -364,7 +379,7 @@ class Recorder(TorchDispatchMode, Observer):
         operator: str,
         cost: KernelCost | None,
     ) -> None:
-        """An operator of the steady step runs on the device, if it has a kernel."""
+        """Record an operator of the steady step, if it has a kernel."""
         if cost is None:
             self._views += not self._compiled
         elif reads_groups(func, args, self.policy):
@@ -378,7 +393,7 @@ class Recorder(TorchDispatchMode, Observer):
     def _add_copy_or(
         self, operator: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cost: KernelCost
     ) -> None:
-        """The kernel of an operator, which may be a copy from the host."""
+        """Record the kernel of an operator, which may be a copy from the host."""
         if self.host is not None and self.host.copies_back(func, args, kwargs):
             source = next(one for one in reversed(args) if isinstance(one, torch.Tensor))
             self._add_kernel(STAGE_BACK, cost._replace(nbytes=2 * source.nbytes))
@@ -386,7 +401,8 @@ class Recorder(TorchDispatchMode, Observer):
             self._add_kernel(COPY_IN if copies_in(func, args) else operator, cost)
 
     def _place(self, number: int) -> tuple[int, tuple[int, ...]]:
-        """The stream of the kernel that is to have this number, and which of other streams it waits for."""
+        """Return the stream of the kernel with this index, and the kernels of other streams for which it
+        waits."""
         return DEFAULT_STREAM, ()
 
     def _add_kernel(self, operator: str, cost: KernelCost, peers: tuple[int, int] = ALONE) -> None:
@@ -417,8 +433,11 @@ class Recorder(TorchDispatchMode, Observer):
 
     @contextlib.contextmanager
     def program(self, again: Counter[int] | None = None, *, lowered: bool = True) -> Iterator[None]:
-        """Within it, a compiled program runs: of a forward pass (None), or of a backward pass that computes
-        so many contractions again, by FLOPs. One that was not `lowered` runs torch's operators."""
+        """Record a compiled program inside the context.
+
+        `again` is None for a forward pass. For a backward pass it counts recomputed contractions by FLOPs. A
+        program that is not `lowered` runs torch's operators.
+        """
         self._programs += 1
         self._compiled, self._again = lowered, None if again is None else again.copy()
         try:
@@ -427,12 +446,12 @@ class Recorder(TorchDispatchMode, Observer):
             self._compiled = False
 
     def records_graph(self) -> None:
-        """A program is recorded as a CUDA graph, now or later."""
+        """Note that a program is recorded as a CUDA graph, now or later."""
         self._recorded_in = self._step
 
     @contextlib.contextmanager
     def played_back(self) -> Iterator[None]:
-        """Within it, kernels are those of a CUDA graph, which the host launches as one."""
+        """Mark kernels inside the context as parts of one CUDA graph, which the host launches as a whole."""
         self._played = True
         try:
             yield
@@ -440,7 +459,7 @@ class Recorder(TorchDispatchMode, Observer):
             self._played = False
 
     def _is_again(self, operator: str, flops: int) -> bool:
-        """Whether this kernel computes something of the forward pass again."""
+        """Return True if this kernel recomputes a part of the forward pass."""
         if self._phase != "backward":
             return False
         if not self._compiled or self._again is None:
@@ -452,7 +471,7 @@ class Recorder(TorchDispatchMode, Observer):
     def launch(
         self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], layout: str = ""
     ) -> None:
-        """A compiled program launches a kernel of its own, or a library one that it wrote in Triton."""
+        """Record a kernel of a compiled program, or a Triton kernel of a library."""
         for tensor in writes:
             self._shadows.forget(tensor)
         if not self._released:
@@ -467,18 +486,18 @@ class Recorder(TorchDispatchMode, Observer):
             self._add_kernel(operator, cost, peers)
 
     def wait(self) -> None:
-        """The host waits for the device."""
+        """Record that the host waits for the device."""
         self.times_waited += 1
         if self._step == self.steps - 1:
             self._waits.append(len(self.kernels))
             self._mark(MarkKind.WAIT)
 
     def count_function(self) -> None:
-        """A library runs a Python function of its own before the kernel that comes next."""
+        """Count a library's Python function that runs before the next kernel."""
         self._modules.functions += 1
 
     def empty_cache(self) -> None:
-        """The allocator gives back what it keeps for later."""
+        """Record that the allocator releases its cached memory."""
         self._mark(MarkKind.CACHE_EMPTIED)
 
     def _mark(self, kind: MarkKind) -> None:
@@ -487,12 +506,12 @@ class Recorder(TorchDispatchMode, Observer):
 
 @functools.cache
 def _holds_tensors(kind: type[Any]) -> bool:
-    """Whether tensors of this class are wrappers around others (`torch.Tensor._make_wrapper_subclass`)."""
+    """Return True if tensors of this class wrap others (`torch.Tensor._make_wrapper_subclass`)."""
     return hasattr(kind, "__tensor_flatten__")
 
 
 def _last_steps_differ(blocks: Sequence[Block], steps: int) -> bool:
-    """Whether the last step requests other bytes than the one before it, of two that have all states."""
+    """Return True if the last two steps request different bytes, and both have all states."""
     by_step = [
         Counter((one.operator, one.nbytes) for one in blocks if one.step == step) for step in range(steps)
     ]

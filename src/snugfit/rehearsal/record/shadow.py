@@ -1,7 +1,7 @@
-"""One shadow value: the contents of a storage, and the notes that it is computed from when somebody asks.
+"""One shadow value: the contents of a storage, or the deferred computation that creates them.
 
-What an operator is given is noted as it is: a view of a shadow, a tensor of the host's, plain numbers. The
-note is run on the CPU at the first question, and forgotten then.
+An operator's operands are stored in their current form: a view of a shadow, a tensor of the host, plain
+numbers. The computation runs on the CPU at the first read, and its operands are dropped then.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from snugfit.rehearsal.record.assumed import Assumption
 from snugfit.units import MIB
 
 COPIED = MIB
-"""Bytes up to which what the host gives is copied at once; a larger tensor is read when it is asked for."""
+"""Size in bytes up to which a host tensor is copied at once; a larger one is read when it is needed."""
 
 DEEPEST = 64
-"""Computations on one another that wait to be asked; a longer chain is run as far as it goes."""
+"""Limit for the length of a chain of deferred computations; a longer chain is run as far as possible."""
 
 _CPU = torch.device("cpu")
 
 
 class NotFollowed(Exception):
-    """A value of which there is no shadow."""
+    """A value without a shadow."""
 
 
 class Shadow:
-    """The contents of a storage, made when they are asked for."""
+    """The contents of a storage, computed at the first read."""
 
     __slots__ = ("_contents", "_make", "assumption", "depth")
 
@@ -44,12 +44,12 @@ class Shadow:
         self._contents: torch.UntypedStorage | None = None
         self.assumption, self.depth = assumption, depth + 1
         if depth >= DEEPEST:
-            with contextlib.suppress(NotFollowed):  # raised where the contents are asked for
+            with contextlib.suppress(NotFollowed):  # raised again at the read
                 self.contents()
             self.depth = 1
 
     def contents(self) -> torch.UntypedStorage:
-        """The bytes, on the CPU. Raises `NotFollowed` where the computation is one that the CPU refuses."""
+        """Return the bytes on the CPU. Raise `NotFollowed` if the CPU does not support the computation."""
         if self._contents is None:
             if self._make is None:
                 raise NotFollowed
@@ -62,28 +62,28 @@ class Shadow:
 
 
 class Geometry(NamedTuple):
-    """How a tensor lies in its storage."""
+    """The position of a tensor in its storage."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
     nbytes: int
-    """Of the whole storage."""
+    """Bytes of the whole storage."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Geometry:
-        """As this tensor lies."""
+        """Return the geometry of this tensor."""
         nbytes, offset = tensor.untyped_storage().nbytes(), int(tensor.storage_offset())
         return cls(tuple(tensor.shape), tensor.stride(), offset, tensor.dtype, nbytes)
 
     def within(self, contents: torch.UntypedStorage) -> torch.Tensor:
-        """The tensor that lies so in these contents."""
+        """Return the tensor with this geometry in these contents."""
         empty = torch.empty(0, dtype=self.dtype, device=_CPU)
         return empty.set_(contents, self.offset, self.shape, self.stride)
 
     def contents(self, value: torch.Tensor) -> torch.UntypedStorage:
-        """A storage that holds this value. Raises `NotFollowed` for another shape."""
+        """Return a storage with this value. Raise `NotFollowed` if the value has another shape."""
         if tuple(value.shape) != self.shape:
             raise NotFollowed
         contents = torch.UntypedStorage(self.nbytes)
@@ -93,46 +93,46 @@ class Geometry(NamedTuple):
     def shadow(
         self, make: Callable[[], torch.Tensor], assumption: Assumption | None = None, depth: int = 0
     ) -> Shadow:
-        """The shadow of a storage that holds what `make` gives."""
+        """Return the shadow of a storage with the result of `make`."""
         return Shadow(lambda: self.contents(make()), assumption, depth)
 
 
 class View(NamedTuple):
-    """A tensor on `meta` that has a shadow, and where it lies in its storage."""
+    """A tensor on `meta` with a shadow, and its position in the storage."""
 
     shadow: Shadow
     geometry: Geometry
 
     def tensor(self) -> torch.Tensor:
-        """The value, on the CPU; not to be written into. Raises `NotFollowed`."""
+        """Return the value on the CPU, which must not be modified. Raise `NotFollowed` without one."""
         return self.geometry.within(self.shadow.contents())
 
 
 class HostValue(NamedTuple):
-    """A tensor of the host's, as it is when it is noted."""
+    """A tensor of the host in its current version."""
 
     value: torch.Tensor
     version: int
     real: Callable[[], torch.Tensor] | None = None
-    """Makes the real one, of which the tensor is a stand-in (`step/batches.py`)."""
+    """Function that creates the real values, if the tensor is a placeholder (`step/batches.py`)."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> HostValue:
-        """This tensor; a small one is copied at once."""
+        """Return this tensor's value; a small one is copied at once."""
         value, real = tensor.detach(), getattr(tensor, REAL_VALUES, None)
         if real is None and tensor.numel() * tensor.element_size() <= COPIED:
             value = value.clone()
         return cls(value, value._version, real)
 
     def tensor(self) -> torch.Tensor:
-        """The value. Raises `NotFollowed` where it was written into meanwhile."""
+        """Return the value. Raise `NotFollowed` if the tensor was modified meanwhile."""
         if self.value._version != self.version:
             raise NotFollowed
         return self.value if self.real is None else self.real()
 
 
 class DeferredRun:
-    """An operator that waits to be run on shadows: all its results come of one run."""
+    """A deferred operator on shadows; one run computes all its results."""
 
     __slots__ = ("_arguments", "_func", "_results")
 
@@ -141,7 +141,7 @@ class DeferredRun:
         self._results: list[torch.Tensor] = []
 
     def result(self, number: int) -> torch.Tensor:
-        """One of its results, of those that are tensors."""
+        """Return the result of this index among those that are tensors."""
         if not self._results:
             args, kwargs = values_of(self._arguments)
             self._results = list(tensors_in(self._func(*args, **kwargs)))
@@ -150,7 +150,7 @@ class DeferredRun:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of an operator's operands or results, in order."""
+    """Yield the tensors of an operator's operands or results, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -159,7 +159,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def values_of(noted: Any) -> Any:
-    """Noted operands as tensors on the CPU. Raises `NotFollowed`."""
+    """Return stored operands as tensors on the CPU. Raise `NotFollowed` if a value is unknown."""
     if isinstance(noted, (View, HostValue)):
         return noted.tensor()
     if isinstance(noted, (tuple, list)):
@@ -180,7 +180,7 @@ def _views(noted: Any) -> Iterator[View]:
 
 
 def rests_on(noted: Any) -> tuple[Assumption | None, int]:
-    """The first assumption that operands rest on, and the longest chain behind them."""
+    """Return the first assumption behind these operands, and their longest chain of deferred computations."""
     views = list(_views(noted))
     assumption = next((view.shadow.assumption for view in views if view.shadow.assumption), None)
     return assumption, max((view.shadow.depth for view in views), default=0)

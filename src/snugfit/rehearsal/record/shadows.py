@@ -1,14 +1,15 @@
-"""Shadow values: what tensors on `meta` hold, where that follows from the batch.
+"""Shadow values: the values of tensors on `meta`, if they follow from the batch.
 
-The batch is ours, so what a step decides by it is known: lengths, masks, positions, labels, grids of patches.
-A shadow is the contents of a storage, so that views of one storage share it and what is written through one
-is seen through all. It is a computation and not yet a value: an operator whose operands all have shadows
-notes itself and them, and runs on the CPU when somebody asks (`questions.py`). A mask that nobody asks about
-costs nothing but the note. No tensor on `meta` is kept alive for it: what is freed is what is recorded.
+The batch is synthetic, so values that follow from it are known: lengths, masks, positions, labels, grids of
+patches. A shadow represents the contents of a storage. So all views of the storage share it, and a write
+through one view is visible through all. A shadow is a deferred computation: if all operands of an operator
+have shadows, the call is stored. It runs on the CPU at the first read (`questions.py`). A mask that is never
+read costs only the stored call. Shadows keep no tensor on `meta` alive, so they do not change the recorded
+frees.
 
-What depends on weights has no shadow, but for whole numbers and truths: theirs is assumed (`assumed.py`), and
-whatever is computed of it remembers that. Weights themselves are forgotten when the model is built, though
-the first step might know them: every later one would not.
+Values that depend on weights have no shadow, except integers and booleans. Those are assumed (`assumed.py`),
+and values computed from them carry the assumption. Weights have no shadow after the model is built. The first
+step could use their initial values, but every later step could not.
 """
 
 from __future__ import annotations
@@ -39,26 +40,28 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.record.shape_cache import Operator
 
 LARGEST = 512 * MIB
-"""Bytes of the largest shadow; what is larger is not followed."""
+"""Size in bytes of the largest shadow; larger tensors are not followed."""
 
 
 _CPU = torch.device("cpu")
 
 
 class _ByStorage:
-    """Shadows by the storage that each belongs to, for as long as that lives. Addresses are used again: one
-    alone would give a new tensor what a tensor held that is gone."""
+    """Shadows by storage, as long as the storage is alive.
+
+    Addresses are reused, so an address alone could assign the value of a freed tensor to a new one.
+    """
 
     def __init__(self) -> None:
         self._by_address: dict[int, tuple[weakref.ref[Any], Shadow]] = {}
 
     def of(self, storage: Any) -> Shadow | None:
-        """The shadow of this storage; None where its contents are not known."""
+        """Return the shadow of this storage, or None if its contents are unknown."""
         known = self._by_address.get(storage._cdata)
         return known[1] if known is not None and known[0]() is storage else None
 
     def put(self, storage: Any, shadow: Shadow) -> None:
-        """This storage holds what the shadow says."""
+        """Set the shadow of this storage."""
         address, known = storage._cdata, self._by_address
 
         def forget(reference: Any) -> None:
@@ -68,36 +71,36 @@ class _ByStorage:
         known[address] = weakref.ref(storage, forget), shadow
 
     def forget(self, storage: Any) -> None:
-        """Nobody knows any more what this storage holds."""
+        """Remove the shadow of this storage."""
         self._by_address.pop(storage._cdata, None)
 
 
 class Shadows:
-    """The shadows of one rehearsal, by storage."""
+    """The shadows of one simulation, by storage."""
 
     def __init__(self, routing: str = "balanced") -> None:
         self.routing = routing
         self._known = _ByStorage()
         self.assumed_numbers: set[float] = set()
-        """Numbers in the hands of the model's code that were assumed (`assumed_float.py`)."""
+        """Assumed numbers that the model's code has received (`assumed_float.py`)."""
         self.unsure: dict[int, Any] = {}
-        """Storages of the host's that hold numbers which were assumed, by address; a reference to each."""
+        """Storages of the host that contain assumed numbers, by address, each with a weak reference."""
 
     def of(self, tensor: torch.Tensor) -> View | None:
-        """The shadow of a tensor on `meta`; None where its value is not known."""
+        """Return the shadow of a tensor on `meta`, or None if its value is unknown."""
         shadow = self._known.of(tensor.untyped_storage())
         return View(shadow, Geometry.of(tensor)) if shadow is not None else None
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """A tensor on `meta` holds what nobody knows."""
+        """Mark the value of a tensor on `meta` as unknown."""
         self._known.forget(tensor.untyped_storage())
 
     def set(self, tensor: torch.Tensor, value: torch.Tensor, assumption: Assumption | None = None) -> None:
-        """A tensor on `meta` holds this value."""
+        """Set the value of a tensor on `meta`."""
         self._put(tensor, Geometry.of(tensor).shadow(lambda: value, assumption))
 
     def follow(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """An operator has run on `meta`: its results get shadows, or what it wrote into changes its own."""
+        """Update the shadows of an operator's results and of the tensors that it writes."""
         effect = operator.effect
         if effect is Effect.COMPUTES:
             if not self._is_plainly_unknown(args, out):
@@ -114,13 +117,13 @@ class Shadows:
             self._forget_all(tuple(kwargs.values()))
 
     def set_unsure(self, tensor: torch.Tensor) -> None:
-        """A tensor of the host's holds numbers that were assumed."""
+        """Mark the numbers of a host tensor as assumed."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         self.unsure[address] = weakref.ref(storage, lambda gone: self.unsure.pop(address, None))
 
     def is_unsure(self, operands: Any) -> bool:
-        """Whether a number or a tensor of the host's among these was assumed."""
+        """Return True if a number or a host tensor among these is assumed."""
         if not self.unsure and not self.assumed_numbers:
             return False
         unsure, assumed = self.unsure, self.assumed_numbers
@@ -136,7 +139,8 @@ class Shadows:
                 self._forget_all(operand)
 
     def _is_plainly_unknown(self, args: tuple[Any, ...], out: Any) -> bool:
-        """Whether an operator gives floats of a first operand without a shadow, as most of them do."""
+        """Return True if a first operand without a shadow makes the float result unknown, the most frequent
+        case."""
         first = args[0] if args else None
         return (
             isinstance(out, torch.Tensor)
@@ -149,7 +153,8 @@ class Shadows:
     # ---- new tensors -------------------------------------------------------------------------------------
 
     def _fill(self, out: torch.Tensor, number: Any) -> None:
-        """Also of zeros that will be optimizer states: the note is small, and gone when they are written."""
+        """Set a constant value, also for zeros that become optimizer states: the shadow is small, and
+        short-lived."""
         geometry = Geometry.of(out)
         if geometry.nbytes > LARGEST or isinstance(number, complex) or number in self.assumed_numbers:
             return
@@ -174,7 +179,7 @@ class Shadows:
             self._put(tensor, geometry.shadow(partial(call.result, number), assumption, depth))
 
     def _assume(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
-        """Of results whose operands are not known: whole numbers and truths."""
+        """Assume integers and booleans among the results of an operator with unknown operands."""
         if isinstance(out, torch.Tensor) and out.is_floating_point():
             return
         for number, tensor in enumerate(tensors_in(out)):
@@ -224,7 +229,7 @@ class Shadows:
         self._known.put(tensor.untyped_storage(), shadow)
 
     def _note(self, operands: Any) -> Any:
-        """Operands with shadows in the place of tensors. Raises `NotFollowed` where one has none."""
+        """Return operands with shadows instead of tensors. Raise `NotFollowed` if one has no shadow."""
         if isinstance(operands, torch.Tensor):
             if not operands.is_meta:
                 if self.is_unsure(operands):
@@ -244,5 +249,5 @@ class Shadows:
 
 
 def _covers(tensor: torch.Tensor, nbytes: int) -> bool:
-    """Whether a tensor is all of its storage."""
+    """Return True if a tensor covers its whole storage."""
     return tensor.numel() * tensor.element_size() == nbytes and tensor.storage_offset() == 0

@@ -1,22 +1,22 @@
-"""The cache of calls by shapes: an operator that has run on such shapes once need not be worked out again.
+"""A cache of operator calls by shapes, so that equal calls are computed once.
 
-On `meta` an operator's kernel only works out the shapes, strides and dtypes of its results, and for many
-operators it does so in Python, slower than a GPU would compute the values. What the kernel costs
-(`kernels.py`) and what scratch it takes (`device/scratch.py`) follow from the operands' metadata too, and
-take as long to work out. Layers repeat, micro-batches repeat and steps repeat, so nearly every call has been
-made before with operands of the same shapes. So there is one record of each call, found by operator,
-operands' metadata and settings, which keeps
+On `meta`, an operator's kernel only computes shapes, strides and dtypes of its results. For many operators it
+does so in Python, slower than a GPU computes the values. The kernel's cost (`kernels.py`) and its scratch
+(`device/scratch.py`) also follow from the operands' metadata, and take as long to compute. Layers,
+micro-batches and steps repeat, so nearly every call has occurred before with operands of the same shapes. So
+there is one record per call, with operator, operands' metadata and settings as its key. It contains
 
-- its result, to be made again as an empty tensor;
-- its cost, for products by the precision that is in force;
-- its scratch, by policy.
+- the result, as the description of an empty tensor;
+- the cost, for products by the current precision;
+- the scratch, by policy.
 
-The rest belongs to no policy (policies act above the shape functions), so one cache serves every rehearsal of
-the process: a planner's thousand rehearsals work each call out once.
+The rest is independent of policies (they act above the shape functions). So one cache serves all simulations
+of the process: the thousand simulations of a plan compute each call once.
 
-Results are kept of pure operators (whose results share no storage with an operand) and of operators that only
-write into their first operand and leave its shape. Of a view never: its storage is its operand's. Some views
-deny it in their schema (`aten::_unsafe_view`), so the storages themselves are compared, and not the schema.
+The cache stores results of pure operators, whose results share no storage with an operand. It also stores
+those of operators that only write into their first operand and leave its shape. It never stores a view,
+because its storage is its operand's. The schema of some views hides that (`aten::_unsafe_view`), so the
+storages themselves are compared.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy
 
 LARGEST_CACHE = 200_000
-"""Calls that are kept, at about a kilobyte each; a rehearsal makes some hundreds of different ones."""
+"""Limit for cached calls of about a kilobyte each; one simulation has some hundreds of different ones."""
 
 
 class KnownCall:
-    """An operator on operands of certain shapes, and what was worked out of it."""
+    """The cached data of an operator on operands of certain shapes."""
 
     __slots__ = ("costs", "result", "scratch")
 
     def __init__(self) -> None:
         self.result: Any = None
-        """What makes the result again, or True where it is the first operand; None where nothing is known."""
+        """Template of the result, or True for the first operand; None if it is not cached."""
         self.costs: dict[Any, KernelCost | None] = {}
-        """By the precision of products of fp32; None for other calls."""
+        """Cost by the precision of fp32 products; the key is None for other calls."""
         self.scratch: dict[Any, Scratch] = {}
-        """By a policy's number."""
+        """Scratch by the number of a policy."""
 
 
 class Operator:
-    """An operator, what is often read of it, and its calls."""
+    """An operator with its frequently read properties and its calls."""
 
     __slots__ = (
         "aliasing",
@@ -87,24 +87,27 @@ class Operator:
 
 
 class ShapeCache:
-    """Runs operators on meta tensors and says what they cost, from memory where it can."""
+    """A runner of operators on meta tensors that reuses results and costs of equal calls."""
 
     def __init__(self) -> None:
-        self._operators: dict[int, Operator] = {}  # by id, which hashes faster than an operator does
+        self._operators: dict[int, Operator] = {}  # by id, which hashes faster than an operator
         self._size = 0
 
     def operator(self, func: Any) -> Operator:
-        """What is known of this operator."""
+        """Return the record of this operator."""
         operator = self._operators.get(id(func))
         if operator is None:
             operator = self._operators[id(func)] = Operator(func)
         return operator
 
     def call(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> KnownCall | None:
-        """The record of this call. None where its results' shapes may depend on more than the metadata of
-        tensors on `meta` and what else is given."""
+        """Return the record of this call, or None if there is no reliable key.
+
+        A key is reliable if the results' shapes depend only on the metadata of `meta` tensors and on plain
+        arguments.
+        """
         try:
-            # Without a dtype, some results take the default one, which models are built under.
+            # Without a dtype, some results have the default one, which is set while a model is built.
             key = _key(args), _key(kwargs.items()) if kwargs else (), torch.get_default_dtype()
         except _NotAKey:
             return None
@@ -121,7 +124,7 @@ class ShapeCache:
     def run(
         self, operator: Operator, call: KnownCall | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """What the operator gives on these meta operands."""
+        """Return the result of the operator on these meta operands."""
         if operator.shape_function is not None:
             return operator.shape_function(*args, **kwargs)
         aliasing = operator.aliasing
@@ -144,7 +147,7 @@ class ShapeCache:
         kwargs: dict[str, Any],
         out: Any,
     ) -> KernelCost | None:
-        """What this call's kernel costs; None where there is none."""
+        """Return the cost of this call's kernel, or None without a kernel."""
         if call is None:
             return cost_of(operator.func, args, kwargs, out)
         depends = operator.is_product and args[0].dtype is torch.float32
@@ -155,21 +158,21 @@ class ShapeCache:
 
 
 SHAPE_CACHE = ShapeCache()
-"""What every rehearsal of this process remembers."""
+"""The cache of all simulations of this process."""
 
 
 class ScratchCache:
-    """What kernels take for themselves under one policy."""
+    """The scratch of kernels under one policy."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self._number = _number_of(policy) if policy.remembers_scratch else next(_NUMBERS)
 
     def of(self, operator: Operator, call: KnownCall | None, args: tuple[Any, ...], out: Any) -> Scratch:
-        """The scratch of this call."""
+        """Return the scratch of this call."""
         if call is None:
             return self.policy.scratch(operator.name, args, out)
-        # what a convolution copies depends on the precision too
+        # a convolution's copies depend on the precision too
         key = (self._number, _precision()) if operator.is_product else self._number
         scratch = call.scratch.get(key)
         if scratch is None:
@@ -182,12 +185,12 @@ _NUMBERS = itertools.count()
 
 @functools.cache
 def _number_of(policy: Policy) -> int:
-    """A number of this policy's own, which hashes faster than the policy does."""
+    """Return a unique number of this policy, which hashes faster than the policy."""
     return next(_NUMBERS)
 
 
 def _precision() -> Any:
-    """What products of fp32 operands are computed in."""
+    """Return the precision of products of fp32 operands."""
     backends: Any = torch.backends
     return backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision
 
@@ -203,8 +206,10 @@ def _run_in_place(operator: Operator, call: KnownCall, args: tuple[Any, ...], kw
 
 
 def _distinct_elements(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the operands with their lists cut to elements of different metadata. `meta` computes each
-    element of a foreach operator alone, and a deep model has thousands of equal ones."""
+    """Return the operands with their lists reduced to elements of different metadata.
+
+    `meta` computes each element of a foreach operator alone, and a deep model has thousands of equal ones.
+    """
     columns = [arg for arg in args if isinstance(arg, (tuple, list)) and len(arg) == len(args[0])]
     rows = {_key(row): row for row in zip(*columns, strict=True)}
     cut = iter([list(column) for column in zip(*rows.values(), strict=True)] or [[] for _ in columns])
@@ -215,12 +220,15 @@ _META = torch.device("meta")
 
 
 class _NotAKey(Exception):
-    """An operand by which no call may be found again."""
+    """An operand that cannot be part of a cache key."""
 
 
 def _aliasing(func: Any) -> str:
-    """`pure`, `in place` (returns its first operand), `of a list` (writes into each tensor of it and returns
-    nothing, as foreach optimizers do) or `other`, from the operator's schema."""
+    """Return the aliasing of an operator, from its schema.
+
+    `pure` operators share no storage. `in place` operators return their first operand. `of a list` operators
+    write into each tensor of a list and return nothing, as foreach optimizers do. All others are `other`.
+    """
     schema = func._schema
     written = [argument.alias_info is not None for argument in schema.arguments]
     returned = [result.alias_info is not None for result in schema.returns]
@@ -237,20 +245,20 @@ def _aliasing(func: Any) -> str:
 
 
 def _is_composite(func: Any) -> bool:
-    """Whether it only calls other operators, on every device."""
+    """Return True if the operator only calls other operators, on every device."""
     keys, has_kernel, name = torch._C.DispatchKey, torch._C._dispatch_has_kernel_for_dispatch_key, func.name()
     composed = has_kernel(name, keys.CompositeImplicitAutograd) and not has_kernel(name, keys.CPU)
     return composed and name not in _KERNELS_OF_CUDA
 
 
 _KERNELS_OF_CUDA = frozenset({"aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"})
-"""What CUDA alone has kernels for, which a torch without CUDA does not know."""
+"""Operators that have kernels only on CUDA, which are missing in a torch without CUDA."""
 
 
 _PLAIN = frozenset(
     (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
-"""Types of most arguments that are no tensors."""
+"""Types of most arguments other than tensors."""
 
 
 def _key(values: Iterable[Any]) -> tuple[Any, ...]:
@@ -273,8 +281,10 @@ def _key(values: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def _template(out: Any) -> Any:
-    """What makes the same again; None where nothing does. A result that is not there (the gradient of what is
-    frozen) has an empty one."""
+    """Return a template that recreates this result, or None if none can.
+
+    A missing result (the gradient of a frozen weight) has an empty template.
+    """
     if out is None:
         return ()
     if isinstance(out, torch.Tensor):
@@ -291,7 +301,7 @@ def _template(out: Any) -> Any:
 
 
 def _shares(out: Any, operands: Any) -> bool:
-    """Whether a result lies in an operand's storage, or in another result's."""
+    """Return True if a result shares the storage of an operand or of another result."""
     results = list(_storages(out))
     return len(set(results)) < len(results) or not set(results).isdisjoint(_storages(operands))
 

@@ -1,1 +1,1 @@
-"""DeepSpeed's own code on tensors that have shapes and no data."""
+"""DeepSpeed's and torch's distributed code on tensors that have shapes and no data."""

@@ -1,7 +1,7 @@
-"""An accelerator of shapes, by the interface that DeepSpeed gives to makers of devices.
+"""An accelerator for tensors without data, with DeepSpeed's interface for device vendors.
 
-Its tensors are on `meta`. On one GPU streams and events do nothing: with `overlap_comm` off all of
-DeepSpeed's own work is in the stream that computes. A rank of several has streams, as `torch.meta` has them
+Its tensors are on `meta`. On one GPU, streams and events have no effect. With `overlap_comm` off, all of
+DeepSpeed's own work is in the computing stream. A rank of several has streams like `torch.meta`
 (`device_module.py`).
 """
 
@@ -19,31 +19,31 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.sharded.device_module import ShapesModule
 
 PLENTY = 1 << 50
-"""Bytes of memory that the device is said to have where no GPU was named."""
+"""Memory of the device in bytes, if no GPU is given."""
 
 
 class NoStream:
-    """A stream, or an event of one, of a device that computes nothing."""
+    """A stream, or an event of one, on a device that computes nothing."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        """Any priority and flags will do."""
+        """Accept any priority and flags."""
 
     def _do_nothing(self, *arguments: Any, **keywords: Any) -> None:
-        """What one asks of a stream or an event is done at once."""
+        """Return at once: all work is finished."""
 
     wait_stream = wait_event = record = wait = synchronize = _do_nothing
 
     def record_event(self, *arguments: Any) -> NoStream:
-        """Itself: it has happened."""
+        """Return itself, as an event that has occurred."""
         return self
 
     def query(self) -> bool:
-        """Whether all is done."""
+        """Return True: all work is finished."""
         return True
 
 
 class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
-    """DeepSpeed's device in a rehearsal."""
+    """DeepSpeed's device in a simulation."""
 
     def __init__(
         self, recorder: Recorder, pin: Callable[[torch.Tensor], None], memory_bytes: int | None
@@ -56,82 +56,83 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
         self._stream = self._stream_class()
 
     def is_synchronized_device(self) -> bool:
-        """No: as on a GPU, what is asked for is done later."""
+        """Return False: as on a GPU, the device runs work later than the host requests it."""
         return False
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Where tensors of shapes are."""
+        """Return the device type of tensors without data."""
         return "meta"
 
     def device_count(self) -> int:
-        """One; DeepSpeed's CPU would start a program each time it is asked."""
+        """Return 1; DeepSpeed's own CPU class would start a program per call."""
         return 1
 
     def current_device(self) -> str:
-        """The name of the only device there is."""
+        """Return the name of the only device."""
         return "meta"
 
     def current_device_name(self) -> str:
-        """The name of the only device there is."""
+        """Return the name of the only device."""
         return "meta"
 
     def device(self, device_index: int | None = None) -> Any:
-        """Nothing has to be entered."""
+        """Return an empty context."""
         return contextlib.nullcontext()
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """The host waits for the device."""
+        """Record that the host waits for the device."""
         self._recorder.wait()
 
     @property
     def Stream(self) -> type[NoStream]:
-        """The class of streams, of which all are the one that computes: the host waits for the device."""
+        """The class of streams; each represents the computing stream, so `synchronize` waits for the
+        device."""
         return self._stream_class
 
     @property
     def Event(self) -> type[NoStream]:
-        """The class of events."""
+        """The class of the device's events."""
         return NoStream
 
     def stream(self, stream: Any) -> Any:
-        """Nothing has to be entered."""
+        """Return an empty context."""
         return contextlib.nullcontext()
 
     def current_stream(self, device_index: int | None = None) -> NoStream:
-        """The only stream there is."""
+        """Return the only stream."""
         return self._stream
 
     default_stream = current_stream
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor has no data."""
+        """Return True if the tensor has no data."""
         return tensor.is_meta
 
     def pin_memory(self, tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        """The tensor itself, whose bytes are counted as page-locked."""
+        """Return the tensor itself; its bytes count as page-locked."""
         self._pin(tensor)
         return tensor
 
     def unpin_memory(self, tensor: torch.Tensor) -> None:
-        """Does nothing: no memory is locked."""
+        """Do nothing, because no memory is page-locked."""
 
     def create_op_builder(self, op_name: str) -> None:
-        """Gives no builder: nothing is compiled for shapes."""
+        """Return None, because no operator is compiled for tensors without data."""
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes that are free: the second stage joins weights on the device only where there is room."""
+        """Return the free bytes: the second stage joins weights on the device only if they fit."""
         return self._memory_bytes - self._recorder.memory.live_bytes()
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes that there are in all."""
+        """Return the bytes of the whole device."""
         return self._memory_bytes
 
     def empty_cache(self) -> None:
-        """The allocator gives back what it keeps for later."""
+        """Record that the allocator releases its cached memory."""
         self._recorder.empty_cache()
 
     def _no_memory(self, *arguments: Any) -> int:
-        """Nobody asks for it to decide."""
+        """Return 0; no decision depends on it."""
         return 0
 
     get_rss = reset_rss = memory_allocated = max_memory_allocated = _no_memory
@@ -139,7 +140,7 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
 
 
 class RankAccelerator(ShapesAccelerator):
-    """The device of one of several ranks, whose streams decide from which pool a block comes."""
+    """The device of one rank of several, whose streams determine the pool of a block."""
 
     def __init__(
         self,
@@ -153,22 +154,22 @@ class RankAccelerator(ShapesAccelerator):
 
     @property
     def Stream(self) -> Any:
-        """What makes a new stream, of whatever priority."""
+        """The constructor of streams; it ignores priorities."""
         return self._streams.Stream
 
     @property
     def Event(self) -> Any:
-        """What makes a new event, with whatever flags."""
+        """The constructor of events; it ignores flags."""
         return self._streams.Event
 
     def stream(self, stream: Any) -> Any:
-        """Within it the stream is current."""
+        """Return a context in which the stream is current."""
         return self._streams.stream(stream)
 
     def current_stream(self, device_index: int | None = None) -> Any:
-        """The stream in which work is put now."""
+        """Return the current stream."""
         return self._streams.current_stream()
 
     def default_stream(self, device_index: int | None = None) -> Any:
-        """The one that computes."""
+        """Return the computing stream."""
         return self._streams.default_stream()

@@ -1,9 +1,9 @@
-"""Scratch of the two kernels by which FSDP2 copies what it gathers and what it scatters.
+"""Scratch of the two kernels with which FSDP2 copies gathered weights and scattered gradients.
 
-Both are one launch over many tensors, told on the device which block of threads works on which tensor: a
-table of 64-bit numbers, in page-locked memory first, with one number for each block of 128 threads, each of
-which moves 16 bytes at a time (`native/cuda/TensorShape.cu`: `split_with_sizes_copy_out_cuda` and
-`_chunk_cat_out_cuda`). Exact on two H200s for layers of 9 tensors and for an embedding with a norm.
+Both kernels are one launch over many tensors. A table on the device assigns thread blocks to tensors. It has
+64-bit numbers, is built in page-locked memory, and has one number per block of 128 threads. Each thread moves
+16 bytes at a time (`native/cuda/TensorShape.cu`: `split_with_sizes_copy_out_cuda` and `_chunk_cat_out_cuda`).
+The size is exact on two H200s for layers of 9 tensors and for an embedding with a norm.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from snugfit.rehearsal.device.buffers import Buffer, GpuSize, Scratch, nest
 
 NUMBER, THREADS = 8, 128
 TILE = 16 * THREADS
-"""Bytes that a block of threads moves in one go."""
+"""Bytes that a block of threads moves in one iteration."""
 
 WAVES = 2
-"""How many blocks are launched for each that the GPU holds at once, at most."""
+"""Limit of launched blocks per block that the GPU can run at once."""
 
 
 def split_with_sizes_copy(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """Of one tensor that all ranks' parts lie in, one after the other, to a tensor for each weight. Numbers:
-    where each is read and written, its bytes, and where its blocks begin."""
+    """Return the scratch of the copy from one tensor with all ranks' parts to one tensor per weight.
+
+    Each weight has four numbers: the addresses of its source and its target, its bytes, and the index of its
+    first block.
+    """
     gathered, lengths = arguments[0], arguments[1]
     dim = arguments[2] if len(arguments) > 2 else 0
     row = gathered.element_size() * gathered.stride(dim)
@@ -32,14 +35,17 @@ def split_with_sizes_copy(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> S
     ranks = math.prod(gathered.shape[:dim])
     at_once = gpu.multiprocessors * gpu.threads // THREADS * WAVES
     rounds = _ceil(sum(_ceil(one, TILE) for one in nbytes) * ranks, at_once)
-    together = min(math.ceil(math.sqrt(rounds)), ranks)  # ranks' parts that a block copies
+    together = min(math.ceil(math.sqrt(rounds)), ranks)  # number of ranks' parts that a block copies
     blocks = sum(_ceil(one, TILE * _ceil(rounds, together)) for one in nbytes)
     return _table(blocks + 4 * len(nbytes) + 1)
 
 
 def chunk_cat(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """Of many gradients to one tensor, in which the part of each rank lies in one piece. Numbers: where each
-    is read, where it and its blocks begin, its bytes, those of a padded part and the blocks of one."""
+    """Return the scratch of the copy from many gradients to one tensor with contiguous parts of the ranks.
+
+    Each gradient has six numbers: the positions of its source, of its target and of its first block, and
+    three sizes. Those are its bytes, the bytes of a padded part, and the blocks of one part.
+    """
     gradients, dim, ranks = arguments[:3]
     blocks = 0
     for gradient in gradients:

@@ -1,9 +1,8 @@
-"""What torch's distributed code asks a device's module for (`torch.cuda`, here `torch.meta`): streams and
-events.
+"""A device module with the interface of `torch.cuda`, as `torch.meta`: streams and events.
 
-FSDP2, DTensor and device meshes look the module up by the name of the device type. On shapes a stream runs
-nothing, but which one is current decides from which of the allocator's pools a block comes and what a kernel
-waits for, so that is kept (`StreamOrder`).
+FSDP2, DTensor and device meshes find the module by the name of the device type. On shapes, a stream runs
+nothing. But the current stream determines the allocator's pool for a block, and the kernels for which a
+kernel waits. So `StreamOrder` tracks it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ShapesModule:
-    """`torch.meta`, in the place of `torch.cuda`, on a machine of so many devices."""
+    """A replacement of `torch.cuda` for tensors on `meta`, for a machine of `devices` devices."""
 
     def __init__(
         self,
@@ -31,96 +30,96 @@ class ShapesModule:
     ) -> None:
         self._order, self._devices = order, devices
         self.wait = wait
-        """Called where the host waits for the device."""
+        """Function to call if the host waits for the device."""
         self.empty_cache = empty_cache
-        """Called where the allocator gives back what it keeps."""
+        """Function to call if the allocator releases its cached memory."""
         self._streams = {DEFAULT_STREAM: ShapesStream(self, DEFAULT_STREAM)}
 
     def Stream(self, *arguments: Any, **keywords: Any) -> ShapesStream:
-        """A new stream, of whatever priority."""
+        """Return a new stream; its priority is ignored."""
         number = self._order.make()
         self._streams[number] = ShapesStream(self, number)
         return self._streams[number]
 
     def Event(self, *arguments: Any, **keywords: Any) -> ShapesEvent:
-        """A new event, with whatever flags."""
+        """Return a new event; its flags are ignored."""
         return ShapesEvent(self)
 
     @property
     def order(self) -> StreamOrder:
-        """Which stream is current, and which kernels wait for which."""
+        """The current stream, and the waits between kernels of different streams."""
         return self._order
 
     def current_stream(self, *device: Any) -> ShapesStream:
-        """The stream in which work is put now."""
+        """Return the current stream."""
         return self._streams[self._order.current]
 
     def default_stream(self, *device: Any) -> ShapesStream:
-        """The one that is current where no other is named."""
+        """Return the computing stream, which is current by default."""
         return self._streams[DEFAULT_STREAM]
 
     def set_stream(self, stream: ShapesStream) -> None:
-        """Puts what follows into this stream."""
+        """Set the current stream."""
         self._order.use(stream.stream_id)
 
     def stream(self, stream: ShapesStream | None) -> contextlib.AbstractContextManager[Any]:
-        """Within it the stream is current; None changes nothing."""
+        """Return a context in which the stream is current; None changes nothing."""
         return contextlib.nullcontext() if stream is None else stream
 
     def current_device(self) -> None:
-        """Tensors of shapes have a device without a number."""
+        """Return None: a tensor on `meta` has a device without an index."""
 
     def device_count(self) -> int:
-        """One for each rank."""
+        """Return one device per rank."""
         return self._devices
 
     def is_initialized(self) -> bool:
-        """Yes: there is nothing to begin."""
+        """Return True: there is nothing to initialize."""
         return True
 
     is_available = is_initialized
 
     def _do_nothing(self, *arguments: Any, **keywords: Any) -> None:
-        """There is one device, which computes nothing and draws no numbers."""
+        """Do nothing, because the device computes nothing and draws no random numbers."""
 
     set_device = synchronize = manual_seed = manual_seed_all = set_rng_state = _do_nothing
 
     def get_rng_state(self, *device: Any) -> torch.Tensor:
-        """The state of a generator that draws nothing."""
+        """Return the state of an unused generator."""
         import torch
 
         return torch.zeros(16, dtype=torch.uint8, device="cpu")
 
 
 class ShapesEvent:
-    """A moment of a stream."""
+    """An event of a stream."""
 
     def __init__(self, module: ShapesModule) -> None:
         self._module = module
         self.moment: Moment = frozenset()
-        """What the stream that recorded it had come to."""
+        """The last kernels of the recorded stream at the event."""
 
     def record(self, stream: ShapesStream | None = None) -> None:
-        """Marks how far a stream has come; by default the current one."""
+        """Record the position of a stream; the default is the current one."""
         order = self._module.order
         self.moment = order.moment(order.current if stream is None else stream.stream_id)
 
     def wait(self, stream: ShapesStream | None = None) -> None:
-        """A stream waits until then; by default the current one."""
+        """Let a stream wait for the event; the default is the current one."""
         order = self._module.order
         order.wait(order.current if stream is None else stream.stream_id, self.moment)
 
     def synchronize(self) -> None:
-        """The host waits for it."""
+        """Record that the host waits for the event."""
         self._module.wait()
 
     def query(self) -> bool:
-        """Whether it has happened."""
+        """Return True: the event has occurred."""
         return True
 
 
 class ShapesStream:
-    """A stream that runs nothing. As a context it is the current one within it."""
+    """A stream that runs nothing. A `with` block makes it the current one."""
 
     def __init__(self, module: ShapesModule, number: int) -> None:
         import torch
@@ -129,28 +128,29 @@ class ShapesStream:
         self._before: list[ShapesStream] = []
 
     def wait_stream(self, other: ShapesStream) -> None:
-        """Runs nothing further before all that the other has to do now."""
+        """Wait for all work that the other stream has now."""
         order = self._module.order
         order.wait(self.stream_id, order.moment(other.stream_id))
 
     def wait_event(self, event: ShapesEvent) -> None:
-        """Runs nothing further before the event."""
+        """Wait for the event."""
         event.wait(self)
 
     def record_event(self, event: ShapesEvent | None = None) -> ShapesEvent:
-        """An event of this moment."""
+        """Return an event of the current position."""
         event = event or ShapesEvent(self._module)
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        """The host waits for it, and asks for nothing of the stream that computes before that."""
+        """Record that the host waits for the stream. Later work of the computing stream follows after
+        that."""
         order = self._module.order
         order.wait(DEFAULT_STREAM, order.moment(self.stream_id))
         self._module.wait()
 
     def query(self) -> bool:
-        """Whether all is done."""
+        """Return True: all work is finished."""
         return True
 
     def __enter__(self) -> ShapesStream:

@@ -1,9 +1,9 @@
-"""What DeepSpeed's engine runs in, in a rehearsal: its own code on tensors that have shapes and no data.
+"""Run DeepSpeed's engine on tensors that have shapes and no data.
 
-A process group of torch's that sends nothing, an accelerator of shapes, the host's memory that is not handed
-out, and an update of the CPU that is only told of; for one of several ranks, streams besides
-(`engine_of_rank`). Afterwards the process is as it was: no group is left, and DeepSpeed has its own
-accelerator again.
+The context provides a process group of torch that sends nothing, and an accelerator for tensors without data.
+It also replaces the host's memory by untouched pages, and the CPU's update by a record of it. One rank of
+several also has streams (`engine_of_rank`). At its end, the context removes the process group and restores
+DeepSpeed's own accelerator.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ TO_COPY = torch.ops.aten._to_copy.default
 
 
 class CpuAdam:
-    """DeepSpeed's compiled CPU Adam: an observer hears of its updates, and of what the host holds then."""
+    """DeepSpeed's compiled CPU Adam: it reports its updates and the host's memory to an observer."""
 
     def __init__(self, host: HostTensors) -> None:
         self._host = host
 
     def load(self) -> CpuAdam:
-        """Itself, in the place of a compiled module."""
+        """Return itself instead of a compiled module."""
         return self
 
     def create_adam(self, *arguments: Any) -> None:
-        """Does nothing: there is no compiled optimizer."""
+        """Do nothing, because there is no compiled optimizer."""
 
     destroy_adam = create_adam
 
     def adam_update(self, *arguments: Any) -> None:
-        """Updates the weights that are the ninth of its arguments."""
+        """Report an update of the weights, which are the ninth argument."""
         if MetaLink.observer is not None:
             MetaLink.observer.update_on_host(arguments[8].nbytes, arguments[8].dtype)
             MetaLink.observer.hold_on_host(self._host.most, self._host.pinned)
 
 
 class FileHandle:
-    """DeepSpeed's reader and writer of files (`csrc/aio`), without files: an observer gets the bytes.
+    """DeepSpeed's reader and writer of files (`csrc/aio`), without files: it reports bytes to an observer.
 
-    Its swappers run as they are, with page-locked buffers on the host.
+    DeepSpeed's swappers run unchanged, with page-locked buffers on the host.
     """
 
     def __init__(self, host: HostTensors) -> None:
@@ -63,7 +63,7 @@ class FileHandle:
         self._pending = 0
 
     def async_pread(self, buffer: torch.Tensor, path: str, offset: int = 0) -> int:
-        """Asks for a file's bytes; 0 says that it went well."""
+        """Report the read or write of a file; 0 means success."""
         self._pending += 1
         if MetaLink.observer is not None:
             MetaLink.observer.swap(buffer.nbytes)
@@ -72,62 +72,64 @@ class FileHandle:
     async_pwrite = async_pread
 
     def wait(self) -> int:
-        """How many of them are done."""
+        """Return the number of finished reads and writes."""
         done, self._pending = self._pending, 0
         return done
 
     def new_cpu_locked_tensor(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """A tensor of page-locked memory of the host."""
+        """Return a tensor in page-locked memory of the host."""
         tensor = torch.empty(int(numel), dtype=like.dtype, device="cpu")
         self._host.lock(tensor)
         LOCKED.add(tensor.untyped_storage()._cdata)
         return tensor
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> None:
-        """Gives such a tensor's memory back."""
+        """Free the memory of such a tensor."""
         LOCKED.discard(tensor.untyped_storage()._cdata)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's memory is such."""
+        """Return True if a tensor is in such memory."""
         return tensor.untyped_storage()._cdata in LOCKED
 
 
 LOCKED: set[int] = set()
-"""Storages of page-locked memory, which all handles of a process know."""
+"""Storages of page-locked memory; all handles of a process share the set."""
 
 
 class FileOperator:
-    """In the place of DeepSpeed's builder, and of the module that it compiles."""
+    """A replacement for DeepSpeed's builder, and for the module that it compiles."""
 
     def __init__(self, host: HostTensors) -> None:
         self._host = host
 
     def load(self, verbose: bool = False) -> FileOperator:
-        """Itself, in the place of a compiled module."""
+        """Return itself instead of a compiled module."""
         return self
 
     def aio_handle(self, **settings: Any) -> FileHandle:
-        """A handle of these settings, which change no byte."""
+        """Return a handle; its settings change no byte count."""
         return FileHandle(self._host)
 
 
 class TorchForShapes:
-    """`torch` as DeepSpeed's second stage sees it. The tensors that it makes on `meta` itself, to keep shapes
-    by, are no tensors of the device."""
+    """The module `torch` for DeepSpeed's second stage.
+
+    The stage creates tensors on `meta` itself, as holders of shapes. They are no tensors of the device.
+    """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
     @staticmethod
     def zeros_like(like: torch.Tensor, **options: Any) -> torch.Tensor:
-        """On the host and of one element, where it is for its shape."""
+        """Return a one-element tensor on the host, expanded to the shape, if the target is `meta`."""
         if options.get("device") == "meta":
             return torch.empty((), device="cpu").expand(like.shape)
         return torch.zeros_like(like, **options)
 
 
 class _Number:
-    """`float` as DeepSpeed's stages see it: the norm of gradients, which nothing is shaped by, is 1."""
+    """The function `float` for DeepSpeed's stages: the norm of gradients, on which no shape depends, is 1."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -150,13 +152,16 @@ HOOKS = {
     ),
     "DeepSpeedZeroOptimizer_Stage3": ("reduce_ready_partitions_and_remove_grads",),
 }
-"""What the third stage runs in Python at each module, before and after it, forward and backward (it looks up
-which weights to fetch and to release), and at each weight's gradient, by the classes that have it."""
+"""Methods of the third stage that run in Python, by class.
+
+They run before and after each module, forward and backward, to find the weights to fetch and to release. One
+runs at each weight's gradient.
+"""
 
 
 @contextlib.contextmanager
 def _hooks_counted(recorder: Recorder) -> Iterator[None]:
-    """Within it, each call of `HOOKS` is one more function of a library's that the host runs."""
+    """Count each call of `HOOKS` inside the context as a library's Python function."""
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
@@ -177,7 +182,8 @@ def _hooks_counted(recorder: Recorder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def engine_on_shapes(recorder: Recorder, rank: int = 0, ranks: int = 1) -> Iterator[HostTensors]:
-    """Within it, DeepSpeed's engine trains on `meta`, as this rank of so many; gives the host's memory."""
+    """Run DeepSpeed's engine on `meta` inside the context, as rank `rank` of `ranks`. Yield the host's
+    memory."""
     import cpuinfo
     import deepspeed.accelerator.real_accelerator as real
     import deepspeed.runtime.zero.partitioned_param_coordinator as coordinator
@@ -201,8 +207,8 @@ def engine_on_shapes(recorder: Recorder, rank: int = 0, ranks: int = 1) -> Itera
             streams = ShapesModule(recorder.order, ranks, recorder.wait, recorder.empty_cache)
             accelerator = RankAccelerator(recorder, host.pin, recorder.policy.free_bytes, streams)
         stack.enter_context(patch.object(real, "ds_accelerator", accelerator))
-        stack.enter_context(patch.object(linear, "get_accelerator", CPU_Accelerator))  # of autocast
-        stack.enter_context(patch.object(cpuinfo, "get_cpu_info", dict))  # it asks for a second
+        stack.enter_context(patch.object(linear, "get_accelerator", CPU_Accelerator))  # used under autocast
+        stack.enter_context(patch.object(cpuinfo, "get_cpu_info", dict))  # it takes a second
         stack.enter_context(patch.object(cpu_adam, "CPUAdamBuilder", lambda: CpuAdam(host)))
         for swapper in (partitioned_param_swapper, partitioned_optimizer_swapper):
             stack.enter_context(patch.object(swapper, "AsyncIOBuilder", lambda: FileOperator(host)))
@@ -221,24 +227,24 @@ def engine_on_shapes(recorder: Recorder, rank: int = 0, ranks: int = 1) -> Itera
 
 
 class _Gathering:
-    """Weights on their way: who waits for them has its stream wait."""
+    """Weights in the process of gathering; a wait for them applies to the current stream."""
 
     def __init__(self, recorder: RankRecorder, moment: Moment) -> None:
         self._recorder, self._moment = recorder, moment
 
     def wait(self) -> None:
-        """The current stream runs nothing further before they have come."""
+        """Let the current stream wait until the weights have arrived."""
         order = self._recorder.order
         order.wait(order.current, self._moment)
 
 
 @contextlib.contextmanager
 def engine_of_rank(recorder: RankRecorder) -> Iterator[None]:
-    """Record the engine's streams and exchanges, which it has on several ranks only.
+    """Record the engine's streams and collectives, which exist only on several ranks.
 
-    It gathers weights in one stream and averages gradients in another (`overlap_comm`). A tensor of one
-    stream that another one uses (`record_stream`) stays until that use ends. The third stage begins to
-    gather, and waits later.
+    The engine gathers weights in one stream and averages gradients in another (`overlap_comm`). A tensor of
+    one stream that another one uses (`record_stream`) is not reused until that use ends. The third stage
+    starts a gather, and waits for it later.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero import partition_parameters as partitions
@@ -255,8 +261,10 @@ def engine_of_rank(recorder: RankRecorder) -> Iterator[None]:
         recorder.memory.lend(tensor, stream.stream_id)
 
     def end_and_destroy(engine: Any) -> None:
-        """What this run's engine frees as it is destroyed would make the last step another than those before;
-        an earlier run's is destroyed when the collector finds it."""
+        """End the recording before the engine's destruction, whose frees would change the last step.
+
+        An earlier run's engine is destroyed when the garbage collector finds it.
+        """
         recorder.end_of(getattr(getattr(engine, "optimizer", None), "optimizer", None))
         destroy(engine)
 
@@ -271,7 +279,7 @@ def engine_of_rank(recorder: RankRecorder) -> Iterator[None]:
         (DeepSpeedZeroOptimizer, "setup_buckets"),
         (DeepSpeedZeroOptimizer_Stage3, "__init__"),
     ):
-        if hasattr(stage, makes):  # DeepSpeed 0.18 makes the second stage's elsewhere
+        if hasattr(stage, makes):  # DeepSpeed 0.18 creates the second stage's elsewhere
             replaced.append((stage, makes, _and_claim_buckets(getattr(stage, makes), recorder)))
     with contextlib.ExitStack() as stack:
         for owner, name, instead in replaced:
@@ -280,7 +288,7 @@ def engine_of_rank(recorder: RankRecorder) -> Iterator[None]:
 
 
 def _and_claim(kind: Any, recorder: RankRecorder) -> Callable[..., None]:
-    """A handle's `wait`, after which its weights' bytes are known to be gathered."""
+    """Return a handle's `wait` that also marks its weights' bytes as gathered."""
     wait = kind.wait
 
     def wait_and_claim(handle: Any, *arguments: Any, **keywords: Any) -> None:
@@ -293,7 +301,7 @@ def _and_claim(kind: Any, recorder: RankRecorder) -> Callable[..., None]:
 
 
 def _and_claim_buckets(method: Callable[..., None], recorder: RankRecorder) -> Callable[..., None]:
-    """A method of a stage's, after which the buckets in which gradients are averaged are there."""
+    """Return a stage's method that also claims the buckets in which gradients are averaged."""
 
     def run_and_claim(stage: Any, *arguments: Any, **keywords: Any) -> None:
         method(stage, *arguments, **keywords)

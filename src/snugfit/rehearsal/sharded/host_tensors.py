@@ -1,12 +1,12 @@
-"""The host's memory in a rehearsal of a step that keeps weights and states there.
+"""Simulate the host's memory for a step with weights and states on the host.
 
-A rehearsal of a model with three billion weights must not take the 50 GB that its optimizer has on the host.
-So tensors that are made there are of memory that nobody has written yet, which the system does not hand
-out, and nothing is written into them: an operator that would only write is skipped, and one that gives a new
-tensor gives one of such memory. What counts is their number of bytes, and that of the bytes which the host
-would read and write.
+A simulation of a model with three billion weights must not need the 50 GB that its optimizer has on the host.
+So tensors on the host use untouched pages, which the system does not allocate, and nothing is written to
+them. An operator that would only write is skipped. An operator that returns a new tensor returns one of
+untouched pages. Only sizes are counted: the bytes of tensors, and the bytes that the host would read and
+write.
 
-The recorder, which sees every operator first, asks here what is copied between host and device.
+The recorder receives every operator first. It uses this class to find copies between host and device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from snugfit.step.host_link import MetaLink
 aten = torch.ops.aten
 
 NOT_HANDED_OUT = 0x4000
-"""`MAP_NORESERVE` of Linux, which the module `mmap` does not name."""
+"""Flag `MAP_NORESERVE` of Linux, which the module `mmap` does not have."""
 
 FACTORIES = frozenset(
     {
@@ -42,43 +42,47 @@ FACTORIES = frozenset(
         aten.ones_like.default,
     }
 )
-"""What makes tensors of no operand's data."""
+"""Operators that create tensors without an operand's data."""
 
 QUESTIONS = frozenset({aten.is_pinned.default})
-"""What reads no data."""
+"""Operators that read no data."""
 
 OVERWRITING = frozenset({aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor})
-"""What changes an operand that it does not read."""
+"""Operators that modify an operand without a read of it."""
 
 LEAST = 1 << 10
-"""Bytes from which a tensor that is made on the host is of such memory; a smaller one may hold numbers."""
+"""Size in bytes from which a host tensor uses untouched pages; a smaller one may contain real numbers."""
 
 
 class HostTensors(TorchDispatchMode):
-    """Keeps the count of what is on the host. `convert(tensor, dtype)` is a tensor of the device in another
-    dtype."""
+    """A mode that counts tensors on the host.
+
+    `convert(tensor, dtype)` returns a device tensor in another dtype.
+    """
 
     def __init__(self, convert: Callable[[torch.Tensor, torch.dtype], torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._convert = convert
         self._storages: set[int] = set()
         self.nbytes = self.most = 0
-        """Bytes that live there now, and at most did."""
+        """Bytes on the host now, and at the peak."""
         self.pinned = 0
-        """Of them, those that are page-locked."""
-        self._lent: dict[int, int] = {}  # page-locked bytes of a storage, by its address
-        self._unused: Counter[int] = Counter()  # page-locked blocks that wait for use, by their bytes
+        """Page-locked bytes among them."""
+        self._lent: dict[int, int] = {}  # page-locked bytes by the address of a storage
+        self._unused: Counter[int] = Counter()  # free page-locked blocks, by their bytes
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: nothing compiles here, and skipping it costs every operator."""
+        """Return False: nothing compiles here, and skipping costs time per operator."""
         return False
 
-    # ---- what the recorder asks --------------------------------------------------------------------------
+    # ---- copies between host and device ------------------------------------------------------------------
 
     def copy_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operator gives that copies to the host. A copy that nobody waits for converts on the device
-        (`native/cuda/Copy.cu`)."""
+        """Return the output of an operator that copies to the host, or NotImplemented for any other.
+
+        A copy without a wait converts dtypes on the device (`native/cuda/Copy.cu`).
+        """
         if func is aten.copy_.default and self.holds(args[0]) and args[1].is_meta:
             to, source = args[:2]
             waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
@@ -96,7 +100,7 @@ class HostTensors(TorchDispatchMode):
         return NotImplemented
 
     def copies_back(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether an operator copies from here to the device."""
+        """Return True if an operator copies from the host to the device."""
         if func is aten.copy_.default:
             return args[0].is_meta and self.holds(args[1])
         if func is not aten._to_copy.default or not self.holds(args[0]):
@@ -106,7 +110,7 @@ class HostTensors(TorchDispatchMode):
     # ---- memory ------------------------------------------------------------------------------------------
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
-        """A tensor of this shape and dtype, of memory that is not handed out."""
+        """Return a tensor of this shape and dtype in untouched pages."""
         nbytes = like.untyped_storage().nbytes()
         memory = mmap.mmap(
             -1, max(nbytes, like.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NOT_HANDED_OUT
@@ -120,15 +124,18 @@ class HostTensors(TorchDispatchMode):
         return tensor
 
     def pin(self, tensor: torch.Tensor) -> None:
-        """The tensor's bytes are page-locked: torch takes a power of two of them, and never gives it back
-        (`CachingHostAllocator`)."""
+        """Count the tensor's bytes as page-locked for the rest of the run.
+
+        torch allocates a power of two of them, and never releases it (`CachingHostAllocator`).
+        """
         nbytes = tensor.untyped_storage().nbytes()
         taken = 1 << max(0, nbytes - 1).bit_length()
         self.pinned += taken
         self._grow(taken - nbytes)
 
     def lend(self, tensor: torch.Tensor) -> None:
-        """The same for as long as the tensor lives; then whoever asks for as many is given these bytes."""
+        """Count the tensor's bytes as page-locked while it is alive; a later tensor of this size reuses
+        them."""
         storage = tensor.untyped_storage()
         taken = 1 << max(0, storage.nbytes() - 1).bit_length()
         self._lent[storage._cdata] = taken
@@ -140,7 +147,7 @@ class HostTensors(TorchDispatchMode):
             self._grow(taken - storage.nbytes())
 
     def lock(self, tensor: torch.Tensor) -> None:
-        """The tensor's bytes are page-locked as they are (`posix_memalign` and `mlock`)."""
+        """Count exactly the tensor's bytes as page-locked (`posix_memalign` and `mlock`)."""
         self.pinned += tensor.untyped_storage().nbytes()
 
     def _grow(self, nbytes: int) -> None:
@@ -155,11 +162,11 @@ class HostTensors(TorchDispatchMode):
             self.nbytes -= nbytes
 
     def holds(self, value: Any) -> bool:
-        """Whether it is a tensor of memory that is counted here."""
+        """Return True if the value is a tensor in memory that is counted here."""
         return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in self._storages
 
     def _any_held(self, args: tuple[Any, ...]) -> bool:
-        """Whether an operand, or one of a list of them, is here."""
+        """Return True if an operand, or an element of a list operand, is in memory that is counted here."""
         return any(
             any(map(self.holds, one)) if isinstance(one, (tuple, list)) else self.holds(one) for one in args
         )
@@ -181,8 +188,7 @@ class HostTensors(TorchDispatchMode):
         return self._skip(func, args, kwargs)
 
     def _make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a factory gives; where that is of some size and on the host, of memory that is not handed
-        out."""
+        """Return the output of a factory, in untouched pages if it is on the host and large."""
         operand = next((one for one in args if isinstance(one, torch.Tensor)), None)
         device = kwargs.get("device") or (operand.device if operand is not None else "cpu")
         if not _is_host(device):
@@ -192,8 +198,11 @@ class HostTensors(TorchDispatchMode):
         return func(*args, **kwargs) if shaped.nbytes < LEAST else self.take(shaped)
 
     def _skip(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operator on the host gives, without its work. One that changes its operand reads it and
-        writes it."""
+        """Return the output of a host operator without its work, and record the bytes that it would read and
+        write.
+
+        An operator that modifies its operand reads and writes it.
+        """
         if func in QUESTIONS:
             return func(*args, **kwargs)
         _tell_of_work(sum(one.nbytes for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)))
@@ -210,8 +219,11 @@ class HostTensors(TorchDispatchMode):
 
 
 def asks_for_shapes() -> bool:
-    """Whether an operator runs among torch's fake tensors: DTensor asks it for the shapes of its results, and
-    it works nowhere. torch 2.11 names no device there, which would be the host."""
+    """Return True if an operator runs on torch's fake tensors.
+
+    DTensor runs such operators only for the shapes of their results. torch 2.11 passes no device there, which
+    would mean the host.
+    """
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 

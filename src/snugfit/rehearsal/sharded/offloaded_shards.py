@@ -1,9 +1,9 @@
-"""FSDP2's shards on the host, in a rehearsal: torch's own code for `CPUOffloadPolicy`, on shapes.
+"""Simulate FSDP2's shards on the host: torch's own code for `CPUOffloadPolicy`, on shapes.
 
-Gathered weights and gradients are tensors of the device, so on `meta`; shards, their gradients and the
-optimizer's states are the host's (`host_tensors.py`), where they would be. Left to itself, FSDP2 takes what
-is on `meta` for a model that is still to be loaded and moves nothing of it. So it is told what to move: a
-layer's weights to the device while it is sharded (`while_spreading` in `ranks.py`), and here its shards back.
+Gathered weights and gradients are tensors of the device, so on `meta`. Shards, their gradients and the
+optimizer's states are on the host, as in a real run (`host_tensors.py`). Without patches, FSDP2 treats
+tensors on `meta` as a model without loaded weights, and moves none. So two patches move them. While a layer
+is sharded, its weights move to the device (`while_spreading` in `ranks.py`), and its shards move back here.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ TO_COPY = torch.ops.aten._to_copy.default
 
 
 class HostShards(HostTensors):
-    """The host's memory of one rank. What is page-locked is used again once it is free, whole or not at all
+    """The host's memory of one rank. A free page-locked block is reused as a whole
     (`CachingHostAllocator`)."""
 
     def keep(self, like: torch.Tensor) -> torch.Tensor:
-        """A page-locked tensor of the host in the place of one of the device, which is copied there."""
+        """Return a page-locked host tensor for a copy of this device tensor, and record the copy."""
         if MetaLink.observer is not None:
             MetaLink.observer.stage_out(like.nbytes)
         with _disable_current_modes():
@@ -41,7 +41,7 @@ class HostShards(HostTensors):
         return tensor
 
     def works_here(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether an operator works on the host's tensors alone."""
+        """Return True if an operator works on the host's tensors alone."""
         if self.copies_back(func, args, kwargs):
             return False
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
@@ -50,7 +50,7 @@ class HostShards(HostTensors):
 
 @contextlib.contextmanager
 def shards_on_host(recorder: Recorder) -> Iterator[HostShards]:
-    """Within it, what FSDP2 keeps on the host is there; gives the host's memory."""
+    """Place the shards that FSDP2 offloads on the host inside the context. Yield the host's memory."""
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
     host = HostShards(
@@ -74,7 +74,7 @@ def shards_on_host(recorder: Recorder) -> Iterator[HostShards]:
 
 
 def _keep_on_host(parameter: Any, host: HostShards) -> None:
-    """What FSDP2 does after it has cut out a shard, unless that is on `meta`."""
+    """Offload a new shard as FSDP2 does, which skips shards on `meta`."""
     before = parameter.sharded_param
     shard = parameter._sharded_param_data
     parameter._sharded_param_data = host.keep(shard)

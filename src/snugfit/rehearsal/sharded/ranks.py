@@ -1,14 +1,14 @@
-"""What one rank of several runs in, in a rehearsal: torch's own distributed code on tensors of shapes.
+"""Run torch's own distributed code for one rank of several, on tensors without data.
 
-A process group of so many ranks that sends nothing, a device module that knows streams, and a recorder that
-hears of what a single GPU's step does not have:
+The context provides a process group that sends nothing, a device module with streams, and a recorder with
+support for the following:
 
-- FSDP2 frees and takes again the bytes of a storage that it keeps (`UntypedStorage.resize_`);
-- DTensor asks what shape a result has by running operators on fake tensors, which a device never sees;
-- blocks come from the pools of the stream that was current, and kernels wait for those of other streams;
-- tensors are exchanged.
+- FSDP2 frees and reallocates the bytes of a storage that stays the same object (`UntypedStorage.resize_`).
+- DTensor computes the shape of a result with operators on fake tensors, which a device never runs.
+- Blocks come from the pools of the current stream, and kernels wait for those of other streams.
+- Ranks exchange tensors.
 
-Afterwards the process is as it was.
+At its end, the context restores the process's state.
 """
 
 from __future__ import annotations
@@ -53,35 +53,40 @@ from snugfit.results.footprint import Kind
 from snugfit.step.host_link import MetaLink
 
 REDISTRIBUTION = 5
-"""Operators on parts of tensors that take the host as long as one exchange by which these become others, in
-which it runs some 400 functions of Python (torch 2.13, on a CPU)."""
+"""Number of operators on sharded tensors with the host time of one redistribution.
+
+A redistribution runs some 400 Python functions (torch 2.13, on a CPU).
+"""
 
 _resize = torch.UntypedStorage.resize_
 _data_ptr = torch.Tensor.data_ptr
 
 
 class RankRecorder(Recorder):
-    """Writes a rank's run: streams and exchanges too."""
+    """A recorder of a rank's run, with streams and collectives."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self.order = StreamOrder(self.memory.use_stream)
-        """Which stream is current, and which kernels wait for which."""
+        """The current stream, and the waits between kernels of different streams."""
         self.memory.moment_of = self.order.moment
         self.shards: HostShards | None = None
-        """The host's memory, where it keeps the shards."""
+        """The host's memory if it contains the shards."""
         self.experts = 1
-        """Over how many ranks the experts of a layer are spread. Each has all rows of tokens, and its
-        products skip those of others' experts: an even part of them is taken to be left."""
+        """Number of ranks over which the experts of a layer are sharded.
+
+        Each rank has all rows of tokens, and its products skip those of other ranks' experts. The rest is
+        assumed to be an even part.
+        """
         self.averages_over: Any = None
         """The process group over which DDP averages."""
-        self._passes: list[int] = []  # of the last step: before which kernel each begins
+        self._passes: list[int] = []  # in the last step: index of the kernel at which each begins
         self._of_group: dict[str, int] = {}  # NCCL's own stream of a process group
-        self._unawaited: Moment = frozenset()  # exchanges that nobody has waited for
-        self._further_groups: set[str] = set()  # than that of all ranks
-        self._kept: list[torch.Tensor] = []  # by NCCL
-        self._first_to_come = True  # of the buckets of a backward pass
-        self._carried: dict[int, Any] = {}  # by the result's storage, what is sent until that is waited for
+        self._unawaited: Moment = frozenset()  # collectives without a wait so far
+        self._further_groups: set[str] = set()  # besides that of all ranks
+        self._kept: list[torch.Tensor] = []  # buckets referenced by NCCL
+        self._first_to_come = True  # for the first bucket of a backward pass
+        self._carried: dict[int, Any] = {}  # operands of unfinished exchanges, by the result's storage
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -103,18 +108,20 @@ class RankRecorder(Recorder):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _is_on_host(self, value: Any) -> bool:
-        """Whether it is a part of a model that was built out of sight, and was not moved here so far."""
+        """Return True if it is a part of a model that was built without the recorder, and not moved yet."""
         return isinstance(value, torch.Tensor) and value.is_meta and not self.memory.has_seen(value)
 
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
-        """The bytes of this tensor, or of a sharded one's own part, are of this kind."""
-        if kind is Kind.WEIGHTS and self._phase != "build":  # a shard that comes from the host
+        """Set the kind of this tensor's bytes, or of a sharded tensor's local part."""
+        if kind is Kind.WEIGHTS and self._phase != "build":  # a shard copied from the host
             kind = Kind.GATHERED
         super().claim(tensor.to_local() if isinstance(tensor, DTensor) else tensor, kind, module)
 
     def phase(self, name: str) -> None:
-        """Everything from here on belongs to this phase. After the backward pass the device has waited for
-        all gradients that were being averaged."""
+        """Record the start of a phase, to which all later events belong.
+
+        After the backward pass, the device has waited for all gradients in averaging.
+        """
         if name == "backward":
             self._first_to_come = True
         elif self._phase == "backward":
@@ -125,19 +132,22 @@ class RankRecorder(Recorder):
         super().phase(name)
 
     def step_ends(self, index: int) -> None:
-        """Optimizer step `index` has ended: what the host holds is told."""
+        """Record the end of optimizer step `index`, and the bytes in host memory."""
         if self.shards is not None and MetaLink.observer is not None:
             MetaLink.observer.hold_on_host(self.shards.most, self.shards.pinned)
         super().step_ends(index)
 
     def end_of(self, optimizer: Any) -> None:
-        """What is freed from here on is none of the run's frees, if this is the optimizer that it trains."""
+        """Exclude later frees from the run if this is the optimizer that it trains."""
         self.memory.is_over |= optimizer is not None and optimizer is self._optimizer
 
     def average(self, bucket: torch.Tensor) -> None:
-        """A bucket of gradients is averaged over all ranks, in NCCL's own stream. NCCL keeps it until the
-        next backward pass begins to average, or something else is exchanged beside the computation
-        (`step/wishes/parallel.py` says why; two H200s showed it where nothing else was)."""
+        """Record the average of a bucket of gradients over all ranks, in NCCL's own stream.
+
+        NCCL references the bucket until one of two events. Either the next backward pass begins to average,
+        or another collective runs in parallel to the computation. `step/wishes/parallel.py` gives the reason;
+        two H200s showed it without other collectives.
+        """
         if self._first_to_come:
             self._kept.clear()
             self._first_to_come = False
@@ -147,15 +157,15 @@ class RankRecorder(Recorder):
         self._add_exchange(ALL_REDUCE, bucket.nbytes, self.averages_over, own_stream=True)
 
     def count_shard_hooks(self, hooks: int) -> None:
-        """The host runs so many of FSDP2's hooks."""
+        """Record FSDP2's hooks on the host by their number."""
         self._add_work_of_host(SHARD_HOOKS, hooks)
 
     def count_part_operators(self, operators: int) -> None:
-        """The host looks up so many operators on parts of tensors."""
+        """Record operators on sharded tensors by their number; the host computes their output sharding."""
         self._add_work_of_host(PART_OPERATORS, operators)
 
     def count_weights_apart(self, weights: int) -> None:
-        """The host has gradients computed of so many weights, each by itself."""
+        """Record the weights whose gradients the host computes apart, by their number."""
         self._add_work_of_host(WEIGHTS_APART, weights)
 
     def _add_work_of_host(self, what: str, often: int) -> None:
@@ -163,8 +173,11 @@ class RankRecorder(Recorder):
             self._add_to_last_step(what, KernelCost(0, 0, (), "", often, "", ()))
 
     def _count_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """An operator is given tensors of which each rank has a part. What lists of them take is known of
-        optimizers and clipping, which are given little else."""
+        """Count an operator on sharded tensors.
+
+        Outside of forward and backward, the cost depends on the number of operands. Optimizers and clipping
+        have lists of them.
+        """
         if self._phase in ("forward", "backward"):
             self.count_part_operators(1)
             return
@@ -172,12 +185,13 @@ class RankRecorder(Recorder):
         self._add_to_last_step(SHARDED_OPERANDS, KernelCost(0, 0, (), "", operands, "", ()))
 
     def _add_to_last_step(self, operator: str, cost: KernelCost, peers: tuple[int, int] = ALONE) -> None:
-        """All ranks of a host work through its memory at once, and share it."""
+        """Add an entry to the last step. All ranks of a host share the bandwidth of its memory."""
         shared = operator in (WORK_ON_HOST, UPDATE_ON_HOST)
         super()._add_to_last_step(operator, cost, (dist.get_world_size(), 1) if shared else peers)
 
     def recording(self, attention: Iterable[str]) -> Recording:
-        """What was written, with the groups that exchanged something, and what freed blocks wait for."""
+        """Return the recorded data, with the groups that communicated, and the kernels for which freed blocks
+        wait."""
         recording = super().recording(attention)
         awaited = dict(self.memory.awaited)
         launched = [mark.event for mark in recording.marks if awaited and mark.kind is MarkKind.KERNEL]
@@ -191,8 +205,8 @@ class RankRecorder(Recorder):
         return recording._replace(trace=trace)
 
     def take_unawaited(self) -> Moment:
-        """The moment at which the exchanges are done that nobody has waited for; from here on somebody
-        has."""
+        """Return the moment at which all collectives without a wait are finished, and mark them as
+        awaited."""
         moment, self._unawaited = self._unawaited, frozenset()
         return moment
 
@@ -208,7 +222,7 @@ class RankRecorder(Recorder):
         out = func(*args, **kwargs)
         kernel = collectives.kernel_of(func, args)
         self.memory.add_outputs(kernel, out)
-        copied = kernel in (ALL_REDUCE, BROADCAST)  # of what is given a copy is made, so nothing is kept
+        copied = kernel in (ALL_REDUCE, BROADCAST)  # its operand is copied, so nothing is kept alive
         if collectives.is_functional(func) and isinstance(out, torch.Tensor) and not copied:
             self._carried[out.untyped_storage()._cdata] = args[0]
         for tensor in collectives.tensors_carried(func, out, args):
@@ -217,15 +231,16 @@ class RankRecorder(Recorder):
         nbytes = collectives.carried_bytes(func, out, args, kwargs)
         if (
             peers := collectives.peers_of_exchange(func, args, group)
-        ) is not None:  # what goes from stage to stage
+        ) is not None:  # a transfer between pipeline stages
             self._add_to_last_step(
                 collectives.kernel_of(func), KernelCost(0, nbytes, (), "", 1, "", ()), peers
             )
             return out
         own_stream = collectives.is_async(func, args, kwargs)
         if own_stream and kernel == ALL_REDUCE and self._phase != "backward":
-            # Of those in a backward pass (DDP asks which weights were unused) none waits for the buckets, and
-            # after broadcasts, which DDP begins a step with, NCCL's thread still held all.
+            # In a backward pass, such collectives (DDP finds unused weights with them) do not wait for the
+            # buckets. After broadcasts, with which DDP begins a step, NCCL's thread still referenced all
+            # buckets.
             self._kept.clear()
         self._add_exchange(kernel, nbytes, group, own_stream=own_stream)
         return out
@@ -240,7 +255,7 @@ class RankRecorder(Recorder):
             name = group.group_name
             stream = self._of_group.setdefault(name, len(self._of_group) - (1 << 10))
             self.order.wait(stream, self.order.moment(before))
-            self.order.current = stream  # its memory is the current stream's all the same
+            self.order.current = stream  # allocations still use the memory of the current stream
         self._add_kernel(
             kernel, KernelCost(0, nbytes, (), "", 1, "", ()), collectives.peers_of(group, kernel)
         )
@@ -265,7 +280,7 @@ class RankRecorder(Recorder):
 
 
 class _Unlogged:
-    """DDP's log of its own seconds, which on shapes would only say that it has no clock for them."""
+    """DDP's log of its times; on shapes it would only warn that it has no clock."""
 
     def __init__(self, log: Any) -> None:
         self._log = log  # the reducer has a weak reference to it
@@ -274,7 +289,7 @@ class _Unlogged:
         return getattr(self._log, name)
 
     def set_runtime_stats_and_log(self) -> None:
-        """Nothing is written: there are no times."""
+        """Write nothing, because there are no times."""
 
 
 def _copies_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -284,8 +299,10 @@ def _copies_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 
 @contextlib.contextmanager
 def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int, *, most: bool = False) -> Iterator[None]:
-    """Within it, torch.distributed is that of this rank of so many, on `meta`. With `most` it has the largest
-    part of an optimizer's states that are shared out."""
+    """Run torch.distributed on `meta` inside the context, as rank `rank` of `ranks`.
+
+    With `most`, the rank has the largest part of an optimizer's sharded states.
+    """
     import torch.distributed._meta_registrations as fake_work
     import torch.nn.parallel.distributed as data_parallel
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -314,7 +331,7 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int, *, most: bool 
         recorder.averages_over = self.process_group
         self.logger = _Unlogged(self.logger)
 
-    average.__annotations__.update(  # which torch compares, and wants the classes themselves
+    average.__annotations__.update(  # torch compares them, and requires the classes themselves
         bucket=vars(dist)["GradBucket"], **{"return": torch.futures.Future[torch.Tensor]}
     )
 
@@ -341,7 +358,7 @@ def rank_on_shapes(recorder: RankRecorder, rank: int, ranks: int, *, most: bool 
 
 
 def _count_calls(method: Callable[..., Any], recorder: RankRecorder, hooks: int) -> Callable[..., Any]:
-    """A method of FSDP2's, before which the host runs so many of its hooks."""
+    """Return a method of FSDP2 that first records `hooks` hooks of the host."""
 
     @functools.wraps(method)
     def count_and_run(*arguments: Any, **keywords: Any) -> Any:
@@ -353,7 +370,8 @@ def _count_calls(method: Callable[..., Any], recorder: RankRecorder, hooks: int)
 
 @contextlib.contextmanager
 def process_group(rank: int = 0, ranks: int = 1) -> Iterator[None]:
-    """Within it, torch's default process group is of so many processes, and sends nothing."""
+    """Set torch's default process group to one of `ranks` processes that sends nothing, inside the
+    context."""
     from torch.testing._internal.distributed import fake_pg
 
     if dist.is_initialized():
@@ -374,15 +392,20 @@ def process_group(rank: int = 0, ranks: int = 1) -> Iterator[None]:
 
 
 def _dynamos_table_kept() -> contextlib.AbstractContextManager[Any]:
-    """Within it, a new process group does not empty Dynamo's table of functions, which would be filled again
-    with those that stand in for others during a rehearsal (`rehearsal/device/overrides.py`)."""
+    """Keep Dynamo's table of functions when a new process group is created inside the context.
+
+    Otherwise torch would empty the table and fill it again with the overrides of a simulation
+    (`rehearsal/device/overrides.py`).
+    """
     rules = sys.modules.get("torch._dynamo.trace_rules")
     return contextlib.nullcontext() if rules is None else patch.object(rules, "clear_lru_cache", lambda: None)
 
 
 def _forget_meshes() -> None:
-    """DTensor remembers what an operator does to tensors of a mesh, and with that the mesh. The next one that
-    is cut alike is equal to it, but has other groups."""
+    """Clear DTensor's caches of operators on a mesh, which contain the mesh itself.
+
+    The next mesh of the same shape is equal to it, but has other groups.
+    """
     from torch.distributed.tensor import _redistribute, debug
 
     debug._clear_sharding_prop_cache()
@@ -394,9 +417,9 @@ def _forget_meshes() -> None:
 def takes_the_largest_part() -> tuple[Any, str, Any]:
     """Return a patch by which this process has the largest part of an optimizer's states (`zero1`).
 
-    torch's `ZeroRedundancyOptimizer` gives each weight, the largest first, to the process with the fewest
-    elements. With few sizes of matrices, some processes get a per cent more than others, and more. Processes
-    are alike in all else, so this one needs the most.
+    torch's `ZeroRedundancyOptimizer` assigns each weight, the largest first, to the process with the fewest
+    elements. If matrices have few different sizes, some processes get a percent more than others, or even
+    more. Processes are equal in all else, so this one has the highest memory use.
     """
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -418,12 +441,12 @@ def _elements(groups: list[dict[str, Any]]) -> int:
 
 
 def while_spreading(recorder: Recorder) -> list[tuple[Any, str, Any]]:
-    """Return the patches under which FSDP2 and accelerate spread a model over ranks.
+    """Return the patches under which FSDP2 and accelerate shard a model over ranks.
 
-    A model on the host and on the device is on `meta` both times, where FSDP2 moves nothing. A tensor that
-    the recorder has not seen is the host's, and is made on the device when it would be moved. accelerate
-    remembers parameters by the addresses of their data; addresses of storages replace them. FSDP2 without a
-    mesh spreads over all ranks of the kind of device that torch was built for.
+    A model on the host and on the device is on `meta` both times, where FSDP2 moves nothing. A tensor without
+    a recorded allocation is on the host, and is created on the device instead of the move. accelerate
+    identifies parameters by the addresses of their data; addresses of storages replace them. FSDP2 without a
+    mesh shards over all ranks of torch's own device type.
     """
     import torch.distributed.fsdp._fully_shard._fsdp_init as first
     import torch.distributed.fsdp._fully_shard._fully_shard as second
@@ -436,7 +459,7 @@ def while_spreading(recorder: Recorder) -> list[tuple[Any, str, Any]]:
     }
     replaced = [
         (module, name, function)
-        for module in (first, second)  # which of them has it depends on torch's version
+        for module in (first, second)  # the module depends on torch's version
         for name, function in instead.items()
         if hasattr(module, name)
     ]
@@ -444,9 +467,9 @@ def while_spreading(recorder: Recorder) -> list[tuple[Any, str, Any]]:
 
 
 def _move(recorder: Recorder, parameters: list[Any], buffers: list[torch.Tensor], device: Any) -> None:
-    """Each tensor that the recorder has not seen is made on the device, as moving it there would."""
+    """Create each tensor without a recorded allocation on the device, as a move there would."""
     for tensor in (*parameters, *buffers):
-        held = getattr(tensor, "_local_tensor", tensor)  # of a matrix that is cut, this rank's part
+        held = getattr(tensor, "_local_tensor", tensor)  # for a sharded matrix, this rank's part
         if not recorder.memory.has_seen(held):
             tensor.data = torch.empty_like(tensor, device=device)
 
@@ -467,27 +490,28 @@ VOTES = ("_warmup_forward_vote", "_warmup_backward_result")
 
 
 class _Handle:
-    """What one waits by for an exchange, and the tensors that it has."""
+    """A handle of an exchange, with a reference to its tensors."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._tensors = tensors
 
     def wait(self, *timeout: Any) -> bool:
-        """It is done at once."""
+        """Return True: the exchange is finished."""
         return True
 
 
 def instead_of_others(*, handles_for_all: bool) -> list[tuple[Any, str, Any]]:
-    """Return patches of what a pipeline's stage gets from other stages.
+    """Return patches of a pipeline stage's communication with other stages.
 
     Stages agree by two methods that shapes are known (`PipelineStage._warmup_forward_vote`, since torch
-    2.13); here they always do. A sent tensor stays as long as its handle: gloo's have it, and NCCL's of a
-    single exchange (`WorkNCCL::outputs_` of `pointToPoint`). With `handles_for_all`, exchanges that begin
-    together have one handle without tensors (`batch_isend_irecv`, `endCoalescing`), as in torch before 2.13.
+    2.13). Here they always agree. A sent tensor is alive as long as its handle. Handles of gloo reference it,
+    and so do NCCL's of a single exchange (`WorkNCCL::outputs_` of `pointToPoint`). With `handles_for_all`,
+    exchanges that begin together have one handle without tensors (`batch_isend_irecv`, `endCoalescing`), as
+    in torch before 2.13.
 
-    Neither end has a stream here, for a stage's wait is no part of its own trace
-    (`prediction/several_gpus/stages.py`). A block that is freed while it is sent is back at once, though NCCL
-    has it until it is through (`record_stream`).
+    Neither end has a stream here, because a stage's wait is not in its own trace
+    (`prediction/several_gpus/stages.py`). A block that is freed during its transfer is reusable at once,
+    although NCCL references it until the end (`record_stream`).
     """
     import torch.distributed.distributed_c10d as exchanges
     from torch.distributed.pipelining import PipelineStage

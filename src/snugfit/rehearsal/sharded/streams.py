@@ -1,8 +1,8 @@
-"""Streams of a rehearsal: which is current, and which kernels wait for which of other streams.
+"""Streams of a simulation: the current one, and the waits between kernels of different streams.
 
-A stream runs its kernels one after the other. An event marks the moment up to which a stream has come; a
-stream that waits for it runs nothing further before all of that is done. Only kernels of the recorded step
-have numbers, so what an event of an earlier step marks is nothing.
+A stream runs its kernels one after the other. An event marks the position of a stream. A stream that waits
+for the event runs nothing further until all earlier work of the other stream is finished. Only kernels of the
+recorded step have numbers, so an event of an earlier step has no kernels.
 """
 
 from __future__ import annotations
@@ -13,41 +13,41 @@ from collections.abc import Callable
 from snugfit.rehearsal.trace.trace import DEFAULT_STREAM
 
 Moment = frozenset[int]
-"""Numbers of the kernels that a stream has last run, or waits for before it runs the next."""
+"""Indices of the last kernel of a stream, and of those for which its next kernel waits."""
 
 
 class StreamOrder:
-    """The streams of one rehearsal by number; 0 is the one that computes."""
+    """The streams of one simulation by number; 0 is the computing stream."""
 
     def __init__(self, tell: Callable[[int], int]) -> None:
         self._tell = tell
         self.current = DEFAULT_STREAM
-        """The stream in which work is put now."""
+        """Number of the current stream."""
         self._made = DEFAULT_STREAM
-        self._last: dict[int, int] = {}  # kernel that a stream has last run
-        self._awaited: defaultdict[int, set[int]] = defaultdict(set)  # before the next
+        self._last: dict[int, int] = {}  # last kernel of each stream
+        self._awaited: defaultdict[int, set[int]] = defaultdict(set)  # kernels for which its next one waits
 
     def make(self) -> int:
-        """The number of a new stream."""
+        """Return the number of a new stream."""
         self._made += 1
         return self._made
 
     def use(self, stream: int) -> None:
-        """Puts what follows into this stream, kernels and allocations alike."""
+        """Set the stream of later kernels and allocations."""
         self.current = stream
         self._tell(stream)
 
     def moment(self, stream: int) -> Moment:
-        """The moment up to which a stream has come."""
+        """Return the current position of a stream."""
         last = {self._last[stream]} if stream in self._last else set()
         return frozenset(last | self._awaited[stream])
 
     def wait(self, stream: int, moment: Moment) -> None:
-        """The stream runs nothing further before this moment of another."""
+        """Let a stream wait for the position of another."""
         self._awaited[stream] |= moment - {self._last.get(stream, -1)}
 
     def place(self, number: int) -> tuple[int, tuple[int, ...]]:
-        """The stream of the kernel that has this number, and which kernels it waits for."""
+        """Return the stream of the kernel with this index, and the kernels for which it waits."""
         awaited = tuple(sorted(self._awaited.pop(self.current, ())))
         self._last[self.current] = number
         return self.current, awaited

@@ -1,1 +1,1 @@
-"""What a rehearsal writes: the trace, and the relative trace, which can be repeated and joined."""
+"""The results of a simulation: the trace, and the relative trace, which can be repeated and joined."""

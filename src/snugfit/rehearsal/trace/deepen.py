@@ -1,9 +1,10 @@
-"""Moves of a deep model, from those of two shallow ones that differ by one period of layers (law 5).
+"""Extend a trace to more layers, from two shallow models that differ by one period of layers (law 5).
 
-Each phase of a run is grown by itself (`grow.py`). A move is what it is but for the numbers of layers in its
-module's name, and, of a free, but for how many younger and older blocks of its kind there are. A few buffers
-have an entry for each layer, such as the seeds of all dropouts of a compiled model: a size that only one of
-the two models has, and the work of a kernel that reads it, count as numbers too.
+Each phase of a run is extended by itself (`grow.py`). Two moves have the same key if they differ only in
+numbers. Such numbers are layer numbers in a module's name, and a free's counts of younger and older blocks. A
+few buffers have an entry per layer, such as the seeds of all dropouts of a compiled model. A size that only
+one of the two models has is such a buffer's. This size, and the work of a kernel that reads the buffer, are
+numbers too.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ PASSES = ("forward", "backward")
 def deepen(
     shallow: RelativeTrace, deeper: RelativeTrace, periods: int, *, compiled: bool = True
 ) -> RelativeTrace | None:
-    """The trace of a model with so many `periods` of layers more than the deeper one of these, which has one
-    more than the shallow one; None where they do not differ by a period. In passes that are `compiled` the
-    order of frees that follow each other is that of names, and does not matter."""
+    """Return the trace of a model with `periods` more periods of layers than the deeper one, or None.
+
+    The deeper model has one period more than the shallow one. Return None if their traces do not differ by a
+    period. In `compiled` passes, the order of consecutive frees depends on names, and is ignored.
+    """
     passes = PASSES if compiled else ()
     few, more = _by_phase(shallow, passes), _by_phase(deeper, passes)
     if len(few) != len(more) or shallow.attention != deeper.attention:
@@ -52,16 +55,16 @@ def deepen(
 
 
 def numbers_of(name: str) -> tuple[int, ...]:
-    """The layers' numbers in a dotted name."""
+    """Return the layer numbers in a dotted name."""
     return tuple(map(int, NUMBER.findall(name)))
 
 
 class _Placed(NamedTuple):
-    """A block is freed."""
+    """A free of a block, by its position in its pile."""
 
     pile: Alloc
     younger: int
-    """Blocks of its pile that live and are younger."""
+    """Number of younger live blocks in its pile."""
     older: int
 
 
@@ -69,8 +72,11 @@ _Step = Alloc | _Placed | PhaseStart | Kernel | MarkKind
 
 
 class _Piles:
-    """The live blocks: on their stacks, and on piles, on which temporary ones lie together whoever made
-    them. In a program one buffer takes the place of another, made elsewhere, before its layers repeat."""
+    """The live blocks, each on a stack and in a pile.
+
+    A pile contains temporary blocks of equal size, regardless of operator. In a program, one buffer reuses
+    the place of another that a different operator allocated, before its layers repeat.
+    """
 
     def __init__(self) -> None:
         self._made = itertools.count()
@@ -79,23 +85,25 @@ class _Piles:
         self._allocs: dict[int, Alloc] = {}
 
     def alloc(self, alloc: Alloc) -> None:
-        """Puts a block on its stack and its pile."""
+        """Add a block to its stack and its pile."""
         number = next(self._made)
         self._allocs[number] = alloc
         self._stacks[alloc.stack].append(number)
         self.piles[_pile_of(alloc)].append(number)
 
     def blocks_of(self, frees: Sequence[Any], *, by_name: bool) -> list[int]:
-        """The blocks that are freed, by these moves that come one after the other. Which of them goes first
-        does not matter, and follows from their names in a compiled program (`buf9`, `buf10`): where it is so
-        `by_name`, they are in an order that does not."""
+        """Return the blocks that these consecutive frees release.
+
+        Their order does not matter. In a compiled program it follows from buffer names (`buf9`, `buf10`).
+        With `by_name`, the blocks are sorted independently of names.
+        """
         freed = [self._stacks[free[0]].pop(-1 - free[1]) for free in frees]
         if not by_name:
             return freed
         return sorted(freed, key=lambda number: (*_pile_of(self._allocs[number])[1:], number))
 
     def drop(self, number: int) -> _Placed:
-        """Takes a block, which is on no stack any more, from its pile."""
+        """Remove a block, already absent from its stack, from its pile."""
         pile = _pile_of(self._allocs[number])
         blocks = self.piles[pile]
         older = blocks.index(number)
@@ -104,7 +112,7 @@ class _Piles:
 
 
 def _is_open(alloc: Alloc) -> bool:
-    """Whether the block is an activation or temporary by when it is freed."""
+    """Return True if the time of the free decides between an activation and a temporary."""
     return alloc.phase == "forward" and alloc.kind in (Kind.ACTIVATIONS, Kind.TEMPORARIES)
 
 
@@ -114,7 +122,8 @@ def _pile_of(alloc: Alloc) -> Alloc:
 
 
 def _by_phase(trace: RelativeTrace, compiled: Collection[str]) -> list[Sequence[_Step]]:
-    """The moves, cut where phases begin, of which some are `compiled`."""
+    """Return the moves, split where phases begin. `compiled` are the phases in which compiled programs
+    run."""
     piles, phase = _Piles(), ""
     parts: list[list[_Step]] = [[]]
     for frees, moves in itertools.groupby(trace.moves, lambda move: type(move) is Free):
@@ -132,14 +141,17 @@ def _by_phase(trace: RelativeTrace, compiled: Collection[str]) -> list[Sequence[
 
 
 def _kind(move: _Step) -> Hashable:
-    """What a move is in any layer: of an allocation and a free the pile, so that they go together."""
+    """Return the key of a move that is equal in all layers.
+
+    An allocation and its free have the same key: their pile.
+    """
     if isinstance(move, (Alloc, _Placed)):
         return _pile_of(move) if type(move) is Alloc else move[0]
     return move._replace(module=without_layer_numbers(move.module)) if type(move) is Kernel else move
 
 
 def _entries(moves: Sequence[_Step], grows: set[Hashable]) -> list[Entry]:
-    """These moves; `grows` are the kinds of which the sizes are numbers."""
+    """Return the entries of these moves. Sizes of the kinds in `grows` count as numbers."""
     return [_entry(move, _kind(move) in grows) for move in moves]
 
 
@@ -171,20 +183,20 @@ def _sizeless(move: Any) -> Any:
 
 
 class _Written:
-    """The deep model's moves, as far as written; `grows` are the kinds of which sizes are numbers."""
+    """The moves of the deep model that are written so far. Sizes of the kinds in `grows` count as numbers."""
 
     def __init__(self, grows: set[Hashable]) -> None:
         self.grows = grows
         self._written: list[int | Move] = []
-        """Blocks that are freed by their numbers."""
+        """Moves, and the numbers of freed blocks."""
         self._allocs: list[int] = []
-        """Where in it each block is allocated."""
+        """Index in `_written` of each block's allocation."""
         self._piles: dict[Alloc, list[int]] = defaultdict(list)
         self._made_forward: set[int] = set()
-        """Blocks that the forward pass made which runs."""
+        """Blocks that the current forward pass allocated."""
 
     def add(self, like: _Step, grown: Grown) -> bool:
-        """Writes a move that is like this one and has its own numbers; False where there is none such."""
+        """Write a move like this one with its own numbers. Return False if a free has no such block."""
         if type(like) is _Placed:
             return self._free(like, grown)
         if isinstance(like, (Alloc, Kernel)):
@@ -207,9 +219,11 @@ class _Written:
         self._written[self._allocs[number]] = alloc._replace(kind=kind)
 
     def _free(self, like: _Placed, grown: Grown) -> bool:
-        """Blocks are counted from the end of their pile from which they have the same place at any depth.
-        Of a pile that never grows, which block goes may be chance in the shallow model: of a program's
-        buffers each takes the place of one that was dropped last."""
+        """Write the free of a block, counted from one end of its pile.
+
+        It counts from the end at which the position is the same at any depth. In a pile that never grows, the
+        shallow model's block may be arbitrary. There a program's buffer reuses the place that was freed last.
+        """
         younger, older, *size = grown.numbers
         blocks = self._piles[like.pile._replace(nbytes=size[0]) if size else like.pile]
         last = len(blocks) - 1
@@ -230,7 +244,7 @@ class _Written:
         return True
 
     def moves(self) -> Iterator[Move]:
-        """All that was written, each free by the place of its block."""
+        """Yield all moves, each free with the position of its block."""
         live = LiveSet()
         for move in self._written:
             if isinstance(move, int):

@@ -1,10 +1,11 @@
-"""How deep a model is, and the same model with fewer layers.
+"""The number of layers of a model, and the same model with fewer layers.
 
-A model can be made shallower when its config counts its layers once, and when the layers between the first
-and the last repeat with a period: one kind of layer all through, or kinds that alternate. The kinds show in
-two places. The complete config lists them (`layer_types`), where forward passes look them up. And the whole
-model, built without data, shows each layer's modules, shapes and switches; a config key that makes the first
-three layers dense, or every fourth one another, shows there whatever the key is called.
+A model can be made shallower under two conditions. Its config counts its layers once. The layers between the
+first and the last repeat with a period: either all are of one kind, or kinds alternate.
+
+Two sources show the kinds. The complete config lists them (`layer_types`) for the forward pass. The whole
+model, built without data, shows each layer's modules, shapes and scalar attributes. So the name of a config
+key is not needed, for example of one that makes the first three layers dense.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Depth:
-    """The layers of a model whose depth can be changed."""
+    """The layers of a model with a variable depth."""
 
     keys: tuple[str, ...]
     """Config keys that count the layers."""
     layers: int
-    """Their one value: layers of each stack."""
+    """The common value of these keys: the number of layers in each stack."""
     period: int
-    """Layers after which their kinds repeat."""
+    """Number of layers after which their kinds repeat."""
 
     def shallower(self, job: Job, layers: int) -> Job:
-        """The job on a model with this many layers; lists with an entry for each layer are cut."""
+        """Return the job with a model of this many layers. Lists with an entry per layer are truncated."""
         facts = {
             key: value[:layers] if isinstance(value, list) and len(value) == self.layers else value
             for key, value in job.model.config.items()
@@ -49,7 +50,8 @@ class Depth:
 
 
 def depth_of(job: Job, setup: Setup) -> Depth | None:
-    """The depth of the job's model; None when its config does not tell it, or its layers have no period."""
+    """Return the depth of the job's model, or None if its config does not count layers or they have no
+    period."""
     config = job.model.config
     keys = tuple(sorted(key for key in LAYERS if isinstance(config.get(key), int)))
     counts = {config[key] for key in keys}
@@ -69,12 +71,14 @@ class PeriodicCheckpoint(NamedTuple):
 
     wish: CheckpointWish | None
     period: int
-    """Layers after which it repeats."""
+    """Number of layers after which it repeats."""
 
 
 def periodic_checkpoint(wish: CheckpointWish | None, layers: int) -> PeriodicCheckpoint:
-    """The checkpointing of a model of any depth that cuts it as this wish cuts one of so many layers. A wish
-    for the first few layers has no period but the whole depth."""
+    """Return checkpointing that divides a model of any depth as this wish divides one of `layers` layers.
+
+    A wish for the first few layers has the whole depth as its period.
+    """
     if wish is None:
         return PeriodicCheckpoint(None, 1)
     if wish.first is not None:
@@ -86,7 +90,7 @@ def periodic_checkpoint(wish: CheckpointWish | None, layers: int) -> PeriodicChe
 
 
 def _period_of(values: Sequence[Any]) -> int:
-    """The fewest entries after which a list repeats itself; its length when it does not."""
+    """Return the fewest entries after which a list repeats, or its length if it does not repeat."""
     return next(
         period for period in range(1, len(values) + 1) if list(values[period:]) == list(values[:-period])
     )
@@ -100,7 +104,7 @@ def _meta_model(job: Job, setup: Setup) -> nn.Module:
 
 
 def is_periodic(model: nn.Module, layers: int, period: int) -> bool:
-    """Whether each stack's layers, but for the first period and the last, are as those one period on."""
+    """Return True if each layer equals the one a period later, except in the first and the last period."""
     import torch
 
     stacks = [
@@ -116,7 +120,7 @@ def is_periodic(model: nn.Module, layers: int, period: int) -> bool:
 
 
 def _description(layer: nn.Module) -> list[Any]:
-    """What a layer is made of: modules, shapes and switches, but for its own number."""
+    """Return the modules, shapes and scalar attributes of a layer, without its layer number."""
     return [
         (
             name,
@@ -134,5 +138,5 @@ def _description(layer: nn.Module) -> list[Any]:
 
 
 def _is_number(key: str) -> bool:
-    """Whether an attribute of this name says which layer it is in."""
+    """Return True if an attribute of this name contains the layer number."""
     return key.endswith(("idx", "index", "layer_id"))

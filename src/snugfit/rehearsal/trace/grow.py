@@ -1,12 +1,12 @@
-"""A sequence that grows with a model's depth, written out for any depth from two shallow models.
+"""Extend a sequence to any depth of a model, from two shallow models.
 
-What a model of few layers does stands in a list: its moves, the sizes of its buffers. A model with one period
-of layers more has the same list with something inserted, at one place for each stack of layers that the list
-runs through. Where what is inserted repeats what stands before it, a deeper model has it so often more.
+The sequence describes a model of few layers: its moves, or the sizes of its buffers. A model with one more
+period of layers has the same sequence with insertions, one per stack of layers. If an insertion equals the
+entries before it, a deeper model repeats it once per further period.
 
-Entries have numbers beside what they are: a layer's own, or how many younger blocks there are. In a list that
-repeats these grow by the same with each layer and with each copy, so two depths and two copies tell them all.
-Where the lists do not differ in this way, the answer is None.
+An entry has a key and numbers: layer numbers, or counts of younger blocks. In a repeating sequence, the
+numbers grow linearly with each layer and each copy. So two depths and two copies determine them. The result
+is None if the sequences do not differ in this way.
 """
 
 from __future__ import annotations
@@ -17,37 +17,40 @@ from typing import NamedTuple
 
 
 class Entry(NamedTuple):
-    """One entry of such a list."""
+    """One entry of such a sequence."""
 
     key: Hashable
-    """What it is, at any depth and in any layer."""
+    """Its identity at any depth and in any layer."""
     numbers: tuple[int, ...] = ()
-    """What differs between layers and depths."""
+    """Numbers that differ between layers and depths."""
 
 
 class Grown(NamedTuple):
-    """An entry of the deep model's list."""
+    """An entry of the deep model's sequence."""
 
     like: int
-    """Which entry of the deeper of the two lists it is like."""
+    """Index of the corresponding entry in the deeper of the two sequences."""
     numbers: tuple[int, ...]
     repeats: bool = False
-    """Whether it is one of those that are inserted."""
+    """True if it belongs to an insertion."""
 
 
 class _Insertion(NamedTuple):
-    """Where the deeper list has more."""
+    """A position at which the deeper sequence has more entries."""
 
     shallow: int
-    """Entries of the shallow list before it."""
+    """Number of entries of the shallow sequence before it."""
     deeper: int
-    """Entries of the deeper list before it."""
+    """Number of entries of the deeper sequence before it."""
     length: int
 
 
 def grow(shallow: Sequence[Entry], deeper: Sequence[Entry], periods: int) -> list[Grown] | None:
-    """The list of a model with so many `periods` of layers more than the deeper one has, which has one period
-    more than the shallow one; None where what is inserted does not repeat what stands before it."""
+    """Return the sequence of a model with `periods` more periods of layers than the deeper one, or None.
+
+    The deeper model has one period more than the shallow one. Return None if an insertion does not repeat the
+    entries before it.
+    """
     numbers = count()
     known: dict[Hashable, int] = {}
     left, right = (
@@ -58,7 +61,7 @@ def grow(shallow: Sequence[Entry], deeper: Sequence[Entry], periods: int) -> lis
     if insertions is None:
         return None
     grown: list[Grown] = []
-    at, behind = 0, 0  # how far into the deeper list, and how many fewer entries the shallow one has there
+    at, behind = 0, 0  # index in the deeper list, and how many entries fewer the shallow one has before it
     for ahead, end, length in [*insertions, _Insertion(len(left), len(right), 0)]:
         for index in range(at, end):
             few, more = shallow[index - behind].numbers, deeper[index].numbers
@@ -73,9 +76,9 @@ def grow(shallow: Sequence[Entry], deeper: Sequence[Entry], periods: int) -> lis
 
 
 def _insertions(left: Sequence[int], right: Sequence[int]) -> list[_Insertion] | None:
-    """Where `right` has more than `left`: as often as what is there repeats what stands before it."""
+    """Return the insertions of `right` over `left`, or None if one does not repeat the entries before it."""
     insertions: list[_Insertion] = []
-    at, start = 0, 0  # of `right`, and where the last insertion ends
+    at, start = 0, 0  # index in `right`, and the end of the last insertion
     behind = 0
     while True:
         at += _common(left, at - behind, right, at)
@@ -93,8 +96,11 @@ def _insertions(left: Sequence[int], right: Sequence[int]) -> list[_Insertion] |
 
 
 def _length_at(left: Sequence[int], start: int, right: Sequence[int], at: int, most: int) -> int:
-    """How many entries of `right` are inserted here: those that repeat the ones before and behind which the
-    lists agree the longest. 0 where none do."""
+    """Return the number of entries of `right` that are inserted here, or 0.
+
+    They repeat the entries before them. If several lengths are possible, the one with the longest agreement
+    behind it is returned.
+    """
     best = longest = 0
     for length in range(1, min(most, at) + 1):
         if right[at] == right[at - length] and right[at - length : at] == right[at : at + length]:
@@ -105,8 +111,10 @@ def _length_at(left: Sequence[int], start: int, right: Sequence[int], at: int, m
 
 
 def _middle(right: Sequence[int], start: int, at: int, length: int) -> int:
-    """The place in the middle of those at which this insertion may as well be: what stands at the ends of
-    what repeats may look alike, and have other numbers."""
+    """Return the middle of the positions that are possible for this insertion.
+
+    Entries at the ends of the repetition may have equal keys and other numbers.
+    """
     earliest = at
     while earliest - length > start and right[earliest - length - 1] == right[earliest - 1]:
         earliest -= 1
@@ -114,7 +122,7 @@ def _middle(right: Sequence[int], start: int, at: int, length: int) -> int:
 
 
 def _common(left: Sequence[int], at: int, right: Sequence[int], other: int) -> int:
-    """How many entries are the same from here on."""
+    """Return the number of equal entries from these two positions on."""
     most = min(len(left) - at, len(right) - other)
     for number in range(most):
         if left[at + number] != right[other + number]:

@@ -1,6 +1,6 @@
-"""What a run takes, micro-batch by micro-batch: bytes and kernels of each one's passes, and of each update.
+"""Profile a run by micro-batch: the bytes and kernels of each one's passes, and of each update.
 
-What the run makes for good counts as if it had always been there: so the first micro-batch is like any later
+Allocations that outlive the run count as present from the start. So the first micro-batch equals any later
 one.
 """
 
@@ -23,14 +23,14 @@ class MicroBatchProfile(NamedTuple):
     """The passes of one micro-batch, or an update."""
 
     number: int
-    """Of the micro-batch in its step, from 1; 0 for an update."""
+    """Number of the micro-batch in its step, from 1; 0 for an update."""
     peaks: Mapping[str, int]
-    """Most live bytes at the allocations of each phase and module; layers of one stack count as one."""
+    """Peak of the live bytes per phase and module; layers of one stack count as one."""
     live_after: int
     """Live bytes at its end."""
     work: Work
     kept_bytes: Mapping[str, int]
-    """Bytes that layers keep from forward to backward, by the operator that made them."""
+    """Bytes that layers save from forward to backward, by the operator that allocated them."""
 
 
 class _MicroBatchMarks(NamedTuple):
@@ -41,8 +41,11 @@ class _MicroBatchMarks(NamedTuple):
 
 
 def profile_micro_batches(recording: Recording) -> Iterator[MicroBatchProfile]:
-    """The micro-batches and updates of a run, in order, as if what it makes for good had been there before:
-    without those allocations, and without the kernels that do nothing else."""
+    """Yield the micro-batches and updates of a run, in order.
+
+    Allocations that outlive the run count as present from the start. So they are left out, with the kernels
+    that only fill them.
+    """
     trace, marks = recording.trace, recording.marks
     over = marks[-1].event  # the last step's end
     lasting = _lasting(trace.events[:over])
@@ -68,7 +71,7 @@ def profile_micro_batches(recording: Recording) -> Iterator[MicroBatchProfile]:
 
 
 def _marks_by_micro_batch(marks: Sequence[Mark]) -> list[_MicroBatchMarks]:
-    """The marks of each micro-batch and each update, from the first step on."""
+    """Return the marks of each micro-batch and each update, from the first step on."""
     parts: list[_MicroBatchMarks] = []
     number, phase = -1, ""
     for mark in marks:
@@ -90,12 +93,12 @@ def _marks_by_micro_batch(marks: Sequence[Mark]) -> list[_MicroBatchMarks]:
 
 
 def _lasting(events: Sequence[int]) -> set[int]:
-    """The allocations of what is still there at the end."""
+    """Return the allocations that are never freed."""
     return {event for event in events if event > 0} - {-event for event in events if event < 0}
 
 
 def _live(trace: Trace, lasting: Set[int]) -> list[int]:
-    """Live bytes after each event, with all that lasts there from the beginning."""
+    """Return the live bytes after each event, including all allocations that are never freed."""
     sizes = [block.nbytes for block in trace.blocks]
     changes = (
         0 if event in lasting else sizes[event - 1] if event > 0 else -sizes[-event - 1]
@@ -105,7 +108,7 @@ def _live(trace: Trace, lasting: Set[int]) -> list[int]:
 
 
 def _only_lasts(trace: Trace, start: int, end: int, lasting: Set[int], kernel: Kernel) -> bool:
-    """Whether nothing was allocated since the kernel before but by this one, and all of that lasts."""
+    """Return True if this kernel made all allocations since the previous one, and none is ever freed."""
     allocs = {event for event in trace.events[start:end] if event > 0}
     makers = {trace.blocks[alloc - 1].operator for alloc in allocs}
     return makers == {kernel.operator} and allocs <= lasting

@@ -1,16 +1,17 @@
-"""A relative trace: the same run, written so that pieces of it can be repeated, left out and joined.
+"""A relative trace: a run in a form whose pieces can be repeated, left out and joined.
 
-A trace names a free by the number of the block, and such numbers change with everything that comes before. A
-relative trace says instead *which of the live blocks* is freed. All blocks that are allocated alike (same
-size, operator, module, phase and kind; layers of one stack count as one module) lie on one stack, and a free
-names the stack and the distance from its top. Backward passes free the youngest first, optimizers the oldest
-or the youngest, and so the same moves fit every layer, every micro-batch and every step. Phases, kernels,
-waits and ends of steps stand among the moves where they happened.
+In a trace, a free names the number of its block, which changes with all moves before it. In a relative trace,
+it names the position of the block among the live ones. All blocks with the same size, operator, module, phase
+and kind are on one stack. Layers of one stack of layers count as one module. A free names the stack and the
+distance from its top. Backward passes free the youngest block first, optimizers the oldest or the youngest.
+So the same moves fit every layer, micro-batch and step. Phases, kernels, waits and ends of steps are moves
+too, in order.
 
-Of one of several processes, what waits for a kernel of another stream names it by how many that stream has
-run since: the last is the last in every micro-batch.
+In a rank of several, a wait names a kernel of another stream. Its name is the number of later kernels in that
+stream, so the last kernel has the same name in every micro-batch.
 
-`RelativeTrace.of(trace, marks).trace()` is that trace again, in every field; law 5's tests hold it to that.
+`RelativeTrace.of(trace, marks).trace()` equals the original trace in every field. The tests of law 5 check
+that.
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ STATES: str = Kind.OPTIMIZER_STATES
 
 
 class Alloc(NamedTuple):
-    """A block is allocated; the fields are those of `Block`, but for the step. What lies in the pool of CUDA
-    graphs is of `GRAPH_STREAM`."""
+    """An allocation of a block, with the fields of `Block` except the step.
+
+    Blocks in the pool of CUDA graphs have the stream `GRAPH_STREAM`.
+    """
 
     nbytes: int
     operator: str
@@ -53,26 +56,26 @@ class Alloc(NamedTuple):
 
     @property
     def stack(self) -> Alloc:
-        """The stack that the block is put on, named by what its blocks have in common."""
+        """The stack of the block, identified by the properties that its blocks have in common."""
         return _stack_of(self)
 
 
 class Place(NamedTuple):
-    """A kernel of the last step, from the moment that names it."""
+    """A kernel of the last step, relative to the move that names it."""
 
     stream: int
     since: int
-    """How many kernels this stream has run since."""
+    """Number of later kernels in this stream so far."""
 
 
 class Free(NamedTuple):
-    """A live block is freed."""
+    """A free of a live block."""
 
     stack: Alloc
     stack_distance: int
-    """How many blocks of its stack are younger."""
+    """Number of younger blocks on its stack."""
     awaited: tuple[Place, ...] = ()
-    """Which kernels have to be done before the allocator hands it out again (`Trace.awaited`)."""
+    """Kernels that must finish before the allocator reuses the block (`Trace.awaited`)."""
 
 
 class StreamWait(NamedTuple):
@@ -82,26 +85,29 @@ class StreamWait(NamedTuple):
 
 
 class PhaseStart(NamedTuple):
-    """A phase of a step begins."""
+    """The start of a phase in a step."""
 
     step: int
     phase: str
 
 
 Move = Alloc | Free | PhaseStart | StreamWait | Kernel | MarkKind
-"""What happens next: a `Kernel` runs, or one of the marks without further fields stands here."""
+"""The next event of a run: a `Kernel`, or a `MarkKind` without further fields."""
 
 
 @functools.cache
 def without_layer_numbers(module: str) -> str:
-    """A dotted name with its layers' numbers left open: `encoder.layer.*.output`."""
+    """Return a dotted name with a wildcard for each layer number: `encoder.layer.*.output`."""
     return NUMBER.sub("*", module)
 
 
 @functools.lru_cache(maxsize=1 << 17)
 def _stack_of(alloc: Alloc) -> Alloc:
-    """Whether a block is a state, and whose, or was temporary is known when the run is over only, so that
-    does not tell stacks apart."""
+    """Return the stack of a block.
+
+    A stack does not separate optimizer states from temporaries, nor the states of different parameters. Both
+    are known only at the end of the run.
+    """
     if alloc.kind not in (Kind.TEMPORARIES, STATES):
         return alloc._replace(module=without_layer_numbers(alloc.module))
     module = "" if alloc.phase == "update" else without_layer_numbers(alloc.module)
@@ -110,27 +116,29 @@ def _stack_of(alloc: Alloc) -> Alloc:
 
 @dataclass(frozen=True)
 class RelativeTrace:
-    """The moves of a recorded run, whose frees name blocks by their place among the live ones."""
+    """The moves of a recorded run. A free names its block by its position among the live ones."""
 
     moves: tuple[Move, ...]
     attention: tuple[str, ...]
-    """Which attention kernels were chosen."""
+    """The attention kernels in use."""
     doubts: tuple[str, ...] = ()
-    """What the rehearsal had to assume."""
+    """Sentences on the assumptions of the simulation."""
     groups: int = 0
-    """As in the trace."""
+    """Number of process groups, as in the trace."""
     has_passes: bool = False
-    """Whether the trace says where passes begin (`Trace.passes`)."""
+    """True if the trace has the starts of passes (`Trace.passes`)."""
 
     @classmethod
     def of(cls, trace: Trace, marks: Sequence[Mark] = ()) -> RelativeTrace:
-        """This trace's moves. `marks` are all of its recording; without them, kernels, waits and ends of
-        steps are left out."""
+        """Return this trace's moves.
+
+        `marks` are all marks of its recording. Without them, kernels, waits and ends of steps are left out.
+        """
         moves = tuple(_moves(trace, marks or trace.marks))
         return cls(moves, trace.attention, trace.doubts, trace.groups, bool(trace.passes))
 
     def trace(self) -> Trace:
-        """The trace that has these moves. Raises `LookupError` when a block is freed that is not there."""
+        """Return the trace with these moves. Raise `LookupError` if a move frees a block that is not live."""
         return _absolute(self)
 
 
@@ -172,26 +180,28 @@ def _moves_between(trace: Trace, start: int, end: int, live: LiveSet, order: Str
 
 
 class StreamKernels:
-    """The kernels of one step so far, by their streams."""
+    """The kernels of one step so far, by stream."""
 
     def __init__(self) -> None:
-        self._of: list[tuple[int, int]] = []  # of each kernel its stream, and its number there
+        self._of: list[tuple[int, int]] = []  # each kernel's stream and its index there
         self._streams: dict[int, list[int]] = defaultdict(list)
 
     def add(self, kernel: Kernel) -> None:
-        """This one is launched."""
+        """Add a launched kernel."""
         numbers = self._streams[kernel.stream]
         self._of.append((kernel.stream, len(numbers)))
         numbers.append(len(self._of) - 1)
 
     def places(self, kernels: Iterable[int]) -> tuple[Place, ...]:
-        """Where these kernels are, by their numbers in the step."""
+        """Return the places of these kernels, given by their indices in the step."""
         of = [self._of[number] for number in kernels]
         return tuple(Place(stream, len(self._streams[stream]) - 1 - number) for stream, number in of)
 
     def numbers(self, places: Iterable[Place]) -> tuple[int, ...]:
-        """The numbers in the step of the kernels at these places, ascending. Raises `LookupError` when there
-        is none such."""
+        """Return the indices in the step of the kernels at these places, ascending.
+
+        Raise `LookupError` if there is no such kernel.
+        """
         return tuple(sorted(self._streams[stream][-1 - since] for stream, since in places))
 
 
@@ -200,19 +210,20 @@ class LiveSet:
 
     def __init__(self) -> None:
         self.allocs: list[Alloc] = []
-        """Of every block, also of those that were freed."""
+        """The allocation of every block, including freed ones."""
         self.stacks: dict[Alloc, list[int]] = defaultdict(list)
         """The live blocks of each stack, oldest first."""
 
     def alloc(self, alloc: Alloc) -> int:
-        """Allocates a block, and gives its number."""
+        """Allocate a block and return its number."""
         block = len(self.allocs)
         self.allocs.append(alloc)
         self.stacks[_stack_of(alloc)].append(block)
         return block
 
     def free(self, free: Free) -> int:
-        """The block that this frees. Raises `LookupError` when there is none such."""
+        """Remove the block of this free and return its number. Raise `LookupError` if there is no such
+        block."""
         stack, distance, _ = free
         blocks = self.stacks[stack]
         if not 0 <= distance < len(blocks):
@@ -220,17 +231,17 @@ class LiveSet:
         return blocks.pop(-1 - distance)
 
     def free_of(self, block: int) -> Free:
-        """Frees this block, and gives the move that does so."""
+        """Free this block and return the move."""
         stack = _stack_of(self.allocs[block])
         blocks = self.stacks[stack]
         at = len(blocks) - 1
-        while blocks[at] != block:  # most often one of the youngest
+        while blocks[at] != block:  # usually one of the youngest
             at -= 1
         del blocks[at]
         return Free(stack, len(blocks) - at)
 
     def follow(self, moves: Iterable[Move]) -> range:
-        """Allocates and frees as these moves do, and gives the blocks that were allocated."""
+        """Apply the allocations and frees of these moves. Return the numbers of the allocated blocks."""
         first = len(self.allocs)
         for move in moves:
             if type(move) is Alloc:
@@ -247,7 +258,8 @@ def _absolute(relative: RelativeTrace) -> Trace:
 
 
 class TraceWriter:
-    """Writes a trace from the moves of a run, a piece after the other. `moves` are all that may come."""
+    """A builder that writes a trace from the moves of a run, piece by piece. `moves` are all possible
+    moves."""
 
     def __init__(self, moves: Iterable[Move]) -> None:
         self._blocks: list[Block] = []
@@ -257,13 +269,15 @@ class TraceWriter:
         self._last, self._streams = _SteadyStep(), dict[int, int]()
         self._stacks: dict[Alloc, list[int]] = defaultdict(list)
         self._by_move: dict[int, list[int]] = {}
-        """By a move's id: what repeats is the same move, and hashes slowly."""
+        """Stacks by the id of a move: repeated moves are the same object, and hashing one is slow."""
         self._step, self._phase, self._released = -1, "", False
         self._is_plain = all(map(_is_plain, moves))
 
     def follow(self, moves: Iterable[Move], step: int | None = None) -> None:
-        """Writes these moves; their phases are those of this step, where one is given. Raises `LookupError`
-        when a block is freed that is not there."""
+        """Write these moves; `step` replaces the step of their phases if it is given.
+
+        Raise `LookupError` if a move frees a block that is not live.
+        """
         blocks, events, marks, streams = self._blocks, self._events, self._marks, self._streams
         by_move, stacks, last = self._by_move, self._stacks, self._last
         current = self._step
@@ -297,15 +311,19 @@ class TraceWriter:
                 self._phase = move.phase
                 last.passes += [len(last.kernels)] * (move.phase in ("forward", "backward"))
                 marks.append(Mark(len(events), current, move.phase))
-            elif move is empties or (move is releases and not self._released):  # joined parts may each be the
-                self._released |= move is releases  # first
+            # Each joined part may release the context; only the first release counts.
+            elif move is empties or (move is releases and not self._released):
+                self._released |= move is releases
                 marks.append(Mark(len(events), current, self._phase, move))
             else:
                 last.follow(move, len(events), ordered=not self._is_plain)
 
     def follow_times(self, moves: Sequence[Move], times: int, step: int) -> None:
-        """Writes these moves so many times. Once they begin and end with the same live blocks, counted from
-        where they begin, each further time is the last one with other numbers."""
+        """Write these moves `times` times.
+
+        Once they begin and end with the same live blocks, relative to their start, further copies only shift
+        numbers.
+        """
         first, written = len(self._blocks), 0
         while written < times:
             further = times - written - 1
@@ -318,7 +336,7 @@ class TraceWriter:
                 return
 
     def trace(self, relative: RelativeTrace) -> Trace:
-        """The trace of what was written."""
+        """Return the trace of all moves written so far."""
         last, streams = self._last, self._streams
         return Trace(
             tuple(self._blocks),
@@ -349,7 +367,7 @@ class TraceWriter:
         )
 
     def _may_shift(self, moves: Sequence[Move]) -> bool:
-        """Whether these moves may be written again with other numbers alone."""
+        """Return True if further copies of these moves can differ in numbers alone."""
         return self._is_plain and not any(
             (type(move) is Alloc and (move.kind == STATES or move.stream != DEFAULT_STREAM))
             or move is MarkKind.STEP_END
@@ -357,7 +375,7 @@ class TraceWriter:
         )
 
     def _live(self, moves: Sequence[Move]) -> dict[int, list[int]]:
-        """The live blocks on the stacks that these moves touch."""
+        """Return the live blocks on the stacks that these moves use."""
         stacks = {id(stack): stack for stack in map(self._stack, moves) if stack is not None}
         return {key: [*stack] for key, stack in stacks.items()}
 
@@ -371,8 +389,8 @@ class TraceWriter:
         return stack
 
     def _is_shifted(self, before: Mapping[int, Sequence[int]], by: int, first: int) -> bool:
-        """Whether the stacks hold what they held before: blocks that are older than `first`, and others whose
-        numbers are larger by so many."""
+        """Return True if the stacks contain the same blocks as before, shifted by `by` if younger than
+        `first`."""
         stacks = {id(stack): stack for stack in self._stacks.values()}
         return all(
             stacks[key] == [number + by if number > first else number for number in numbers]
@@ -380,7 +398,7 @@ class TraceWriter:
         )
 
     def _shift(self, counts: _TraceSize, times: int, first: int, moves: Sequence[Move]) -> None:
-        """Writes so many times again what was written since these counts."""
+        """Write the moves since these counts `times` more times, with shifted numbers."""
         blocks, events, marks, last = self._blocks, self._events, self._marks, self._last
         of_blocks, of_events = blocks[counts.blocks :], events[counts.events :]
         of_marks = marks[counts.marks :]
@@ -404,7 +422,7 @@ class TraceWriter:
 
 
 class _TraceSize(NamedTuple):
-    """How much of a trace is written."""
+    """Numbers of the entries of a trace so far."""
 
     blocks: int
     events: int
@@ -415,12 +433,12 @@ class _TraceSize(NamedTuple):
 
 
 def _is_plain(move: Move) -> bool:
-    """Whether this move is of one stream alone."""
+    """Return True if this move involves no second stream."""
     return type(move) is not StreamWait and not (type(move) is Free and move.awaited)
 
 
 class _SteadyStep:
-    """What only the last step of a trace has: its kernels, and who waits for them."""
+    """The parts that only the last step of a trace has: its kernels, and the waits for them."""
 
     def __init__(self) -> None:
         self.kernels: list[Kernel] = []
@@ -432,7 +450,7 @@ class _SteadyStep:
         self._after: tuple[int, ...] = ()
 
     def follow(self, move: Move, events: int, *, ordered: bool = True) -> None:
-        """This move comes after so many events; kernels are `ordered` where others wait for them."""
+        """Add a move after `events` events. Kernels are indexed by stream if `ordered`, for later waits."""
         if type(move) is Kernel:
             self.kernels.append(move._replace(after=self._after) if self._after else move)
             self.launched.append(events)
@@ -449,5 +467,5 @@ def _append_free(number: int, blocks: list[Block], events: list[int]) -> None:
     events.append(-number)
     block = blocks[number - 1]
     if block[5] == STATES:
-        # A state is what lives on when the run is over; one that a later step replaces was temporary.
+        # A state is alive at the end of the run. A state that a later step replaces was a temporary.
         blocks[number - 1] = block._replace(kind=Kind.TEMPORARIES, module="")

@@ -1,16 +1,15 @@
-"""What repeats is recorded once and written again: steps after the second, micro-batches but the first ones
-and the last.
+"""Repeat steps and micro-batches of a short recording.
 
-A step that begins and ends with the same live blocks leaves the device as it found it, and the loop's next
-step makes the same requests. So two steps are recorded: states are made at the end of the first, and when the
-second ends with what it began with, a third is the second again. Likewise with micro-batches: the first
-makes the gradients, the last one's batch goes with it, and of those between them each is like the next, so
-three are recorded for any larger number. One of several processes settles a micro-batch later, and all of
-its steps are recorded.
+A step is periodic if it begins and ends with the same live blocks: the next step makes the same requests. So
+two steps are recorded. The first creates the optimizer states at its end. If the second is periodic, the
+third equals the second.
 
-That the live blocks are the same is checked on every relative trace (by size, operator, module and phase).
-Where they are not, or where it cannot be known that the code keeps no count of its own, nothing is repeated
-and the run is simulated in full.
+Micro-batches repeat likewise. The first allocates the gradients, and the last frees its batch. Those between
+them are equal, so three are recorded for any larger number. A rank of several reaches this state one
+micro-batch later, and all of its steps are recorded.
+
+Every relative trace is checked for equal live blocks, by size, operator, module and phase. The run is
+simulated in full if they differ, or if the code may contain a counter of its own.
 """
 
 from __future__ import annotations
@@ -30,18 +29,21 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 RECORDED_STEPS = 2
-"""Steps that are recorded when more are asked for."""
+"""Number of steps recorded for a run of more steps."""
 
 RECORDED_MICRO_BATCHES = 3
-"""Micro-batches that are recorded when more are asked for, of which the last but one is repeated."""
+"""Number of micro-batches recorded for a step of more. The last but one is repeated."""
 
 RECORDED_BY_RANKS = 4
-"""The same of one of several processes: in the second some kernels still wait for exchanges that only the
-first begins with (DDP's buffers)."""
+"""Number of micro-batches recorded for a rank of several.
+
+In the second, some kernels still wait for collectives that occur only at the start of the first (DDP's
+buffers).
+"""
 
 
 class ShortRun(NamedTuple):
-    """What is recorded in the place of a longer run."""
+    """A short run that is recorded instead of a longer one."""
 
     job: Job
     setup: Setup
@@ -49,14 +51,16 @@ class ShortRun(NamedTuple):
 
 
 def short_run(job: Job, setup: Setup, steps: int, *, steady: bool = False) -> ShortRun | None:
-    """The run that stands for one of many micro-batches, with micro-batches of the same size. None where
-    there are few of them, unless the steps are known to be `steady`: a run that turns out not to be is
-    recorded once more, in full. Of several processes that train together all steps are recorded: in the
-    first two DDP makes its buckets."""
+    """Return the short run that represents one with many micro-batches of the same size, or None.
+
+    Return None for few micro-batches, unless the steps are known to be `steady`. If the recording is not
+    periodic, the run is recorded again in full. All steps are recorded for several processes, because DDP
+    makes its buckets in the first two.
+    """
     recorded = RECORDED_MICRO_BATCHES if setup.parallel is None else RECORDED_BY_RANKS
     many = setup.micro_batches > recorded
     if setup.records_graphs:
-        return None  # each of the first steps is another
+        return None  # the first steps differ from each other
     steady = steady and setup.parallel is None
     if job.model.module is not None or not (many or (steady and steps > RECORDED_STEPS)):
         return None
@@ -67,7 +71,7 @@ def short_run(job: Job, setup: Setup, steps: int, *, steady: bool = False) -> Sh
 
 
 class Piece(NamedTuple):
-    """Moves that come one after the other, so many times."""
+    """Consecutive moves, and the number of their repetitions."""
 
     moves: Sequence[Move]
     times: int = 1
@@ -75,22 +79,22 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class PeriodicRun:
-    """A long run, of which what repeats stands here once."""
+    """A long run that stores each repeated part once."""
 
     build: Sequence[Move]
-    """Before the first step."""
+    """Moves before the first step."""
     recorded: Sequence[Sequence[Piece]]
     """The first steps, of which the last is repeated."""
     steps: int
     rest: Sequence[Move]
-    """After the last step."""
+    """Moves after the last step."""
     attention: tuple[str, ...]
     doubts: tuple[str, ...]
     groups: int = 0
     has_passes: bool = False
 
     def relative(self) -> RelativeTrace:
-        """The moves of the whole run, one after the other."""
+        """Return the moves of the whole run in order."""
         whole = [*self.build]
         for index in range(self.steps):
             for moves, times in self.recorded[min(index, len(self.recorded) - 1)]:
@@ -100,7 +104,7 @@ class PeriodicRun:
         return RelativeTrace((*whole, *self.rest), self.attention, self.doubts, self.groups, self.has_passes)
 
     def trace(self) -> Trace:
-        """The trace of the whole run. Raises `LookupError` when a block is freed that is not there."""
+        """Return the trace of the whole run. Raise `LookupError` if a move frees a block that is not live."""
         pieces = [moves for step in self.recorded for moves, _ in step]
         writer = TraceWriter(itertools.chain(self.build, *pieces, self.rest))
         writer.follow(self.build)
@@ -111,7 +115,8 @@ class PeriodicRun:
         return writer.trace(RelativeTrace((), self.attention, self.doubts, self.groups, self.has_passes))
 
     def steady_step(self, most: int) -> Trace:
-        """The kernels, waits and phases of the last step, no piece of it more often than `most` times."""
+        """Return kernels, waits and phases of the last step, with each piece repeated at most `most`
+        times."""
         moves = [move for moves, times in self.recorded[-1] for move in list(moves) * min(times, most)]
         kernels: list[Kernel] = []
         waits: list[int] = []
@@ -127,8 +132,10 @@ class PeriodicRun:
 
 
 def repeat(relative: RelativeTrace, *, steps: int, micro_batches: int) -> PeriodicRun | None:
-    """The run of `steps` steps of `micro_batches` micro-batches, from a recorded one of as many steps or of
-    `RECORDED_STEPS` and of fewer micro-batches; None when that is no steady state."""
+    """Return the run of `steps` steps with `micro_batches` micro-batches, or None without a steady state.
+
+    The recording has `steps` or `RECORDED_STEPS` steps, and may have fewer micro-batches.
+    """
     build, recorded, rest = split_steps(relative.moves)
     if len(recorded) not in (steps, min(steps, RECORDED_STEPS)):
         return None
@@ -146,18 +153,18 @@ def repeat(relative: RelativeTrace, *, steps: int, micro_batches: int) -> Period
 
 
 class SplitSteps(NamedTuple):
-    """The moves of a run, cut where its steps begin."""
+    """The moves of a run, split where its steps begin."""
 
     build: Sequence[Move]
-    """Before the first step."""
+    """Moves before the first step."""
     steps: list[Sequence[Move]]
-    """Each from its first mark to its end."""
+    """Moves of each step, from its first mark to its end."""
     rest: Sequence[Move]
-    """After the last step."""
+    """Moves after the last step."""
 
 
 def split_steps(moves: Sequence[Move]) -> SplitSteps:
-    """Cuts a run's moves where its steps begin and end."""
+    """Split the moves of a run where its steps begin and end."""
     first = next((at for at, move in enumerate(moves) if isinstance(move, PhaseStart) and move.step == 0), 0)
     ends = [first, *(at + 1 for at, move in enumerate(moves) if move is MarkKind.STEP_END)]
     steps = [moves[start:end] for start, end in pairwise(ends)]
@@ -165,7 +172,7 @@ def split_steps(moves: Sequence[Move]) -> SplitSteps:
 
 
 def micro_batch_starts(moves: Sequence[Move]) -> list[int]:
-    """Where in a step each micro-batch begins: at the load phase before a forward pass."""
+    """Return the indices at which micro-batches begin: at the load phase before a forward pass."""
     starts = [(at, move.phase) for at, move in enumerate(moves) if isinstance(move, PhaseStart)]
     return [
         at for (at, phase), (_, following) in pairwise(starts) if (phase, following) == ("load", "forward")
@@ -173,8 +180,10 @@ def micro_batch_starts(moves: Sequence[Move]) -> list[int]:
 
 
 def widen(moves: Sequence[Move], micro_batches: int) -> Sequence[Piece] | None:
-    """A step's moves with its last micro-batch but one repeated, or left out where one fewer is asked for;
-    None when that one is not steady."""
+    """Return a step's moves with the last micro-batch but one repeated, or left out for one fewer.
+
+    Return None if that micro-batch is not periodic.
+    """
     starts = micro_batch_starts(moves)
     if len(starts) == micro_batches:
         return [Piece(moves)]
@@ -188,6 +197,6 @@ def widen(moves: Sequence[Move], micro_batches: int) -> Sequence[Piece] | None:
 
 
 def _leaves_as_many(moves: Sequence[Move]) -> bool:
-    """Whether these moves leave as many live blocks on each stack as there were."""
+    """Return True if these moves leave the number of live blocks on each stack unchanged."""
     allocated = Counter([move.stack for move in moves if type(move) is Alloc])
     return allocated == Counter([move.stack for move in moves if type(move) is Free])

@@ -1,9 +1,9 @@
 """The trace: every allocation, free and kernel of a recorded run, in order, each with its origin.
 
-A trace is plain data. `blocks` are the allocations, in order; `events` holds allocations and frees: `i + 1`
-allocates block `i`, `-(i + 1)` frees it. Blocks that outlive the run (weights, states) are never freed. What
-happens between two events is in `marks`. Everything snugfit says about bytes is a pure function of these
-three lists.
+A trace is plain data. `blocks` are the allocations, in order. `events` contains allocations and frees. There
+`i + 1` allocates block `i`, `-(i + 1)` frees it. Blocks that outlive the run (weights, states) are never
+freed. `marks` are the moments between two events. All predicted bytes are a pure function of these three
+lists.
 """
 
 from __future__ import annotations
@@ -14,66 +14,71 @@ from enum import Enum, StrEnum, auto
 from typing import NamedTuple
 
 COPY_IN = "Memcpy HtoD"
-"""A kernel that copies from the host's memory, as CUDA's profiler calls it."""
+"""Kernel that copies from host memory, by its name in CUDA's profiler."""
 
 GENERATED = "generated::"
-"""Begins the name of a kernel that a compiler generated."""
+"""Prefix for the name of a kernel that a compiler generated."""
 
 PREPARED = "Memcpy HtoD, prepared"
-"""Such a copy of what so many (`Kernel.tensors`) worker processes made, in page-locked memory."""
+"""Copy of a batch from page-locked host memory, prepared by `Kernel.tensors` worker processes."""
 
 
 COPY_OUT = "Memcpy DtoH, activations"
-"""A copy of activations to page-locked memory of the host, by a stream that only copies."""
+"""Copy of activations to page-locked host memory, in a stream that only copies."""
 
 COPY_BACK = "Memcpy HtoD, activations"
-"""Such a copy to the device."""
+"""Copy of activations back to the device."""
 
 AWAIT_COPY = "cudaStreamWaitEvent"
-"""The device computes no further before such a copy is done: the one behind which so many others
-(`Kernel.tensors`) were asked for."""
+"""Wait of the computing stream for such a copy, which has `Kernel.tensors` copies queued behind it."""
 
 PREFETCH = "cudaMemPrefetchAsync"
-"""The host asks the driver for pages of managed memory, before the device needs them."""
+"""Request of the host to the driver for pages of managed memory, before the device needs them."""
 
 COPIES = frozenset({COPY_OUT, COPY_BACK})
-"""What runs beside the computation, one after the other."""
+"""Copies that run in parallel to the computation, one after the other."""
 
 STAGE_OUT = "Memcpy DtoH, update"
-"""A copy of weights or gradients to page-locked memory of the host, in its turn on the device."""
+"""Copy of weights or gradients to page-locked host memory, in the computing stream."""
 
 UPDATE_ON_HOST = "AdamW on the host"
-"""The host waits for the device and updates weights itself."""
+"""Update of weights by the host, after it waits for the device."""
 
 STAGE_BACK = "Memcpy HtoD, update"
-"""A copy of such weights to the device, in its turn."""
+"""Copy of such weights to the device, in the computing stream."""
 
 WORK_ON_HOST = "pass of the host"
-"""The host reads and writes weights, gradients or states itself."""
+"""Read and write of weights, gradients or states by the host."""
 
 SWAPPED = "swap with the disk"
-"""The host waits for a disk that reads or writes weights, gradients or states."""
+"""Wait of the host for a disk that reads or writes weights, gradients or states."""
 
 HELD_ON_HOST = "memory of the host"
-"""No work: so many bytes of weights, gradients and states are on the host."""
+"""Marker without work: bytes of weights, gradients and states in host memory."""
 
 PINNED_ON_HOST = "page-locked on the host"
-"""No work: so many of them are page-locked."""
+"""Marker without work: page-locked bytes among them."""
 
 SHARD_HOOKS = "hooks of sharded weights"
-"""So many (`Kernel.tensors`) of FSDP2's hooks run on the host, in Python: what gathers, drops and scatters a
-group's weights."""
+"""FSDP2's hooks (`Kernel.tensors` of them) that run on the host in Python.
+
+They gather, free and scatter the weights of a group.
+"""
 
 SHARDED_OPERANDS = "operands in shards"
-"""An operator is given so many (`Kernel.tensors`) tensors of which each rank has a part (DTensor): the host
-looks at each, in Python, before the operator runs on the parts."""
+"""Inspection of sharded operands (DTensor) by the host in Python, before an operator runs on the shards.
+
+`Kernel.tensors` is the number of these tensors.
+"""
 
 PART_OPERATORS = "operators on parts of tensors"
-"""So many (`Kernel.tensors`) of DTensor's: the host looks up how the result is spread, in Python."""
+"""Operators of DTensor (`Kernel.tensors` of them) whose output sharding the host computes in Python."""
 
 WEIGHTS_APART = "gradients of weights apart"
-"""So many (`Kernel.tensors`) weights whose gradients a pipeline computes apart from those of inputs: the host
-walks the graph for each, in Python."""
+"""Weights (`Kernel.tensors` of them) whose gradients a pipeline computes apart from those of inputs.
+
+The host walks the autograd graph for each, in Python.
+"""
 
 BY_HOST = frozenset(
     {
@@ -88,96 +93,103 @@ BY_HOST = frozenset(
         PINNED_ON_HOST,
     }
 )
-"""What the device has no part in."""
+"""Entries that do not run on the device."""
 
 STAGED = frozenset({STAGE_OUT, STAGE_BACK})
-"""Copies that the device makes in their turn."""
+"""Copies in the computing stream."""
 
 TRITON = "triton::"
-"""Begins the name of a kernel that a library wrote in Triton and launches from Python."""
+"""Prefix for the name of a Triton kernel that a library launches from Python."""
 
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "nccl::all_reduce", "nccl::all_gather", "nccl::reduce_scatter"
 ALL_TO_ALL, BROADCAST, SEND, RECEIVE = "nccl::all_to_all", "nccl::broadcast", "nccl::send", "nccl::recv"
 COLLECTIVES = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST, SEND, RECEIVE})
-"""Kernels in which GPUs exchange tensors. `Kernel.nbytes` is what NCCL's tests call the size: of the whole
-tensor that is gathered or scattered."""
+"""Kernels that exchange tensors between GPUs.
+
+`Kernel.nbytes` is the size in the sense of NCCL's tests: of the whole tensor that is gathered or scattered.
+"""
 
 ALONE = (1, 0)
-"""`Kernel.peers` of a kernel that exchanges nothing."""
+"""Value of `Kernel.peers` for a kernel without communication."""
 
 WITH_BIAS = frozenset({"aten::addmm", "aten::baddbmm", "aten::addmm_", "aten::baddbmm_"})
-"""Products whose first operand is added."""
+"""Matrix products that add their first operand."""
 
 MATRIX_PRODUCTS = WITH_BIAS | {"aten::mm", "aten::bmm", "aten::_grouped_mm", "aten::_scaled_mm"}
 
 CASTS, STRIDED, TRANSPOSED, WITH_DROPOUT = "casts", "strided", "transposed", "with dropout"
-"""The values that `Kernel.layout` may have."""
+"""Values of `Kernel.layout` for torch's operators."""
 
 POINTWISE, REDUCTION = "generated pointwise", "generated reduction"
 WITH_FUNCTIONS, WITH_RANDOM = "generated with functions", "generated with random numbers"
-"""And of a kernel that a compiler generated: what it computes in. `with functions` calls `erf` or `tanh`,
-`with random numbers` draws them; either takes longer than the bytes."""
+"""Values of `Kernel.layout` for a kernel that a compiler generated.
+
+`with functions` calls `erf` or `tanh`, `with random numbers` draws them. Either takes longer than the memory
+traffic.
+"""
 
 
 class Block(NamedTuple):
     """One allocation of a run, of at least one byte."""
 
     nbytes: int
-    """Bytes that were asked for, before the allocator rounds them."""
+    """Requested bytes, before the allocator rounds them."""
     operator: str
-    """Which operator asked, by torch's name (`aten::addmm`), or what for (`cuBLAS workspace`)."""
+    """Name of the requesting operator in torch (`aten::addmm`), or the purpose (`cuBLAS workspace`)."""
     module: str
-    """Dotted name of the module that ran."""
+    """Dotted name of the active module."""
     phase: str
     step: int
     """Optimizer step; -1 before the first."""
     kind: str
-    """A `Kind`, decided when the run was over."""
+    """A `Kind`, decided at the end of the run."""
 
 
 DEFAULT_STREAM, GRAPH_STREAM = 0, -1
-"""Numbers of streams: of the one that computes, and of the one that CUDA graphs are recorded on. Others count
-from 1, in the order in which they are made."""
+"""Numbers of the computing stream and of the stream on which CUDA graphs are recorded.
+
+Other streams count from 1, in the order of their creation.
+"""
 
 
 class Memory(Enum):
-    """Where a run allocates."""
+    """The memory in which a run allocates."""
 
     OWN = auto()
-    """In the allocator's own pools, of the stream that is current."""
+    """The allocator's own pools of the current stream."""
     GRAPHS = auto()
-    """In the pool that belongs to CUDA graphs."""
+    """The pool of CUDA graphs."""
     NOWHERE = auto()
-    """What a graph that is played back gives lies where it did when it was recorded."""
+    """Nothing is allocated: outputs of a replayed graph have the addresses of its recording."""
 
 
 class MarkKind(StrEnum):
-    """What happens between two events of a run."""
+    """Kinds of moments between two events of a run."""
 
     PHASE = "phase"
     """A phase of a step begins."""
     CONTEXT_RELEASED = "context released"
-    """The driver releases the address space that it held since it made the context: once in a run."""
+    """The driver releases the address space that it reserved with the context. Occurs once in a run."""
     CACHE_EMPTIED = "cache emptied"
-    """The allocator gives back what it keeps for later (`torch.cuda.empty_cache`)."""
+    """The allocator releases its cached memory (`torch.cuda.empty_cache`)."""
     KERNEL = "kernel"
     """The next kernel of the steady step runs."""
     WAIT = "wait"
     """The host waits for the device."""
     STEP_END = "step end"
-    """An optimizer step has ended."""
+    """An optimizer step ends."""
 
 
 class Mark(NamedTuple):
     """A moment of a run."""
 
     event: int
-    """How many events come before it."""
+    """Number of events before it."""
     step: int
     """Optimizer step; -1 before the first."""
     phase: str
-    """The phase that the run is in, or that begins."""
+    """The current phase, or the one that begins."""
     kind: MarkKind = MarkKind.PHASE
 
 
@@ -189,116 +201,127 @@ class Kernel(NamedTuple):
     phase: str
     flops: int
     nbytes: int
-    """Bytes that it reads and writes."""
+    """Bytes read and written."""
     shapes: tuple[tuple[int, ...], ...]
-    """Of its first three tensor inputs."""
+    """Shapes of the first three tensor inputs."""
     dtype: str
-    """Of its first input; `tf32` for a product of fp32 tensors that runs in it."""
+    """Dtype of the first input; `tf32` for a product of fp32 tensors that runs in it."""
     tensors: int
-    """How many it is given: lists of them are what foreach optimizers work on."""
+    """Number of input tensors; foreach optimizers work on lists of them."""
     layout: str = ""
-    """What decides, besides its operands' sizes, which kernel runs. For a pointwise operator or a copy
-    `strided` when its operands lie in different ways, `transposed` when one of them, larger than any cache,
-    is read across its rows, and `casts` when it mixes precisions; for attention `with dropout`; of a kernel
-    that a compiler generated, what bounds it (`POINTWISE` and what follows it)."""
+    """Property that selects a kernel besides the operands' sizes.
+
+    For a pointwise operator or a copy: `strided` for operands with different strides, `casts` for mixed
+    precisions. `transposed` means that an operand larger than any cache is read across its rows. For
+    attention: `with dropout`. For a kernel that a compiler generated: the bound of its speed (`POINTWISE` and
+    the constants after it).
+    """
     leading: tuple[int, ...] = ()
-    """Of a product of matrices: their leading dimensions, as BLAS calls the elements from row to row."""
+    """Leading dimensions of a matrix product's operands, in the sense of BLAS: elements from row to row."""
     recomputed: bool = False
-    """Whether it runs forward again in the backward pass."""
+    """True for a forward operator that runs again in the backward pass."""
     modules: int = 0
-    """Modules in which it is the first to run."""
+    """Number of modules whose first kernel this is."""
     views: int = 0
-    """Operators since the last kernel that run none: views of tensors, and empty ones."""
+    """Number of operators without a kernel since the last kernel: views, and empty tensors."""
     checkpoints: int = 0
-    """Checkpointed parts that began since then, or began to be computed again."""
+    """Number of checkpointed regions that began since then, or whose recomputation began."""
     intercepted: int = 0
-    """Operators that selective checkpointing looked at since then, in Python."""
+    """Number of operators since then that selective checkpointing intercepted in Python."""
     compiled: bool = False
-    """Whether a compiled program launches it."""
+    """True if a compiled program launches it."""
     programs: int = 0
-    """Compiled programs that began since then."""
+    """Number of compiled programs that began since then."""
     functions: int = 0
-    """Autograd Functions of libraries, in Python, that began since then."""
+    """Number of libraries' autograd Functions, in Python, that began since then."""
     played: bool = False
-    """Whether a CUDA graph runs it, which the host launches as one."""
+    """True if it runs in a CUDA graph, which the host launches as a whole."""
     stream: int = DEFAULT_STREAM
-    """The stream it runs in: at once with those of other streams, after those of its own."""
+    """Its stream: it runs in parallel to other streams, and after earlier kernels of its own."""
     after: tuple[int, ...] = ()
-    """Numbers of the kernels in other streams that its stream waits for first."""
+    """Indices of the kernels in other streams for which its stream waits first."""
     peers: tuple[int, int] = ALONE
-    """How many GPUs exchange tensors in it, and how far apart their ranks are. Of what goes from one to
-    another: how far on that is, below 0 for a rank before."""
+    """Number of GPUs that exchange tensors in it, and the distance of their ranks.
+
+    For a send or receive, the distance to the other rank, negative for a lower rank.
+    """
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element of the first input, if it is a number that products know."""
+        """Size in bytes of an element of the first input, for a dtype of matrix products."""
         return 1 if "float8" in self.dtype else 2 if "16" in self.dtype else 4
 
 
 class Work(NamedTuple):
-    """What the device does in a part of a step."""
+    """The work of the device in a part of a step."""
 
     kernels: tuple[Kernel, ...] = ()
     waits: tuple[int, ...] = ()
-    """Before which of the kernels the host waits, ascending."""
+    """Indices of the kernels before which the host waits, ascending."""
 
 
 class Period(NamedTuple):
-    """A part of a run that repeats: the same events, and the same blocks but for their numbers."""
+    """A part of a run that repeats, with the same events and the same blocks except for their numbers."""
 
     start: int
-    """How many events come before it."""
+    """Number of events before it."""
     events: int
-    """How many it has."""
+    """Number of its events."""
     blocks: int
-    """Blocks that it allocates: by so much the numbers grow each time."""
+    """Number of blocks that it allocates, by which block numbers grow with each repetition."""
     times: int
 
 
 class Peak(NamedTuple):
-    """The moment of a run at which the most requested bytes live."""
+    """The moment of a run with the most requested bytes alive."""
 
     nbytes: int
     """Requested bytes, before the allocator rounds them."""
     position: int
-    """Of the event that first reaches them; -1 where nothing is allocated."""
+    """Position of the first event with this value; -1 without allocations."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a run of some optimizer steps requests of a device."""
+    """The requests of a run of some optimizer steps to a device."""
 
     blocks: tuple[Block, ...]
-    """In the order of their allocation."""
+    """Allocations of the run, in order."""
     events: tuple[int, ...]
     """Allocations (`i + 1`) and frees (`-(i + 1)`) of block `i`."""
     marks: tuple[Mark, ...]
-    """Beginnings of phases, where the context is released and where a cache is emptied, in order."""
+    """Starts of phases, releases of the context and emptied caches, in order."""
     kernels: tuple[Kernel, ...]
-    """Of the last step only: the steady one."""
+    """Kernels of the last step only, which is the steady one."""
     waits: tuple[int, ...]
-    """Where the last step's host waits for the device: before which of its kernels."""
+    """Indices of the kernels before which the host waits for the device, in the last step."""
     attention: tuple[str, ...]
-    """Which attention kernels were chosen."""
+    """The attention kernels in use."""
     doubts: tuple[str, ...] = ()
-    """Sentences on what the rehearsal had to assume, each once."""
+    """Sentences on the assumptions of the simulation, each once."""
     of_graphs: frozenset[int] = frozenset()
-    """Indices of the blocks that the allocator takes from the pool of CUDA graphs."""
+    """Indices of the blocks from the pool of CUDA graphs."""
     streams: Mapping[int, int] = field(default_factory=dict)
-    """The stream that each block is of, by its index, where that is not the default one (0). The allocator
-    keeps what it has of one stream from every other."""
+    """Stream of each block by its index, unless it is the default one (0).
+
+    The allocator never uses the memory of one stream for another.
+    """
     awaited: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Kernels of the last step that other streams than a block's own still had to do when it was freed, by
-    the block's index: until they are done the allocator does not hand it out again."""
+    """Unfinished kernels of the last step in other streams at the free of a block, by the block's index.
+
+    The allocator does not reuse the block before they finish.
+    """
     launched: tuple[int, ...] = ()
-    """How many events come before each kernel, where blocks wait for some."""
+    """Number of events before each kernel, if blocks wait for kernels."""
     groups: int = 0
-    """Process groups besides that of all ranks in which the run has exchanged something."""
+    """Number of process groups with communication, besides that of all ranks."""
     passes: tuple[int, ...] = ()
-    """Where passes of the last step begin, forward or backward: before which of its kernels; of a rank of
-    several alone."""
+    """Indices of the kernels at which passes of the last step begin, forward or backward.
+
+    Only a rank of several has them.
+    """
     periods: tuple[Period, ...] = field(default=(), compare=False, repr=False)
-    """Parts that are known to repeat, in order; one may lie in another, which then comes first."""
+    """Parts that are known to repeat, in order. A nested part comes before the part that contains it."""
 
     @property
     def phases(self) -> tuple[Mark, ...]:
@@ -306,23 +329,23 @@ class Trace:
         return tuple(mark for mark in self.marks if mark.kind is MarkKind.PHASE)
 
     def memory_of(self, index: int) -> Memory:
-        """Where block `index` is allocated."""
+        """Return the memory of block `index`."""
         return Memory.GRAPHS if index in self.of_graphs else Memory.OWN
 
     @property
     def syncs(self) -> int:
-        """How often the last step waits for the device."""
+        """Number of times the last step waits for the device."""
         return len(self.waits)
 
     def live(self) -> Iterator[int]:
-        """Requested bytes alive after each event."""
+        """Yield the requested bytes alive after each event."""
         current = 0
         for event in self.events:
             current += self.blocks[event - 1].nbytes if event > 0 else -self.blocks[-event - 1].nbytes
             yield current
 
     def peak(self) -> Peak:
-        """The moment at which the most requested bytes live, and the first such."""
+        """Return the first moment with the most requested bytes alive."""
         peak = Peak(0, -1)
         for position, current in enumerate(self.live()):
             if current > peak.nbytes:
@@ -330,7 +353,7 @@ class Trace:
         return peak
 
     def alive_at(self, position: int) -> list[int]:
-        """Indices of the blocks alive after event `position`."""
+        """Return the indices of the blocks alive after event `position`."""
         alive: dict[int, None] = {}
         for event in self.events[: position + 1]:
             if event > 0:
@@ -341,14 +364,13 @@ class Trace:
 
 
 class Recording(NamedTuple):
-    """A trace, with the moments that the trace itself leaves out."""
+    """A trace, and the marks that the trace itself leaves out."""
 
     trace: Trace
     marks: tuple[Mark, ...]
-    """Every mark of the run, in order: the trace's own, each end of a step, and each kernel and wait of the
-    last step."""
+    """Every mark of the run, in order: the trace's own, ends of steps, and kernels and waits of the last
+    step."""
     varies: bool = False
-    """Whether values of one micro-batch decided otherwise than those of another, so that none stands for the
-    rest."""
+    """True if operators depend on a micro-batch's values, so that none represents the rest."""
     settled: bool = True
-    """Whether the last two steps played back every CUDA graph that they have."""
+    """True if the last two steps replayed every CUDA graph that they have."""
