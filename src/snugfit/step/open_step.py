@@ -1,4 +1,4 @@
-"""From a loop's name to its Step. Each loop's libraries are imported when the loop is asked for."""
+"""Map a loop's name to its Step, and import each loop's libraries on use."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """The plain loop: the definition that every figure of snugfit refers to.
 
-Per optimizer step, for each micro-batch: place it on the device; under autocast (when wished) run the model
-and take its loss, scaled to the global batch; backward. Then unscale and clip (when the job clips), step the
-optimizer, and drop the gradients (`set_to_none=True`). fp16 goes through a GradScaler.
+An optimizer step runs these operations for each micro-batch. Place it on the device; under autocast (if set)
+run the model and take its loss, scaled to the global batch; run backward. Then unscale and clip (if the job
+clips), step the optimizer, and drop the gradients (`set_to_none=True`). fp16 goes through a GradScaler.
 
-The loss is scaled by the micro-batch's share of the items that the loss is a mean over (samples, or tokens
-that carry a label), counted on the host before the batch is placed, so that micro-batches equal the whole
-batch also when padding is uneven. A batch that is not cut is not scaled: one kernel less, as in any tutorial.
+The loss is scaled by the micro-batch's share of the items that the loss is a mean over: samples, or tokens
+with a label. The host counts them before the batch is placed, so micro-batches equal the whole batch also
+with uneven padding. A batch that is not cut is not scaled: one kernel less, as in any tutorial.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Built:
-    """What a run has built, and works with."""
+    """Objects that a run has built and works with."""
 
     model: torch.nn.Module
     """As the Setup wants it, on the device."""
 
     runs: torch.nn.Module
-    """What is called in its place: the model itself, unless several processes train it together."""
+    """Module that the loop calls: the model itself, or its wrapper when several processes train it."""
 
     optimizer: torch.optim.Optimizer
     """Over the parameters that train."""
@@ -68,21 +68,22 @@ class Built:
     """On the host: the micro-batches of one step after the other."""
 
     observer: Observer
-    """Hears of each phase and step."""
+    """Observer of each phase and step."""
 
 
 class OptimizerLoop(Step):
-    """The plain loop's frame: build, then per step gradients, clipping and update. Where the gradients come
-    from is left open, so that an update can be rehearsed alone."""
+    """The plain loop's frame: build, then per step gradients, clipping and update. Subclasses supply the
+    gradients, so that an update can be rehearsed alone.
+    """
 
     passes: StagePasses | None = None
-    """Of this process's stage, where the layers are cut into stages."""
+    """Passes of this process's stage, where the layers are cut into stages."""
 
     captured: CapturedStep | None = None
     """The same steps as CUDA graphs; None where they run as they are written."""
 
     def is_captured(self) -> bool:
-        """Whether the next step's passes may be played back."""
+        """Return whether the next step's passes may be replayed."""
         return self.captured is not None
 
     def stage_passes(self, model: torch.nn.Module, runs: torch.nn.Module) -> StagePasses | None:
@@ -95,7 +96,7 @@ class OptimizerLoop(Step):
         return StagePasses(self.setup.parallel, runs, model, self.forward_context)
 
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:
-        """What the model computes in, as the Setup wishes."""
+        """Return the context of the model's computation for this Setup."""
         return forward_context(self.setup, self.device)
 
     @abstractmethod
@@ -160,14 +161,15 @@ class PlainStep(OptimizerLoop):
     def __init__(self, job: Job, setup: Setup, device: torch.device, *, keep_losses: bool = False) -> None:
         super().__init__(job, setup, device, keep_losses=keep_losses)
         self.items_of: Callable[[Mapping[str, Any]], float] = lambda piece: label_items(job, piece)
-        """How many items the loss of a host micro-batch is a mean over."""
+        """Count the items that the loss of a host micro-batch is a mean over."""
         self.rows = max(1, job.batch_size // setup.micro_batches)
         """Samples of a micro-batch."""
         self.loss_of: Callable[[Any, Mapping[str, Any]], torch.Tensor] = _loss
-        """Of a model, and a micro-batch that is on the device."""
+        """Compute the loss from a model and a micro-batch on the device."""
         self.computed: Callable[[torch.Tensor], None] = _ignore_loss
-        """Hears what the step's losses come to so far, before the backward pass of the last of them, where
-        losses are kept."""
+        """Callback for the sum of the step's losses so far, called before the last backward pass, where
+        losses are kept.
+        """
         self.released = ReleasedPasses(self) if setup.release else None
         """The passes of steps whose gradients do not stay; None where they do."""
 
@@ -214,7 +216,7 @@ class PlainStep(OptimizerLoop):
         return Filling(wish.multiple, 1 if self.job.model.module is not None else self.job.sequence_length)
 
     def needs_norm(self) -> bool:
-        """Whether the norm of the gradients must be known before the first update of the next step."""
+        """Return whether the next step needs the gradients' norm before its first update."""
         return bool(self.job.clip)
 
     def _clip_and_update(self, built: Built) -> None:
@@ -233,9 +235,9 @@ class PlainStep(OptimizerLoop):
         *,
         again: bool = False,
     ) -> torch.Tensor | None:
-        """Forward and backward passes of these host micro-batches, each of whose losses is multiplied by a
-        weight, as they are written. Gives what the losses come to, when losses are kept, unless they ran
-        before and run `again`."""
+        """Run forward and backward passes of these host micro-batches without replay, each loss times its
+        weight. Return the losses' sum when losses are kept; None if the passes repeat earlier ones (`again`).
+        """
         model, scaler, observer = built.runs, built.scaler, built.observer
         total: torch.Tensor | None = None
         for number, (piece, weight) in enumerate(zip(pieces, weights, strict=True), 1):
@@ -283,8 +285,9 @@ class PlainStep(OptimizerLoop):
         return total
 
     def _weights_of(self, pieces: Sequence[Mapping[str, Any]]) -> Sequence[float | None]:
-        """By what the loss of each host micro-batch is multiplied: its share of the items that count, 0 for
-        one of which nothing does. None leaves it as it is."""
+        """Return the factor of each host micro-batch's loss: its share of the counted items, 0 without any.
+        None leaves the loss unscaled.
+        """
         if len(pieces) == 1:
             return [None]
         items = [self.items_of(piece) for piece in pieces]
@@ -316,4 +319,4 @@ def _loss(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _ignore_loss(total: torch.Tensor) -> None:
-    """Stands where nobody reads the loss while a step runs."""
+    """Ignore the losses: the default of `computed`."""

@@ -1,7 +1,7 @@
-"""The private moments of `transformers.Trainer`'s training and saving, under plain names.
+"""The private methods of `transformers.Trainer`'s training and saving, under plain names.
 
-With `transformers_internals.py` this is all that we override, call and read of what its authors keep private,
-and `tests/test_transformers_internals.py` holds it to the installed version.
+This file and `transformers_internals.py` hold every private name of transformers that snugfit overrides,
+calls or reads. `tests/test_transformers_internals.py` checks them against the installed version.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ else:
 
 
 class StepEnd(NamedTuple):
-    """What a log line says of the step before it; None where this process has taken none."""
+    """Figures of the step before a log line; None where this process has taken no step."""
 
     norm: Any
     """A number, or a tensor () on the device."""
@@ -29,11 +29,12 @@ class StepEnd(NamedTuple):
 
 
 class TrainerHooks(Trainer):  # type: ignore[misc]
-    """The private moments of `Trainer.train`, each as a method that a subclass overrides. Every one of them
-    does what transformers does unless its docstring says that it stands in the place of that."""
+    """The private methods of `Trainer.train`, each under a name that a subclass overrides. Each does the same
+    as transformers unless its docstring names a replacement.
+    """
 
     control: Any
-    """What the Trainer's flow does next."""
+    """State of the Trainer's control flow."""
 
     model: Any
     optimizer: Any
@@ -54,8 +55,9 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
         return loader
 
     def snugfit_border(self, figures: StepEnd, go_on: Callable[[StepEnd], None]) -> None:
-        """A step or an epoch ends, after a step with these figures; `go_on` logs, saves and evaluates as
-        transformers does, which needs them."""
+        """Handle the end of a step or an epoch; `figures` belong to the step. `go_on` takes them, and logs,
+        saves and evaluates as transformers does.
+        """
         go_on(figures)
 
     def snugfit_evaluate(self, go_on: Callable[[], Any]) -> Any:
@@ -129,12 +131,12 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
         self.model_wrapped = self.callback_handler.model = self.model
 
     def save_now(self) -> None:
-        """A checkpoint that the Trainer's flow does not ask for."""
+        """Save a checkpoint outside of the Trainer's own schedule."""
         self._save_checkpoint(self.model_wrapped, None)
         self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     def repeat_boundary(self, *, save: bool, ignored_keys: list[str] | None) -> None:
-        """What the end of a step has left out: its evaluation, and to `save` after it."""
+        """Run the evaluation that the end of a step left out, and with `save` the checkpoint after it."""
         self.control.should_log, self.control.should_evaluate, self.control.should_save = False, True, save
         super()._maybe_log_save_evaluate(
             self._tr_loss, None, self.model_wrapped, None, self.state.epoch, ignored_keys, time.time()
@@ -163,7 +165,7 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
 
     def _finalize_training(self, *arguments: Any, **keywords: Any) -> Any:
         if self.snugfit_before_finish():
-            # Which checkpoints go is not for it to say.
+            # snugfit removes old checkpoints itself, so the Trainer must not.
             with patch.object(self.args, "save_total_limit", None):
                 return super()._finalize_training(*arguments, **keywords)
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
@@ -189,14 +191,15 @@ def keeping_bases(own: type[Any]) -> tuple[type, ...]:
 
 
 def overrides(trainer: Any, *names: str) -> bool:
-    """Whether the user's subclass, a class that it mixes in, or the trainer by itself has one of these
-    methods of its own."""
+    """Return whether the user's subclass, one of its mixins, or the instance itself defines one of these
+    methods.
+    """
     kinds = [k for k in type(trainer).__mro__ if not k.__module__.startswith(("transformers.", "snugfit."))]
     return any(name in vars(holder) for holder in (trainer, *kinds) for name in names)
 
 
 def calls_on_save(trainer: Any) -> bool:
-    """Whether a callback of the trainer waits for checkpoints."""
+    """Return whether a callback of the trainer overrides `on_save`."""
     from transformers import TrainerCallback
 
     callbacks = trainer.callback_handler.callbacks
