@@ -1,13 +1,13 @@
 """The recipe's notation, from text to words: `name`, `name(4)`, `name(8, targets=q_proj|v_proj)`.
 
-This file knows the grammar and asks the roster what a name means. Every word remembers its position, so that
-an error can show the whole text with the word marked:
+This file has the grammar; the roster resolves names. Every word records its position, so that an error can
+show the whole text with the word marked:
 
     bf16 + adamw_8bits
            ^^^^^^^^^^^
     Unknown technique 'adamw_8bits'. Did you mean 'adamw_8bit'?
 
-A word of another library (`gradient_checkpointing`) is taken for ours, which is said on stderr.
+A word of another library (`gradient_checkpointing`) is replaced by ours, with a line on stderr.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WORD = re.compile(r"\s*(?P<name>[^\s()=,+|]+)\s*(\((?P<settings>[^()]*)\)\s*)?"
 
 @dataclass(frozen=True, kw_only=True)
 class Word:
-    """One technique as it is written in a recipe, and where it stands."""
+    """One technique as it is written in a recipe, with its position."""
 
     text: str
     """The text of the whole recipe."""
@@ -101,12 +101,12 @@ class Word:
 
 @functools.cache
 def _echo_alias(alias: str, name: str) -> None:
-    """Says on stderr, once a process, what a word of another library is taken for."""
+    """Print on stderr, once a process, the technique that replaces a word of another library."""
     logging.getLogger("snugfit").warning("recipe: %s is called %s here", alias, name)
 
 
 def error_at(text: str, start: int, end: int, message: str) -> RecipeError:
-    """The error that shows the whole text, marks it from `start` to `end`, and says why."""
+    """Return an error that shows the whole text, marks it from `start` to `end`, and gives the reason."""
     shown = "".join(char if char.isprintable() else " " for char in text)
     return RecipeError(f"{shown}\n{' ' * start}{'^' * max(end - start, 1)}\n{message}")
 

@@ -2,8 +2,8 @@
 
     bf16 + tf32 + every_layer + micro_batches(4) + adamw_8bit(embeddings=8)
 
-What is not named is plain, and the recipe in which nothing is named is written `plain`. Techniques are joined
-by `+` in any order and printed in the order of the slots; settings stand in parentheses, by name or by
+Slots without a named technique are plain, and the recipe without any name is written `plain`. Techniques are
+joined by `+` in any order and printed in the order of the slots. Settings are in parentheses, by name or by
 position. The text is parsed once into this immutable value, and `Recipe.parse(str(r)) == r` always (law 4).
 An error shows the whole text, marks the word that failed, and names the nearest legal ones.
 """
@@ -29,8 +29,9 @@ PLAIN = "plain"
 """The word for the recipe in which every slot is plain."""
 
 AUTO = "auto"
-"""The word for the least recomputing and offloading that fits, which a search puts a technique in the place
-of (`planning/search/auto.py`) before there is a recipe."""
+"""Word for the least recomputing and offloading that fits. A search replaces it with a technique
+(`planning/search/auto.py`) before there is a recipe.
+"""
 
 AUTO_SLOTS = (Slot.CHECKPOINTING, Slot.ACTIVATION_OFFLOAD)
 """Slots that it fills."""
@@ -55,7 +56,7 @@ class Recipe:
     """One technique per slot. `Recipe()` is the plain one; the techniques given replace the plain ones."""
 
     techniques: tuple[Technique, ...] = ()
-    """One per slot, in the slots' order; what was not given is filled in."""
+    """One per slot, in the slots' order; missing ones are filled in."""
 
     def __post_init__(self) -> None:
         try:
@@ -83,7 +84,7 @@ class Recipe:
     from_json = parse
 
     def to_json(self) -> str:
-        """The recipe's text, which stands in documents."""
+        """Return the recipe's text, its form in JSON documents."""
         return str(self)
 
     def __str__(self) -> str:
@@ -107,7 +108,7 @@ class Recipe:
         return Recipe(tuple(technique if old.slot is technique.slot else old for old in self))
 
     def setup(self) -> Setup:
-        """What the recipe asks of a training loop."""
+        """Return the training loop's settings for this recipe."""
         return _setup_of(self)
 
     def check(
@@ -143,7 +144,9 @@ class Recipe:
         yield from self.lost_updates(job)
 
     def lost_updates(self, job: Job) -> Iterator[str]:
-        """What training weights of 16 bits loses; nothing where none train, or where nothing is lost."""
+        """Yield the loss of precision from training 16-bit weights; empty if none train, or if no update is
+        lost.
+        """
         if any(technique.keeps_small_updates for technique in self):
             return
         if job.trains and (below := LOST_BELOW.get(dtype := self.setup().trained_dtype(job))):
@@ -157,7 +160,8 @@ class Recipe:
 
 @functools.lru_cache(maxsize=4096)
 def _setup_of(recipe: Recipe) -> Setup:
-    """Remembered, since a search asks for that of the same recipe again and again."""
+    """Return the Setup of a recipe. It is cached, since a search requests that of the same recipe many times.
+    """
     setup = Setup()
     for technique in recipe:
         setup = technique.install(setup)
@@ -189,8 +193,9 @@ def techniques_of(text: str) -> dict[Slot, Technique]:
 
 
 def without_auto(text: str) -> str | None:
-    """The rest of a text that names `auto`; None for one that does not. Raises `RecipeError` where it names
-    what `auto` stands for besides."""
+    """Return the rest of a text that names `auto`; None for a text without it. Raises `RecipeError` if the
+    text also names a technique that `auto` chooses.
+    """
     words = parse(text) if isinstance(text, str) and AUTO in text else []
     autos = [word for word in words if word.name == AUTO]
     if not autos:

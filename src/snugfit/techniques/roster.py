@@ -1,15 +1,16 @@
-"""The roster: which techniques exist, read from the slots' folders. Everyone asks here.
+"""The roster: the list of all techniques, read from the slots' folders.
 
 A folder is a slot, a file in it is a technique, and the file's name is the word in a recipe. So a new
-technique is one new file, and no list anywhere grows with it. Features add theirs (`feature.py`). The roster
-checks each file against the few rules that the rest of the code relies on, and raises `RosterError` for the
-file's author when one is broken: as it reads the techniques, or, where the sentence of a setting is missing,
-when somebody asks for these. To read the sentences takes as long as to read all techniques.
-Listing names imports no torch: a technique file imports it, if at all, inside functions.
+technique is one new file, and no list grows with it. Features add theirs (`feature.py`). The roster checks
+each file against the few rules that the rest of the code relies on. It raises `RosterError` for the file's
+author when one is broken. Most rules are checked as the techniques are read. A missing sentence of a setting
+is found when the sentences are requested, since reading them takes as long as reading all techniques. Listing
+names imports no torch: a technique file imports it, if at all, inside functions.
 
-It also knows the words of other libraries, and what to write here instead. One table, `foreign_names.json`,
-serves both uses of such a word: as a key of a job file (the command line reads `keys` and `same`) and as a
-word of a recipe (`advice`). A word for a technique that snugfit has is in that technique's `elsewhere`.
+The roster also has the words of other libraries, each with its replacement here. One table,
+`foreign_names.json`, serves both uses of such a word. The command line reads `keys` and `same` for a key of a
+job file; `advice` is for a word of a recipe. A word for a technique that snugfit has is in that technique's
+`elsewhere`.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def slots_of_several_gpus() -> tuple[Slot, ...]:
 
 @functools.cache
 def plain(slot: Slot) -> Technique:
-    """The slot's default: what a plain PyTorch user gets."""
+    """Return the slot's default technique, that of plain PyTorch code."""
     return next(technique for technique in techniques() if technique.plain and technique.slot is slot)()
 
 
@@ -99,7 +100,7 @@ class SettingLine:
     """One setting of a technique, as help and documentation print it."""
 
     name: str
-    """The field's name, which stands before the equals sign."""
+    """Name of the field, written before the equals sign."""
 
     kind: str
     """Its type in words."""
@@ -126,7 +127,7 @@ def setting_lines(technique: type[Technique]) -> tuple[SettingLine, ...]:
 
 
 def _sentences(technique: type[Technique]) -> dict[str, str]:
-    """What each setting is, by name. Raises `RosterError` where one does not say it."""
+    """Return each setting's sentence by name. Raises `RosterError` for settings without one."""
     docs = field_docs(technique)
     said = {declared.name: first_sentence(docs.get(declared.name, "")) for declared in fields(technique)}
     if undocumented := [name for name, sentence in said.items() if not sentence]:
@@ -227,7 +228,7 @@ class ForeignNames:
     """The table of other libraries' names, as `foreign_names.json` has it."""
 
     about: str
-    """Where the names come from."""
+    """Source of the names."""
 
     same: dict[str, str]
     """Keys that mean the same as one of ours."""
@@ -247,7 +248,7 @@ def foreign_names() -> ForeignNames:
 
 
 def advice(word: str) -> str | None:
-    """What to write instead of `word` in a recipe; None when no library is known to call anything so."""
+    """Return the replacement for `word` in a recipe; None for a word that no library is known to use."""
     names = foreign_names()
     for advised in (names.techniques, *(technique.advice for technique in techniques())):
         if word.lower() in advised:

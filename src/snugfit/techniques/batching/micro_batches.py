@@ -1,7 +1,7 @@
 """Gradient accumulation: the global batch in n equal pieces, gradients added up, one update.
 
-Activations fall to 1/n; the sums are those of the whole batch, because each piece's loss weighs as much as
-its share of what the whole batch's mean is taken over. The job's batch never changes, so n must divide it.
+Activations fall to 1/n. The sums are those of the whole batch: each piece's loss is weighted by its share of
+the items in the whole batch's mean. The job's batch never changes, so n must divide it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class MicroBatches(Technique):
 
     @classmethod
     def uncertain(cls, job: Job) -> str:
-        """Whether the samples of this job look at each other."""
+        """Return the doubt whether this job's loss is a mean over independent samples; empty without one."""
         unknown = mixing_of(job).unknown
         return unknown and f"it is not known whether its loss is a mean over samples: {unknown}"
 

@@ -1,6 +1,6 @@
-"""Each layer keeps only its input, and is computed again when its backward pass comes.
+"""Each layer keeps only its input, and is computed again in its backward pass.
 
-Activations fall from layers x (all of a layer) to layers x (its input) + one layer whole, for one more
+Activations fall from layers x (all of a layer) to layers x (its input) + one whole layer, for one more
 forward pass: a step takes about a third longer.
 """
 

@@ -1,10 +1,11 @@
 """The first k layers of a stack are computed again in the backward pass; the others keep their activations.
 
-For a job that almost fits: each recomputed layer frees what it keeps and costs its own forward pass again, so
-bytes and seconds lie on about a line between keep_all and every_layer, in steps of one layer.
+It is for a job that almost fits. Each recomputed layer frees its activations and costs its own forward pass
+again. So bytes and seconds are on about a line between keep_all and every_layer, in steps of one layer.
 
-The first ones, because the backward pass comes to them last: what the other layers kept is gone by then, and
-a layer that is there whole once more finds room. With the last ones it would be beside all that is kept.
+The first layers are chosen because the backward pass comes to them last. By then the other layers'
+activations are freed, and there is room for a recomputed layer. The last layers would be recomputed while all
+activations are still in memory.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The stack is cut into k segments; each keeps its input and is computed again as a whole.
 
-With L like layers and k segments, k inputs and the L/k layers of one segment are alive at once: k + L/k is
+With L equal layers and k segments, k inputs and the L/k layers of one segment are alive at once. k + L/k is
 least at k = sqrt(L) (Chen et al., arXiv 1604.06174, section 4.1), counted in layers' outputs. Real layers
 keep far more inside than their output, so every_layer often takes less; both cost one forward pass.
 """
@@ -41,8 +41,9 @@ class Segments(Technique):
         return setup.with_fields(checkpoint=CheckpointWish(layers_per_span=0, spans=self.k))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """A segment's layers are called together, so each may hand on its hidden state and nothing else; a
-        prefix of keys and values would be dropped."""
+        """Refuse layers that pass on more than their hidden state: a segment's layers are called together,
+        and a prefix of keys and values would be dropped.
+        """
         yield from dropped_prefix(job)
         if job.trains and job.model.architecture in HANDING_ON:
             yield (

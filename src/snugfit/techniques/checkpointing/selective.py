@@ -1,12 +1,12 @@
-"""Each layer keeps its input and what was costly to compute; the rest is computed again.
+"""Each layer keeps its input and its costly results; the rest is computed again.
 
-Products with weights and attention take nearly all of a layer's time, and what they give is a part of what a
-layer keeps. Kept, they leave norms, activation functions, casts and sums to be computed again. The host pays
-for it: every operator of such a layer passes through Python.
+Products with weights and attention take nearly all of a layer's time, and their results are only a part of
+its activations. These are kept, so norms, activation functions, casts and sums are computed again. The price
+is host time: every operator of such a layer passes through Python.
 
-Attention is s / (6 h + s) of the multiplications of a layer that is h wide, for s tokens (four square
-projections and two of 4 h: 24 h^2 a token; scores and sums: 4 s h). Below a seventh, s < h, keeping it saves
-little.
+Attention takes s / (6 h + s) of the multiplications of a layer of width h, for s tokens. That counts four
+square projections and two of 4 h (24 h^2 a token), and scores and sums (4 s h). Below a seventh, s < h,
+keeping it saves little.
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ class Selective(Technique):
     elsewhere: ClassVar = ("selective_checkpointing", "selective_activation_checkpointing")
 
     what: What
-    """What is kept: `attention` (fused attention; with dropout only in a step that is `captured`, of kernels
-    with seeds for other dropout), `products` (attention, products with weights and convolutions) or
-    `every_other_product` (attention and every second of these)."""
+    """Results to keep: `attention`, `products` or `every_other_product`. `attention` is fused attention; with
+    dropout it is kept only in a `captured` step with kernels that seed the other dropout. `products` adds
+    products with weights and convolutions. `every_other_product` keeps attention and every second of these.
+    """
 
     def install(self, setup: Setup) -> Setup:
-        """Makes each layer a span of its own that keeps the results of some operators: also attention with
-        dropout, where other dropout has seeds of its own and a step that is recorded cannot draw twice."""
+        """Make each layer a span of its own that keeps the results of some operators. Attention with dropout
+        is kept in a captured step with seeded dropout, since such a step cannot draw twice.
+        """
         drawn = setup.capture is not None and seeds_dropout(setup)
         return setup.with_fields(checkpoint=CheckpointWish(keep=self.what, keep_drawn=drawn))
 
@@ -66,8 +68,9 @@ class Selective(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """What has short sequences, or attention that is not kept: as measured and predicted, recomputing
-        fewer layers then saves the same bytes in less time."""
+        """Return the reason against a plan with it: short sequences, or attention that is not kept. As
+        measured and predicted, recomputing fewer layers then saves the same bytes in less time.
+        """
         stated = {} if job.model.module is not None else job.model.config
         short = not has_sequence(job.task) or job.sequence_length < _stated_width(stated)
         if dropout := dropout_among(stated, of="att") if short else job.stated_dropout(of="att"):
@@ -99,13 +102,14 @@ class Selective(Technique):
 
 
 def _stated_width(facts: Mapping[str, Any]) -> int:
-    """The same as far as the model's own config says it, which answers most jobs without importing
-    transformers; 0 where the config has parts."""
+    """Return the width in the model's own config, without an import of transformers; 0 if the config has
+    parts. Most jobs need no more.
+    """
     parts = any(isinstance(value, Mapping) for key, value in facts.items() if key.endswith("config"))
     width = 0 if parts else facts.get("hidden_size", 0)
     return width if isinstance(width, int) else 0
 
 
 def _width(job: Job) -> int:
-    """Numbers in each token's vector between layers; 0 where the config does not say."""
+    """Return the size of each token's vector between layers; 0 if the config does not have it."""
     return getattr(job.transformers_config().get_text_config(), "hidden_size", 0)

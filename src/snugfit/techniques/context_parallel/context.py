@@ -1,13 +1,14 @@
 """Context parallelism by torch's ring attention: each sequence is cut over a group of GPUs.
 
-Each GPU of a group has two pieces of every sequence, one from its front and one from its back, so that all
-have as much to attend to. All but attention looks at one token alone, and so at pieces as at the whole. In
-attention keys and values go around, and the results of the pieces are merged (`context_parallel` of
-torch.distributed). It helps where activations of long sequences are what does not fit: they shrink by n, and
-so do logits. Weights do not shrink by it: `fsdp` beside it spreads them over all GPUs, those of a group too.
+Each GPU of a group has two pieces of every sequence, one from its front and one from its back. So all GPUs
+have the same work in attention. Layers other than attention process each token alone, so pieces give the same
+results. In attention, keys and values go around the ring, and the results of the pieces are merged
+(`context_parallel` of torch.distributed). It helps where activations of long sequences do not fit:
+activations and logits shrink by n. Weights do not shrink: `fsdp` with it shards them over all GPUs, those of
+a group too.
 
-Ring attention knows causal masks and no others, and torch's own keeps the random numbers of its last piece
-alone, so there is no dropout in it.
+Ring attention supports causal masks only. torch's version keeps the random numbers of its last piece alone,
+so it has no dropout.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ for the largest one of a batch, which is another in each piece."""
 HALVES = ("bfloat16", "float16")
 
 ALIGNED = 32
-"""Tokens up to whose multiple efficient attention, the only one of 32 bits, rounds what it says of each
-(`kAlignLSE`), so that results of other lengths cannot be merged."""
+"""Alignment, in tokens, of efficient attention's statistics (`kAlignLSE`). It is the only attention of 32
+bits, and results of other lengths cannot be merged.
+"""
 
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
-"""What configs call the dropout of attention."""
+"""Names in configs for the dropout of attention."""
 
 
 HOW_MEASURED = (
@@ -67,7 +69,8 @@ class ContextParallel(Technique):
         return setup.with_fields(parallel=parallel, attention=attention)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """What ring attention does not know, and what is not simulated on several GPUs."""
+        """Yield the settings that ring attention does not support or that are not simulated on several GPUs.
+        """
         setup = Setup()
         for slot in Slot:
             if slot is not self.slot:
@@ -90,7 +93,7 @@ class ContextParallel(Technique):
             yield from _of_model(job)
 
     def _of_lengths(self, job: Job, dtype: str) -> Iterator[str]:
-        """Why sequences of this length cannot be cut for attention in this dtype."""
+        """Yield why sequences of this length cannot be cut for attention in this dtype."""
         of_a_piece = 1 if dtype in HALVES else ALIGNED
         least = 2 * self.n * of_a_piece
         if not job.sequence_length % least:
@@ -120,7 +123,7 @@ class ContextParallel(Technique):
 
 
 def _of_model(job: Job) -> Iterator[str]:
-    """Why ring attention cannot be this model's."""
+    """Yield why this model cannot use ring attention."""
     if job.task is not Task.CAUSAL_LM:
         yield f"ring attention is causal, and the task is {job.task}. It is for causal-lm."
         return
@@ -151,7 +154,7 @@ def _types_of(rope: dict[str, Any]) -> set[str]:
 
 
 def _other_attention(kind: Any, text: dict[str, Any]) -> str:
-    """How this model mixes tokens otherwise than by causal attention of torch's; empty where it does not."""
+    """Return how this model mixes tokens other than by torch's causal attention; empty if it does not."""
     layers = {*(text.get("layer_types") or ())} - {"full_attention"}
     if layers:
         return f"has layers of other kinds ({', '.join(sorted(layers))})"

@@ -1,4 +1,4 @@
-"""Whole sequences: what a GPU computes of a sample, it computes by itself."""
+"""Whole sequences: each GPU computes its samples alone."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Expert parallelism: of n GPUs that share each layer, each has an n-th of its experts, whole.
 
-A mixture of experts is cut with it where `tensor(n)` alone would cut each expert's matrices: attention and
-the rest as `tensor(n)` does, and experts by their number. All n GPUs hold the same tokens; each runs its own
-experts on those that chose them, and the parts are summed. No token is sent to another GPU, so nothing is
-unbalanced but the work. It is transformers' own (`base_model_ep_plan`), and of what its versions from 5.17 on
-can do the part that they share; tokens that travel between GPUs with other parts of the batch came in 5.21.
+`tensor(n)` alone would cut each expert's matrices. With this technique attention and the rest are cut as by
+`tensor(n)`, and experts are divided by their number. All n GPUs hold the same tokens. Each runs its own
+experts on the tokens routed to them, and the parts are summed. No token is sent to another GPU, so only the
+work can be unbalanced. The code is transformers' own (`base_model_ep_plan`), limited to the part that its
+versions from 5.17 on share. Sending tokens between GPUs with other parts of the batch came in 5.21.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HOW_MEASURED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Expert(Technique):
-    """Of n GPUs that share layers by `tensor(n)`, each has some of the experts."""
+    """Each of n GPUs that share layers by `tensor(n)` has some of the experts."""
 
     fidelity: ClassVar = Fidelity.ROUNDS
     caveat: ClassVar = HOW_MEASURED

@@ -1,7 +1,7 @@
 """No change of dtype: weights, activations, gradients and states are in the dtype of the loaded weights.
 
-Which that is belongs to the job (`Job.dtype`): transformers 5 loads a checkpoint in its own dtype, bfloat16
-for most language models, and makes random weights of a config in float32.
+That dtype belongs to the job (`Job.dtype`). transformers 5 loads a checkpoint in its own dtype, bfloat16 for
+most language models, and makes random weights of a config in float32.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Mixed precision with float16: weights, gradients and states as loaded, in 32 bits; products in 16.
 
-float16 reaches down to 6e-8 only, so the loss is scaled up before the backward pass and the gradients down
-after it; steps whose gradients overflow are skipped and the scale halves (Micikevicius et al., section 3.2).
-What trains must be fp32: torch's scaler takes no gradients of 16 bits ("Attempting to unscale FP16
+float16 reaches down to 6e-8 only. So the loss is scaled up before the backward pass and the gradients down
+after it. Steps whose gradients overflow are skipped and the scale halves (Micikevicius et al., section 3.2).
+Trained weights must be fp32: torch's scaler takes no gradients of 16 bits ("Attempting to unscale FP16
 gradients").
 """
 

@@ -31,7 +31,9 @@ class Fp32(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """It changes nothing, or it asks for twice the memory of the weights."""
+        """Return the reason against a plan with it: it changes nothing, or needs twice the memory of the
+        weights.
+        """
         if job.dtype == "float32":
             return "the weights are already loaded in float32, so it changes nothing"
         return f"it is more exact than the weights as loaded, {job.dtype}, and needs twice their memory"
