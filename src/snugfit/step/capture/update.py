@@ -1,12 +1,12 @@
-"""An optimizer's update as work that can be recorded: its numbers are on the device.
+"""An optimizer's update as recordable work: its numbers are on the device.
 
-A learning rate that is a Python number would be recorded as it was. torch's optimizers take a tensor in its
-place, and count their steps on the device, where they are told that they may be recorded (`capturable`). They
-are told so around each update only, and the rates of their groups are numbers before and after: schedules and
-checkpoints see what they always see.
+A recorded learning rate would never change if it were a Python number. torch's optimizers take a tensor in
+its place, and count their steps on the device if their groups are `capturable`. These settings hold around
+each update only. Before and after it the rates of the groups are numbers, so schedules and checkpoints read
+the usual values.
 
-An optimizer of ours says it otherwise (`masters/adamw.py`): it has `find_gradients`, which tells the device
-where they are, `prepare`, which brings its numbers there, and `launch`, which computes nothing on the host.
+An optimizer of ours has other methods (`masters/adamw.py`). `find_gradients` copies the gradients' addresses
+to the device, and `prepare` its numbers. `launch` computes nothing on the host.
 """
 
 from __future__ import annotations
@@ -40,23 +40,24 @@ class RecordableUpdate:
 
     @property
     def finds_gradients(self) -> bool:
-        """Whether it looks where gradients are, so that they must be the weights' before each update."""
+        """Return whether it reads the gradients' addresses, so that they must be the weights' before each
+        update.
+        """
         return self._is_ours
 
     def locate(self) -> None:
-        """Tells the device where the gradients are."""
+        """Copy the gradients' addresses to the device."""
         if self._is_ours:
             self._optimizer.find_gradients()
 
     def has_moved(self) -> bool:
-        """Whether what it updates lies elsewhere than when this was asked before, so that what is recorded of
-        it is void."""
+        """Return whether its tensors have moved since the last call, which makes recordings invalid."""
         before, self._generation = self._generation, getattr(self._optimizer, "generation", 0)
         return before != self._generation
 
     @property
     def can_be_recorded(self) -> bool:
-        """Whether this optimizer can be told to compute nothing on the host, and has its states."""
+        """Return whether this optimizer can run without host computation, and has its states."""
         return (self._is_ours or self._is_torchs) and bool(self._optimizer.state)
 
     def prepare(self) -> None:

@@ -35,7 +35,7 @@ class MicroBatchesHandler(Handler):
 
 
 class LoaderHandler(Handler):
-    """How batches reach the device. A rehearsal's never travel, and need no workers."""
+    """The way of batches to the device. A rehearsal's batches are never copied, and need no workers."""
 
     wish, slot, stage = "loader", Slot.LOADING, InstallStage.LOAD
 
@@ -47,7 +47,7 @@ class LoaderHandler(Handler):
         }
 
     def training_arguments(self, value: LoaderWish, job: Job, device: torch.device) -> dict[str, Any]:
-        """Without workers, what is said of them goes too."""
+        """Return the Trainer's loader arguments; without workers their options are reset."""
         arguments = self.loader_arguments(value, device)
         said: dict[str, Any] = {"dataloader_num_workers": arguments["num_workers"]}
         if arguments["pin_memory"]:
@@ -69,8 +69,9 @@ EXPANDABLE = "expandable_segments:True"
 
 
 class ExpandableSegmentsHandler(Handler):
-    """The CUDA allocator grows segments in place. A script is told by its environment, which the technique's
-    counterparts name."""
+    """The CUDA allocator grows segments in place. A script sets an environment variable, which the
+    technique's counterparts name.
+    """
 
     wish, slot, stage = "expandable_segments", Slot.ALLOCATOR, InstallStage.PROCESS
 

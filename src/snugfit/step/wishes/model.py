@@ -1,7 +1,7 @@
-"""Wishes that are done to a model: attention, weights' dtype, adapters, checkpointed layers.
+"""Wishes that change a model: attention, weights' dtype, adapters, checkpointed layers.
 
-A model of ours is born with them, because attention and dtype are arguments of its constructor and cost bytes
-when changed later. A user's model stands already, and is changed by its own switches.
+A model of ours is built with them, because attention and dtype are arguments of its constructor and cost
+bytes when changed later. A user's model exists already, and is changed by its own switches.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 class AttentionHandler(Handler):
-    """Which attention code runs, by transformers' name for it (`attn_implementation`)."""
+    """The attention code, by transformers' name for it (`attn_implementation`)."""
 
     wish, slot, stage = "attention", Slot.ATTENTION, InstallStage.BUILD
 
     def import_code(self, value: str) -> None:
-        """An attention that is not transformers' own is told to it."""
+        """Register an attention that is not transformers' own."""
         if value == PADDING_FREE:
             from snugfit.step.wishes.padding_free.attention import register
 
@@ -50,8 +50,9 @@ class AttentionHandler(Handler):
         return {"attention": value}
 
     def wrap(self, value: str, model: Any) -> None:
-        """A copy of a model from Python is switched like the model itself, and the padding of its batches is
-        dropped, where that is asked for."""
+        """Switch a copy of a model from Python like the model itself, and drop the padding of its batches for
+        `padding_free`.
+        """
         now = getattr(getattr(model, "config", None), "_attn_implementation", None)
         if value != "sdpa" and now not in (None, value) and hasattr(model, "set_attn_implementation"):
             with no_package_asked_for(value, next(model.parameters()).device):
@@ -84,8 +85,9 @@ class AttentionHandler(Handler):
             yield f"{live.technique(self.slot)}: {name} does not allow choosing its attention."
 
     def change(self, value: str, live: LiveTraining) -> Iterator[str]:
-        """By the model's own switch. One that has no attention of torch's keeps what it has, as when it is
-        built."""
+        """Change the attention by the model's own switch. A model without torch's attention keeps its own, as
+        when it is built.
+        """
         self.import_code(value)
         now = getattr(getattr(live.model, "config", None), "_attn_implementation", None)
         if now == PADDING_FREE != value:
@@ -136,7 +138,7 @@ class WeightsDtypeHandler(Handler):
             yield f"{live.technique(self.slot)}: the model's weights are quantized and cannot be changed."
 
     def change(self, value: str | None, live: LiveTraining) -> Iterator[str]:
-        """All weights of the live model are cast, where a dtype is asked for."""
+        """Cast all weights of the live model to the dtype, if one is set."""
         if value and (before := dtype_of(live.model)) != value:
             cast_weights(live.model, value)
             yield f"weights were {before} and are {value}"
@@ -149,8 +151,9 @@ class WeightsDtypeHandler(Handler):
 
 
 def input_dtype(job: Job, setup: Setup) -> str | None:
-    """What floating-point inputs are cast to on the host; None where they stay fp32: the weights are, or
-    autocast does it. A user's own module is given what it was given before."""
+    """Return the dtype to which the host casts floating-point inputs. None leaves them in fp32, for fp32
+    weights and autocast. A user's own module gets its inputs unchanged.
+    """
     dtype = setup.weights_dtype or job.dtype
     return None if setup.autocast or dtype == "float32" or job.model.module is not None else dtype
 
@@ -196,8 +199,9 @@ class CheckpointHandler(Handler):
             checkpoint_layers(model, value)
 
     def change(self, value: CheckpointWish | None, live: LiveTraining) -> Iterator[str]:
-        """Layers are wrapped here, as everywhere in snugfit, also of a model that trains already; what was
-        wrapped before is unwrapped first."""
+        """Wrap layers, by the same code as in every loop, also of a model that trains already. Earlier
+        wrappers are removed first.
+        """
         _unwrap_layers(live)
         stop_own_checkpointing(live.model)
         own = [(module, _own_forward(module)) for module in live.model.modules()]
@@ -235,12 +239,12 @@ class CompileHandler(Handler):
         return whole_files if value is not None and value.backend == "inductor" else None
 
     def wrap(self, value: CompileWish | None, model: Any) -> None:
-        """They are compiled as they stand, in place."""
+        """Compile the layers or the model in place."""
         if value is not None:
             compile_parts(model, value)
 
     def change(self, value: CompileWish | None, live: LiveTraining) -> Iterator[str]:
-        """As when it is built; what was compiled for another recipe runs as it is written."""
+        """Compile as in a new model; parts compiled for another recipe are restored first."""
         _unwrap_layers(live)  # what is recomputed stands around what is compiled
         run_as_written(live.model)
         self.wrap(value, live.model)
@@ -248,8 +252,9 @@ class CompileHandler(Handler):
             yield f"{value.what}: compiled, by {live.technique(self.slot)}"
 
     def script(self, value: CompileWish | None, context: ScriptContext) -> dict[str, Any]:
-        """By `torch.nn.Module.compile` of the same layers or model, which hooks and the switch for
-        checkpointing stand around likewise."""
+        """Return the script's `torch.nn.Module.compile` lines for the same layers or model. Hooks and the
+        switch for checkpointing are outside of the compiled part there too.
+        """
         if value is None:
             return {}
         try:

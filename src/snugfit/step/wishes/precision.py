@@ -1,4 +1,4 @@
-"""Wishes for what a step computes in: autocast, scaled gradients, and the precision of matrix products."""
+"""Wishes for the precision of a step: autocast, scaled gradients, and the precision of matrix products."""
 
 from __future__ import annotations
 
@@ -49,12 +49,13 @@ class AutocastHandler(Handler):
         return {"bf16": value == "bfloat16", "fp16": value == "float16"}
 
     def accelerator_arguments(self, value: str | None) -> dict[str, Any]:
-        """By accelerate's word, which stands for the scaler of fp16 too."""
+        """Return accelerate's mixed precision, which for fp16 includes the scaler."""
         return {"mixed_precision": _MIXED[value]}
 
     def script(self, value: str | None, context: ScriptContext) -> dict[str, Any]:
-        """torch's dtype for a loop of torch's, accelerate's word for one of accelerate's, which has the same
-        word where weights are cast as they are gathered."""
+        """Return torch's dtype for a loop of torch's, and accelerate's word for one of accelerate's. That
+        word is the same for casting gathered weights.
+        """
         parallel = context.setup.parallel
         word = _MIXED[value or (parallel.dtype if parallel else None)]
         return {"autocast": f"torch.{value}" if value else "", "mixed": word}
@@ -74,7 +75,7 @@ class ScaleGradientsHandler(Handler):
         return torch.amp.GradScaler(device.type) if value else None
 
     def script(self, value: bool, context: ScriptContext) -> dict[str, Any]:
-        """Whether the loop has a scaler."""
+        """Return whether the loop has a scaler."""
         return {"scaled": value}
 
 
@@ -94,10 +95,10 @@ class MatmulHandler(Handler):
 
 @contextlib.contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """Matrix products and convolutions of fp32 tensors in this precision (`ieee`, `tf32`), then as before.
+    """Set the precision of fp32 matrix products and convolutions (`ieee`, `tf32`), and restore it afterwards.
 
-    torch's older switches (`allow_tf32`) are set along: a model that reads them, as every CTC head of
-    transformers does through `cudnn.flags`, is refused by torch where they say otherwise.
+    torch's older switches (`allow_tf32`) are set too. torch refuses a model that reads them if they
+    contradict the new ones; every CTC head of transformers reads them through `cudnn.flags`.
     """
     import torch
 
@@ -117,8 +118,9 @@ def matmul_precision(precision: str) -> Iterator[None]:
 
 
 def _tf32_switches() -> tuple[bool, bool] | None:
-    """torch's older switches for matrix products and for cuDNN; None where it refuses to say, because
-    somebody set the newer ones alone."""
+    """Return torch's older switches for matrix products and for cuDNN; None where torch raises because only
+    the newer ones were set.
+    """
     import torch
 
     try:

@@ -36,8 +36,9 @@ class CallText:
 
 
 def call_text(call: Call, first: str) -> CallText | None:
-    """The call with `first` as its positional arguments; None where the function is snugfit's own, which a
-    script without snugfit does not have."""
+    """Return the call with `first` as its positional arguments. None for a function of snugfit's own, which a
+    script without snugfit does not have.
+    """
     if call.path.startswith(_OWN):
         return None
     module, _, name = call.path.partition(":")

@@ -1,12 +1,13 @@
 """torch's lock on the folder of a C++ extension, freed where the process that built there is dead.
 
-`torch.utils.file_baton.FileBaton` is a file that exists while one process builds. A process that is killed
-leaves it, and each later one waits for it without end. While a builder lives, it has the file open, and ninja
-and the compiler work in the folder. Linux lists both in /proc. So a lock is dead when no process has it
-open, none works in its folder, and nothing there has changed for some seconds.
+`torch.utils.file_baton.FileBaton` is a file that exists while one process builds. A killed process leaves it,
+and each later one waits for it without end. While a builder lives, it has the file open, and ninja and the
+compiler work in the folder. Linux lists both in /proc. So a lock is dead under three conditions. No process
+has it open, none works in its folder, and no file there has changed for some seconds.
 
-This is sure only where all builders are seen: the file is this user's, its file system belongs to this
-machine, and no other container shares it. Elsewhere a line says what is waited for, and which file to delete.
+This is sure only where all builders are visible: the file is this user's, its file system belongs to this
+machine, and no other container shares it. Elsewhere a line names the awaited process or lock, and the file to
+delete.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ FIRST_PID_NAMESPACE = "pid:[4026531836]"
 it too."""
 
 MOUNT_POINT, AFTER_OPTIONAL_FIELDS = 4, " - "
-"""Of a line of /proc/self/mountinfo (proc_pid_mountinfo(5))."""
+"""Field positions in a line of /proc/self/mountinfo (proc_pid_mountinfo(5))."""
 
 
 class Unseen(Exception):
@@ -56,7 +57,8 @@ def print_line(text: str) -> None:
 
 @contextlib.contextmanager
 def dead_locks_removed(tell: Callable[[str], None] = print_line) -> Iterator[None]:
-    """Within it, torch waits for the lock of a live build alone. `tell` hears of a wait and of a removal."""
+    """Make torch wait only for the lock of a live build. `tell` receives a line on a wait and on a removal.
+    """
     from torch.utils.file_baton import FileBaton
 
     acquire = FileBaton.try_acquire
@@ -92,8 +94,9 @@ class LockWait:
 
 
 def remove_if_dead(lock: Path) -> str | None:
-    """Remove the lock where its holder is dead, and return None; else return why not, a sentence, which is
-    empty where the lock is free by now."""
+    """Remove the lock if its holder is dead, and return None. Otherwise return the reason as a sentence, or
+    an empty string if the lock is free by now.
+    """
     try:
         with _only_one_removes(lock.parent):
             if builders := builders_at(lock):
@@ -172,8 +175,9 @@ def _processes() -> list[int]:
 
 
 def _has_open(pid: int, file: os.stat_result) -> bool:
-    """Return True where the process has this file open. Raise `Unseen` where it is this user's and shows no
-    files; nobody else's holds a lock of this user."""
+    """Return True if the process has this file open. Raise `Unseen` for a process of this user that shows no
+    files; other users' processes hold no lock of this user.
+    """
     try:
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(FileNotFoundError, PermissionError):

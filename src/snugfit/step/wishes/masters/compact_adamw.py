@@ -1,12 +1,12 @@
 """AdamW that keeps both moments in 8 bits, over weights in halves or in fp32.
 
-Of a weight in halves an update reads 8 bytes an element and writes 6, where `MasterAdamW` reads 14 and writes
-12, and an eighth of a byte for scales each way. Masters, gradients and the arithmetic stay in 32 bits; how
-moments are kept stands in `compact.py`. A weight takes 4 bytes an element with its other half, and its states
-2.125.
+For a weight in halves an update reads 8 bytes an element and writes 6, where `MasterAdamW` reads 14 and
+writes 12. Scales add an eighth of a byte each way. Masters, gradients and the arithmetic stay in 32 bits;
+`compact.py` describes the storage of moments. A weight takes 4 bytes an element with its other half, and its
+states 2.125.
 
 With masters of 24 bits the other half takes 1 byte in the place of 2, so an update reads 7 bytes and writes
-5; masters are rounded by chance then (`halves.py`), as moments are.
+5. Masters are rounded by chance then (`halves.py`), as moments are.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ class CompactAdamW(MasterAdamW):
         *,
         master_bits: Literal[32, 24] = 32,
     ) -> None:
-        """Its numbers are torch's defaults, named again because whoever builds an optimizer reads them off
-        its signature (`wishes/optimizer.py`); `master_bits` are those of masters that are kept in halves."""
+        """Take torch's default numbers, repeated because optimizers are built from the signature
+        (`wishes/optimizer.py`). `master_bits` is the size of masters in halves.
+        """
         self.residual_dtype = torch.int16 if master_bits == 32 else torch.int8
         super().__init__(params, lr, betas, eps, weight_decay)
 

@@ -1,4 +1,4 @@
-"""What kernels do with single elements: clip, join and cut halves, AdamW's arithmetic. In Triton."""
+"""Operations of kernels on single elements: clip, join and cut halves, AdamW's arithmetic. In Triton."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import triton.language as tl
 
 @triton.jit
 def clip_coefficient(norm, most):  # type: ignore[no-untyped-def]
-    """What torch multiplies gradients of this norm by (`torch.nn.utils.clip_grads_with_norm_`)."""
+    """Return torch's clipping factor of gradients of this norm (`torch.nn.utils.clip_grads_with_norm_`)."""
     return tl.minimum(tl.div_rn(most, norm + 1e-6), 1.0)
 
 
 @triton.jit
 def is_finite(number):  # type: ignore[no-untyped-def]
-    """Whether it is neither infinite nor no number."""
+    """Return whether a number is neither infinite nor NaN."""
     return (number.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
 
 
@@ -35,8 +35,9 @@ def upper_half(exact):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def split_by_chance(exact, draws):  # type: ignore[no-untyped-def]
-    """The upper half of a number in 24 bits, to which it is rounded by draws from 0 to 255, and 8 bits of the
-    lower one (`halves.split_by_chance`)."""
+    """Return the upper half of a number in 24 bits, and 8 bits of the lower one (`halves.split_by_chance`).
+    The number is rounded by draws from 0 to 255.
+    """
     bits = exact.to(tl.int32, bitcast=True)
     bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # what is not a number
     bits = ((bits + draws) >> 8) << 8

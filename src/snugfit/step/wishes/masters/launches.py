@@ -1,8 +1,8 @@
-"""What runs on a GPU of an update with masters: the kernels' launches, and their shapes for a rehearsal.
+"""The GPU work of an update with masters: the kernels' launches, and their shapes for a rehearsal.
 
-A rehearsal's step calls an operator for each launch, which allocates nothing and moves what the kernel does.
-A step on a GPU launches the kernels themselves, for an operator over lists of hundreds of tensors takes the
-host longer than the launch.
+A rehearsal's step calls an operator for each launch. The operator allocates nothing and moves the same bytes
+as the kernel. A step on a GPU launches the kernels themselves, since an operator over lists of hundreds of
+tensors takes the host longer than the launch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from snugfit.step.wishes.masters.table import WeightTable
 
 _KERNEL_ON_META = False
-"""Whether a rehearsal's step is one on a GPU."""
+"""True if a rehearsal's step is one on a GPU."""
 
 OPERATORS = torch.library.Library("triton", "FRAGMENT")
 """As traces name kernels that Triton compiles when they are first launched."""
@@ -43,7 +43,7 @@ for _name in ("adamw_of_weights", "adamw_with_8_bit_states", "squares_of_gradien
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether kernels read it: on a GPU, or in a rehearsal of one."""
+    """Return whether kernels read the tensor: on a GPU, or in a rehearsal of one."""
     return tensor.is_cuda or (tensor.is_meta and _KERNEL_ON_META)
 
 

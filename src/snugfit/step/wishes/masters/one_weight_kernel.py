@@ -1,7 +1,7 @@
-"""Kernels for one weight at a time: its update, and what its gradient adds to a sum of squares. In Triton.
+"""Kernels for one weight at a time: its update, and its gradient's share of a sum of squares. In Triton.
 
-What lies where is in the launch itself, since a gradient's place is known only when it is there, and a table
-on the device would have to be written for each. Elements are updated as in `kernel.py`.
+The addresses are arguments of the launch. A gradient's address is known only when the gradient exists, and a
+table on the device would have to be written for each. Elements are updated as in `kernel.py`.
 """
 
 from __future__ import annotations
@@ -73,9 +73,12 @@ def launch_update_of_one(
     group: int,
     settings: LaunchSettings,
 ) -> None:
-    """Updates the weight whose addresses these are (itself, residual or 0, both moments, its gradient, and
-    both scales where there is a group) by its row of numbers (8,), its gradient clipped to the norm `most`
-    where a norm is given, a scalar in fp32; `halves` are the bits of a residual, 0 of none."""
+    """Update the weight at these addresses by its row of numbers (8,).
+
+    The addresses are those of the weight, its residual or 0, both moments, its gradient, and with a group
+    both scales. With a norm, a scalar in fp32, the gradient is clipped to the norm `most`. `halves` is the
+    bits of a residual, 0 without one.
+    """
     aligned = not any(address % WIDE for address in addresses)
     update_one[(-(-count // settings.block),)](
         *addresses[:5], *(addresses[5:] or addresses[2:4]), own,

@@ -1,14 +1,14 @@
 """The passes of a step in stages: torch's own pipelining (`torch.distributed.pipelining`).
 
-torch's schedule says in which order this stage runs forward and backward passes of the micro-batches, and
-sends and receives between them. It is given the shapes of what goes from stage to stage, so that it need not
-find them out by trying; its buffers, one for each micro-batch and direction, stay from step to step.
+torch's schedule orders this stage's forward and backward passes of the micro-batches, and sends and receives
+between them. It gets the shapes of the tensors between stages, so it need not find them by a trial run. Its
+buffers, one for each micro-batch and direction, stay from step to step.
 
     first stage    token ids in, hidden states out
-    last stage     hidden states in, loss out: each micro-batch's, times its share of what counts
+    last stage     hidden states in, loss out: each micro-batch's, times its share of the counted items
 
-Of a matrix that the first stage and the last both have, a head's that is tied to the embedding, the two add
-up the gradients after their passes; in the norm of all it counts once.
+The first and the last stage both have the matrix of a tied head. The two add up its gradients after their
+passes; in the norm of all gradients it counts once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StagePasses:
 
         self._wish, self._around = wish, around
         self.model = model
-        """What this process has of the model."""
+        """This process's part of the model."""
         position = position_of(wish, dist.get_rank())
         self._parts = {position: runs} if wish.chunks == 1 else parts_of(wish, model)
         self.group = mesh_of(wish, device_of(model)).get_group("stage")
@@ -60,25 +60,28 @@ class StagePasses:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process has the stage that takes token ids."""
+        """Return whether this process has the stage that takes token ids."""
         return 0 in self._parts
 
     @property
     def is_last(self) -> bool:
-        """Whether this process has the stage that computes the loss."""
+        """Return whether this process has the stage that computes the loss."""
         return self._wish.all_stages - 1 in self._parts
 
     def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """What this process's stages need of a batch."""
+        """Return the inputs of a batch that this process's stages need."""
         named = (*EACH, *(["input_ids"] if self.is_first else []), *(["labels"] if self.is_last else []))
         return {name: value for name, value in batch.items() if name in named}
 
     def run(
         self, inputs: Mapping[str, Any], shape: tuple[int, int], shares: Sequence[float], observer: Observer
     ) -> list[torch.Tensor]:
-        """Leaves a step's gradients in the parameters, and gives each micro-batch's part of the loss where
-        this process computes it. `inputs` are on the device, of a batch of this `shape` (B, S), which is cut
-        into as many micro-batches as there are `shares`."""
+        """Run a step's passes, which leave its gradients in the parameters, and return each micro-batch's
+        part of the loss.
+
+        The list is empty unless this process computes the loss. `inputs` are on the device, of a batch of
+        this `shape` (B, S), which is cut into as many micro-batches as there are `shares`.
+        """
         import torch
 
         if self._made_for != (*shape, len(shares)):
@@ -147,7 +150,7 @@ class StagePasses:
         return loss
 
     def _receive(self, ids: torch.Tensor, stage: int) -> torch.Tensor:
-        """What the stage before this one has computed of these token ids."""
+        """Receive the previous stage's hidden states of these token ids."""
         import torch
         import torch.distributed as dist
 
@@ -164,7 +167,7 @@ class StagePasses:
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Of what goes from stage to stage."""
+        """Return the dtype of the tensors between stages."""
         import torch
 
         dtype: torch.dtype = (
@@ -173,7 +176,7 @@ class StagePasses:
         return dtype
 
     def tell_losses(self, losses: Sequence[torch.Tensor], steps: int) -> list[float]:
-        """The losses of so many steps, which the last stage has, told to all stages."""
+        """Send the losses of this many steps from the last stage to all stages."""
         import torch
         import torch.distributed as dist
 
@@ -224,7 +227,7 @@ class StagesInTurn:
 
     @property
     def training(self) -> bool:
-        """Whether it is in the mode in which it trains."""
+        """Return whether the model is in training mode."""
         return bool(self._passes.model.training)
 
     def train(self, mode: bool = True) -> None:
@@ -262,7 +265,8 @@ def _stage_class() -> type[PipelineStage]:
     from torch.distributed.pipelining import PipelineStage
 
     class ObservedStage(PipelineStage):
-        """torch's stage, which says what it is at and computes in what the Setup wishes."""
+        """torch's stage, which also notifies an observer of its phases and computes in the Setup's context.
+        """
 
         observer: Any
         around: Any
@@ -287,8 +291,7 @@ def _stage_class() -> type[PipelineStage]:
             return out
 
         def backward_one_chunk(self, *given: Any, **more: Any) -> Any:
-            """A backward pass of one micro-batch, or the part of it that gives the gradient of what the stage
-            was given."""
+            """Run a backward pass of one micro-batch, or its part for the gradient of the stage's inputs."""
             self.observer.phase("backward")
             return super().backward_one_chunk(*given, **more)
 

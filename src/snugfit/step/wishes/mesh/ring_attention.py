@@ -1,18 +1,18 @@
 """Sequences that are cut over ranks, and attention around them: torch's own `context_parallel`.
 
-Of each micro-batch a rank gets the whole, as the others of its group do. What the model is given is cut on
-the device by torch's own order, which balances the work of a causal mask: of 2 n pieces, the rank r has
-number r from the front and number r from the back. With its tokens it gets their places, which a model
-counts by itself otherwise, and the labels of the tokens that follow, which the piece alone does not have.
+Each rank of a group gets the whole micro-batch. The model's inputs are cut on the device in torch's own
+order, which balances the work of a causal mask. Of 2 n pieces, the rank r has number r from the front and
+number r from the back. A rank also gets its tokens' positions, which a model otherwise counts itself. It also
+gets the labels of the following tokens, which the piece alone does not have.
 
     loss      of a rank: its tokens' losses, times n, by the labels of the whole. Averaged over the ranks of
-              a group it is the mean over the whole, however the labels are spread over the pieces
+              a group it is the mean over the whole, for any distribution of the labels
     kernels   flash attention, and efficient attention for 32 bits. With cuDNN's, torch's ring attention meets
               an assertion in the backward pass (pytorch/pytorch issue 176915)
-    mask      none is made: transformers makes masks for the attention that it knows by name, and not for this
-              one. Whatever would need one is refused, when the technique is checked or when a mask comes
-    CPU       torch goes around for the three fused kernels of a GPU. What it runs on a CPU is given to the
-              same function of torch's here
+    mask      none is made: transformers makes masks for the attention that it has by name, and not for this
+              one. A job that needs one is refused, when the technique is checked or when a mask comes
+    CPU       torch's ring supports the three fused kernels of a GPU. On a CPU its other kernel is passed
+              to the same function of torch's here
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 HALVES = ("torch.float16", "torch.bfloat16")
 
 NOT_IN_A_RING = ("sliding_window", "position_bias", "softcap", "s_aux")
-"""What models tell transformers' attention besides, where theirs is another."""
+"""Further arguments that models pass to transformers' attention if theirs differs."""
 
 SEQUENCE = 2
 """The dimension of a query, (B, H, S, D), along which it is cut."""
@@ -56,8 +56,9 @@ def register() -> None:
 
 @contextlib.contextmanager
 def cut_batch(mesh: DeviceMesh, model: Any, batch: dict[str, Any]) -> Iterator[None]:
-    """Within it, this rank's part of a batch on the device stands in its place, and attention goes around the
-    ranks of the mesh. Afterwards the batch stays what it is."""
+    """Replace a batch on the device by this rank's part, and run attention around the ranks of the mesh.
+    Afterwards the batch is unchanged.
+    """
     import torch
     from torch.distributed.tensor.experimental import context_parallel
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -79,7 +80,7 @@ def cut_batch(mesh: DeviceMesh, model: Any, batch: dict[str, Any]) -> Iterator[N
 
 
 def _of_whole(batch: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """What the model is given instead, before it is cut: new tensors, since torch cuts them in place."""
+    """Return the model's inputs before they are cut: new tensors, since torch cuts them in place."""
     import torch
 
     ids = batch["input_ids"].clone()
@@ -111,7 +112,7 @@ def _refuse(ranks: int, batch: dict[str, Any]) -> None:
 
 
 class _Passes:
-    """How often attention was asked for within one batch's passes."""
+    """Counter of attention calls within one batch's passes."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -171,7 +172,7 @@ def attend(
 
 
 def _dtype_of(query: torch.Tensor) -> str:
-    """In which attention computes: autocast casts what rotary embeddings have made 32 bits of."""
+    """Return the dtype of attention: autocast casts the 32-bit results of rotary embeddings."""
     import torch
 
     device = query.device.type

@@ -1,8 +1,8 @@
-"""An optimizer whose states are spread over the processes: torch's `ZeroRedundancyOptimizer`.
+"""An optimizer whose states are sharded over the processes: torch's `ZeroRedundancyOptimizer`.
 
-Each process has another optimizer within it (torch calls it the local one), which holds the states of some
-weights, whole tensors of them, and updates these; then each weight is sent to the others by the process that
-has updated it. The groups outside are of all weights, and the same in all processes.
+Each process has another optimizer within it (torch calls it the local one). The local one holds the states of
+some weights, whole tensors of them, and updates these. Then each weight is sent to the others by the process
+that has updated it. The outer groups are of all weights, and the same in all processes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import OptimizerWish
 
 _MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
-"""Where its class is. To import it costs time, and who has one has imported it."""
+"""Module of its class. Importing it costs time, and a process with such an optimizer has imported it."""
 
 
 def sharded_optimizer(wish: OptimizerWish, groups: Any, **numbers: Any) -> torch.optim.Optimizer:
@@ -28,7 +28,7 @@ def sharded_optimizer(wish: OptimizerWish, groups: Any, **numbers: Any) -> torch
 
 
 def spreads_states(optimizer: Any) -> bool:
-    """Whether other processes have the states of some of its weights."""
+    """Return whether other processes have the states of some of its weights."""
     return any(kind.__module__ == _MODULE for kind in type(optimizer).__mro__)
 
 

@@ -1,9 +1,10 @@
 """Weights and gradients that are parts of others (`DTensor`), some over other ranks than the rest, or whole.
 
-Under tensor parallelism matrices are spread over some ranks, and norms are whole in each; beside FSDP2 the
-ones are spread along two axes of the mesh and the others along one. torch's operators on lists of tensors
-take those of one mesh alone, so an optimizer has a group for each, as transformers' Trainer has it, and the
-norm of all gradients is that of the norms of each. Where all are alike, torch's functions are called as ever.
+Under tensor parallelism matrices are sharded over some ranks, and norms are whole in each. With FSDP2
+matrices are sharded along two axes of the mesh and norms along one. torch's operators on lists of tensors
+take those of one mesh alone. So an optimizer has a group for each mesh, as in transformers' Trainer, and the
+norm of all gradients is that of the norms of each. Where all are alike, torch's functions are called as
+usual.
 """
 
 from __future__ import annotations
@@ -85,8 +86,9 @@ def clip(weights: Iterable[torch.Tensor], most: float, optimizer: Any = None) ->
 
 
 def scale(weights: Iterable[torch.Tensor], most: float, norm: torch.Tensor, optimizer: Any = None) -> None:
-    """The same, where the norm is known. An optimizer that clips within its update is told so, and gradients
-    stay as they are; it must be the one whose next step follows."""
+    """Clip gradients of a known norm. An optimizer that clips within its update gets the norm, and gradients
+    are not changed; its step must be the next one.
+    """
     import torch
 
     if getattr(optimizer, "clips_inside", False):
@@ -97,5 +99,7 @@ def scale(weights: Iterable[torch.Tensor], most: float, norm: torch.Tensor, opti
 
 
 def clip_coefficient(norm: torch.Tensor, most: float) -> torch.Tensor:
-    """What gradients of this norm are multiplied by, a scalar (`torch.nn.utils.clip_grads_with_norm_`)."""
+    """Return the clipping factor of gradients of this norm, a scalar
+    (`torch.nn.utils.clip_grads_with_norm_`).
+    """
     return (most / (norm + 1e-6)).clamp(max=1.0)

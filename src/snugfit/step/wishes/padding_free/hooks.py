@@ -1,14 +1,13 @@
-"""A model that drops the padding of what it is given, whoever calls it.
+"""A model that drops the padding of its inputs, in any loop.
 
-Everything that looks at one token alone does the same for fewer of them. Attention looks at others, and stops
-at the ends of sequences (`attention.py`). The head of an encoder that classifies sequences reads their first
-tokens, which its layers hand on alone.
+Modules that process each token alone do the same for fewer tokens. Attention reads other tokens, and stops at
+the ends of sequences (`attention.py`). The head of an encoder that classifies sequences reads their first
+tokens, so its layers return these alone.
 
-A batch that is on the device already is made a row there, and the host waits to learn how many tokens there
-are.
+A batch that is on the device already becomes a row there, and the host waits to read the number of tokens.
 
-What a loop reads of the model's output beside the loss has the rows that it gave: logits are spread over
-(B, S) again in evaluation, and wherever the loss is computed outside of the model.
+A loop that reads outputs besides the loss gets them in its own shape. Logits are scattered to (B, S) in
+evaluation, and in loops that compute the loss outside of the model.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def drop_padding(model: torch.nn.Module) -> None:
-    """From here on this model's forward pass drops the padding of what it is given."""
+    """Make this model's forward pass drop the padding of its inputs."""
     if model not in _HOOKS:
         rules = RowRules.of(model)
         hooks = _PaddingHooks(rules)
@@ -74,7 +73,7 @@ class _PaddingHooks:
         return args, packed
 
     def unpack(self, model: Any, args: Any, given: Any, out: Any) -> Any:
-        """The output, its logits as the batch lay."""
+        """Return the output, with its logits in the batch's shape."""
         spread, self._spread = self._spread, None
         if spread is not None and getattr(out, "logits", None) is not None:
             (batch, length), places = spread
@@ -98,8 +97,9 @@ def _layers_of(model: Any) -> torch.nn.Module:
 
 
 def keep_first_tokens(layers: Any, args: Any, given: dict[str, Any], out: Any) -> Any:
-    """A forward hook of an encoder's layers: of a row (1, N, H), the first token of each of the batch's
-    sequences, (B, 1, H), which is what the head reads."""
+    """Forward hook of an encoder's layers: from a row (1, N, H), return the first token of each sequence of
+    the batch, (B, 1, H), for the head.
+    """
     ends = given.get("cu_seq_lens_q")
     tokens = out.last_hidden_state
     if ends is not None and tokens.size(0) == 1:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @final
 class Draws:
-    """Where all generators are now, those of the host and of a GPU."""
+    """Current states of all generators, those of the host and of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         import numpy

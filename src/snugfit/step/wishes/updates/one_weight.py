@@ -1,7 +1,8 @@
 """Updates of one weight at a time: by torch's optimizers here, by ours in `masters/one_weight.py`.
 
-The optimizer is the one that a step over all weights has, with all its states, and its own `step` updates the
-weight: for that its groups are one group with one weight. Its states, and so its checkpoints, are as ever.
+The optimizer is the one of a step over all weights, with all its states, and its own `step` updates the
+weight. For that its groups are temporarily one group with one weight. Its states, and so its checkpoints, are
+the usual ones.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ class WeightUpdates(Protocol):
     """Norm and updates of the weights of one optimizer, one by one."""
 
     can_be_recorded: ClassVar[bool]
-    """Whether `take` and `update` compute nothing on the host, so that a CUDA graph can have them."""
+    """True if `take` and `update` compute nothing on the host, so that a CUDA graph can contain them."""
 
     def has_moved(self) -> bool:
-        """Whether states lie elsewhere than when this was asked before, so that what is recorded is void."""
+        """Return whether states have moved since the last call, which makes recordings invalid."""
 
     def begin_norm(self) -> None:
         """No gradient was taken so far."""
@@ -30,13 +31,13 @@ class WeightUpdates(Protocol):
         """Counts this gradient in the norm."""
 
     def norm(self) -> torch.Tensor:
-        """Of all gradients that were taken: a scalar on their device."""
+        """Return the norm of all taken gradients: a scalar on their device."""
 
     def begin_update(self, norm: torch.Tensor | None, most: float) -> None:
         """A step of any weight that will have a gradient follows, clipped to `most` where there is a norm."""
 
     def has_states(self, weight: torch.Tensor) -> bool:
-        """Whether this weight's update makes no states first."""
+        """Return whether this weight has states, so that its update makes none."""
 
     def make_states(self, weights: Iterable[torch.Tensor]) -> None:
         """Makes what these weights' updates would make first, where that can be."""
@@ -49,7 +50,7 @@ class WeightUpdates(Protocol):
 
 
 class TorchUpdates:
-    """By an optimizer of torch's whose update of a weight depends on no other."""
+    """Updates by an optimizer of torch's whose update of a weight depends on no other."""
 
     can_be_recorded: ClassVar = False
     """The host knows its learning rates."""
@@ -81,7 +82,7 @@ class TorchUpdates:
         (self._norms[self._order[weight]],) = torch._foreach_norm([gradient], *wide)
 
     def norm(self) -> torch.Tensor:
-        """Of all gradients that were taken: a scalar on their device. They are added in the model's order."""
+        """Return the norm of all taken gradients, added in the model's order: a scalar on their device."""
         import torch
 
         norms = [norm for _, norm in sorted(self._norms.items())]
@@ -96,7 +97,7 @@ class TorchUpdates:
         self._coefficient = None if norm is None else clip_coefficient(norm, most)
 
     def has_states(self, weight: torch.Tensor) -> bool:
-        """Whether it has any."""
+        """Return whether this weight has states."""
         return bool(self._optimizer.state.get(weight))
 
     def make_states(self, weights: Iterable[torch.Tensor]) -> None:
@@ -128,7 +129,7 @@ class TorchUpdates:
 
 
 def updates_of(optimizer: Any, model: Any) -> WeightUpdates:
-    """What updates the weights of this optimizer, which are those of the model that train, one by one."""
+    """Return the object that updates this optimizer's weights, the model's trained ones, one by one."""
     from snugfit.step.wishes.masters.adamw import MasterAdamW
 
     if isinstance(optimizer, MasterAdamW):

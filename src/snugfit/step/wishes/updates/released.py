@@ -1,12 +1,12 @@
-"""The passes of a step whose gradients do not stay: each updates its weight as soon as it is there.
+"""The passes of a step whose gradients do not stay: each updates its weight as soon as it exists.
 
-torch calls a hook of each weight when its gradient is whole, which for one that a model uses twice, as tied
-embeddings, is after both. What is clipped by the norm of all gradients needs that norm first. Then the passes
-run twice: `run_passes` takes the norm, `update` runs them again and updates. Where no norm is needed
-`run_passes` updates. Between the two random generators are set back, so that dropout draws the same masks.
+torch calls a hook of each weight when its gradient is complete. For a weight that a model uses twice, such as
+tied embeddings, that is after both. Clipping by the norm of all gradients needs that norm first. Then the
+passes run twice: `run_passes` takes the norm, `update` runs them again and updates. Between the two the
+random generators are reset, so that dropout draws the same masks. If no norm is needed `run_passes` updates.
 
-Each pass may be played back (`capture/step.py`): what hooks ask of the device is a part of its backward
-graph, and reads the step's numbers on the device.
+Each pass may be replayed (`capture/step.py`). The hooks' device work is a part of its backward graph, and
+reads the step's numbers on the device.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class ReleasedLoop(Protocol):
     captured: CapturedStep | None
 
     def is_captured(self) -> bool:
-        """Whether the next step's passes may be played back."""
+        """Return whether the next step's passes may be replayed."""
 
     def needs_norm(self) -> bool:
-        """Whether the norm of the gradients must be known before the first update of the next step."""
+        """Return whether the next step needs the gradients' norm before its first update."""
 
     def run_passes(
         self,
@@ -64,9 +64,9 @@ class ReleasedPasses:
         self._pass: HookedPass | None = None
         self._repeat: Callable[[], None] | None = None
         self.norm: torch.Tensor | None = None
-        """Of the last step's gradients, a scalar on the device; None where it was not needed."""
+        """Norm of the last step's gradients, a scalar on the device; None where it was not needed."""
         self.has_begun = False
-        """Whether the last step that was begun has updated a weight."""
+        """True if the last begun step has updated a weight."""
 
     def run_passes(
         self, built: Any, pieces: Sequence[Mapping[str, Any]], weights: Sequence[float | None]
@@ -170,7 +170,7 @@ class ReleasedPasses:
 
 
 def _versions(model: Any) -> dict[str, tuple[int, int]]:
-    """Of each buffer by name which tensor it is, and how often it was written."""
+    """Return the identity of each buffer's tensor, and its number of writes, by name."""
     return {name: (id(buffer), buffer._version) for name, buffer in model.named_buffers()}
 
 
