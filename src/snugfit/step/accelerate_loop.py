@@ -117,13 +117,13 @@ class AccelerateStep(Step):
         return model, optimizer, _without_end(batches)
 
     def _forward(self, model: Any, batch: Any, observer: Observer) -> Any:
-        """The loss of a micro-batch."""
+        """Return the loss of a micro-batch."""
         observer.phase("forward")
         with forward_context(self.setup, self.device, in_accelerate=True):
             return loss_of(model(**batch))
 
 
 def _without_end(batches: Any) -> Iterator[Any]:
-    """The batches of a loader, from the beginning again after each epoch."""
+    """Yield the batches of a loader, from the beginning again after each epoch."""
     while True:
         yield from batches

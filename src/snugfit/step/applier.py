@@ -4,12 +4,12 @@ A front-end passes its name and its objects: a job and a device, a live model, a
 arguments. The handler of a wish changes these objects (`wishes/`). A feature adds its fields of `Setup` and
 their handlers (`techniques/feature.py`).
 
-plain        the plain loop: our own training, rehearsals, measurements
-accelerate   the guide's loop on accelerate, rehearsed and measured
-trainer      transformers' Trainer, rehearsed and measured
-fit          `snugfit.fit`: a user's live Trainer
-custom_loop  `snugfit.accelerate`: a user's live model, optimizer and loader
-script       an export
+- `plain`: the plain loop: our own training, rehearsals, measurements
+- `accelerate`: the guide's loop on accelerate, rehearsed and measured
+- `trainer`: transformers' Trainer, rehearsed and measured
+- `fit`: `snugfit.fit`: a user's live Trainer
+- `custom_loop`: `snugfit.accelerate`: a user's live model, optimizer and loader
+- `script`: an export
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ HANDLERS: tuple[Handler, ...] = tuple(
         key=lambda handler: handler.stage,
     )
 )
-"""In the order of their stages."""
+"""All handlers, in the order of their stages."""
 
 REFUSED: Mapping[tuple[str, str], str] = {
     (front_end, handler.wish): reason for handler in HANDLERS for front_end, reason in handler.refused.items()
@@ -85,14 +85,14 @@ _PLAIN = Setup()
 
 
 def _wishes(setup: Setup, skip: Collection[Slot] = ()) -> Iterator[tuple[Handler, Any]]:
-    """Each handler with its wish's value, but for slots that are to be left alone."""
+    """Yield each handler with its wish's value, without the slots in `skip`."""
     for handler in HANDLERS:
         if handler.slot not in skip:
             yield handler, getattr(setup, handler.wish)
 
 
 def _refusals(front_end: str, setup: Setup, skip: Collection[Slot] = ()) -> Iterator[tuple[Handler, str]]:
-    """The handlers of wishes that this front-end cannot honour, each with the reason."""
+    """Yield the handlers of wishes that this front-end cannot implement, each with the reason."""
     for handler, value in _wishes(setup, skip):
         if value == getattr(_PLAIN, handler.wish):
             continue
@@ -101,14 +101,14 @@ def _refusals(front_end: str, setup: Setup, skip: Collection[Slot] = ()) -> Iter
 
 
 def refuse_unsupported(front_end: str, setup: Setup) -> None:
-    """Raises `UsageError` for wishes that this front-end cannot honour, by name."""
+    """Raise `UsageError` for wishes that this front-end cannot implement, by name."""
     refusals = [f"{_wish_in_words(handler, setup)}: {why}" for handler, why in _refusals(front_end, setup)]
     if refusals:
         raise UsageError("\n".join([f"The {front_end} loop cannot do this:", *refusals]))
 
 
 def _wish_in_words(handler: Handler, setup: Setup) -> str:
-    """A wish for the eyes of a user: with its value where that is a word or a number, else its slot."""
+    """Return a wish as text for a user: with its value if that is a word or a number, else its slot."""
     value = getattr(setup, handler.wish)
     is_plain = isinstance(value, str | int | float | None)
     return f"{handler.wish} = {value!r}" if is_plain else f"the technique of the slot '{handler.slot}'"
@@ -118,18 +118,18 @@ def _wish_in_words(handler: Handler, setup: Setup) -> str:
 
 
 def import_code(setup: Setup) -> None:
-    """Imports the libraries that this Setup's model and optimizer come from, where that must be early."""
+    """Import the libraries that this Setup's model and optimizer come from, where that must be early."""
     for handler, value in _wishes(setup):
         handler.import_code(value)
 
 
 def model_arguments(setup: Setup) -> dict[str, Any]:
-    """Arguments of the model's constructor."""
+    """Return arguments of the model's constructor."""
     return _merge(handler.model_arguments(value) for handler, value in _wishes(setup))
 
 
 def adapt_model(setup: Setup, model: torch.nn.Module) -> torch.nn.Module:
-    """The model to train in place of this one, which was just built."""
+    """Return the model to train in place of this one, which was just built."""
     for handler, value in _wishes(setup):
         model = handler.replace_model(value, model)
     return model
@@ -163,7 +163,7 @@ def make_scaler(setup: Setup, device: torch.device) -> torch.amp.GradScaler | No
 
 
 def loader_arguments(setup: Setup, device: torch.device) -> dict[str, Any]:
-    """Arguments of torch's `DataLoader`."""
+    """Return arguments of torch's `DataLoader`."""
     return _merge(handler.loader_arguments(value, device) for handler, value in _wishes(setup))
 
 
@@ -171,7 +171,7 @@ def loader_arguments(setup: Setup, device: torch.device) -> dict[str, Any]:
 
 
 def set_process(setup: Setup, device: torch.device) -> None:
-    """Changes the process as this Setup wishes, before anything is built."""
+    """Change the process for this Setup, before the model is built."""
     for handler, value in _wishes(setup):
         handler.set_process(value, device)
 
@@ -238,7 +238,7 @@ def rehearsal_context(setup: Setup, *, on_gpu: bool) -> AbstractContextManager[A
 
 
 def _join(contexts: Iterable[Context | None]) -> AbstractContextManager[Any]:
-    """One context manager for all of these, the first outermost."""
+    """Join these contexts into one, the first outermost."""
     present = [context for context in contexts if context is not None]
     if len(present) == 1:
         return present[0]()
@@ -265,14 +265,14 @@ def objections(live: LiveTraining, setup: Setup, skip: Collection[Slot] = ()) ->
 
 
 def refuse(live: LiveTraining, what: str, reasons: Iterable[str]) -> None:
-    """Raises `RecipeError` when there is a reason."""
+    """Raise `RecipeError` when there is a reason."""
     lines = list(reasons)
     if lines:
         raise RecipeError("\n".join([f"{live.recipe} cannot be given to this {what}:", *lines]))
 
 
 def change_live(live: LiveTraining, setup: Setup, skip: Collection[Slot] = ()) -> list[str]:
-    """Does the wishes to the live model; gives a line for each thing that is another now."""
+    """Change the live model for these wishes; return a line for each change."""
     return [line for handler, value in _wishes(setup, skip) for line in handler.change(value, live)]
 
 
@@ -301,7 +301,7 @@ def script_fields(context: ScriptContext) -> dict[str, Any]:
 
 
 def _merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """One dictionary of all; values of one name that are dictionaries themselves become one."""
+    """Merge all dictionaries into one; values of one name that are dictionaries are merged too."""
     merged: dict[str, Any] = {}
     for part in parts:
         for name, value in part.items():

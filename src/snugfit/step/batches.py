@@ -53,7 +53,7 @@ class _StandIn(UserDict[str, Any]):
 
 
 class _OneSample(SyntheticDataset):
-    """As many samples as a dataset has, and all of them its first."""
+    """A dataset whose samples are all its first one, without a change of length."""
 
     def __init__(self, of: SyntheticDataset) -> None:
         super().__init__(of.job, len(of))
@@ -143,7 +143,7 @@ class _CastSamples(SyntheticDataset):
 
 
 def cast_inputs(batch: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """A sample or a batch with its floating-point inputs in this dtype; labels stay as they are."""
+    """Return a sample or a batch with its floating-point inputs in this dtype; labels stay as they are."""
     import torch
 
     return {
@@ -170,7 +170,7 @@ def dataset(job: Job, setup: Setup, device: torch.device, steps: int = 1) -> Syn
 def loader(
     job: Job, setup: Setup, device: torch.device, *, always_mask: bool = False
 ) -> torch.utils.data.DataLoader[Any]:
-    """A DataLoader of host micro-batches, over an epoch of synthetic samples."""
+    """Return a DataLoader of host micro-batches, over an epoch of synthetic samples."""
     import torch
 
     batches: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
@@ -187,7 +187,7 @@ def loader(
 def micro_batches(
     job: Job, setup: Setup, device: torch.device, *, always_mask: bool = False
 ) -> Generator[list[dict[str, Any]], None, None]:
-    """For ever: the host micro-batches of one optimizer step."""
+    """Yield the host micro-batches of each optimizer step, without end."""
     batches = loader(job, setup, device, always_mask=always_mask)
     pieces: list[dict[str, Any]] = []
     while True:

@@ -74,8 +74,10 @@ def _instantiate(job: Job, setup: Setup, weights: Path | None, on_loaded: OnLoad
 
 
 def spreads_from_the_host(job: Job, setup: Setup) -> bool:
-    """Return whether each process takes its part of a layer's weights from the host, and none holds the whole
-    model on its device. This holds if the job builds on the host, or if the host keeps the parts.
+    """Return whether each process takes its part of a layer's weights from the host.
+
+    Then none holds the whole model on its device. This holds if the job builds on the host, or if the host
+    keeps the parts.
     """
     wish = setup.parallel
     if wish is None or wish.weights != "sharded":

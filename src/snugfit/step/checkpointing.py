@@ -41,9 +41,8 @@ COMPILED = "compiled_by_snugfit"
 
 
 def checkpoint_layers(model: torch.nn.Module, wish: CheckpointWish) -> None:
-    """Makes the wished layers of `model` keep only their inputs, in place.
-
-    Raises `RecipeError` when the model has no stack of layers, or its layers cannot be joined into spans.
+    """Make the chosen layers of `model` keep only their inputs, in place. Raises `RecipeError` when the model
+    has no stack of layers, or its layers cannot be joined into spans.
     """
     stacks = layer_stacks(model)
     if not stacks:
@@ -62,14 +61,14 @@ def checkpoint_layers(model: torch.nn.Module, wish: CheckpointWish) -> None:
 
 
 def stop_own_checkpointing(model: Any) -> None:
-    """Turns off transformers' own checkpointing of layers, where it is on."""
+    """Turn off transformers' own checkpointing of layers, where it is on."""
     known = next((name for name in NAMES if hasattr(type(model), f"is_{name}")), None)
     if known and getattr(model, f"is_{known}"):
         getattr(model, f"{known}_disable")()
 
 
 def copy_without_data(model: Any) -> Any:
-    """The model on the device `meta`, without transformers' own checkpointing of layers."""
+    """Return a copy of the model on `meta`, without transformers' own checkpointing of layers."""
     import torch
 
     from snugfit.job.clone import clone_to_device
@@ -83,7 +82,7 @@ def copy_without_data(model: Any) -> Any:
 def layer_stacks(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
     """Return the model's stacks of layers, outermost only.
 
-    A stack is a list of at least two modules of one class, or of several classes of transformers' layers
+    A stack is a list of at least two modules of one class. Layers of transformers may have several classes
     (Jamba's attention and Mamba layers). Stacks with less than a tenth of the largest stack's parameters are
     left out.
     """

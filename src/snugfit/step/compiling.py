@@ -8,7 +8,7 @@ none. Attention with such a mask uses a slower kernel that stores every score.
 *The model*: its forward pass is compiled at once, with its loss, as the Trainer's `torch_compile=True` does.
 The recomputation of layers is compiled with them.
 
-In both cases the forward pass is compiled and not the module, so names in a state dict stay and hooks run
+In both cases the forward pass is compiled and not the module. So names in a state dict stay, and hooks run
 uncompiled. The recomputation of a compiled layer is outside of its program: the program runs a second time in
 the backward pass.
 
@@ -57,7 +57,7 @@ def compile_parts(model: torch.nn.Module, wish: CompileWish) -> None:
 
 
 def _compile_model(model: torch.nn.Module, wish: CompileWish) -> None:
-    """Compiles the model's forward pass; evaluation, of batches of any length, runs as written."""
+    """Compile the model's forward pass; evaluation, with batches of any length, runs uncompiled."""
     forward = model.forward
     compiled = compiled_function(forward, wish)
     without = {"use_cache": False} if _takes_cache(model) else {}
@@ -95,7 +95,7 @@ def _takes_cache(model: Any) -> bool:
 
 
 def compile_layers(model: torch.nn.Module, wish: CompileWish) -> None:
-    """Compiles each of the model's repeated layers."""
+    """Compile each of the model's repeated layers."""
     stacks = layer_stacks(model)
     if not stacks:
         raise RecipeError(
@@ -136,8 +136,9 @@ def compile_lines(job: Job, wish: CompileWish, *, trainer: bool) -> tuple[str, .
 
 
 def _model_lines(wish: CompileWish, how: str, *, trainer: bool) -> tuple[str, ...]:
-    """Python that compiles the whole `model`. accelerate and the Trainer put autocast around the model's
-    forward pass, so `model.compile()` has it within."""
+    """Return Python lines that compile the whole `model`. accelerate and the Trainer put autocast around the
+    model's forward pass, so `model.compile()` has it within.
+    """
     without_cache = "model.config.use_cache = False"
     if wish.autocast == "around":
         arguments = f"model.forward, {how}" if how else "model.forward"
@@ -160,12 +161,12 @@ def compile_arguments(wish: CompileWish) -> dict[str, Any]:
 
 
 def layer_names(job: Job) -> tuple[str, ...]:
-    """The classes of the repeated layers of this job's model, by name."""
+    """Return the classes of the repeated layers of this job's model, by name."""
     return tuple(sorted({type(layer).__name__ for layer in _layers_of(job)}))
 
 
 def _layers_of(job: Job) -> list[torch.nn.Module]:
-    """The repeated layers of this job's model, on `meta`."""
+    """Return the repeated layers of this job's model, on `meta`."""
     import torch
 
     with torch.device("meta"):
@@ -182,7 +183,7 @@ def _has_dropout(layer: torch.nn.Module) -> bool:
 
 
 def compiled_function(forward: Callable[..., Any], wish: CompileWish) -> Callable[..., Any]:
-    """This forward pass, compiled."""
+    """Compile this forward pass."""
     import torch
 
     if wish.budget == 1 and wish.autocast == "around":
@@ -220,9 +221,9 @@ class BackwardWithoutAutocast:
 
 @contextlib.contextmanager
 def autocast_begins(where: str) -> Iterator[None]:
-    """Within it, programs are traced as if autocast began there: `around` them, or `within`. torch traces a
-    backward pass together with its forward pass, under the autocast around the program; where none is,
-    without."""
+    """Trace programs as if autocast began `around` them or `within`. torch traces a backward pass together
+    with its forward pass, under the autocast around the program, if any.
+    """
     from torch._functorch import config as functorch
 
     with functorch.patch(backward_pass_autocast="off") if where == "within" else contextlib.nullcontext():
@@ -232,7 +233,9 @@ def autocast_begins(where: str) -> Iterator[None]:
 def _in_training(
     layer: torch.nn.Module, forward: Callable[..., Any], wish: CompileWish
 ) -> Callable[..., Any]:
-    """Runs compiled in training, without a cache; evaluation, of batches of any length, runs as written."""
+    """Return a forward pass that runs compiled in training, without a cache; evaluation, with batches of any
+    length, runs uncompiled.
+    """
     compiled = compiled_function(forward, wish)
 
     @functools.wraps(forward)
@@ -275,9 +278,8 @@ def whole_files() -> Iterator[None]:
     """Give each output of Inductor's C++ compiler its final name only after the compiler has finished.
 
     g++ writes under the final name into Inductor's cache, and Inductor reads any existing file as complete. A
-    kill of the compiler (a stopped container, no memory left) would leave a partial file, and each later
-    start would fail on it. Inductor and Triton write their other files under a temporary name and rename
-    them.
+    killed compiler (a stopped container, no memory left) would leave a partial file. Each later start would
+    fail on it. Inductor and Triton write their other files under a temporary name and rename them.
     """
     from torch._inductor import cpp_builder
 

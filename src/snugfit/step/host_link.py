@@ -27,7 +27,7 @@ ALIGNMENT = 512
 
 STAGED_BYTES = 64 << 20
 """Bytes of weights, and of gradients, staged on the host at a time where the host updates them. The number is
-chosen: small beside any model, and so large that a copy takes a hundred times as long as its launch.
+chosen: small beside any model, but a copy takes a hundred times as long as its launch.
 """
 
 MANAGED_STEP = 128 * MIB
@@ -73,7 +73,7 @@ class Slabs:
         return extent
 
     def give_back(self) -> None:
-        """A extent is no longer used."""
+        """Release an extent."""
         self._used -= 1
         if not self._used:
             self._slab = self._end = 0
@@ -83,19 +83,19 @@ class LinkObserver(Protocol):
     """Observer of a link on `meta`."""
 
     def copy_out(self, nbytes: int) -> None:
-        """Bytes are copied to the host, in their turn."""
+        """Record a copy of bytes to the host, in order."""
 
     def copy_back(self, nbytes: int) -> None:
-        """Bytes are copied to the device, in their turn."""
+        """Record a copy of bytes to the device, in order."""
 
     def await_copy(self, later: int) -> None:
-        """The device computes no further before the copy behind which so many others wait is done."""
+        """Record the device's wait for the copy before the last `later` ones."""
 
     def stage_out(self, nbytes: int) -> None:
         """Record a blocking copy of weights or gradients from the device to the host."""
 
     def update_on_host(self, nbytes: int, dtype: torch.dtype) -> None:
-        """The host waits for the device, and updates so many bytes of weights of this dtype."""
+        """Record the host's wait for the device, and its update of `nbytes` of weights of this dtype."""
 
     def stage_back(self, nbytes: int) -> None:
         """Record a blocking copy of updated weights from the host to the device."""
@@ -104,13 +104,13 @@ class LinkObserver(Protocol):
         """Record a prefetch of `nbytes` of managed memory."""
 
     def work_on_host(self, nbytes: int) -> None:
-        """The host reads and writes so many bytes of weights, gradients or states."""
+        """Record the host's reads and writes of `nbytes` of weights, gradients or states."""
 
     def swap(self, nbytes: int) -> None:
-        """The host waits for a disk that reads or writes so many bytes of them."""
+        """Record the host's wait for a disk that reads or writes `nbytes` of them."""
 
     def hold_on_host(self, nbytes: int, pinned: int) -> None:
-        """The host holds so many bytes of them, some of which are page-locked."""
+        """Record `nbytes` of them on the host, of which `pinned` are page-locked."""
 
 
 class Link:
@@ -122,7 +122,7 @@ class Link:
         self._memory: list[torch.Tensor] = []
 
     def send(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Extent], Any]:
-        """Copies the storages of these tensors to the host; gives where they are, and what to await."""
+        """Copy the storages of these tensors to the host; return their extents, and an event to wait for."""
         extents = [self.slabs.take(tensor.untyped_storage().nbytes()) for tensor in tensors]
         return extents, self._send(tensors, extents)
 
@@ -139,7 +139,7 @@ class Link:
         return tensors, self._fetch(tensors, extents)
 
     def wait(self, event: Any) -> None:
-        """The device computes no further before this copy is done."""
+        """Make the device wait for this copy."""
 
     def _send(self, tensors: Sequence[torch.Tensor], extents: Sequence[Extent]) -> Any:
         for tensor, extent in zip(tensors, extents, strict=True):
@@ -150,7 +150,7 @@ class Link:
             _bytes_of(tensor).copy_(self._host(extent), non_blocking=True)
 
     def _host(self, extent: Extent) -> torch.Tensor:
-        """The host's bytes at this extent, in slabs that are made when they are first used."""
+        """Return the host's bytes at this extent, in slabs that are allocated at their first use."""
         for nbytes in self.slabs.sizes[len(self._memory) :]:
             self._memory.append(self._take(nbytes))
         return self._memory[extent.slab][extent.start : extent.start + extent.nbytes]
@@ -208,7 +208,7 @@ class MetaLink(Link):
         self._copies = 0
 
     def wait(self, event: Any) -> None:
-        """The event is the number of the copy."""
+        """Wait for a copy; the event is its number."""
         if self.observer is not None:
             self.observer.await_copy(self._copies - event)
 
@@ -228,13 +228,13 @@ class MetaLink(Link):
 
 
 def link_to_host(device: torch.device) -> Link:
-    """The link of such a device."""
+    """Return the link of this kind of device."""
     kinds = {"cuda": CudaLink, "meta": MetaLink}
     return kinds.get(device.type, Link)(device)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor's storage, as bytes."""
+    """Return all of a tensor's storage, as bytes."""
     import torch
 
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

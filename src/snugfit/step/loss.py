@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 class AssumedLoss(UserWarning):
-    """Warning: a model returns several numbers that could be its loss. A rehearsal's doubt has the same text.
+    """Warning: a model returns several numbers that could be its loss. A rehearsal's doubt has the
+    same text.
     """
 
 
@@ -58,7 +59,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _single_number(value: Any) -> torch.Tensor:
-    """The value, which must be a tensor of one number."""
+    """Return the value, which must be a tensor of one number."""
     import torch
 
     if not isinstance(value, torch.Tensor):

@@ -4,8 +4,8 @@ The type is checked first, then the message, from the outermost exception inward
 count only in exceptions of the kinds that torch and its libraries raise (RuntimeError and its subclasses).
 They count only from the beginning of a line: a file name or a user's ValueError may mention memory too.
 
-A comment at each message names its source: `binary` in the installed library, `log` in published logs or
-issues, `met` raised in a test here, `unseen` written from memory and not yet observed.
+A comment at each message names its source: `binary` is the installed library, `log` published logs or issues,
+`met` a test here. `unseen` messages are written from memory and not yet observed.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _by_type(error: BaseException) -> str | None:
-    """Types are recognised by name and module, so that this file works without torch."""
+    """Classify by name and module of the type, so that this file works without torch."""
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
     if names & {"torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError"}:
         return "oom:torch"

@@ -1,6 +1,6 @@
 """A forward pass for one module in place of its class's, which does not keep that module alive.
 
-A module that holds its own bound method is a cycle: once dropped, its weights stay on the GPU until Python's
+A module that holds its own bound method is a cycle. Once dropped, its weights stay on the GPU until Python's
 collector runs. The collector counts objects and not their size.
 """
 
@@ -26,7 +26,7 @@ class OwnForward:
         self._function, self._module = function, weakref.ref(module)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Raises `SnugfitError` once the module is gone."""
+        """Call the function on the module. Raises `SnugfitError` once the module is deleted."""
         module = self._module()
         if module is None:
             raise SnugfitError("This forward pass is of a module that no longer exists. Keep the model.")

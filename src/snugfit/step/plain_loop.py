@@ -1,12 +1,12 @@
 """The plain loop: the definition that every figure of snugfit refers to.
 
-An optimizer step runs these operations for each micro-batch. Place it on the device; under autocast (if set)
-run the model and take its loss, scaled to the global batch; run backward. Then unscale and clip (if the job
+An optimizer step runs these operations for each micro-batch. Place it on the device. Under autocast (if set)
+run the model and take its loss, scaled to the global batch. Run backward. Then unscale and clip (if the job
 clips), step the optimizer, and drop the gradients (`set_to_none=True`). fp16 goes through a GradScaler.
 
-The loss is scaled by the micro-batch's share of the items that the loss is a mean over: samples, or tokens
-with a label. The host counts them before the batch is placed, so micro-batches equal the whole batch also
-with uneven padding. A batch that is not cut is not scaled: one kernel less, as in any tutorial.
+The loss is scaled by the micro-batch's share of the counted items: samples, or tokens with a label. The host
+counts them before the batch is placed, so micro-batches equal the whole batch also with uneven padding. A
+batch that is not cut is not scaled: one kernel less, as in any tutorial.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Built:
     """Objects that a run has built and works with."""
 
     model: torch.nn.Module
-    """As the Setup wants it, on the device."""
+    """The model after the Setup's changes, on the device."""
 
     runs: torch.nn.Module
     """Module that the loop calls: the model itself, or its wrapper when several processes train it."""
@@ -87,8 +87,9 @@ class OptimizerLoop(Step):
         return self.captured is not None
 
     def stage_passes(self, model: torch.nn.Module, runs: torch.nn.Module) -> StagePasses | None:
-        """The passes of this process's stage of a model, for which `runs` is called; None where it has all
-        layers."""
+        """Return the passes of this process's stage of a model, which is called as `runs`; None if it has all
+        layers.
+        """
         if self.setup.parallel is None or not is_in_stages(self.setup):
             return None
         from snugfit.step.wishes.mesh.pipeline import StagePasses
@@ -101,7 +102,7 @@ class OptimizerLoop(Step):
 
     @abstractmethod
     def _accumulate(self, built: Built) -> torch.Tensor | None:
-        """Leaves one step's gradients in the parameters, and gives its loss when losses are kept."""
+        """Leave one step's gradients in the parameters, and return its loss when losses are kept."""
 
     def _train(self, steps: int, observer: Observer) -> list[float]:
         observer.phase("build")
@@ -121,7 +122,7 @@ class OptimizerLoop(Step):
                 optimizer.zero_grad(set_to_none=not self.keep_gradients)
                 after_update(self.setup, runs, index)
                 observer.step_ends(index)
-                if self.keep_losses and loss is not None:  # what is played writes it where it was
+                if self.keep_losses and loss is not None:  # the next replay overwrites it
                     losses.append(loss.clone() if self.is_captured() else loss)
         self.model, self.optimizer = model, optimizer
         if self.passes is not None and self.keep_losses:
@@ -186,7 +187,7 @@ class PlainStep(OptimizerLoop):
                     self.released.detach()
 
     def start_capture(self) -> None:
-        """From here on steps are recorded and played back, where the Setup wishes it."""
+        """Record and replay the following steps, if the Setup chooses it."""
         self.captured = capture(self)
 
     def _accumulate(self, built: Built) -> torch.Tensor | None:
@@ -209,7 +210,7 @@ class PlainStep(OptimizerLoop):
         return self.run_passes(built, pieces, weights)
 
     def _filling(self) -> Filling | None:
-        """To what micro-batches without padding are filled up; None where steps are not recorded."""
+        """Return the filling of micro-batches without padding; None where steps are not recorded."""
         wish = self.setup.capture
         if wish is None or (wish.recorded and self.captured is None):
             return None
@@ -253,7 +254,7 @@ class PlainStep(OptimizerLoop):
                     loss = loss * weight
                 if (
                     self.keep_losses and not again
-                ):  # added up in fp32, as the Trainer does, whatever a model's loss is in
+                ):  # added up in fp32, as in the Trainer, for a loss of any dtype
                     total = loss.detach().float() if total is None else total + loss.detach()
                     self.computed(total)
                 observer.phase("backward")

@@ -5,7 +5,7 @@ Results of a listed operator are kept. The recomputation in the backward pass re
 the same, bit for bit.
 
 Products with weights and fused attention are kept: they take nearly all of a layer's time. Products of two
-activations are not kept. Where attention is not fused they are its scores, which are large.
+activations are not kept. In unfused attention they are its scores, which are large.
 
 Attention with dropout is computed again, because it draws random numbers. A reused result draws none, and
 each later dropout would have another mask than in the forward pass. Attention is kept where no later dropout
@@ -49,7 +49,7 @@ def checkpoint_arguments(keep: str, keep_drawn: bool = False) -> dict[str, Any]:
 
 
 def refuse_draws(operator: Any) -> None:
-    """Raises `RecipeError` for an operator that draws random numbers and is not fused attention."""
+    """Raise `RecipeError` for an operator that draws random numbers and is not fused attention."""
     import torch
 
     if torch.Tag.nondeterministic_seeded in operator.tags and operator.name() not in ATTENTION:
@@ -68,7 +68,7 @@ def selective_contexts(operators: tuple[str, ...], every_other: bool = False, re
     """
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-    products = {False: 0, True: 0}  # of the forward pass, and of the recomputation, which torch 2.12 asks too
+    products = {False: 0, True: 0}  # in the forward pass, and in the recomputation, for torch 2.12
 
     def policy(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
         name = operator.name()
@@ -90,7 +90,7 @@ def selective_contexts(operators: tuple[str, ...], every_other: bool = False, re
 
 
 def script_lines(keep: str) -> tuple[str, ...]:
-    """Python that defines the same `context_fn`, for scripts that run without snugfit."""
+    """Return Python lines that define the same `context_fn`, for scripts that run without snugfit."""
     source = textwrap.dedent(inspect.getsource(selective_contexts)).rstrip()
     value = checkpoint_arguments(keep)["context_fn"]
     names = ", ".join(f'"{name}"' for name in value.args[0])

@@ -6,7 +6,7 @@ is the same object each time: only its device and its observer differ. Each loop
 - `plain`: the loop every figure of ours refers to (`plain_loop.py`);
 - `accelerate`: the guide's hand-written loop on the installed accelerate (`accelerate_loop.py`);
 - `trainer`: the installed `transformers.Trainer`, its own step and none of its logic copied
-(`trainer_loop.py`).
+  (`trainer_loop.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Observer:
         """Optimizer step `index` has ended; gradients are dropped."""
 
     def phase(self, name: str) -> None:
-        """From here on everything belongs to this phase, one of `PHASES`."""
+        """Attribute all later work to this phase, one of `PHASES`."""
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Model and optimizer are built; the first step has not begun."""

@@ -16,7 +16,7 @@ from unittest.mock import patch
 if TYPE_CHECKING:
     from transformers import Trainer
 else:
-    Trainer = object  # the real one stands behind it, in the class that a front-end makes
+    Trainer = object  # the front-end's class adds the real one as a base
 
 
 class StepEnd(NamedTuple):
@@ -40,18 +40,18 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
     optimizer: Any
 
     def snugfit_clip(self, go_on: Callable[[], Any]) -> Any:
-        """A step's gradients are there; `go_on` clips them as transformers does and gives their norm."""
+        """Clip a step's gradients; `go_on` clips them as transformers does and returns their norm."""
         return go_on()
 
     def snugfit_before_update(self, norm: Any) -> None:
-        """The gradients of a step are there, clipped, with this norm; no weight has changed."""
+        """Run before the update; the gradients are clipped, and `norm` is theirs."""
 
     def snugfit_position(self, epochs: int, batches: int) -> tuple[int, int]:
-        """Epochs that are done when training begins, and batches of the next one that are skipped."""
+        """Return the finished epochs at the start of training, and the batches of the next one to skip."""
         return epochs, batches
 
     def snugfit_epoch_begins(self, loader: Any, epoch: int, skipped: int) -> Any:
-        """An epoch begins; gives the loader to train over, which itself skips so many batches."""
+        """Begin an epoch; return the loader to train over, which itself skips `skipped` batches."""
         return loader
 
     def snugfit_border(self, figures: StepEnd, go_on: Callable[[StepEnd], None]) -> None:
@@ -61,28 +61,30 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
         go_on(figures)
 
     def snugfit_evaluate(self, go_on: Callable[[], Any]) -> Any:
-        """At the end of a step, or before the first one; `go_on` evaluates as transformers does."""
+        """Evaluate at the end of a step, or before the first one; `go_on` evaluates as transformers does."""
         return go_on()
 
     def snugfit_save(self, go_on: Callable[[], None]) -> None:
-        """Keeps a checkpoint; `go_on` saves as the user's subclass does, which ends in `snugfit_keep`."""
+        """Save a checkpoint; `go_on` saves as the user's subclass does, which ends in `snugfit_keep`."""
 
     def snugfit_keep(self) -> None:
-        """In the place of the Trainer's own saving, behind that of the user's subclass."""
+        """Save in place of the Trainer's own saving, after that of the user's subclass."""
 
     def snugfit_load_weights(self, model: Any, folder: Path) -> None:
-        """Loads a checkpoint's weights, in the place of the Trainer's own loading."""
+        """Load a checkpoint's weights, in place of the Trainer's own loading."""
 
     def snugfit_load_optimizer(self, folder: Path | None) -> None:
-        """Loads optimizer, schedule and scaler in the place of the Trainer's own loading; None where nothing
-        is resumed."""
+        """Load optimizer, schedule and scaler in place of the Trainer's own loading; `folder` is None without
+        a resume.
+        """
 
     def snugfit_load_generators(self, folder: Path) -> None:
-        """Loads the random generators, in the place of the Trainer's own loading."""
+        """Load the random generators, in place of the Trainer's own loading."""
 
     def snugfit_before_finish(self) -> bool:
-        """All steps are done; the best model may be read from a checkpoint now. False where the run is
-        stopped and nothing more is to be done."""
+        """Run after all steps, when the best model may be read from a checkpoint. Return False for a stopped
+        run, which skips the rest.
+        """
         return True
 
     def _clip_grad_norm(self, *arguments: Any, **keywords: Any) -> Any:
@@ -120,8 +122,9 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
         return self.snugfit_evaluate(partial(super()._evaluate, *arguments, **keywords))
 
     def spread_model(self) -> None:
-        """Spreads the model over the processes under FSDP2, where it is not yet, as the Trainer does when
-        training begins."""
+        """Shard the model over the processes under FSDP2, unless it is sharded, as the Trainer does when
+        training begins.
+        """
         from torch.distributed.fsdp import FSDPModule
 
         if isinstance(self.model, FSDPModule):
@@ -157,7 +160,7 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
         self.snugfit_load_optimizer(None if checkpoint is None else Path(checkpoint))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """It comes with the optimizer."""
+        """Load nothing: the scaler comes with the optimizer."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
@@ -174,13 +177,14 @@ class TrainerHooks(Trainer):  # type: ignore[misc]
 
 
 def _skip_nothing(loader: Any, num_batches: int = 0) -> Any:
-    """A Trainer's epoch takes its loader as it is, though batches of it were seen."""
+    """Return the loader of a Trainer's epoch unchanged, though batches of it were used."""
     return loader
 
 
 def keeping_bases(own: type[Any]) -> tuple[type, ...]:
-    """A trainer's class, and behind it one in which the saving of every subclass ends, before transformers'
-    own."""
+    """Return a trainer's class, followed by one that ends the saving of every subclass before transformers'
+    own.
+    """
     import transformers
 
     class KeepingTrainer(transformers.Trainer):  # type: ignore[misc]
@@ -207,5 +211,5 @@ def calls_on_save(trainer: Any) -> bool:
 
 
 def push_checkpoint(trainer: Any, folder: Path) -> None:
-    """Begins to push a whole checkpoint to the hub, as the Trainer does when it has saved one."""
+    """Begin to push a whole checkpoint to the hub, as the Trainer does after saving one."""
     trainer._push_from_checkpoint(str(folder))

@@ -82,8 +82,9 @@ class TrainerStep(Step):
         return [sum(losses[start : start + pieces]) for start in range(0, len(losses), pieces)]
 
     def _model(self) -> torch.nn.Module:
-        """As its users build it. One that is to be spread over processes stays on the host, and accelerate
-        moves its parts."""
+        """Build the model as users do. A model to be sharded stays on the host, and accelerate moves its
+        parts.
+        """
         spread = is_spread(self.setup)
         model = build_model(self.job, self.setup, self.device, on_host=True, stays=spread)
         if spread and self.setup.autocast:

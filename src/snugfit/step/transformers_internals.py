@@ -72,7 +72,7 @@ def _one_of_several(device: torch.device, parallel: ParallelWish) -> Iterator[No
         return
     if device.type == "meta" and parallel.weights == "sharded":
         os.environ[_DEVICE] = "meta"
-    os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"  # DDP is told no number of a GPU
+    os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"  # DDP gets no device index
     of_gpus = (dist.get_backend(), DistributedType.MULTI_GPU)
     with patch.object(PartialState, "_prepare_backend", lambda self, *asked, **more: of_gpus):
         yield
@@ -145,7 +145,7 @@ def logged_losses(trainer: Any) -> dict[str, Any]:
 
 
 def restore_logged_losses(trainer: Any, losses: Mapping[str, Any]) -> None:
-    """Sets what `logged_losses` gave; to the losses since the last log they are added."""
+    """Restore the values of `logged_losses`; the losses since the last log are added to."""
     trainer._tr_loss += losses["loss"]
     trainer._total_loss_scalar = losses["total_loss"]
     trainer._globalstep_last_logged = losses["last_logged"]
@@ -168,7 +168,7 @@ def average_losses_over_all_steps(trainer: Any) -> None:
 
 
 def loss_since_log(trainer: Any) -> Any:
-    """The sum of the losses since the last log, () on the device: the trainer's own tensor."""
+    """Return the sum of the losses since the last log, () on the device: the trainer's own tensor."""
     return trainer._tr_loss
 
 
@@ -178,7 +178,7 @@ def trainer_shifts_labels(trainer: Any) -> bool:
 
 
 def weigh_losses_ourselves(trainer: Any) -> None:
-    """Keeps the trainer from dividing each micro-batch's loss by their number."""
+    """Stop the trainer from dividing each micro-batch's loss by their number."""
     trainer.current_gradient_accumulation_steps = 1
 
 
@@ -208,8 +208,9 @@ def set_arguments(trainer: Any, changes: Mapping[str, Any]) -> None:
 
 
 def _set_precision(trainer: Any, mixed: str) -> None:
-    """Its accelerator's, which autocasts and scales gradients. accelerate keeps one state for the process,
-    which is made anew."""
+    """Set the precision of its accelerator, which autocasts and scales gradients. accelerate keeps one state
+    for the process, which is made again.
+    """
     from accelerate.state import AcceleratorState, DistributedType, PartialState
 
     args = trainer.args
@@ -231,7 +232,9 @@ def made_by_accelerate(optimizer: Any) -> bool:
 
 @contextlib.contextmanager
 def bare_model(model: Any) -> Iterator[None]:
-    """Within it the model is as it was before `Accelerator.prepare` put its forward pass around it."""
+    """Restore the model from before `Accelerator.prepare` wrapped its forward pass, inside of this
+    context.
+    """
     put = {name: model.__dict__.pop(name) for name in ON_A_PREPARED_MODEL if name in model.__dict__}
     if put and "_original_forward" not in put and "forward" in put:  # the user's own
         model.__dict__["forward"] = put["forward"]
@@ -243,7 +246,7 @@ def bare_model(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_loader_record(trainer: Any) -> Iterator[None]:
-    """A loader that is made within it has no workers, and accelerate does not remember it."""
+    """Make loaders without workers, and without a record in accelerate, inside of this context."""
     args, accelerator = trainer.args, trainer.accelerator
     with (
         patch.multiple(
@@ -294,4 +297,4 @@ def _has_values(tensor: Any = None) -> bool:
 
 
 def _not_packed(position_ids: Any) -> None:
-    """No row has more than one sequence."""
+    """Report that no row has more than one sequence."""

@@ -4,18 +4,18 @@ A `Counterpart` lists the arguments that switch a technique on in another librar
 them. Reading a user's arguments finds the technique with a matching list. A dotted name gives the place of
 its argument:
 
-bf16                        a field of `TrainingArguments`
-optim_args.momentum         a part of such a field
-model.attn_implementation   an argument of `from_pretrained`
-model.quantization_config.* an argument of transformers' `BitsAndBytesConfig`
-lora.r                      an argument of peft's `LoraConfig`
-layers.compile              `compile()` of the model's repeated layers, in a script
-forward.compile             `torch.compile` of the model's own forward pass, in a script
-functorch.*                 `torch._functorch.config`, in a script
-layers.float8               torchao's recipe for the products of their linear layers, in a script
-environment.PYTORCH_...     a variable of the process
-parallel.*                  parallel training, in words of our own: other libraries set it
-                            partly in their launchers' files
+- `bf16`: a field of `TrainingArguments`
+- `optim_args.momentum`: a part of such a field
+- `model.attn_implementation`: an argument of `from_pretrained`
+- `model.quantization_config.*`: an argument of transformers' `BitsAndBytesConfig`
+- `lora.r`: an argument of peft's `LoraConfig`
+- `layers.compile`: `compile()` of the model's repeated layers, in a script
+- `forward.compile`: `torch.compile` of the model's own forward pass, in a script
+- `functorch.*`: `torch._functorch.config`, in a script
+- `layers.float8`: torchao's recipe for the products of their linear layers, in a script
+- `environment.PYTORCH_...`: a variable of the process
+- `parallel.*`: parallel training, in words of our own: other libraries set it
+  partly in their launchers' files
 
 A value is the required value, or `Setting("n")`: any value there becomes the technique's setting `n`.
 """

@@ -67,8 +67,9 @@ DISK = "/local_nvme"
 
 
 def zero_section(wish: ShardingWish, sizes: dict[str, Any], folder: str = DISK) -> dict[str, Any]:
-    """The section `zero_optimization`, with these sizes of buckets or `auto` for each; what goes to a disk
-    is in this folder."""
+    """Return the section `zero_optimization`, with these sizes of buckets or `auto` for each; a disk's files
+    are in `folder`.
+    """
     section: dict[str, Any] = {
         "stage": wish.stage,
         "overlap_comm": wish.ranks > 1,
@@ -112,7 +113,7 @@ def with_engine(setup: Setup, wish: ShardingWish) -> Setup:
 
 
 def refuse_training(setup: Setup) -> None:
-    """Raises `UsageError` where an engine is wished for that trains in no loop of snugfit's."""
+    """Raise `UsageError` for an engine that trains in no loop of snugfit's."""
     from packaging.requirements import Requirement
 
     wish = setup.sharding

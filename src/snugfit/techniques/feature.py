@@ -68,7 +68,7 @@ class Configuration(Protocol):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The job and the recipe that it describes, by the keys of a job file."""
+        """Return the job and the recipe that it describes, by the keys of a job file."""
 
     def show(self) -> None:
         """Print on stderr how each key was used."""

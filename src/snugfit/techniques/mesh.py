@@ -49,7 +49,7 @@ def on_mesh(recipe: Recipe, text: str) -> tuple[Recipe, int]:
 
 
 def _read(text: str) -> dict[str, int]:
-    """The axes and their numbers, as they are written."""
+    """Return the axes and their numbers, as they are written."""
     counts: dict[str, int] = {}
     for part in text.split(","):
         word, equals, number = (piece.strip() for piece in part.partition("="))
@@ -75,7 +75,7 @@ def _kind(word: str, text: str) -> type[Technique]:
 
 
 def _technique(recipe: Recipe, kind: type[Technique], word: str, count: int, text: str) -> Technique:
-    """The technique of one axis, with the settings that the recipe gives it."""
+    """Return the technique of one axis, with the settings that the recipe gives it."""
     before = recipe[kind.slot]
     if not before.plain and not isinstance(before, kind):
         raise UsageError(f"--mesh {text!r} and the recipe's {before} contradict each other. Leave one out.")
@@ -91,8 +91,9 @@ def _technique(recipe: Recipe, kind: type[Technique], word: str, count: int, tex
 
 
 def _in_copies(sharing: Technique, data: list[int], copies: int, text: str) -> Technique:
-    """The technique that spreads each of several copies of the weights, in the place of one that spreads
-    one."""
+    """Return the technique that shards each of several copies of the weights, in place of one that shards
+    one.
+    """
     spread = next(
         kind
         for kind in roster.techniques()

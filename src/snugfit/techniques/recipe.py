@@ -78,7 +78,7 @@ class Recipe:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The recipe that `text` writes. Raises `RecipeError` with the text and the word that failed."""
+        """Parse a recipe. Raises `RecipeError` with the text and the word that failed."""
         return cls(tuple(techniques_of(text).values()))
 
     from_json = parse
@@ -96,15 +96,15 @@ class Recipe:
         return type(self).parse, (str(self),)
 
     def __iter__(self) -> Iterator[Technique]:
-        """The techniques in the slots' order, plain ones too."""
+        """Return the techniques in the slots' order, plain ones too."""
         return iter(self.techniques)
 
     def __getitem__(self, slot: Slot | str) -> Technique:
-        """The technique in this slot."""
+        """Return the technique in this slot."""
         return self.techniques[_INDICES[Slot(slot)]]
 
     def with_(self, technique: Technique) -> Recipe:
-        """This recipe with `technique` in its slot."""
+        """Return this recipe with `technique` in its slot."""
         return Recipe(tuple(technique if old.slot is technique.slot else old for old in self))
 
     def setup(self) -> Setup:
@@ -114,7 +114,8 @@ class Recipe:
     def check(
         self, job: Job, compute_capability: tuple[int, int] | None = None, *, installed: bool = True
     ) -> tuple[str, ...]:
-        """Warnings about running `job` this way on a GPU of this compute capability, though it runs.
+        """Return warnings about running `job` this way on a GPU of this compute capability; it runs all the
+        same.
 
         Raises `RecipeError` with all objections together; with `installed`, missing packages that a technique
         needs are among them. No package is imported for that.
@@ -130,7 +131,7 @@ class Recipe:
         return tuple(self._warnings(job, compute_capability))
 
     def lines_on_cpu(self) -> list[str]:
-        """A sentence for each technique that a run on the CPU goes without."""
+        """Return a sentence for each technique without an effect on the CPU."""
         return [f"On the CPU {technique.name} {technique.on_cpu}." for technique in self if technique.on_cpu]
 
     def _warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
@@ -160,7 +161,8 @@ class Recipe:
 
 @functools.lru_cache(maxsize=4096)
 def _setup_of(recipe: Recipe) -> Setup:
-    """Return the Setup of a recipe. It is cached, since a search requests that of the same recipe many times.
+    """Return the Setup of a recipe. It is cached, since a search requests that of the same recipe many
+    times.
     """
     setup = Setup()
     for technique in recipe:
@@ -169,8 +171,9 @@ def _setup_of(recipe: Recipe) -> Setup:
 
 
 def techniques_of(text: str) -> dict[Slot, Technique]:
-    """The techniques that `text` names, a slot's default too. Raises `RecipeError` with the text and the word
-    that failed."""
+    """Return the techniques that `text` names, a slot's default too. Raises `RecipeError` with the text and
+    the word that failed.
+    """
     if not isinstance(text, str):
         raise RecipeError(f"A recipe must be text, such as 'bf16 + every_layer', not {text!r}.")
     chosen: dict[Slot, Technique] = {}

@@ -4,8 +4,8 @@ A folder is a slot, a file in it is a technique, and the file's name is the word
 technique is one new file, and no list grows with it. Features add theirs (`feature.py`). The roster checks
 each file against the few rules that the rest of the code relies on. It raises `RosterError` for the file's
 author when one is broken. Most rules are checked as the techniques are read. A missing sentence of a setting
-is found when the sentences are requested, since reading them takes as long as reading all techniques. Listing
-names imports no torch: a technique file imports it, if at all, inside functions.
+is found when the sentences are requested: reading them takes as long as reading all techniques. Listing names
+imports no torch: a technique file imports it, if at all, inside functions.
 
 The roster also has the words of other libraries, each with its replacement here. One table,
 `foreign_names.json`, serves both uses of such a word. The command line reads `keys` and `same` for a key of a
@@ -45,7 +45,9 @@ class RosterError(SnugfitError):
 
 @functools.cache
 def techniques() -> tuple[type[Technique], ...]:
-    """All techniques, by slot in the order of a recipe; in a slot the plain one first, then by name."""
+    """Return all techniques, by slot in the order of a recipe; in a slot the plain one first, then by
+    name.
+    """
     root = Path(__file__).parent
     of_core = [
         (Slot(slot), f"{__package__}.{slot}.{entry.name}")
@@ -68,7 +70,9 @@ def techniques() -> tuple[type[Technique], ...]:
 
 
 def find(word: str) -> type[Technique]:
-    """The technique called `word`, here or elsewhere; raises `RecipeError` with the nearest legal names."""
+    """Return the technique called `word`, here or elsewhere; raises `RecipeError` with the nearest legal
+    names.
+    """
     named = {technique.name: technique for technique in techniques()}
     if word in named:
         return named[word]
@@ -84,7 +88,7 @@ def find(word: str) -> type[Technique]:
 
 @functools.cache
 def slots_of_several_gpus() -> tuple[Slot, ...]:
-    """The slots with techniques by which several GPUs train together."""
+    """Return the slots with techniques by which several GPUs train together."""
     slots = {technique.slot for technique in techniques() if technique.needs_several_gpus}
     return tuple(slot for slot in Slot if slot in slots)
 
@@ -106,14 +110,14 @@ class SettingLine:
     """Its type in words."""
 
     default: str | None
-    """As the notation writes it; None when the setting must be given."""
+    """Default in the notation; None when the setting must be given."""
 
     sentence: str
     """The first sentence of the field's docstring."""
 
 
 def setting_lines(technique: type[Technique]) -> tuple[SettingLine, ...]:
-    """A technique's settings in the order in which they are written by position."""
+    """Return a technique's settings in the order in which they are written by position."""
     kinds, sentences = setting_types(technique), _sentences(technique)
     return tuple(
         SettingLine(
@@ -146,7 +150,7 @@ def _slots(root: Path) -> list[str]:
 
 
 def _read(module: ModuleType, slot: Slot, name: str) -> type[Technique]:
-    """The one technique of a file, named and checked."""
+    """Return the one technique of a file, named and checked."""
     classes = [
         value
         for value in vars(module).values()
@@ -161,7 +165,7 @@ def _read(module: ModuleType, slot: Slot, name: str) -> type[Technique]:
 
 
 def check(technique: type[Technique], *, slot: Slot | None) -> None:
-    """Raises `RosterError` when a technique breaks a rule that the rest of the code relies on."""
+    """Raise `RosterError` when a technique breaks a rule that the rest of the code relies on."""
     _check_facts(technique, slot)
     _sentences(technique)
 
@@ -171,7 +175,7 @@ def _where(technique: type[Technique]) -> str:
 
 
 def _check_facts(technique: type[Technique], slot: Slot | None) -> None:
-    """All but the sentences of its settings."""
+    """Check all facts of a technique but the sentences of its settings."""
     where = _where(technique)
     if slot not in list(Slot):
         raise RosterError(f"{where}: its slot is {slot!r}; slots: {[known.value for known in Slot]}.")
@@ -196,7 +200,7 @@ def _check_facts(technique: type[Technique], slot: Slot | None) -> None:
 
 
 def field_docs(kind: type[Any]) -> dict[str, str]:
-    """The docstring directly under each field of a dataclass, and of those it inherits fields from."""
+    """Return the docstring directly under each field of a dataclass, and of those it inherits fields from."""
     docs: dict[str, str] = {}
     names = {declared.name for declared in fields(kind)}
     for owner in reversed(kind.__mro__):
@@ -206,7 +210,7 @@ def field_docs(kind: type[Any]) -> dict[str, str]:
 
 
 def _class_field_docs(owner: type) -> dict[str, str]:
-    """The string literal directly under each field annotated in this class's body."""
+    """Return the string literal directly under each annotated field in this class's body."""
     body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
     assert isinstance(body, ast.ClassDef)
     return {
@@ -242,7 +246,7 @@ class ForeignNames:
 
 @functools.cache
 def foreign_names() -> ForeignNames:
-    """The table, read once a process."""
+    """Return the table, read once a process."""
     text = files("snugfit.techniques").joinpath("foreign_names.json").read_text(encoding="utf-8")
     return ForeignNames(**json.loads(text))
 

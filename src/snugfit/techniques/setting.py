@@ -31,13 +31,13 @@ def between(low: float, high: float, default: Any = MISSING) -> Any:
 
 @cache
 def setting_types(technique: type[Any]) -> dict[str, Any]:
-    """The annotation of each setting, in the order in which they are written by position."""
+    """Return the annotation of each setting, in the order in which they are written by position."""
     hints = typing.get_type_hints(technique)
     return {declared.name: hints[declared.name] for declared in fields(technique)}
 
 
 def show_setting(value: Any) -> str:
-    """A setting as the notation writes it: a word, a number, a|b for several, `true`, `none`."""
+    """Return a setting in the notation: a word, a number, a|b for several, `true`, `none`."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -79,7 +79,7 @@ def check_setting(declared: Field[Any], annotation: Any, value: Any) -> str | No
 
 
 def describe(annotation: Any) -> str:
-    """A setting's type in words: `a whole number`, `8 or 32`."""
+    """Return a setting's type in words: `a whole number`, `8 or 32`."""
     kind = _alternatives(annotation)[0]
     if typing.get_origin(kind) is Literal:
         return " or ".join(show_setting(choice) for choice in typing.get_args(kind))

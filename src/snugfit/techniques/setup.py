@@ -65,8 +65,9 @@ class CheckpointWish:
     """Consecutive layers that are recomputed together; 0 cuts the stack by `spans` instead."""
 
     spans: int | None = None
-    """With `layers_per_span` 0: how many spans the stack is cut into; None takes round(sqrt(layers)), the
-    optimum of Chen et al. (arXiv 1604.06174, section 4.1) for layers that are alike."""
+    """Number of spans of the stack with `layers_per_span` 0. None takes round(sqrt(layers)), the optimum of
+    Chen et al. (arXiv 1604.06174, section 4.1) for equal layers.
+    """
 
     every: int = 1
     """Interval of recomputed spans, from the first; the others keep their activations."""
@@ -84,7 +85,7 @@ class CheckpointWish:
     """
 
     def cut(self, layers: int) -> tuple[range, ...]:
-        """The spans of a stack of this many layers that are recomputed, in order.
+        """Return the spans of a stack of this many layers that are recomputed, in order.
 
         Spans cut by number differ in length by one layer at most, the longer ones first.
         """
@@ -118,8 +119,9 @@ class LogitsWish:
     """So many at a time; None cuts by `LOGITS_BYTES`."""
 
     def tokens_at_once(self, vocabulary: int, itemsize: int = 4) -> int:
-        """Tokens of a chunk: by default the largest power of two whose logits, of so many bytes each, stay
-        within `LOGITS_BYTES`."""
+        """Return the tokens of a chunk: by default the largest power of two whose logits, of `itemsize` bytes
+        each, stay within `LOGITS_BYTES`.
+        """
         return self.tokens or 1 << max(0, (LOGITS_BYTES // (itemsize * vocabulary)).bit_length() - 1)
 
 
@@ -179,8 +181,8 @@ class ShardingWish:
     """Stage of ZeRO: 2 keeps gradients and optimizer states in flat partitions, 3 weights too."""
 
     states: str = "none"
-    """Place of optimizer states, the updated weights and the update itself: `none` leaves them on the GPU,
-    `cpu` is the host, `nvme` a disk (stage 3).
+    """Place of optimizer states, the updated weights and the update itself: `none` is the GPU, `cpu` the
+    host, `nvme` a disk (stage 3).
     """
 
     weights: str = "none"
@@ -220,8 +222,8 @@ class ParallelWish:
     several copies, whose gradients are averaged."""
 
     reshard: str = "layers"
-    """Gathered weights that are dropped after the forward pass and gathered again for the backward one: those
-    of the `layers`, `all`, or `none`. Weights outside of layers are needed again at once.
+    """Gathered weights that are dropped after the forward pass and gathered again for the backward one: the
+    `layers`', `all`, or `none`. Weights outside of layers are needed again at once.
     """
 
     on_host: bool = False
@@ -260,7 +262,7 @@ class ParallelWish:
 
     @property
     def all_stages(self) -> int:
-        """Into how many stages the layers are cut."""
+        """Return the number of stages that the layers are cut into."""
         return self.stages * self.chunks
 
     @property
@@ -270,12 +272,12 @@ class ParallelWish:
 
     @property
     def data_ranks(self) -> int:
-        """Into how many parts the global batch is cut."""
+        """Return the number of parts that the global batch is cut into."""
         return self.ranks // self.ranks_of_one_part
 
     def data_rank(self, rank: int) -> int:
-        """Return the index, from 0, of a rank's part of the global batch. Of the mesh's axes (`mesh_of`)
-        those left of the data axis change slower, and those right of it faster.
+        """Return the index, from 0, of a rank's part of the global batch. The mesh's axes (`mesh_of`) left of
+        the data axis change slower, and those right of it faster.
         """
         return rank // (self.context * self.tensor) % self.data_ranks
 
@@ -376,8 +378,9 @@ class CoreSetup:
         return self.compile is not None and self.compile.budget < 1
 
     def trained_dtype(self, job: Job) -> str:
-        """The dtype of the weights that train, by torch's name: a module's narrowest, where it has several.
-        Those that a feature adds beside frozen ones are fp32 (peft's `autocast_adapter_dtype`)."""
+        """Return the dtype of the trained weights, by torch's name: a module's narrowest, where it has
+        several. Weights that a feature adds to frozen ones are fp32 (peft's `autocast_adapter_dtype`).
+        """
         module = job.model.module
         if any(wish.freezes for wish in used_wishes(self)):
             return "float32"
@@ -396,12 +399,12 @@ class CoreSetup:
         return copy
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; `Setup.from_json` reads it back."""
+        """Return a JSON object; `Setup.from_json` reads it back."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The Setup that `to_json` wrote."""
+        """Return the Setup that `to_json` wrote."""
         return decode_fields(cls, document)
 
 

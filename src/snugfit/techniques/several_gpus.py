@@ -153,7 +153,7 @@ def on_gpus(setup: Setup, gpus: int) -> Setup:
 
 
 def _on_mesh(wish: ParallelWish, gpus: int) -> ParallelWish:
-    """The wish for so many ranks, whose axes multiply to them."""
+    """Return the wish for this number of GPUs, which the axes must multiply to."""
     together = wish.ranks_of_one_part
     if wish.experts not in (1, wish.tensor):
         raise UsageError(
@@ -198,8 +198,9 @@ def ranks_of(setup: Setup) -> int:
 
 
 def job_of_rank(job: Job, setup: Setup) -> Job:
-    """One rank's part of the job: its share of the global batch. Raises `UsageError` for a batch that cannot
-    be shared evenly."""
+    """Return one rank's part of the job: its share of the global batch. Raises `UsageError` for a batch that
+    cannot be shared evenly.
+    """
     wish = setup.parallel
     parts = wish.data_ranks if wish and wish.ranks else setup.sharding.ranks if setup.sharding else 1
     if job.batch_size % parts:

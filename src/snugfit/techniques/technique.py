@@ -2,8 +2,8 @@
 
 A technique is defined by its effect: `install` takes the `Setup` of a training loop and returns a changed
 one. No technique declares its cost; the cost is the result of rehearsing that Setup. This file holds the
-vocabulary that all techniques share: the slots in the order of a recipe, the three degrees of fidelity, and
-the base class.
+vocabulary of all techniques: the slots in the order of a recipe, the three degrees of fidelity, and the base
+class.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class Technique(ABC):
     """A warning for every job; empty without one."""
 
     last_resort: ClassVar[str] = ""
-    """Advice for a step that does not fit: the technique in a recipe's words. No plan searches it unless it
-    is named. Empty elsewhere.
+    """The technique as a recipe word, for steps that do not fit otherwise. No plan searches it unless it is
+    named. Empty for other techniques.
     """
 
     lowered: ClassVar[bool] = False
@@ -157,7 +157,7 @@ class Technique(ABC):
     """The compute capability below which the GPU cannot do this at all."""
 
     def __post_init__(self) -> None:
-        """Raises `RecipeError` for a setting of the wrong type or outside its range."""
+        """Raise `RecipeError` for a setting of the wrong type or outside its range."""
         kinds = setting_types(type(self))
         for declared in fields(self):
             value = getattr(self, declared.name)
@@ -166,11 +166,11 @@ class Technique(ABC):
 
     @abstractmethod
     def install(self, setup: Setup) -> Setup:
-        """The same Setup with this technique's wishes in it."""
+        """Return the same Setup with this technique's wishes in it."""
 
     @property
     def alone(self) -> Setup:
-        """The Setup that it makes with plain techniques."""
+        """Return the Setup that it makes with plain techniques."""
         return _alone(self)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
@@ -180,8 +180,8 @@ class Technique(ABC):
         return iter(())
 
     def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:
-        """Return the first of this recipe's other techniques that a plan combines with it only if they are
-        kept, and the reason; empty if all can be combined.
+        """Return the name of another technique of this recipe that plans combine with this one only if both
+        are kept, and the reason. Empty if all may be combined.
         """
         return ""
 
@@ -209,7 +209,8 @@ class Technique(ABC):
         return iter((self.caveat,) if self.caveat else ())
 
     def warnings_beside(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield warnings for its combination with this recipe's other techniques; the job runs all the same.
+        """Yield warnings for its combination with this recipe's other techniques; the job runs all the
+        same.
         """
         return iter(())
 
@@ -239,8 +240,10 @@ class Technique(ABC):
         return ()
 
     def lesser(self, job: Job) -> Sequence[Self]:
-        """The same for fewer layers: settings of which each saves more memory than the one before, and less
-        than this. A plan that keeps this takes the least that fits; none of one that is kept as it is."""
+        """Return settings for fewer layers, each of which saves more memory than the one before, and less
+        than this. A plan that keeps this technique takes the least that fits. Empty for one that is kept as
+        it is.
+        """
         return ()
 
     def smaller(self, job: Job) -> Sequence[Self]:
@@ -273,7 +276,7 @@ class Technique(ABC):
 
     @classmethod
     def summary(cls) -> str:
-        """The first sentence of the docstring."""
+        """Return the first sentence of the docstring."""
         return first_sentence(cls.__doc__ or "")
 
     def __str__(self) -> str:
@@ -294,7 +297,7 @@ class TechniqueBySlot(Protocol):
     """The view of a recipe that its own techniques use; `Recipe`, a layer above them, implements it."""
 
     def __getitem__(self, slot: Slot | str) -> Technique:
-        """The technique in this slot."""
+        """Return the technique in this slot."""
         ...
 
 

@@ -28,7 +28,7 @@ class Call:
     """Keyword arguments, JSON values only."""
 
     def resolve(self) -> Callable[..., Any]:
-        """The callable that `path` names, imported now."""
+        """Import and return the callable that `path` names."""
         module, _, name = self.path.partition(":")
         function: Callable[..., Any] = getattr(importlib.import_module(module), name)
         return function

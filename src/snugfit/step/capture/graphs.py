@@ -5,8 +5,8 @@ belongs to all graphs of a step. Memory that recorded work has freed is reused b
 is safe because graphs are replayed one after the other, and each computes its own inputs. Only tensors with a
 live reference keep their memory.
 
-The same pool serves passes without graphs (the first with each layout of a batch, whose kernels must be
-loaded before they can be recorded). Otherwise the device would have to hold both.
+The same pool serves passes without graphs: the first with each layout of a batch. Their kernels must be
+loaded before they can be recorded. Otherwise the device would have to hold both.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class CudaGraphs(Graphs):
         return graph.replay if may_draw else _FirstReplay(graph, torch.cuda.default_generators[self._number])
 
     def refill(self, batch: dict[str, Any], piece: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-        """Beside the computation, when the host's memory is pinned."""
+        """Copy the micro-batch, asynchronously if the host's memory is pinned."""
         import torch
 
         for name, value in piece.items():

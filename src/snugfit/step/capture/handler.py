@@ -48,7 +48,7 @@ class CaptureHandler(Handler):
 
 @functools.cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """The same for all runs of a process on this GPU: cuBLAS keeps some 70 MB for each stream it meets."""
+    """Return one stream for all runs of a process on this GPU: cuBLAS keeps some 70 MB for each stream."""
     import torch
 
     return torch.cuda.Stream(device)

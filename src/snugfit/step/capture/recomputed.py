@@ -28,8 +28,11 @@ the position of its dropout argument.
 
 @contextlib.contextmanager
 def generators_left_alone(*, attention_is_kept: bool = False) -> Iterator[None]:
-    """Within it torch's checkpoints neither keep nor set the state of a GPU's generator. Raises `NotRecorded`
-    for a layer that draws random numbers when it is recomputed; attention that is kept draws none."""
+    """Make torch's checkpoints neither keep nor set the state of a GPU's generator.
+
+    Raises `NotRecorded` for a layer that draws random numbers when it is recomputed; kept attention draws
+    none.
+    """
     fork = torch.random.fork_rng
 
     @contextlib.contextmanager
@@ -58,7 +61,7 @@ class DrawsNothing(TorchFunctionMode):
         self._kept = ATTENTION if attention_is_kept else ()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls a function that draws none."""
+        """Call a function that draws no random numbers."""
         if draws(func, args, kwargs or {}) and func.__name__ not in self._kept:
             raise NotRecorded(f"{func.__name__} draws random numbers in a layer that is recomputed")
         return func(*args, **kwargs or {})

@@ -1,18 +1,18 @@
 """One optimizer step as CUDA graphs: the host launches a few graphs instead of thousands of kernels.
 
-    forward     a micro-batch's forward pass and its loss
-    backward    its backward pass, which makes the gradients, or adds to them
-    norm        the gradients' norm, where the job clips
-    update      clipping, and the optimizer
+- `forward`: a micro-batch's forward pass and its loss
+- `backward`: its backward pass, which makes the gradients, or adds to them
+- `norm`: the gradients' norm, where the job clips
+- `update`: clipping, and the optimizer
 
 There are four graphs and not one because the host checks in between. It reads the loss while the device runs
 the backward pass, and skips a step that must not be made (`training/run/loop.py`).
 
 A step is recorded at the second occurrence of its layout. The first time the passes run without graphs, which
-loads the kernels and gives libraries their workspaces. The layout of a batch fixes everything else: its
+loads the kernels and gives libraries their workspaces. The layout of a batch fixes everything else. Its
 micro-batches have equal lengths, and the factors of their losses are on the device.
 
-Where gradients do not stay (`updates/released.py`), only passes are recorded, and the norm or the update is a
+If gradients do not stay (`updates/released.py`), only passes are recorded, and the norm or the update is a
 part of them.
 
 Gradients are in the graphs' memory. A recorded update reads them only inside of the graphs, so the next
@@ -56,7 +56,7 @@ class TrainedParts(Protocol):
 
     @property
     def model(self) -> torch.nn.Module:
-        """The model whose weights train."""
+        """Return the model whose weights train."""
 
     @property
     def runs(self) -> torch.nn.Module:
@@ -64,7 +64,7 @@ class TrainedParts(Protocol):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer over these weights."""
+        """Return the optimizer over these weights."""
 
     @property
     def observer(self) -> Observer:
@@ -92,7 +92,7 @@ class Loop(Protocol):
         *,
         again: bool = False,
     ) -> torch.Tensor | None:
-        """The passes as they are written."""
+        """Run the passes without graphs."""
 
 
 @dataclass(eq=False)
@@ -139,8 +139,7 @@ class CapturedStep:
 
     @property
     def norm(self) -> torch.Tensor | None:
-        """The norm of the gradients of a step that is played back, a scalar; None where the job does not
-        clip."""
+        """Return the norm of the gradients of a replayed step, a scalar; None where the job does not clip."""
         assert self._played is not None
         return self._played.norm
 
@@ -153,8 +152,9 @@ class CapturedStep:
         shares: Sequence[float | None],
         hooked: HookedPass | None = None,
     ) -> torch.Tensor | None:
-        """The gradients of these host micro-batches, and what their losses come to where losses are kept. Or
-        a pass whose gradients hooks take."""
+        """Compute the gradients of these host micro-batches, and return their losses' sum where losses are
+        kept. With `hooked`, run a pass whose hooks take the gradients.
+        """
         self._played = None
         pieces = fill_up(pieces, self._wish.multiple, self._most)
         layouts = {layout_of(piece) for piece in pieces}
@@ -294,7 +294,8 @@ class CapturedStep:
             loss.backward()
 
     def _recomputing(self) -> AbstractContextManager[None]:
-        """Return the context of recomputed layers, which their checkpoints need in the forward pass already.
+        """Return the context of recomputed layers, which their checkpoints need in the forward pass
+        already.
         """
         from snugfit.step.capture.recomputed import generators_left_alone
 
@@ -307,7 +308,7 @@ class CapturedStep:
     # ---- update ----------------------------------------------------------------------------------------
 
     def update(self, built: TrainedParts, norm: torch.Tensor | None = None) -> None:
-        """Clips the gradients of the passes that ran last, by their norm where that is known, and updates."""
+        """Clip the gradients of the last passes, by their norm if it is known, and update."""
         self._update = self._update or RecordableUpdate(built.optimizer, self._loop.device)
         recording = self._played
         if recording is not None and recording.plays_update is not None:

@@ -61,14 +61,14 @@ class RecordableUpdate:
         return (self._is_ours or self._is_torchs) and bool(self._optimizer.state)
 
     def prepare(self) -> None:
-        """Brings the numbers of the next update to the device."""
+        """Copy the numbers of the next update to the device."""
         if self._is_ours:
             self._optimizer.prepare()
         for rate, group in zip(self._rates, self._optimizer.param_groups, strict=False):
             rate.fill_(float(group["lr"]))
 
     def launch(self) -> None:
-        """The update, with the numbers that are on the device."""
+        """Run the update with the numbers on the device."""
         if self._is_ours:
             self._optimizer.launch()
             return
@@ -76,7 +76,7 @@ class RecordableUpdate:
             self._optimizer.step()
 
     def run(self) -> None:
-        """The update as it is written."""
+        """Run the update without a graph."""
         if self._is_torchs:
             self._count_on_device()
             self.prepare()
@@ -85,7 +85,7 @@ class RecordableUpdate:
             self._optimizer.step()
 
     def _count_on_device(self) -> None:
-        """Steps that were counted on the host, as those of a checkpoint may be, are counted on the device."""
+        """Move step counts from the host, as from a checkpoint, to the device."""
         for weight, state in self._optimizer.state.items():
             step = state.get("step")
             if hasattr(step, "device") and step.device != weight.device:

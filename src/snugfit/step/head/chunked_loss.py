@@ -1,9 +1,9 @@
 """Cross-entropy of a linear head in chunks of tokens, so that the logits never exist as a whole.
 
-Logits of T tokens over a vocabulary of V take T x V elements several times over: the head's output, a copy in
-32 bits, their softmax, its gradient. Here they exist for one chunk of tokens at a time. Gradients are made
-along with the loss, in the forward pass, so no chunk is computed twice. The three products of hidden states
-and head are the usual ones:
+Logits of T tokens over a vocabulary of V take T x V elements four times: the head's output, a copy in 32
+bits, softmax and gradient. Here they exist for one chunk of tokens at a time. Gradients are made along with
+the loss, in the forward pass, so no chunk is computed twice. The three products of hidden states and head are
+the usual ones:
 
 1. logits of the chunk, and the model's functions of them (Gemma's soft cap, Granite's scale);
 2. their loss in 32 bits, and its gradient with respect to the head's own output: by autograd, or by a kernel
@@ -11,12 +11,12 @@ and head are the usual ones:
 3. from it the chunk's rows of the hidden states' gradient, and its share of the head's, which is added up.
 
 The backward pass only multiplies both by its incoming gradient. Each sum is the one of whole logits. Only the
-head's gradient is added up in another order, in the dtype of the products: in 16 bits it is rounded once a
+head's gradient is added up in another order, in the dtype of the products. In 16 bits it is rounded once a
 chunk.
 
 A chunk's gradient is taken from its logits and not from `torch.autograd.grad`. autograd's thread for the GPU
-keeps a copy of the result of `grad` until its next turn. Of 192 chunks on an H200 the gradients of 20 lived
-until the next one's, which took three more of them from the GPU.
+keeps a copy of the result of `grad` until its next turn. With 192 chunks on an H200, the gradients of 20
+lived until the next one's, and the GPU held three more of them.
 
 In float16 gradients of single tokens vanish unless they are scaled first. The forward pass has no access to
 the scaler's own scale. So there the gradients carry `FP16_SCALE` until the backward pass.
@@ -39,8 +39,8 @@ from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 
 FP16_SCALE = 4096.0
-"""Factor of float16 gradients of the mean loss until the backward pass (chosen): above values that vanish
-(6e-8), and far below those that overflow (65,504).
+"""Factor of float16 gradients of the mean loss until the backward pass (chosen). Scaled gradients are above
+values that vanish (6e-8), and far below those that overflow (65,504).
 """
 
 
@@ -95,7 +95,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         tokens: int,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """The loss, with its gradients put by."""
+        """Compute the loss, and save its gradients."""
         given = (hidden, weight, bias)
         wide = torch.promote_types(dtype, torch.float32)
         matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -127,8 +127,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of the forward pass, multiplied by the loss's own. Raises `RuntimeError` for a second
-        pass."""
+        """Return the gradients of the forward pass, multiplied by the loss's own. Raises `RuntimeError` for a
+        second pass.
+        """
         if ctx.gradients is None:
             raise RuntimeError(
                 "The gradients of this loss in chunks were used up by a first backward pass. For a loss that "
@@ -147,7 +148,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 def _gradient_in_torch(
     logits: torch.Tensor, labels: torch.Tensor, loss: Loss, share: torch.Tensor, total: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of `share` times a chunk's loss by autograd; the loss is added to the `total`."""
+    """Return the gradient of `share` times a chunk's loss by autograd; add the loss to `total`."""
     with torch.enable_grad():
         scores = loss.scores(logits.requires_grad_()).to(total.dtype)
         summed = functional.cross_entropy(

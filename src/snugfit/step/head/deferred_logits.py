@@ -1,9 +1,9 @@
 """Logits that are computed on demand, and for a cross-entropy never as a whole.
 
-transformers' models compute their logits and pass them to their loss, each in its own lines: shifted or not,
-capped (Gemma), scaled (Granite, Cohere), moved, reshaped. So no model's code is rewritten. In training its
-head returns a `DeferredLogits`: a tensor of the right shape, dtype and device without data. It holds the
-hidden states of its computation, and
+transformers' models compute their logits and pass them to their loss, each in its own lines. Logits may be
+shifted, capped (Gemma), scaled (Granite, Cohere), moved or reshaped. So no model's code is rewritten. In
+training its head returns a `DeferredLogits`: a tensor of the right shape, dtype and device without data. It
+holds the hidden states of its computation, and
 
 - operations that only choose or arrange tokens are applied to the hidden states;
 - elementwise operations are recorded, and applied to each chunk;
@@ -108,7 +108,7 @@ class DeferredLogits(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        """Puts off what can be put off."""
+        """Defer a function's work where that is possible."""
         keywords, name = keywords or {}, function.__name__
         if name == "__get__":
             name = function.__self__.__name__
@@ -160,7 +160,7 @@ class DeferredLogits(torch.Tensor):
         return functools.reduce(lambda value, function: function(value), self.functions, logits)
 
     def compute(self) -> torch.Tensor:
-        """All logits, which are kept."""
+        """Return all logits, and keep them."""
         if self.whole is None:
             (weight, bias), dtype = self.head[:2], self.head.dtype
             offset = None if bias is None else bias.to(dtype)
@@ -242,8 +242,9 @@ def _cross_entropy(
 
 
 def defer_logits(model: Any, wish: LogitsWish | None) -> None:
-    """From now on the model's head gives deferred logits in training, or plain ones without a wish. Raises
-    `RecipeError` for a model whose head is no single linear layer."""
+    """Make the model's head return deferred logits in training, or plain ones without a wish. Raises
+    `RecipeError` for a model whose head is no single linear layer.
+    """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if isinstance(getattr(head, "__dict__", {}).get("forward"), HeadForward):
         head.__dict__.pop("forward")
@@ -269,7 +270,7 @@ def _plain_or_deferred(
     head: torch.nn.Linear,
     input: torch.Tensor,
 ) -> torch.Tensor:
-    """A head's logits; `before` is the forward pass that it had in place of its class's."""
+    """Return a head's logits; `before` is the forward pass that replaced its class's."""
     if not head.training or not torch.is_grad_enabled():
         return torch.nn.Linear.forward(head, input) if before is None else before(input)
     dtype, kernel = _product_dtype(input), getattr(head, LOSS_KERNEL, None)

@@ -23,14 +23,14 @@ class MicroBatchesHandler(Handler):
     read_by_loops = True
 
     def training_arguments(self, value: int, job: Job, device: torch.device) -> dict[str, Any]:
-        """The global batch stays the job's."""
+        """Return the Trainer's batch sizes; the global batch stays the job's."""
         return {
             "per_device_train_batch_size": job.batch_size // value,
             "gradient_accumulation_steps": value,
         }
 
     def script(self, value: int, context: ScriptContext) -> dict[str, Any]:
-        """A constant of the script."""
+        """Return the constant of the script."""
         return {"pieces": value}
 
 
@@ -40,7 +40,7 @@ class LoaderHandler(Handler):
     wish, slot, stage = "loader", Slot.LOADING, InstallStage.LOAD
 
     def loader_arguments(self, value: LoaderWish, device: torch.device) -> dict[str, Any]:
-        """Under the names of torch's `DataLoader`."""
+        """Return arguments of torch's `DataLoader`, by its names."""
         return {
             "num_workers": 0 if device.type == "meta" else value.workers,
             "pin_memory": value.pinned and device.type == "cuda",
@@ -57,7 +57,7 @@ class LoaderHandler(Handler):
         return said
 
     def script(self, value: LoaderWish, context: ScriptContext) -> dict[str, Any]:
-        """Arguments of the script's `DataLoader`."""
+        """Return arguments of the script's `DataLoader`."""
         return {"workers": value.workers, "pinned": value.pinned}
 
 
@@ -76,12 +76,12 @@ class ExpandableSegmentsHandler(Handler):
     wish, slot, stage = "expandable_segments", Slot.ALLOCATOR, InstallStage.PROCESS
 
     def set_process(self, value: bool, device: torch.device) -> None:
-        """The allocator takes it also after it has allocated."""
+        """Set the allocator, which accepts it also after it has allocated."""
         import torch
 
         if value and device.type == "cuda":
             torch.cuda.memory._set_allocator_settings(EXPANDABLE)
 
     def environment(self, value: bool) -> Mapping[str, str | None]:
-        """The allocator is the recipe's alone, never the shell's."""
+        """Return the allocator's variables, from the recipe alone and never from the shell."""
         return dict.fromkeys(ALLOCATOR_VARIABLES, EXPANDABLE if value else None)

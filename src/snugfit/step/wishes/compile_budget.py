@@ -7,10 +7,10 @@ process are cut as usual. Dynamo reuses a layer's program for another layer with
 caches on the disk have the setting in their keys. So programs of two budgets are never mixed.
 
 With a budget below 1 torch may draw random numbers again in the backward program, and they differ. Dropout's
-mask there is not the one of the forward pass, and gradients are wrong without an error (pytorch issues 190717
-and 190758, in 2.11 and 2.13). So every node that draws is marked as kept. These are seeds of a few bytes,
-from which torch makes the masks, and attention with dropout. A budget of 0 ignores marks; with it such layers
-are refused.
+mask there is not the one of the forward pass, and gradients are wrong without an error. See pytorch issues
+190717 and 190758, in 2.11 and 2.13. So every node that draws is marked as kept. These are seeds of a few
+bytes, from which torch makes the masks, and attention with dropout. A budget of 0 ignores marks; with it such
+layers are refused.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class InductorWithin:
 
 @contextlib.contextmanager
 def plain_refusals() -> Iterator[None]:
-    """Raise a layer's refusal during compilation as our own error; Dynamo wraps the errors of its compilers.
+    """Raise a layer's refusal during compilation as our own error; Dynamo wraps the errors of its
+    compilers.
     """
     try:
         yield
@@ -59,7 +60,7 @@ def plain_refusals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def within_budget(budget: float) -> Iterator[None]:
-    """Within it, graphs are cut for this budget."""
+    """Cut graphs for this budget inside of this context."""
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
@@ -85,7 +86,7 @@ def _keeper() -> Any:
             self.budget = budget
 
         def __call__(self, graph: Any) -> None:
-            """Marks it in this graph. Raises `RecipeError` where marks do not help."""
+            """Mark these nodes in the graph. Raises `RecipeError` where marks do not help."""
             from torch.utils.checkpoint import CheckpointPolicy
 
             for node in graph.nodes:

@@ -135,7 +135,7 @@ def _operands_of(
 
 
 def _fill_heads(operand: torch.Tensor) -> torch.Tensor:
-    """Heads of a multiple of 8 numbers, to which the package fills them up."""
+    """Pad heads to a multiple of 8 numbers, as the package does."""
     import torch
 
     more = -operand.size(-1) % 8

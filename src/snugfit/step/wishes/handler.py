@@ -1,10 +1,9 @@
 """The effects of a wish: the small, fixed set of methods that every front-end calls.
 
-A wish is a field of `Setup`. Its `Handler` has all code for it: in a new model, in a live one, around a step,
-in the process, in `TrainingArguments` and in an exported script. A handler overrides the methods that its
-wish needs, each of which takes the wish's value first. `step/applier.py` holds the table of handlers and runs
-them in order, so no front-end names a wish. A handler's `refused` lists the front-ends that cannot implement
-its wish.
+A wish is a field of `Setup`. Its `Handler` has all code for it: for new and live models, steps, the process,
+`TrainingArguments` and exported scripts. A handler overrides the methods that its wish needs, each of which
+takes the wish's value first. `step/applier.py` holds the table of handlers and runs them in order, so no
+front-end names a wish. A handler's `refused` lists the front-ends that cannot implement its wish.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class LiveTraining:
     """Modules whose forward pass was wrapped for a wish, each with its earlier forward."""
 
     def technique(self, slot: Slot) -> Technique:
-        """The recipe's technique of this slot, or of one that shares its wish."""
+        """Return the recipe's technique of this slot, or of one that shares its wish."""
         return _asking(self.recipe, slot)
 
     def is_plain(self, slot: Slot) -> bool:
@@ -82,7 +81,7 @@ class ScriptContext:
     """Options of checkpointing in this version."""
 
     def refusal(self, slot: Slot, why: str) -> RecipeError:
-        """The error that names the technique whose wish cannot be written."""
+        """Return the error that names the technique whose wish cannot be written."""
         technique = _asking(self.recipe, slot)
         return RecipeError(
             f"{technique} cannot be exported: {why}.\nLeave it out or choose another technique for "
@@ -111,7 +110,7 @@ class Handler:
     """Slot of the techniques that set the wish."""
 
     stage: ClassVar[InstallStage]
-    """When it is done, relative to other wishes."""
+    """Time of its effect, relative to other wishes."""
 
     refused: ClassVar[Mapping[str, str]] = {}
     """Front-ends that cannot honour the wish, each with the reason. Elsewhere it is honoured."""
@@ -129,21 +128,22 @@ class Handler:
     # ---- a model ----
 
     def import_code(self, value: Any) -> None:
-        """Imports libraries that must be there before a rehearsal or a measurement begins."""
+        """Import libraries that must be there before a rehearsal or a measurement begins."""
 
     def model_arguments(self, value: Any) -> dict[str, Any]:
-        """Arguments of the model's constructor."""
+        """Return arguments of the model's constructor."""
         return {}
 
     def replace_model(self, value: Any, model: Any) -> Any:
-        """The model to train in place of this one."""
+        """Return the model to train in place of this one."""
         return model
 
     def wrap(self, value: Any, model: Any) -> None:
         """Change modules of a model that is on its device."""
 
     def distribute(self, value: Any, model: Any) -> Any:
-        """Return the module to call instead of the wrapped model, so that this process trains it with others.
+        """Return the module to call instead of the wrapped model, so that this process trains it with
+        others.
         """
         return model
 
@@ -161,7 +161,7 @@ class Handler:
         """Return the gradient scaler, or None without one."""
 
     def loader_arguments(self, value: Any, device: torch.device) -> dict[str, Any]:
-        """Arguments of torch's `DataLoader`."""
+        """Return arguments of torch's `DataLoader`."""
         return {}
 
     # ---- a step, a process ----
@@ -175,7 +175,8 @@ class Handler:
         """
 
     def around_evaluation(self, value: Any, model: Any, batch: dict[str, Any]) -> Context | None:
-        """Return the context of a forward pass without a backward pass, over a batch on the device, or None.
+        """Return the context of a forward pass without a backward pass, over a batch on the device, or
+        None.
         """
 
     def after_update(self, value: Any, model: Any, step: int) -> None:
@@ -193,7 +194,7 @@ class Handler:
         """
 
     def set_process(self, value: Any, device: torch.device) -> None:
-        """Changes the process, before anything is built."""
+        """Change the process, before the model is built."""
 
     def environment(self, value: Any) -> Mapping[str, str | None]:
         """Return the environment variables that replace `set_process` in a new process; None removes a

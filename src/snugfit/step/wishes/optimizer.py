@@ -26,7 +26,7 @@ class OptimizerHandler(Handler):
     read_by_loops = True
 
     def around_rehearsal(self, value: OptimizerWish, *, on_gpu: bool) -> Context | None:
-        """Optimizers of compiled code do on shapes what that does on data."""
+        """Make optimizers of compiled code do on shapes the same as on data."""
         return partial(value.shapes.run, on_gpu=on_gpu) if value.shapes else None
 
     def training_arguments(self, value: OptimizerWish, job: Job, device: torch.device) -> dict[str, Any]:
@@ -34,7 +34,7 @@ class OptimizerHandler(Handler):
         return {"optim": value.trainer_name} if value.trainer_name else {}
 
     def script(self, value: OptimizerWish, context: ScriptContext) -> dict[str, Any]:
-        """As a call, after the lines that prepare the model for it."""
+        """Return the optimizer as a call, after the lines that prepare the model for it."""
         fields: dict[str, Any] = {"decay_groups": context.job.decay_groups and value.weight_decay}
         fields["optimizer"] = call_text(value.factory, "parameters, lr=LEARNING_RATE")
         if fields["optimizer"] is None:
@@ -53,8 +53,9 @@ class OptimizerHandler(Handler):
 
 
 def make_optimizer(wish: OptimizerWish, model: Any, groups: Any, **numbers: Any) -> torch.optim.Optimizer:
-    """The optimizer over these parameters or groups; numbers that the recipe has chosen win over these. The
-    model is prepared for it, where there is one."""
+    """Return the optimizer over these parameters or groups; the recipe's numbers override these. The model,
+    if there is one, is prepared for it.
+    """
     if wish.prepare and model is not None:
         wish.prepare.run(model)
     optimizer: torch.optim.Optimizer = wish.factory.run(groups, **numbers)

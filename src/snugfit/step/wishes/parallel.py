@@ -4,8 +4,8 @@ Each process (a rank) builds the model whole, on its own GPU. Then it drops the 
 exchanges its gradients. torch's default process group, which the launcher has made, lists the processes.
 Weights are the same in all of them since all begin with one seed.
 
-Where weights are sharded, each repeated layer is a group of its own, and the rest of the model one more, as
-in torch's tutorials and torchtitan.
+Sharded weights form groups: each repeated layer is one, and the rest of the model one more, as in torch's
+tutorials and torchtitan.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ParallelHandler(Handler):
         return by_accelerate.why_refused(value, front_end) if value is not None else ""
 
     def import_code(self, value: ParallelWish | None) -> None:
-        """torch's own, before anything is watched."""
+        """Import torch's own code before any measurement."""
         if value is not None:
             import torch.distributed.fsdp
             import torch.distributed.optim
@@ -64,7 +64,7 @@ class ParallelHandler(Handler):
             import torch.nn.parallel  # noqa: F401
 
     def distribute(self, value: ParallelWish | None, model: Any) -> Any:
-        """The model in DDP, or with its weights spread over the processes."""
+        """Return the model in DDP, or with its weights sharded over the processes."""
         if value is None:
             return model
         if value.copies and value.ranks_of_one_part == 1:
@@ -109,23 +109,23 @@ class ParallelHandler(Handler):
     def around_evaluation(
         self, value: ParallelWish | None, model: Any, batch: dict[str, Any]
     ) -> Context | None:
-        """Sequences are cut where no backward pass follows too."""
+        """Cut sequences also without a backward pass."""
         if value is None or value.context == 1:
             return None
         return functools.partial(cut_batch, _SEQUENCES[model], model, batch)
 
     def accelerator_arguments(self, value: ParallelWish | None) -> dict[str, Any]:
-        """accelerate's own words for it."""
+        """Return accelerate's own arguments for it."""
         return by_accelerate.accelerator_arguments(value) if value is not None else {}
 
     def training_arguments(
         self, value: ParallelWish | None, job: Job, device: torch.device
     ) -> dict[str, Any]:
-        """The Trainer's words for it."""
+        """Return the Trainer's arguments for it."""
         return by_accelerate.training_arguments(value) if value is not None else {}
 
     def after_update(self, value: ParallelWish | None, model: Any, step: int) -> None:
-        """Has NCCL let go of DDP's first buckets, once."""
+        """Release DDP's first buckets in NCCL, once."""
         if value is not None and value.copies and value.tensor == 1 and step == 0:
             _release_first_buckets(model)
 
@@ -147,7 +147,7 @@ class ParallelHandler(Handler):
 
 
 def _distribute_parts(wish: ParallelWish, model: Any, mesh: DeviceMesh) -> None:
-    """Each of several stages of the model by itself, as torch's pipelining wants them."""
+    """Distribute each of several stages of the model by itself, as torch's pipelining requires."""
     parts = parts_of(wish, model)
     for number, part in parts.items():
         if wish.weights == "sharded":
@@ -161,10 +161,10 @@ def _distribute_parts(wish: ParallelWish, model: Any, mesh: DeviceMesh) -> None:
 def _release_first_buckets(model: Any) -> None:
     """Release the memory of DDP's first buckets, which DDP replaces in the second step.
 
-    NCCL holds the first buckets until a thread, which polls every 100 ms, has found them done, and another
-    exchange begins (`ProcessGroupNCCL`: `shelvesToUnstash_`, `workEnqueue`). So the second step had a second
-    set of gradients, or not, by chance: 1,278 MiB of BERT-large on two H200s. Waiting for that thread, and
-    one exchange, free them at once.
+    NCCL holds the first buckets until two conditions are met. A thread, which polls every 100 ms, has found
+    them done, and another exchange begins (`ProcessGroupNCCL`: `shelvesToUnstash_`, `workEnqueue`). So the
+    second step had a second set of gradients, or not, by chance: 1,278 MiB of BERT-large on two H200s.
+    Waiting for that thread, and one exchange, free them at once.
     """
     import torch
     import torch.distributed as dist
@@ -200,8 +200,9 @@ def _parts_are_summed(model: Any) -> Iterator[None]:
 
 
 def in_ddp(wish: ParallelWish, model: torch.nn.Module, group: ProcessGroup | None = None) -> torch.nn.Module:
-    """The model in `DistributedDataParallel`, whose gradients are averaged over a group, by default all
-    ranks, bucket by bucket."""
+    """Return the model in `DistributedDataParallel`. Its gradients are averaged over a group, by default all
+    ranks, bucket by bucket.
+    """
     from torch.nn.parallel import DistributedDataParallel
 
     device = next(model.parameters()).device
@@ -227,7 +228,7 @@ def in_replicas(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
 
 
 def in_fsdp(wish: ParallelWish, model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
-    """The same model, whose parameters are this process's shards over `mesh` (`fully_shard`)."""
+    """Return the same model, with this process's shards over `mesh` as parameters (`fully_shard`)."""
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -264,7 +265,7 @@ def give_back_whole_weights(device: str) -> None:
 
 
 def device_of(model: torch.nn.Module) -> str:
-    """The kind of device that this process computes on, while the model may wait on the host."""
+    """Return the kind of device that this process computes on, while the model may wait on the host."""
     import torch.distributed as dist
 
     kind = next(model.parameters()).device.type
@@ -300,6 +301,6 @@ def _with_contexts(wish: ParallelWish) -> ParallelWish:
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The part of a mesh along which ranks share the batch."""
+    """Return the part of a mesh along which ranks share the batch."""
     axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis in ("replicate", "shard"))
     return mesh[axes] if len(axes) < mesh.ndim else mesh

@@ -27,11 +27,11 @@ class AutocastHandler(Handler):
     accelerate_does_it = True
 
     def model_arguments(self, value: str | None) -> dict[str, Any]:
-        """Products of quantized weights are computed in it."""
+        """Return the dtype in which products of quantized weights are computed."""
         return {"autocast": value} if value else {}
 
     def objections(self, value: str | None, live: LiveTraining) -> Iterator[str]:
-        """accelerate's scaler needs a GPU."""
+        """Yield an objection on the CPU: accelerate's scaler needs a GPU."""
         if value == "float16" and live.device.type == "cpu" and live.front_end == "fit":
             yield (
                 f"{live.technique(self.slot)}: accelerate cannot scale float16 gradients on the CPU. "
@@ -45,7 +45,7 @@ class AutocastHandler(Handler):
         return partial(torch.autocast, device.type, dtype=getattr(torch, value)) if value else None
 
     def training_arguments(self, value: str | None, job: Job, device: torch.device) -> dict[str, Any]:
-        """The Trainer's two switches, of which one at most is on."""
+        """Return the Trainer's two switches, of which one at most is on."""
         return {"bf16": value == "bfloat16", "fp16": value == "float16"}
 
     def accelerator_arguments(self, value: str | None) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class ScaleGradientsHandler(Handler):
     accelerate_does_it = True
 
     def make_scaler(self, value: bool, device: torch.device) -> torch.amp.GradScaler | None:
-        """torch's own, on this device."""
+        """Return torch's own scaler, on this device."""
         import torch
 
         return torch.amp.GradScaler(device.type) if value else None
@@ -85,11 +85,11 @@ class MatmulHandler(Handler):
     wish, slot, stage = "matmul", Slot.MATMUL, InstallStage.BUILD
 
     def around_run(self, value: str) -> Context | None:
-        """The backends' settings, which are put back afterwards."""
+        """Set the backends, and restore them afterwards."""
         return partial(matmul_precision, value)
 
     def script(self, value: str, context: ScriptContext) -> dict[str, Any]:
-        """The value that the backends are set to."""
+        """Return the value that the backends are set to."""
         return {"matmul": value}
 
 

@@ -13,7 +13,7 @@ _OWN = "snugfit."
 
 
 def literal(value: Any) -> str:
-    """The expression whose value is `value`: text, numbers, truth values, lists and mappings of these."""
+    """Return an expression with this value: text, numbers, truth values, lists and mappings of these."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{literal(key)}: {literal(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list):

@@ -24,5 +24,5 @@ class Eager(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"model.attn_implementation": "eager"}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Chooses transformers' eager implementation by name."""
+        """Choose transformers' eager implementation by name."""
         return setup.with_fields(attention="eager")

@@ -36,7 +36,7 @@ class Flash(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"model.attn_implementation": "flash_attention_2"}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Chooses transformers' implementation by name."""
+        """Choose transformers' implementation by name."""
         return setup.with_fields(attention="flash_attention_2")
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:

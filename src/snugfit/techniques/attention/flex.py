@@ -41,11 +41,13 @@ class Flex(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"model.attn_implementation": "flex_attention"}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Chooses transformers' implementation by name."""
+        """Choose transformers' implementation by name."""
         return setup.with_fields(attention="flex_attention")
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """It drops no scores, and what compiles or looks into it was not tried."""
+        """Refuse attention with dropout, and techniques that compile it or look into it, which were not
+        tried.
+        """
         setup = recipe[Slot.CHECKPOINTING].install(recipe[Slot.ENGINE].install(Setup()))
         if why := _why_not(job):
             yield f"{why}. Take 'sdpa'."

@@ -55,7 +55,7 @@ class PaddingFree(Technique):
         return setup.with_fields(attention=PADDING_FREE)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Each token must have an output of its own, and the kernel must know the model's attention."""
+        """Require an output for each token, and attention that the kernel supports."""
         setup = Setup()
         for slot in (Slot.PRECISION, Slot.ENGINE, Slot.SHARDING):
             setup = recipe[slot].install(setup)

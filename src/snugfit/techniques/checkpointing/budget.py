@@ -2,11 +2,10 @@
 pass.
 
 torch cuts a compiled layer into a forward and a backward program. Results that go from one to the other are
-kept. Without a budget torch keeps every result that is worth its bytes, since a fused kernel recomputes the
-others at almost no cost. With a budget torch solves a knapsack problem. It chooses the results whose
-recomputation takes the fewest multiplications and additions, until the bytes beyond the layer's inputs fall
-to that share. 0 keeps the inputs alone, as `every_layer` does, but recomputes only the needs of the backward
-program.
+kept. Without a budget torch keeps every result that is worth its bytes; a fused kernel recomputes the others
+at almost no cost. With a budget torch solves a knapsack problem. It recomputes the results with the fewest
+multiplications and additions, until the bytes beyond the layer's inputs fall to that share. 0 keeps the
+inputs alone, as `every_layer` does, but recomputes only the needs of the backward program.
 
 A layer's inputs include its weights. Autocast keeps 16-bit copies instead of 32-bit weights. So with few
 activations a layer keeps less than its inputs, and torch then ignores every budget but 0.
@@ -82,7 +81,7 @@ class Budget(Technique):
 
 
 def _dropout(job: Job) -> str:
-    """The model's dropout as its config names it; empty where it has none, or no config."""
+    """Return the model's dropout as its config names it; empty without dropout or config."""
     if job.model.module is not None:
         return ""
     facts = job.transformers_config().to_dict().items()

@@ -37,12 +37,12 @@ class Segments(Technique):
     """Segments per stack of layers; by default the square root of its length, rounded."""
 
     def install(self, setup: Setup) -> Setup:
-        """Cuts the stack of layers into k spans."""
+        """Cut the stack of layers into k spans."""
         return setup.with_fields(checkpoint=CheckpointWish(layers_per_span=0, spans=self.k))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Refuse layers that pass on more than their hidden state: a segment's layers are called together,
-        and a prefix of keys and values would be dropped.
+        """Refuse a prefix of keys and values, which would be dropped. Refuse layers that pass on more than
+        their hidden state, since a segment's layers are called together.
         """
         yield from dropped_prefix(job)
         if job.trains and job.model.architecture in HANDING_ON:

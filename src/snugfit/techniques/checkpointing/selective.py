@@ -39,9 +39,9 @@ class Selective(Technique):
     elsewhere: ClassVar = ("selective_checkpointing", "selective_activation_checkpointing")
 
     what: What
-    """Results to keep: `attention`, `products` or `every_other_product`. `attention` is fused attention; with
-    dropout it is kept only in a `captured` step with kernels that seed the other dropout. `products` adds
-    products with weights and convolutions. `every_other_product` keeps attention and every second of these.
+    """Results to keep: `attention` (fused; with dropout only in `captured` with seeded dropout), `products`
+    (attention, products with weights, convolutions) or `every_other_product` (attention, every second
+    product).
     """
 
     def install(self, setup: Setup) -> Setup:
@@ -52,7 +52,9 @@ class Selective(Technique):
         return setup.with_fields(checkpoint=CheckpointWish(keep=self.what, keep_drawn=drawn))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """A prefix of keys and values would be dropped; attention that is not fused cannot be kept."""
+        """Refuse a prefix of keys and values, which would be dropped, and unfused attention, which cannot be
+        kept.
+        """
         yield from dropped_prefix(job)
         if self.what == "attention" and recipe[Slot.ATTENTION].install(Setup()).attention == "eager":
             yield (
@@ -92,7 +94,7 @@ class Selective(Technique):
         yield cls(what="products" if lost else "attention")
 
     def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:
-        """Steps whose attention would be computed again, for its dropout."""
+        """Return the reason against steps whose attention would be computed again, for its dropout."""
         dropout = job.stated_dropout(of="att")
         is_seeded = seeds_dropout(recipe[Slot.KERNELS].alone)
         if not dropout or (is_seeded and recipe[Slot.ENGINE].alone.capture is not None):

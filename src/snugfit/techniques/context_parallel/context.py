@@ -63,13 +63,14 @@ class ContextParallel(Technique):
     """GPUs that share a sequence, all of which it is best to have in one host."""
 
     def install(self, setup: Setup) -> Setup:
-        """Cuts sequences, and has attention know of it; weights stay spread as they are."""
+        """Cut sequences, and choose ring attention; weights stay sharded as they are."""
         parallel = replace(setup.parallel or ParallelWish(weights="alone"), context=self.n)
         attention = RING if setup.attention == "sdpa" else setup.attention
         return setup.with_fields(parallel=parallel, attention=attention)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield the settings that ring attention does not support or that are not simulated on several GPUs.
+        """Yield the settings that ring attention does not support or that are not simulated on several
+        GPUs.
         """
         setup = Setup()
         for slot in Slot:
@@ -110,13 +111,13 @@ class ContextParallel(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Groups that fit into one host, and whose pieces attention takes in any dtype."""
+        """Yield groups that fit into one host, with pieces for attention in any dtype."""
         if job.model.module is None and not job.padding and not any(_of_model(job)):
             yield from (cls(n=n) for n in (2, 4, 8) if job.sequence_length % (2 * n * ALIGNED) == 0)
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Sequences that no group within a host can share."""
+        """Return why no group within a host can share the sequences."""
         if any(cls.settings(job)):
             return ""
         return next(_of_model(job), "sequences cannot be cut into equal pieces without padding").rstrip(".")
@@ -149,7 +150,7 @@ def _of_model(job: Job) -> Iterator[str]:
 
 
 def _types_of(rope: dict[str, Any]) -> set[str]:
-    """The rotary positions of each kind of layer, where they differ."""
+    """Return the rotary positions of each kind of layer, where they differ."""
     return {one.get("rope_type", "") for one in rope.values() if isinstance(one, dict)}
 
 

@@ -20,5 +20,5 @@ class WholeSequences(Technique):
     counterparts: ClassVar = (Counterpart(arguments={}),)
 
     def install(self, setup: Setup) -> Setup:
-        """No sequence is cut."""
+        """Leave the Setup unchanged: no sequence is cut."""
         return setup

@@ -6,10 +6,10 @@ of a step's kernels, which the host replays with one call. The kernels are the s
 same numbers: no computation changes, and no code is compiled.
 
 snugfit records four graphs for each layout of a batch: the forward pass with the loss, the backward pass, the
-norm of the gradients, and the update. Between them the host does its usual work: it reads the loss before any
-weight is updated. Batches are copied to the graphs' input memory; learning rates and step counts are on the
-device. The first step with a layout runs without graphs. The second is recorded and replayed, and all later
-ones are replayed.
+gradients' norm, the update. Between them the host does its usual work: it reads the loss before any weight is
+updated. Batches are copied to the graphs' input memory; learning rates and step counts are on the device. The
+first step with a layout runs without graphs. The second is recorded and replayed, and all later ones are
+replayed.
 
 Padded batches are filled up to a multiple of a number of tokens, so that a few lengths cover all of them. All
 graphs share one memory, as large as the longest needs.
@@ -54,7 +54,7 @@ class Captured(Technique):
     """Multiple, in tokens, to which the lengths of padded batches are filled up."""
 
     def install(self, setup: Setup) -> Setup:
-        """Has the loop record its steps."""
+        """Make the loop record its steps."""
         return setup.with_fields(capture=CaptureWish(multiple=self.multiple))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:

@@ -6,9 +6,9 @@ recomputes cheap results where a kept one would cost more.
 
 `layers` compiles each of the model's repeated layers by itself, and equal layers share one program. That
 takes seconds where a whole model takes a minute, and gains nearly as much. `model` compiles the forward pass
-and its loss at once, as the Trainer's `torch_compile=True` does: the embeddings, the head and the loss fuse
-too. transformers may then make an explicit mask where it would make none (version 5.17 does; 5.23 does not if
-no mask is given). Attention with such a mask uses a kernel that stores every score. BERT-large with 4 x 512
+and its loss at once, as the Trainer's `torch_compile=True` does. The embeddings, the head and the loss fuse
+too. transformers may then make an explicit mask where it would make none. Version 5.17 does; 5.23 does not if
+no mask is given. Attention with such a mask uses a kernel that stores every score. BERT-large with 4 x 512
 tokens took 8.3 GB on an H200, and 6.6 GB uncompiled.
 
 Inductor's `mode` is a set of its options. `max-autotune-no-cudagraphs` times several kernels for each product
@@ -110,8 +110,8 @@ class Compiled(Technique):
     """
 
     backend: Backend = "inductor"
-    """Compiler of traced code: `inductor`, or to find a fault `eager`, `aot_eager` or `cudagraphs`. `eager`
-    runs the code as traced, `aot_eager` in a forward and a backward graph; `cudagraphs` records these.
+    """Compiler of traced code: `inductor`, or to find a fault `eager` (none), `aot_eager` (in a forward and a
+    backward graph) or `cudagraphs` (these, recorded).
     """
 
     autocast: Literal["around", "within"] = "around"
@@ -141,13 +141,13 @@ class Compiled(Technique):
         return self.backend == "cudagraphs" or self.mode in WITH_GRAPHS
 
     def install(self, setup: Setup) -> Setup:
-        """Compiles layers when the modules in them are final."""
+        """Compile layers when the modules in them are final."""
         return setup.with_fields(
             compile=CompileWish(what=self.what, backend=self.backend, mode=self.mode, autocast=self.autocast),
         )
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Kernels of other libraries, dispatch modes and layers that are joined do not compile."""
+        """Refuse kernels of other libraries, dispatch modes and joined layers, which do not compile."""
         setup = recipe[Slot.CHECKPOINTING].install(Setup())
         wish = setup.checkpoint
         if wish is not None and (wish.keep or wish.layers_per_span != 1):
@@ -169,7 +169,8 @@ class Compiled(Technique):
             yield f"{head} was not tried in a model that is compiled whole. Try 'compiled + {head}'."
 
     def _objections_to_graphs(self, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield the techniques whose results a replayed graph would overwrite, or that were not tried in one.
+        """Yield the techniques whose results a replayed graph would overwrite, or that were not tried
+        in one.
         """
         slots = Slot.BATCHING, Slot.CHECKPOINTING
         batching, checkpointing = (recipe[slot].install(Setup()) for slot in slots)
@@ -191,7 +192,7 @@ class Compiled(Technique):
             )
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """A whole model compiles for a minute, and its attention may be another."""
+        """Warn that a whole model compiles for a minute, and that its attention may change."""
         if self.what == "model":
             yield (
                 "a whole model takes a minute to compile, and attention in it may store every score, where "
@@ -210,7 +211,7 @@ class Compiled(Technique):
             yield "batches of other lengths record CUDA graphs of their own, whose memory adds up."
 
     def is_searched(self) -> bool:
-        """Steps that record CUDA graphs are not alike from the second on, as a search takes steps to be."""
+        """Return False for steps that record CUDA graphs: a search assumes equal steps from the second on."""
         return not self._graphs
 
     def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:

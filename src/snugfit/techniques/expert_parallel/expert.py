@@ -41,12 +41,12 @@ class Expert(Technique):
     """GPUs that the experts of a layer are spread over: as many as in `tensor(n)`."""
 
     def install(self, setup: Setup) -> Setup:
-        """Spreads experts over the GPUs that share layers."""
+        """Shard experts over the GPUs that share layers."""
         wish = setup.parallel or ParallelWish(weights="alone")
         return setup.with_fields(parallel=replace(wish, experts=self.n))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """It goes with as many GPUs that share layers, and with a mixture of experts."""
+        """Require as many GPUs that share layers, and a mixture of experts."""
         setup = recipe[Slot.TENSOR_PARALLEL].install(Setup())
         if setup.parallel is None or setup.parallel.tensor != self.n:
             yield (
@@ -57,12 +57,12 @@ class Expert(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Groups that fit into one host, of which the model's experts make as many parts."""
+        """Yield groups that fit into one host and divide the model's experts."""
         yield from (cls(n=n) for n in (2, 4, 8) if not any(tensor_plans.objections_to_experts(job, n)))
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """A model without experts, or whose experts no group within a host can share."""
+        """Return why no group within a host can share the experts."""
         if any(cls.settings(job)):
             return ""
         return next(tensor_plans.objections_to_experts(job, 2)).rstrip(".")

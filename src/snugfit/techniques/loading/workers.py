@@ -47,11 +47,11 @@ class Workers(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """As many processes as the batches' pictures or sound want."""
+        """Yield as many processes as the batches' pictures or sound need."""
         yield cls(n=min(MOST, max(FEW, -(-_bytes_of_floats(job) // BYTES_OF_ONE))))
 
     def install(self, setup: Setup) -> Setup:
-        """Starts n worker processes and pins their batches."""
+        """Start n worker processes and pin their batches."""
         return setup.with_fields(loader=LoaderWish(workers=self.n, pinned=True))
 
 

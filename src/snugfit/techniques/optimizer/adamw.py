@@ -29,6 +29,6 @@ class AdamW(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"optim": "adamw_torch"}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Takes torch's AdamW with foreach kernels."""
+        """Take torch's AdamW with foreach kernels."""
         factory = Call(path="torch.optim:AdamW", arguments={"foreach": True})
         return with_adamw(setup, OptimizerWish(factory=factory, trainer_name="adamw_torch"))

@@ -1,14 +1,14 @@
 """Pipeline parallel training by torch.distributed.pipelining: each GPU holds a part of the layers.
 
 The first GPU embeds and runs the first layers, the last one runs the last layers and computes the loss. They
-exchange activations, and in return gradients, one micro-batch after the other: while one GPU works on a
+exchange activations, and in return gradients, one micro-batch after the other. While one GPU works on a
 micro-batch, the next works on the one before. The waiting time is the bubble, at best (n - 1) / (m + n - 1)
 of a step with n stages and m micro-batches. GPUs differ in memory: the first has the embedding and keeps the
 most micro-batches, the last has the logits. With a head tied to the embedding both have the matrix, and add
 up its gradients.
 
 A GPU may have several parts of the layers, with those of all others between them. Then a micro-batch reaches
-the last GPU sooner, and the waiting time is divided by the number of parts; more is kept and sent.
+the last GPU sooner, and the waiting time is divided by the number of parts. More is kept and sent.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ class Pipeline(Technique):
     """Stages: parts that the stack of layers is cut into, as even as may be. The longer ones come first."""
 
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = "1f1b"
-    """Order in which a GPU runs its micro-batches. `gpipe` runs all forward and then all backward passes.
-    `1f1b` runs a backward pass as soon as there is one, so that at most n micro-batches wait for theirs.
-    `interleaved` is 1f1b with several parts of the layers on each GPU, which wait less for each other and
-    keep and send more. `zero_bubble` has them compute gradients of weights separately, while they would wait.
+    """Order of a GPU's micro-batches: `gpipe` all forward, then all backward; `1f1b` a backward pass as soon
+    as possible, with at most n micro-batches waiting. `interleaved` is 1f1b with several parts of the layers
+    on each GPU: they wait less for each other, and keep and send more. `zero_bubble` has them compute
+    gradients of weights separately, while they would wait.
     """
 
     chunks: int = between(1, 64, default=2)
-    """Under `interleaved` and `zero_bubble`: how many parts of the layers, far from each other, a GPU has."""
+    """Parts of the layers, far from each other, on each GPU under `interleaved` and `zero_bubble`."""
 
     def install(self, setup: Setup) -> Setup:
-        """Cuts the layers into stages."""
+        """Cut the layers into stages."""
         wish = setup.parallel or ParallelWish(weights="alone")
         placed = replace(wish, stages=self.n, schedule=SCHEDULES[self.schedule], chunks=self._chunks)
         return setup.with_fields(parallel=placed)
@@ -106,7 +106,7 @@ class Pipeline(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """As many stages as a host may have GPUs."""
+        """Yield as many stages as a host may have GPUs."""
         yield from (cls(n=n) for n in (2, 4, 8))
 
     def _about_model(self, job: Job) -> Iterator[str]:

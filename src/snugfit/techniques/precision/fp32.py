@@ -26,7 +26,7 @@ class Fp32(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"bf16": False, "fp16": False}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Creates the weights in 32 bits and uses no autocast."""
+        """Create the weights in 32 bits and use no autocast."""
         return setup.with_fields(weights_dtype="float32", autocast=None, scale_gradients=False)
 
     @classmethod

@@ -1,7 +1,7 @@
 """Data parallel training by torch's `DistributedDataParallel`: each GPU holds the whole model.
 
-Each GPU takes its part of the global batch; while the backward pass runs, gradients are averaged over all of
-them, bucket by bucket. It shortens steps, but does not help a model that is too large. A GPU holds as much as
+Each GPU takes its part of the global batch. While the backward pass runs, gradients are averaged over all
+GPUs, bucket by bucket. It shortens steps, but does not help a model that is too large. A GPU holds as much as
 a single one, and the buckets in addition.
 """
 
@@ -35,7 +35,7 @@ class Ddp(Technique):
     """
 
     def install(self, setup: Setup) -> Setup:
-        """Wraps the model in DDP."""
+        """Wrap the model in DDP."""
         return several_gpus.with_parallel(setup, self._wish())
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:

@@ -31,7 +31,7 @@ class Fsdp(Technique):
 
     reshard: Literal["layers", "all", "none"] = "layers"
     """Gathered weights that are dropped after the forward pass and gathered again for the backward one
-    (`reshard_after_forward`): those of the `layers`, FSDP2's default, `all`, or `none`.
+    (`reshard_after_forward`): the `layers`' (FSDP2's default), `all`, or `none`.
     """
 
     offload: Literal["none", "cpu"] = "none"
@@ -39,7 +39,7 @@ class Fsdp(Technique):
     over the link whenever they are gathered."""
 
     def install(self, setup: Setup) -> Setup:
-        """Spreads the model over all GPUs."""
+        """Shard the model over all GPUs."""
         return several_gpus.with_parallel(setup, self._wish())
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:

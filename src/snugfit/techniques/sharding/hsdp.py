@@ -41,7 +41,7 @@ class Hsdp(Technique):
     over the link whenever they are gathered."""
 
     def install(self, setup: Setup) -> Setup:
-        """Spreads each copy of the model over its group."""
+        """Shard each copy of the model over its group."""
         return several_gpus.with_parallel(setup, self._wish())
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
@@ -55,7 +55,7 @@ class Hsdp(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Groups that fit into one host."""
+        """Yield groups that fit into one host."""
         yield from (cls(n=n) for n in (2, 4, 8))
 
     def _wish(self) -> ParallelWish:

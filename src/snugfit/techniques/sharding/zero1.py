@@ -33,7 +33,7 @@ class Zero1(Technique):
     """True if gradients are views of the averaged buckets, without memory of their own, as for `ddp`."""
 
     def install(self, setup: Setup) -> Setup:
-        """Wraps the model in DDP, and shares out the optimizer."""
+        """Wrap the model in DDP, and shard the optimizer."""
         return several_gpus.with_parallel(setup, self._wish())
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:

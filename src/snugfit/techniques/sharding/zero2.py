@@ -38,14 +38,14 @@ class Zero2(Technique):
     searched: ClassVar = False
 
     offload: Literal["cpu", "none"] = "cpu"
-    """Place of optimizer states and the update: `cpu` is the host, `none` the GPU. A single GPU with `none`
-    needs more than without DeepSpeed.
+    """Place of optimizer states and the update: `cpu` is the host, `none` the GPU, which alone needs more
+    than without DeepSpeed.
     """
 
     def install(self, setup: Setup) -> Setup:
-        """Has DeepSpeed's engine run the steps."""
+        """Make DeepSpeed's engine run the steps."""
         return deepspeed_zero.with_engine(setup, ShardingWish(stage=2, states=self.offload))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """The engine trains AdamW in fp32 or bf16."""
+        """Refuse all but AdamW in fp32 or bf16, which the engine trains."""
         yield from deepspeed_zero.objections(job, recipe, on_host=self.offload == "cpu")

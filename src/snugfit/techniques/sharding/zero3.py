@@ -37,18 +37,18 @@ class Zero3(Technique):
     searched: ClassVar = False
 
     offload: Literal["cpu", "nvme", "none"] = "cpu"
-    """Place of weights, optimizer states and the update: `cpu` is the host, `nvme` a disk, `none` the GPU.
-    The host reads the disk's files part by part to update (the folder for temporary files).
+    """Place of weights, optimizer states and the update: `cpu` is the host, `nvme` a disk (the folder for
+    temporary files), `none` the GPU. The host reads the disk's files part by part to update.
     """
 
     def install(self, setup: Setup) -> Setup:
-        """Has DeepSpeed's engine run the steps."""
+        """Make DeepSpeed's engine run the steps."""
         return deepspeed_zero.with_engine(
             setup, ShardingWish(stage=3, states=self.offload, weights=self.offload)
         )
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """The engine trains AdamW in fp32 or bf16."""
+        """Refuse all but AdamW in fp32 or bf16, which the engine trains."""
         yield from deepspeed_zero.objections(job, recipe, on_host=self.offload != "none")
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:

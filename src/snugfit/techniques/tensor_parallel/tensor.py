@@ -7,8 +7,8 @@ overlaps. So n is best at most the GPUs of one host, with a link of their own. A
 between blocks, and the logits too.
 
 The model's own plan (transformers' `base_model_tp_plan`) lists the cut matrices; torch's `parallelize_module`
-cuts them. By itself n GPUs train one copy of the model on the whole batch. With `fsdp`, `hsdp` or `ddp` each
-such group has a part of the batch.
+cuts them. Without sharding, n GPUs train one copy of the model on the whole batch. With `fsdp`, `hsdp` or
+`ddp` each such group has a part of the batch.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class Tensor(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Groups that fit into one host, of which the model's sizes make as many parts."""
+        """Yield groups that fit into one host and divide the model's sizes."""
         for n in (2, 4, 8):
             if any(not any(tensor_plans.objections(job, n, experts=spread)) for spread in (False, True)):
                 yield cls(n=n)
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """A model that no group within a host can share."""
+        """Return why no group within a host can share the model."""
         if any(cls.settings(job)):
             return ""
         return next(tensor_plans.objections(job, 2)).rstrip(".")

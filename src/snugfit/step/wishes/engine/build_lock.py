@@ -5,8 +5,8 @@ and each later one waits for it without end. While a builder lives, it has the f
 compiler work in the folder. Linux lists both in /proc. So a lock is dead under three conditions. No process
 has it open, none works in its folder, and no file there has changed for some seconds.
 
-This is sure only where all builders are visible: the file is this user's, its file system belongs to this
-machine, and no other container shares it. Elsewhere a line names the awaited process or lock, and the file to
+This is sure only if all builders are visible. The file must be this user's, on a file system of this machine,
+and no other container may share it. Elsewhere a line names the awaited process or lock, and the file to
 delete.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.utils.file_baton import FileBaton
 
 QUIET_SECONDS = 3.0
-"""For how long nothing has changed in the folder of a dead build. A choice."""
+"""Seconds without a change in the folder of a dead build. A choice."""
 
 SECONDS_TO_LINE = 3.0
 """After which a wait is explained. A choice."""
@@ -57,7 +57,8 @@ def print_line(text: str) -> None:
 
 @contextlib.contextmanager
 def dead_locks_removed(tell: Callable[[str], None] = print_line) -> Iterator[None]:
-    """Make torch wait only for the lock of a live build. `tell` receives a line on a wait and on a removal.
+    """Make torch wait only for the lock of a live build. `tell` receives a line on a wait and on a
+    removal.
     """
     from torch.utils.file_baton import FileBaton
 
@@ -129,7 +130,7 @@ def _only_one_removes(folder: Path) -> Iterator[None]:
 
 
 def _last_change(lock: Path) -> float:
-    """The time of the last change in the folder, in seconds since 1970."""
+    """Return the time of the last change in the folder, in seconds since 1970."""
     times = [lock.stat().st_mtime, lock.parent.stat().st_mtime]
     for entry in os.scandir(lock.parent):
         with contextlib.suppress(FileNotFoundError):
@@ -138,8 +139,9 @@ def _last_change(lock: Path) -> float:
 
 
 def builders_at(lock: Path) -> list[int]:
-    """The ids of the processes that have the lock open or work in its folder. Raises `Unseen` where not all
-    of them are seen."""
+    """Return the ids of the processes that have the lock open or work in its folder. Raises `Unseen` where
+    some of them may be invisible.
+    """
     file, folder = lock.stat(), lock.parent.stat()
     builders = [pid for pid in _processes() if _has_open(pid, file) or _works_in(pid, folder)]
     if not builders:
@@ -160,7 +162,7 @@ def _refuse_unseen(lock: Path, file: os.stat_result) -> None:
 
 
 def _file_system(path: Path) -> str:
-    """The type of the file system that the path is on."""
+    """Return the type of the file system that the path is on."""
     real, best, kind = path.resolve(), "", ""
     for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
         mount, _, rest = line.partition(AFTER_OPTIONAL_FIELDS)

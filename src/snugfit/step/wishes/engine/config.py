@@ -80,14 +80,14 @@ def _own_folder() -> str:
 
 
 def remove_swap_folder() -> None:
-    """Removes this process's folder of swapped files, where it has one."""
+    """Remove this process's folder of swapped files, where it has one."""
     if _own_folder.cache_info().currsize:
         shutil.rmtree(_own_folder(), ignore_errors=True)
         _own_folder.cache_clear()
 
 
 def refuse_without_file_operator(wish: ShardingWish) -> None:
-    """Raises `UsageError` where states go to a disk and DeepSpeed's operator for files does not build."""
+    """Raise `UsageError` where states go to a disk and DeepSpeed's operator for files does not build."""
     if "nvme" not in (wish.states, wish.weights):
         return
     from deepspeed.ops.op_builder import AsyncIOBuilder

@@ -4,7 +4,7 @@ configuration (`engine_config.py`).
 accelerate takes it as a `DeepSpeedPlugin`, the Trainer as `TrainingArguments(deepspeed=...)`. Both exchange
 the optimizer for DeepSpeed's where states are on the host. In both `backward` clips, updates and drops the
 gradients, so the later calls of their loops do nothing. Both get the configuration before the model is built,
-as their documentation asks. With the third stage transformers then builds the model within
+as their documentation requires. With the third stage transformers then builds the model within
 `deepspeed.zero.Init`. Its random weights differ from those without, for the same seed: transformers draws
 them module by module, with each module's weights fetched.
 """
@@ -131,8 +131,9 @@ def tell_of_updates(engine: Any, observer: Observer) -> None:
 
 @contextlib.contextmanager
 def made_by_accelerate(device: torch.device) -> Iterator[None]:
-    """Within it, this process is a group of its own, and what accelerate and transformers remember of an
-    engine is gone afterwards."""
+    """Make this process a group of its own inside of this context, and delete the engine's records in
+    accelerate and transformers afterwards.
+    """
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     with in_process_group(device):

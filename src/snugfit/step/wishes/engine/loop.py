@@ -94,8 +94,9 @@ class EngineStep(PlainStep):
 
 
 def make_engine(job: Job, setup: Setup, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    """DeepSpeed's engine around this model and optimizer, for the job of one process. Its optimizer becomes
-    DeepSpeed's CPU Adam where states are on the host."""
+    """Return DeepSpeed's engine around this model and optimizer, for the job of one process. Its optimizer
+    becomes DeepSpeed's CPU Adam where states are on the host.
+    """
     import deepspeed
 
     wish = setup.sharding
@@ -117,8 +118,9 @@ def engine_context(
 
 
 def built_for_engine(job: Job, setup: Setup, device: torch.device) -> torch.nn.Module:
-    """The model, built on the host, in the dtype that the engine would make of it there before it moves
-    it. Raises `UsageError` where the engine cannot keep states where they are wished."""
+    """Return the model, built on the host, in the dtype that the engine would give it there before it moves
+    it. Raises `UsageError` where the engine cannot keep states in the chosen place.
+    """
     wish = setup.sharding
     assert wish is not None
     if device.type != "meta":

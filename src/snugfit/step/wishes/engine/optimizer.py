@@ -51,7 +51,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._has_gradients = False
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        """The backward pass of a micro-batch, which may be the last of its step."""
+        """Run the backward pass of a micro-batch, which may be the last of its step."""
         self.engine.set_gradient_accumulation_boundary(is_boundary=is_last)
         self.engine.backward(loss, scale_wrt_gas=False)
         self._has_gradients = is_last
@@ -93,7 +93,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def _inner(self) -> Any:
-        """The optimizer of the partitions."""
+        """Return the optimizer of the partitions."""
         return self.engine.optimizer.optimizer
 
     def _flat_weights(self) -> list[torch.Tensor]:
@@ -127,8 +127,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return bool(self.param_groups[0].get("fused"))
 
     def take_states(self) -> None:
-        """Puts the states of whole weights that were put into `state` into the partitions. Afterwards it is
-        empty."""
+        """Move states of whole weights from `state` into the partitions. Afterwards `state` is empty."""
         given = {weight: dict(values) for weight, values in self.state.items()}
         self.state.clear()
         if not given:
@@ -140,8 +139,7 @@ class EngineOptimizer(torch.optim.Optimizer):
                 self.put_state(weight, name, values[name])
 
     def begin_states(self, names: Collection[str], steps: float) -> None:
-        """Makes the states of these names, of zeros, where there are none yet, and sets how many updates
-        there were."""
+        """Make the missing states of these names, of zeros, and set the number of updates."""
         is_torchs = isinstance(self._inner, torch.optim.AdamW)
         for flat in self._flat_weights():
             state = self._inner.state[flat]
@@ -168,7 +166,9 @@ class EngineOptimizer(torch.optim.Optimizer):
             )
 
     def put_state(self, weight: Any, name: str, value: torch.Tensor) -> None:
-        """A state of a whole weight into the partitions, where there is room for it (`begin_states`)."""
+        """Write a state of a whole weight into the partitions, where there is room for it
+        (`begin_states`).
+        """
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
         if hasattr(weight, "ds_id"):
@@ -200,7 +200,7 @@ def start_engine(
 
 
 def _put_weight(weight: Any, value: torch.Tensor) -> None:
-    """Into the fp32 weight of the partitions."""
+    """Write a weight into the fp32 weight of the partitions."""
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
     if hasattr(weight, "ds_id"):
@@ -210,7 +210,8 @@ def _put_weight(weight: Any, value: torch.Tensor) -> None:
 
 
 def _own_part(weight: Any, value: torch.Tensor) -> torch.Tensor:
-    """Return this process's part of a whole tensor under the third stage: an equal part, the last one padded.
+    """Return this process's part of a whole tensor under the third stage: an equal part, the last one
+    padded.
     """
     import torch.distributed as dist
 
@@ -220,8 +221,9 @@ def _own_part(weight: Any, value: torch.Tensor) -> torch.Tensor:
 
 
 def whole_weight(weight: Any) -> torch.Tensor:
-    """A weight as it is trained, in fp32, gathered from the partitions; one that does not train as it is. All
-    processes call it."""
+    """Return a trained weight in fp32, gathered from the partitions; other weights are returned unchanged.
+    All processes call it.
+    """
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -235,7 +237,7 @@ def whole_weight(weight: Any) -> torch.Tensor:
 
 
 def whole_states(optimizer: EngineOptimizer, weight: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The states of a weight by their names, gathered one after the other. All processes call it."""
+    """Yield the states of a weight by their names, gathered one after the other. All processes call it."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     for name in optimizer.state_names() if weight.requires_grad else ():

@@ -1,8 +1,8 @@
 """AdamW that updates masters in 32 bits, each in two halves: the bfloat16 weight, and 16 bits of its own.
 
-A weight takes 2 bytes an element, its gradient 2, and the states 10: two moments in fp32 and the other half
-of the master. The update is AdamW's in 32 bits, in torch's order of operations, over the master of both
-halves (`halves.py`). The result is cut in halves again. Every full copy of a weight is temporary.
+A weight takes 2 bytes an element, its gradient 2, and the states 10. These are two moments in fp32 and the
+other half of the master. The update is AdamW's in 32 bits, in torch's order of operations, over the master of
+both halves (`halves.py`). The result is cut in halves again. Every full copy of a weight is temporary.
 
 On a GPU one kernel updates all weights (`kernel.py`). It reads 14 bytes an element and writes 12. torch's
 fused AdamW over weights in fp32 reads 16 and writes 12, and autocast casts every weight in addition. On other
@@ -52,7 +52,7 @@ class Numbers(NamedTuple):
 
     @classmethod
     def of(cls, group: dict[str, Any], step: int) -> Numbers:
-        """Those of a group's step of this number, from 1."""
+        """Return the numbers of a group's step of this number, from 1."""
         (beta1, beta2), lr = group["betas"], float(group["lr"])
         return cls(
             1 - lr * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, (1 - beta2**step) ** 0.5,
@@ -81,7 +81,7 @@ class MasterAdamW(OwnAdamW):
     _clip: tuple[torch.Tensor, float] | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As every optimizer does, and takes over what its weights have of their masters."""
+        """Add a group as every optimizer does, and take over the residuals of its weights."""
         super().add_param_group(param_group)
         self._tables = None
         for weight in self.param_groups[-1]["params"]:
@@ -89,8 +89,9 @@ class MasterAdamW(OwnAdamW):
                 self.state[weight] = {RESIDUAL: in_bits_of(residual, self.residual_dtype)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As every optimizer does, but states keep their dtypes: torch's own would cast them to bfloat16.
-        Other halves of masters get the bits that this optimizer keeps."""
+        """Load as every optimizer does, but states keep their dtypes: torch's own would cast them to
+        bfloat16. Other halves of masters get the bits that this optimizer keeps.
+        """
         super().load_state_dict(state_dict)
         self._tables = None
         weights = [weight for group in self.param_groups for weight in group["params"]]
@@ -103,7 +104,7 @@ class MasterAdamW(OwnAdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One step of all weights that have a gradient."""
+        """Make one step of all weights that have a gradient."""
         if closure is not None:
             raise ValueError("It takes no closure: it computes no loss")
         self.prepare()
@@ -112,8 +113,8 @@ class MasterAdamW(OwnAdamW):
     # ---- the host's half ---------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Read the gradients' addresses, count a step of each weight with a gradient, and copy the step's
-        numbers to the device, in stream order.
+        """Prepare a step: read the gradients' addresses, count a step of each weight with one, and copy the
+        step's numbers to the device, in stream order.
         """
         self.find_gradients()
         self.count_step()
@@ -151,8 +152,9 @@ class MasterAdamW(OwnAdamW):
             self._numbers.write([(*Numbers.of(self.param_groups[n], step), step) for n, step in rows])
 
     def forget_step(self) -> None:
-        """Takes a counted step back that was not launched, or that changed nothing because the norm was no
-        number."""
+        """Undo a counted step that was not launched, or that changed nothing because the norm was not
+        finite.
+        """
         for state in self._counted:
             state[STEP] -= 1
         self._counted = []
@@ -180,8 +182,9 @@ class MasterAdamW(OwnAdamW):
 
     @torch.no_grad()
     def gradient_norm(self) -> torch.Tensor:
-        """The norm of all gradients as of one vector, in 32 bits: a scalar on the device. On a GPU it is
-        written to the same place each time."""
+        """Return the norm of all gradients as one vector, in 32 bits: a scalar on the device. On a GPU it has
+        the same address each time.
+        """
         self.find_gradients()
         gradients = [weight.grad for weight, _ in self._plain if weight.grad is not None]
         if not self._tables:
@@ -209,8 +212,9 @@ class MasterAdamW(OwnAdamW):
         return len(self.state) == len(self._known) and all(map(is_, self.state.values(), self._known))
 
     def make_states(self, weight: torch.Tensor) -> None:
-        """Makes a weight's states, before its first step. Raises `RecipeError` for a dtype that is neither
-        bfloat16 nor fp32."""
+        """Make a weight's states, before its first step. Raises `RecipeError` for a dtype that is neither
+        bfloat16 nor fp32.
+        """
         if weight.dtype not in (torch.bfloat16, torch.float32):
             raise RecipeError(
                 f"Weights with masters are bfloat16, and others fp32, but one is {weight.dtype}. Try 'bf16'."
@@ -240,7 +244,7 @@ class MasterAdamW(OwnAdamW):
         return residual
 
     def _make_tables(self) -> None:
-        """Sorts the weights that have states by how they are updated."""
+        """Sort the weights with states by their kind of update."""
         kinds: dict[torch.dtype, list[tuple[torch.Tensor, int]]] = {}
         self._plain: list[tuple[torch.Tensor, int]] = []
         self._without_states: list[torch.Tensor] = []
@@ -274,7 +278,7 @@ class MasterAdamW(OwnAdamW):
         numbers: Numbers,
         coefficient: torch.Tensor | None,
     ) -> None:
-        """One weight's step in plain torch, its gradient multiplied by a scalar where there is one."""
+        """Update one weight in plain torch, its gradient multiplied by a scalar if there is one."""
         state = self.state[weight]
         slopes = flat(laid_out_as(weight, gradient))
         first, second = (flat(state[name]) for name in MOMENTS)
@@ -296,14 +300,14 @@ def is_refused(norm: torch.Tensor | None, stop: torch.Tensor | None) -> bool:
 
 
 def widen(slope: torch.Tensor, coefficient: torch.Tensor | None) -> torch.Tensor:
-    """Gradients in 32 bits, scaled where there is a coefficient."""
+    """Return gradients in 32 bits, scaled if there is a coefficient."""
     return slope.to(torch.float32) if coefficient is None else slope.to(torch.float32) * coefficient
 
 
 def update(
     exact: torch.Tensor, slope: torch.Tensor, first: torch.Tensor, second: torch.Tensor, numbers: Numbers
 ) -> None:
-    """AdamW's step of numbers in 32 bits, operation by operation as torch's (`_single_tensor_adam`)."""
+    """Make AdamW's step of numbers in 32 bits, operation by operation as torch's (`_single_tensor_adam`)."""
     exact.mul_(numbers.keep)
     first.lerp_(slope, numbers.first_share)
     second.mul_(numbers.second_keep).addcmul_(slope, slope, value=numbers.second_share)

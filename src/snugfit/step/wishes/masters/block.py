@@ -67,7 +67,7 @@ class LaunchTable(NamedTuple):
     """The row of numbers for each weight (N,), int32."""
 
     blocks: int
-    """Number of blocks."""
+    """Number of blocks of all weights."""
 
     lower_bits: int
     """Bits of the second half of weights in two halves: 16 or 8; 0 where weights and gradients are fp32."""

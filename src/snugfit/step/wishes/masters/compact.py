@@ -1,10 +1,10 @@
 """Moments of AdamW in 8 bits each, in groups of elements that share a scale.
 
-A group keeps the largest of its moments in fp32. Each element's moment is a whole number, its share of the
-largest. For the first moment it is -127 to 127, and the share is its square. For the second moment it is 0 to
-255, and the share is its fourth power. So neighbouring values are a few hundredths apart near the largest and
-closer towards zero, the range of most moments of a group. A non-zero second moment never becomes zero, since
-an update divides by its root.
+A group keeps the largest of its moments in fp32, its scale. Each element has a code, a whole number for its
+share of the largest. For the first moment it is -127 to 127, and the share is the square of code / 127. For
+the second moment it is 0 to 255, and the share is the fourth power of code / 255. So codes are a few
+hundredths apart near the largest and closer towards zero, where most moments of a group are. A non-zero
+second moment never becomes zero, since an update divides by its root.
 
 The second moment moves by a thousandth of itself in a step. Rounded to the nearest it would never change. So
 both are rounded up or down by chance, with odds by the distance to either neighbour, and are right on
@@ -49,7 +49,7 @@ class Chances(NamedTuple):
 
 
 def chances(begin: int, count: int, step: int, device: torch.device) -> Chances:
-    """Those of `count` elements of a weight from this one, in a step of this number."""
+    """Return the chances of `count` elements of a weight from `begin`, in a step of this number."""
     bits = _hash(begin, count, step, device)
     return Chances(_share(bits & 0xFFFF), _share(bits >> 16))
 
@@ -106,7 +106,7 @@ def widen_second(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def narrow_first(
     exact: torch.Tensor, chance: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    """Writes codes (N,) and scales of first moments in 32 bits (N,)."""
+    """Write codes (N,) and scales of first moments in 32 bits (N,)."""
     sizes = cut_in_groups(exact.abs())
     shares = _shares(sizes, scales) * FIRST_TOP**2
     below = shares.sqrt().floor_()
@@ -118,7 +118,7 @@ def narrow_first(
 def narrow_second(
     exact: torch.Tensor, chance: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    """Writes codes (N,) and scales of second moments in 32 bits (N,)."""
+    """Write codes (N,) and scales of second moments in 32 bits (N,)."""
     sizes = cut_in_groups(exact)
     shares = _shares(sizes, scales) * float(SECOND_TOP**4)
     below = shares.sqrt().sqrt_().floor_()

@@ -5,8 +5,8 @@ writes 12. Scales add an eighth of a byte each way. Masters, gradients and the a
 `compact.py` describes the storage of moments. A weight takes 4 bytes an element with its other half, and its
 states 2.125.
 
-With masters of 24 bits the other half takes 1 byte in the place of 2, so an update reads 7 bytes and writes
-5. Masters are rounded by chance then (`halves.py`), as moments are.
+With masters of 24 bits the other half takes 1 byte and not 2. So an update reads 7 bytes and writes 5.
+Masters are rounded by chance then (`halves.py`), as moments are.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class CompactAdamW(MasterAdamW):
         super().__init__(params, lr, betas, eps, weight_decay)
 
     def new_moments(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Codes that lie as the weight does, and scales in the order of its memory; all zeros."""
+        """Return zero codes with the weight's memory layout, and scales in the order of its memory."""
         groups = compact.scale_count(weight.numel())
         codes = {
             name: torch.zeros_like(weight, dtype=dtype, memory_format=torch.preserve_format)
@@ -79,7 +79,7 @@ class CompactAdamW(MasterAdamW):
         numbers: Numbers,
         coefficient: torch.Tensor | None,
     ) -> None:
-        """One weight's step in plain torch, whose moments become codes again."""
+        """Update one weight in plain torch, and turn its moments into codes again."""
         state = self.state[weight]
         slopes, values = flat(laid_out_as(weight, gradient)), flat(weight)
         codes = [flat(state[name]) for name in MOMENTS]

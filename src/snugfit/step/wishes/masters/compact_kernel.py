@@ -55,13 +55,13 @@ def reciprocal(largest):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def root_of(number, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The square root, rounded to the nearest or as the hardware gives it."""
+    """Return the square root, rounded to the nearest or as the hardware computes it."""
     return tl.sqrt_rn(number) if EXACT else tl.sqrt(number)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def first_codes(first, largest, chance, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Codes of first moments, in fp32 (`compact.narrow_first`)."""
+    """Return codes of first moments, in fp32 (`compact.narrow_first`)."""
     shares = tl.abs(first) * reciprocal(largest)[:, None] * FIRST_SQUARE
     below = tl.floor(root_of(shares, EXACT))
     above = chance * (2.0 * below + 1.0) < shares - below * below
@@ -71,7 +71,7 @@ def first_codes(first, largest, chance, EXACT: tl.constexpr):  # type: ignore[no
 
 @triton.jit  # type: ignore[untyped-decorator]
 def second_codes(second, largest, chance, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Codes of second moments, in fp32 (`compact.narrow_second`)."""
+    """Return codes of second moments, in fp32 (`compact.narrow_second`)."""
     shares = second * reciprocal(largest)[:, None] * SECOND_FOURTH
     below = tl.floor(root_of(root_of(shares, EXACT), EXACT))
     low, high = below * below, (below + 1.0) * (below + 1.0)

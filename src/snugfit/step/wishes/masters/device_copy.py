@@ -31,7 +31,7 @@ class DeviceCopy:
         self._turn = 0
 
     def write(self, rows: Sequence[object]) -> None:
-        """Writes the first rows, on the current stream; the rest stays as some write before left it."""
+        """Write the first rows, on the current stream; the other rows keep their earlier values."""
         self._turn = turn = (self._turn + 1) % len(self._buffers)
         if self._copied is not None:
             self._copied[turn].synchronize()

@@ -4,10 +4,10 @@ A program looks up its block's weight (`owners`), and the weight's addresses (a 
 takes few pointers, and a model has hundreds of weights. The numbers of a step are on the device too, as is
 the norm that gradients are clipped by. So all launches are equal, and a CUDA graph can contain one.
 
-A weight in halves takes 14 bytes an element to read and 12 to write, computed in fp32; a weight in fp32 takes
-16 and 12. With 8-bit moments it is 8.06 and 6.06, or 10.06 and 6.06 in fp32. With masters of 24 bits it is
-7.06 and 5.06 (`compact_kernel.py`). `HALVES` is the bits of a weight's second half: 16 or 8, 0 for a weight
-in fp32. Moments with 32 bits come with 16 alone.
+An update of a weight in halves, computed in fp32, reads 14 bytes an element and writes 12. A weight in fp32
+takes 16 and 12. With 8-bit moments it is 8.06 and 6.06, or 10.06 and 6.06 in fp32. With masters of 24 bits it
+is 7.06 and 5.06 (`compact_kernel.py`). `HALVES` is the bits of a weight's second half: 16 or 8, 0 for a
+weight in fp32. Moments with 32 bits come with 16 alone.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def update_block(  # type: ignore[no-untyped-def]
     HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CLIPS: tl.constexpr, RECORD: tl.constexpr,
     ROW: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr, EVICT: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Updates one block of the weight that it belongs to, if that has a gradient."""
+    """Update one block of its weight, if that has a gradient."""
     column = tl.load(owners + block)
     record = places + column * RECORD
     gradient = tl.load(record + 6)
@@ -128,7 +128,7 @@ def update_weights(  # type: ignore[no-untyped-def]
     RECORD: tl.constexpr, ROW: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr,
     EVICT: tl.constexpr, EXACT: tl.constexpr, LOOPS: tl.constexpr,
 ):  # fmt: skip
-    """Updates the blocks of a program, unless the norm is no number or `stop` is not 0."""
+    """Update the blocks of a program, unless the norm is not finite or `stop` is not 0."""
     coefficient, goes_on = 1.0, True
     if CLIPS:
         length = tl.load(norm)
@@ -175,7 +175,7 @@ def sum_squares(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def root_of_sums(sums, norm, count, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The square root of all these sums together, a scalar."""
+    """Write the square root of all these sums together, a scalar."""
     at = tl.arange(0, WIDTH)
     total = tl.sum(tl.load(sums + at, mask=at < count, other=0.0), 0)
     tl.store(norm, tl.sqrt_rn(total))
@@ -205,7 +205,7 @@ def launch_update(
 
 
 def launch_sums(table: LaunchTable, sums: torch.Tensor) -> None:
-    """Sums of squares of this table's gradients, in fp32: one for each program."""
+    """Write sums of squares of this table's gradients, in fp32: one for each program."""
     sum_squares[(sums.numel(),)](
         table.places, table.owners, sums, table.blocks, HALVES=table.lower_bits > 0,
         BLOCK=table.settings.block, RECORD=table.places.size(1), ALIGNED=WIDE if table.is_aligned else 1,
@@ -214,5 +214,5 @@ def launch_sums(table: LaunchTable, sums: torch.Tensor) -> None:
 
 
 def launch_norm(sums: torch.Tensor, norm: torch.Tensor) -> None:
-    """The norm, a scalar, from sums of squares."""
+    """Write the norm, a scalar, from sums of squares."""
     root_of_sums[(1,)](sums, norm, sums.numel(), WIDTH=triton.next_power_of_2(sums.numel()), num_warps=8)

@@ -72,13 +72,13 @@ class MasterUpdates:
     # ---- the norm ----------------------------------------------------------------------------------------
 
     def begin_norm(self) -> None:
-        """No gradient was taken so far."""
+        """Begin a norm without any gradient."""
         self._norms.clear()
         if self._by_kernel:
             self._sums.zero_()
 
     def take(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Counts this gradient in the norm."""
+        """Count this gradient in the norm."""
         gradient = laid_out_as(weight, gradient)
         if not is_on_gpu(weight):
             self._norms[self._order[weight]] = torch.linalg.vector_norm(gradient.to(torch.float32))
@@ -102,7 +102,7 @@ class MasterUpdates:
     # ---- the updates -------------------------------------------------------------------------------------
 
     def begin_update(self, norm: torch.Tensor | None, most: float) -> None:
-        """A step of any weight that will have a gradient follows, clipped to `most` where there is a norm."""
+        """Begin the steps of all weights that will have a gradient, clipped to `most` if there is a norm."""
         optimizer = self._optimizer
         optimizer._opt_called = True  # as a schedule wants it, which sees no call of `step`
         self._norm, self._most = norm, most
@@ -122,7 +122,7 @@ class MasterUpdates:
 
     @torch.no_grad()
     def make_states(self, weights: Iterable[torch.Tensor]) -> None:
-        """Makes those of weights that have none."""
+        """Make the states of weights that have none."""
         for weight in weights:
             if not self.has_states(weight):
                 self._optimizer.make_states(weight)
@@ -135,7 +135,7 @@ class MasterUpdates:
 
     @torch.no_grad()
     def update(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """One weight's step, by its gradient."""
+        """Update one weight by its gradient."""
         optimizer = self._optimizer
         if not weight.numel():
             return

@@ -68,7 +68,7 @@ class WeightTable:
 
     @property
     def places(self) -> torch.Tensor:
-        """Records on the device (N, `record`), int64."""
+        """Return the records on the device (N, `record`), int64."""
         return self._places.value
 
     def as_launched(self) -> LaunchTable:
@@ -80,13 +80,15 @@ class WeightTable:
 
     @classmethod
     def tensors_kept(cls, state: dict[str, Any]) -> list[torch.Tensor | None]:
-        """Return the update's tensors of a weight, in the order of a record: its residual and both moments.
+        """Return the update's tensors of a weight, in the order of a record: its residual and both
+        moments.
         """
         return [state.get(RESIDUAL), *(state[name] for name in MOMENTS)]
 
     def find(self) -> None:
-        """Looks where weights and gradients are, and writes the records where that has changed. Raises
-        `RecipeError` for a gradient that is sparse or of another dtype than its weight."""
+        """Read the addresses of weights and gradients, and write the records where one has changed. Raises
+        `RecipeError` for a gradient that is sparse or of another dtype than its weight.
+        """
         given = [weight.grad for weight in self.weights]
         self.has_gradient = [gradient is not None for gradient in given]
         addresses = [weight.data_ptr() for weight in self.weights]
@@ -112,11 +114,11 @@ class WeightTable:
         self._places.write(records)
 
     def gradients(self) -> list[torch.Tensor]:
-        """Those that there are. None is held here: they are dropped when a step ends."""
+        """Return the existing gradients. The table holds none: they are dropped when a step ends."""
         return [weight.grad for weight in self.weights if weight.grad is not None]
 
     def forget_copies(self) -> None:
-        """Lets go of copies of gradients that were not laid out as their weights, which kernels have read."""
+        """Drop copies of gradients with another memory layout than their weights, which kernels have read."""
         self._copies = []
 
     def number_rows(self, rows: list[int]) -> None:
@@ -128,7 +130,7 @@ class WeightTable:
     def launch(
         self, numbers: torch.Tensor, norm: torch.Tensor | None, most: float, stop: torch.Tensor | None
     ) -> None:
-        """Launches the update (`kernel.launch_update`). Raises `ImportError` without Triton."""
+        """Launch the update (`kernel.launch_update`). Raises `ImportError` without Triton."""
         from snugfit.step.wishes.masters.kernel import launch_update
 
         launch_update(self.as_launched(), numbers, norm, most, stop)

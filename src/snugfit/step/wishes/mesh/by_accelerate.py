@@ -76,7 +76,7 @@ def is_spread(setup: Setup) -> bool:
 
 
 def accelerator_arguments(wish: ParallelWish) -> dict[str, Any]:
-    """Arguments of `Accelerator`. One row of processes needs no `ParallelismConfig`."""
+    """Return arguments of `Accelerator`. One row of processes needs no `ParallelismConfig`."""
     if wish.weights == "copied":
         from accelerate.utils import DistributedDataParallelKwargs
 
@@ -113,8 +113,8 @@ def name_layers(accelerator: Any, model: torch.nn.Module) -> None:
     """Pass the layers' classes to accelerate, each of which becomes a group, as users do by
     `transformer_layer_cls_to_wrap`.
 
-    By default it uses the classes that transformers marks as indivisible (`_no_split_modules`). With BERT
-    these include the whole embedding. accelerate then makes a group of a part of it, which fails in torch.
+    Its default is the classes that transformers marks as indivisible (`_no_split_modules`). With BERT these
+    include the whole embedding. accelerate then makes a group of a part of it, which fails in torch.
     """
     plugin = accelerator.state.fsdp_plugin
     plugin.transformer_cls_names_to_wrap = sorted(
@@ -123,7 +123,7 @@ def name_layers(accelerator: Any, model: torch.nn.Module) -> None:
 
 
 def widen(model: torch.nn.Module) -> None:
-    """Has what trains in fp32, as accelerate does under mixed precision before it spreads a model."""
+    """Cast trained weights to fp32, as accelerate does under mixed precision before it shards a model."""
     import torch
 
     for parameter in model.parameters():

@@ -4,8 +4,8 @@ torch's schedule orders this stage's forward and backward passes of the micro-ba
 between them. It gets the shapes of the tensors between stages, so it need not find them by a trial run. Its
 buffers, one for each micro-batch and direction, stay from step to step.
 
-    first stage    token ids in, hidden states out
-    last stage     hidden states in, loss out: each micro-batch's, times its share of the counted items
+- `first stage`: token ids in, hidden states out
+- `last stage`: hidden states in, loss out: each micro-batch's, times its share of the counted items
 
 The first and the last stage both have the matrix of a tied head. The two add up its gradients after their
 passes; in the norm of all gradients it counts once.
@@ -80,7 +80,7 @@ class StagePasses:
         part of the loss.
 
         The list is empty unless this process computes the loss. `inputs` are on the device, of a batch of
-        this `shape` (B, S), which is cut into as many micro-batches as there are `shares`.
+        this `shape` (B, S). It is cut into one micro-batch for each of the `shares`.
         """
         import torch
 
@@ -101,7 +101,7 @@ class StagePasses:
         return losses
 
     def _sum_shared_gradient(self, observer: Observer) -> None:
-        """Adds up the gradients of the matrix that the first stage and the last have."""
+        """Add up the gradients of the matrix that the first stage and the last have."""
         import torch.distributed as dist
 
         shared = shared_weight(self.model)
@@ -112,12 +112,12 @@ class StagePasses:
         dist.all_reduce(getattr(gradient, "_local_tensor", gradient), group=self._ends)
 
     def clip(self, weights: Iterable[torch.nn.Parameter], largest: float) -> None:
-        """Scales the gradients of all stages so that their norm together is at most this."""
+        """Scale the gradients of all stages so that their norm together is at most this."""
         trained = [weight for weight in weights if weight.grad is not None]
         scale(trained, largest, self.norm_of_all(trained))
 
     def norm_of_all(self, trained: Iterable[torch.nn.Parameter]) -> torch.Tensor:
-        """The L2 norm of the gradients of all stages, of which this one has these weights'."""
+        """Return the L2 norm of the gradients of all stages, of which this one has these weights'."""
         import torch.distributed as dist
 
         elsewhere = shared_weight(self.model) if self.is_last else None  # the first stage counts it
@@ -127,12 +127,13 @@ class StagePasses:
         return square.sqrt()
 
     def in_turn(self) -> StagesInTurn:
-        """The whole model for forward passes alone, one stage after the other."""
+        """Return the whole model for forward passes alone, one stage after the other."""
         return StagesInTurn(self)
 
     def forward(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        """The loss of a batch (B, S) on the device, where this process computes it; 0 in the others. All
-        call it."""
+        """Return the loss of a batch (B, S) on the device, where this process computes it; 0 in the others.
+        All call it.
+        """
         import torch
         import torch.distributed as dist
 
@@ -160,7 +161,7 @@ class StagePasses:
         return given
 
     def _rank_of(self, stage: int) -> int:
-        """The process of this copy of the model that has a stage."""
+        """Return the process of this copy of the model that has a stage."""
         import torch.distributed as dist
 
         return dist.get_process_group_ranks(self.group)[stage % self._wish.stages]
@@ -188,7 +189,7 @@ class StagePasses:
         return [float(value) for value in values]
 
     def _make(self, shape: tuple[int, int], micro_batches: int) -> None:
-        """The schedule for batches of this shape (B, S)."""
+        """Make the schedule for batches of this shape (B, S)."""
         import torch
         from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
         from torch.utils._python_dispatch import _disable_current_modes
@@ -231,21 +232,22 @@ class StagesInTurn:
         return bool(self._passes.model.training)
 
     def train(self, mode: bool = True) -> None:
-        """Puts it into this mode."""
+        """Put the model into this mode."""
         self._passes.model.train(mode)
 
     def eval(self) -> None:
-        """Puts it into the mode in which nothing is dropped."""
+        """Put the model into evaluation mode, without dropout."""
         self.train(False)
 
     def __call__(self, **batch: Any) -> torch.Tensor:
-        """The loss of a batch on the device, where the last stage is; 0 in the others."""
+        """Return the loss of a batch on the device, where the last stage is; 0 in the others."""
         return self._passes.forward(batch)
 
 
 def _group_of_ends(wish: ParallelWish, all_stages: Any) -> Any:
-    """The processes that have the first and the last stage of the same copy of the model: of two stages all.
-    All processes make the groups of all copies, in one order."""
+    """Return the processes that have the first and the last stage of the same copy of the model: with two
+    stages all. All processes make the groups of all copies, in one order.
+    """
     import torch.distributed as dist
 
     if wish.stages == 2:
@@ -257,7 +259,7 @@ def _group_of_ends(wish: ParallelWish, all_stages: Any) -> Any:
 
 
 def _times_share(loss: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """A micro-batch's part of the loss of the whole batch."""
+    """Return a micro-batch's part of the loss of the whole batch."""
     return loss * share.item()
 
 
@@ -265,7 +267,8 @@ def _stage_class() -> type[PipelineStage]:
     from torch.distributed.pipelining import PipelineStage
 
     class ObservedStage(PipelineStage):
-        """torch's stage, which also notifies an observer of its phases and computes in the Setup's context.
+        """torch's stage, which also notifies an observer of its phases and computes in the Setup's
+        context.
         """
 
         observer: Any
@@ -273,12 +276,12 @@ def _stage_class() -> type[PipelineStage]:
         hidden: Any
 
         def forward_one_chunk(self, *given: Any, **more: Any) -> Any:
-            """A forward pass of one micro-batch."""
+            """Run a forward pass of one micro-batch."""
             self.observer.phase("forward")
             try:
                 with self.around():
                     out = super().forward_one_chunk(*given, **more)
-            except RuntimeError as error:  # torch wraps what a model raises
+            except RuntimeError as error:  # torch wraps a model's errors
                 if isinstance(error.__cause__, RecipeError):
                     raise error.__cause__ from None
                 raise
@@ -296,7 +299,7 @@ def _stage_class() -> type[PipelineStage]:
             return super().backward_one_chunk(*given, **more)
 
         def backward_weight_one_chunk(self, *given: Any, **more: Any) -> Any:
-            """The part that gives the gradients of weights."""
+            """Run the part of a backward pass for the gradients of weights."""
             self.observer.phase("backward")
             return super().backward_weight_one_chunk(*given, **more)
 

@@ -1,18 +1,18 @@
 """Sequences that are cut over ranks, and attention around them: torch's own `context_parallel`.
 
 Each rank of a group gets the whole micro-batch. The model's inputs are cut on the device in torch's own
-order, which balances the work of a causal mask. Of 2 n pieces, the rank r has number r from the front and
-number r from the back. A rank also gets its tokens' positions, which a model otherwise counts itself. It also
-gets the labels of the following tokens, which the piece alone does not have.
+order, which balances the work of a causal mask. There are 2 n pieces. The rank r has number r from the front
+and number r from the back. A rank also gets its tokens' positions, which a model otherwise counts itself. It
+also gets the labels of the following tokens, which the piece alone does not have.
 
-    loss      of a rank: its tokens' losses, times n, by the labels of the whole. Averaged over the ranks of
-              a group it is the mean over the whole, for any distribution of the labels
-    kernels   flash attention, and efficient attention for 32 bits. With cuDNN's, torch's ring attention meets
-              an assertion in the backward pass (pytorch/pytorch issue 176915)
-    mask      none is made: transformers makes masks for the attention that it has by name, and not for this
-              one. A job that needs one is refused, when the technique is checked or when a mask comes
-    CPU       torch's ring supports the three fused kernels of a GPU. On a CPU its other kernel is passed
-              to the same function of torch's here
+- `loss`: of a rank: its tokens' losses, times n, by the labels of the whole. Averaged over the ranks of
+  a group it is the mean over the whole, for any distribution of the labels
+- `kernels`: flash attention, and efficient attention for 32 bits. With cuDNN's, torch's ring attention meets
+  an assertion in the backward pass (pytorch/pytorch issue 176915)
+- `mask`: none is made: transformers makes masks for the attention that it has by name, and not for this
+  one. A job that needs one is refused, when the technique is checked or when a mask comes
+- `CPU`: torch's ring supports the three fused kernels of a GPU. On a CPU its other kernel is passed
+  to the same function of torch's here
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ SEQUENCE = 2
 
 
 def register() -> None:
-    """transformers knows this attention by its name. It has no mask among transformers' masks, so models make
-    none; and torch goes around on CPUs too."""
+    """Register this attention by its name in transformers. It has no mask among transformers' masks, so
+    models make none. torch's ring is extended to CPUs too.
+    """
     import torch
     from torch.distributed.tensor.experimental._context_parallel import _attention as around
     from transformers import AttentionInterface
@@ -94,7 +95,7 @@ def _of_whole(batch: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def _refuse(ranks: int, batch: dict[str, Any]) -> None:
-    """Raises `RecipeError` for a batch that cannot be cut."""
+    """Raise `RecipeError` for a batch that cannot be cut."""
     if (mask := batch.get("attention_mask")) is not None and not bool(mask.all()):
         raise RecipeError(
             f"Sequences are cut over {ranks} GPUs, and a batch has padding, which ring attention does not "
@@ -118,7 +119,7 @@ class _Passes:
         self.calls = 0
 
     def check(self, model: Any) -> None:
-        """Raises `RecipeError` where the model's layers have an attention beside this one."""
+        """Raise `RecipeError` if the model's layers have another attention in addition."""
         layers = getattr(getattr(model, "config", None), "num_hidden_layers", 1)
         if self.calls < layers:
             raise RecipeError(
@@ -204,7 +205,9 @@ def _backward_on_cpu(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _local(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    """The mesh, how tensors lie on it, and an operator's arguments by name, of tensors this rank's part."""
+    """Return the mesh, the placement of tensors on it, and an operator's arguments by name, with this rank's
+    part of tensors.
+    """
     from torch.distributed.tensor import DTensor
 
     names = [argument.name for argument in operator._schema.arguments]

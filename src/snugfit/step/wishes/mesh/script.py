@@ -36,7 +36,9 @@ def _imports(wish: ParallelWish) -> tuple[str, ...]:
 
 
 def parallel_fields(wish: ParallelWish, context: ScriptContext) -> dict[str, Any]:
-    """The values of a template. Raises `RecipeError` for what its script cannot do."""
+    """Return the values of a template. Raises `RecipeError` for a setting that its script does not
+    support.
+    """
     cuts_more = [one.slot for one in context.recipe if one.needs_several_gpus and one.slot != Slot.SHARDING]
     if cuts_more:
         raise context.refusal(cuts_more[0], "scripts for several GPUs share the batch among them alone")

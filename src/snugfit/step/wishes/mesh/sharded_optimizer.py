@@ -19,8 +19,7 @@ _MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
 def sharded_optimizer(wish: OptimizerWish, groups: Any, **numbers: Any) -> torch.optim.Optimizer:
-    """The optimizer, whose states are spread over the processes; numbers that the recipe has chosen win over
-    these."""
+    """Return the optimizer with states sharded over the processes; the recipe's numbers override these."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     kind: Any = wish.factory.resolve()
@@ -33,13 +32,15 @@ def spreads_states(optimizer: Any) -> bool:
 
 
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that has this process's states: the one within where states are spread, else itself."""
+    """Return the optimizer that has this process's states: the one within where states are spread, else
+    itself.
+    """
     local: Any = optimizer
     return local.optim if spreads_states(optimizer) else local  # type: ignore[no-any-return]
 
 
 def updated_elsewhere(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    """The weights that other processes update, and have the states of."""
+    """Return the weights that other processes update, and have the states of."""
     inside = local_optimizer(optimizer).param_groups
     own = {id(weight) for group in inside for weight in group["params"]}
     return [weight for group in optimizer.param_groups for weight in group["params"] if id(weight) not in own]

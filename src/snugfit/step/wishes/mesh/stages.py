@@ -1,15 +1,15 @@
 """A decoder cut into stages: each process keeps its layers of the model, and the modules that only they need.
 
 The model stays transformers' own, with its own forward pass. A layer of another stage is replaced by a module
-that returns its input. So layers keep their numbers (some models look up by them which mask a layer takes)
-and weights their names, which checkpoints use. The first stage keeps the embedding. The others begin with the
-previous stage's results, which transformers calls `inputs_embeds`. The last one keeps the final norm and the
-head, and returns the loss.
+that returns its input. So layers keep their numbers, by which some models look up a layer's mask, and weights
+their names, which checkpoints use. The first stage keeps the embedding. The others begin with the previous
+stage's results, which transformers calls `inputs_embeds`. The last one keeps the final norm and the head, and
+returns the loss.
 
-If the head is tied to the embedding, the first stage and the last one each have the matrix, as Megatron's do
-(Shoeybi et al., arXiv 1909.08053). The first has it under the head's name too, the last under the
-embedding's, so that it has all its names of the whole model. Both add up its gradients (`pipeline.py`), and
-so their copies stay the same.
+If the head is tied to the embedding, the first and the last stage have the matrix, as in Megatron (Shoeybi et
+al., arXiv 1909.08053). The first has it under the head's name too, the last under the embedding's. So it has
+all its names of the whole model. Both add up its gradients (`pipeline.py`), and so their copies stay the
+same.
 
 A process may have several stages, between which others have theirs. Each is then a shallow copy of the model
 with the same layer objects, of which it runs its own.
@@ -78,33 +78,32 @@ def is_stage(model: Any) -> bool:
 
 
 def position_of(wish: ParallelWish, rank: int) -> int:
-    """Return the position, from 0, of a rank's process among those of the same copy of the model: stages are
-    the first axis of the mesh.
+    """Return the position, from 0, of a rank among those of the same copy of the model: stages are the mesh's
+    first axis.
     """
     return rank // (wish.ranks // wish.stages)
 
 
 def stages_at(position: int, wish: ParallelWish) -> range:
-    """The stages of the process at this position."""
+    """Return the stages of the process at this position."""
     return range(position, wish.all_stages, wish.stages)
 
 
 def layers_at(position: int, wish: ParallelWish, layers: int) -> list[int]:
-    """The layers of the process at this position, of so many."""
+    """Return the layers of the process at this position, of `layers` in all."""
     return [one for stage in stages_at(position, wish) for one in layers_of(stage, wish.all_stages, layers)]
 
 
 def layers_of(stage: int, stages: int, layers: int) -> range:
-    """The layers of a stage, of so many that are cut as evenly as may be; the longer stages come first."""
+    """Return the layers of a stage, of `layers` cut as evenly as possible; the longer stages come first."""
     short, longer = divmod(layers, stages)
     starts = [index * short + min(index, longer) for index in range(stages + 1)]
     return range(*list(pairwise(starts))[stage])
 
 
 def keep_stage(wish: ParallelWish, model: Any) -> Any:
-    """The whole model, of which only this process's stages are left.
-
-    Raises `RecipeError` for a model that is not built so that it can be cut.
+    """Return the whole model with only this process's stages left. Raises `RecipeError` for a model whose
+    structure cannot be cut.
     """
     import torch.distributed as dist
 
@@ -146,7 +145,7 @@ _PARTS_OF: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()
 
 
 def _part_of(wish: ParallelWish, model: Any, stage: int) -> Any:
-    """One of several stages of a model: the same modules in another one of its class."""
+    """Return one of several stages of a model: the same modules in another one of its class."""
     from torch import nn
 
     whole = _decoder_of(model)
@@ -157,7 +156,7 @@ def _part_of(wish: ParallelWish, model: Any, stage: int) -> Any:
     decoder.layers = nn.ModuleList(
         layer if number in own else _elsewhere()() for number, layer in enumerate(whole.layers)
     )
-    if not is_first and not (is_last and is_tied(model)):  # whose embedding stands for the head's name
+    if not is_first and not (is_last and is_tied(model)):  # its embedding has the head's name
         decoder.embed_tokens = _elsewhere()()
     if not is_last:
         decoder.norm = _elsewhere()()
@@ -168,7 +167,7 @@ def _part_of(wish: ParallelWish, model: Any, stage: int) -> Any:
 
 
 def _shallow_copy(module: Any) -> Any:
-    """A module that has the same parts, of which each may be replaced."""
+    """Return a module with the same parts, each of which may be replaced."""
     same = copy.copy(module)
     for name, value in vars(module).items():
         if isinstance(value, dict):  # of its parts, and of hooks
@@ -182,7 +181,9 @@ def is_tied(model: Any) -> bool:
 
 
 def shared_weight(model: Any) -> torch.nn.Parameter | None:
-    """The matrix of this stage that another one has too; None where there is none, as in a whole model."""
+    """Return the matrix of this stage that another one has too; None where there is none, as in a whole
+    model.
+    """
     copies = (getattr(module, "weight", None) for module in model.modules() if is_elsewhere(module))
     return next((weight for weight in copies if weight is not None), None)
 
@@ -208,8 +209,9 @@ class _Stage:
         return hidden
 
     def _check_given(self, layer: Any, positional: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Raises `RecipeError` for a model that does more to an embedding than to look it up: every stage
-        would do it again."""
+        """Raise `RecipeError` for a model that changes embedded tokens before its first layer: every stage
+        would do it again.
+        """
         given, self._given = self._given, None
         if (positional[0] if positional else named.get("hidden_states")) is not given:
             raise RecipeError(
@@ -244,7 +246,7 @@ def _decoder_of(model: Any) -> Any:
 
 
 def _one_tensor(layer: Any, given: Any, out: Any) -> None:
-    """Raises `RecipeError` for a layer that hands on more than one tensor."""
+    """Raise `RecipeError` for a layer that returns more than one tensor."""
     import torch
 
     if not isinstance(out, torch.Tensor):

@@ -3,7 +3,7 @@
 The model's own plan lists the cut of each matrix. transformers has one for most language models
 (`base_model_tp_plan` of its config, and `_tp_plan` of its head). Here its words are mapped to torch's styles
 of the same meaning. transformers has styles of its own behind these words too. They changed with almost every
-release from 5.17 to 5.23, and one of them sums a gradient again for each micro-batch; torch's did not change.
+release from 5.17 to 5.23, while torch's did not. One of them sums a gradient again for each micro-batch.
 
 Each rank builds the model whole, with the same numbers, and keeps its part of each matrix (a `DTensor`). All
 ranks hold, compute and update the modules outside of the plan alike. A matrix with a cut output ("colwise")
@@ -11,7 +11,7 @@ is followed by one with a cut input ("rowwise"), after which the parts are summe
 forward pass, and one in the backward pass for each matrix with a whole input. Between the two, activations
 are a part.
 
-Beyond the plan, rows of the embedding are cut too, as transformers 5.23 and torchtitan do: most models tie it
+Beyond the plan, rows of the embedding are cut too, as in transformers 5.23 and torchtitan. Most models tie it
 to their head, which the plan cuts.
 
 Ranks of such a group draw the same random numbers. So dropout of shared activations is alike on all ranks. In
@@ -40,8 +40,9 @@ HEADS = 2
 
 
 def in_tensor_parts(model: torch.nn.Module, mesh: DeviceMesh, *, experts: bool) -> None:
-    """Leaves this rank's part of each matrix in the model, and of `experts` some, whole. `mesh` has the ranks
-    that share one copy of it."""
+    """Keep this rank's part of each matrix in the model, and with `experts` some of them, whole. `mesh` has
+    the ranks that share one copy of it.
+    """
     from torch.distributed.tensor.parallel import parallelize_module
 
     tied = _tied(model)
@@ -81,7 +82,9 @@ def spread_experts(model: torch.nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _spread_as_before(model: torch.nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
-    """The same with the styles of transformers 5.17, which has them among those of tensor parallelism."""
+    """Keep this rank's experts with the styles of transformers 5.17, which has them among those of tensor
+    parallelism.
+    """
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
     weights, modules = dict(model.named_parameters()), dict(model.named_modules())
@@ -139,7 +142,7 @@ def _tied(model: torch.nn.Module) -> list[tuple[Any, Any]]:
 
 
 def sum_parts_of_gradients(model: torch.nn.Module) -> None:
-    """Sums gradients of which each rank has computed a part, though all hold the weight: norms of heads."""
+    """Sum gradients of which each rank has computed a part, though all hold the weight: norms of heads."""
     from torch.distributed.tensor import DTensor
 
     for weight in model.parameters():

@@ -39,7 +39,7 @@ def drop_padding(model: torch.nn.Module) -> None:
 
 
 def keep_padding(model: torch.nn.Module) -> None:
-    """From here on this model is given its padding again."""
+    """Stop dropping the padding of this model's inputs."""
     for hook in _HOOKS.pop(model, ()):
         hook.remove()
 
@@ -55,7 +55,7 @@ class _PaddingHooks:
         self._spread: tuple[torch.Size, torch.Tensor | None] | None = None
 
     def pack(self, model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The arguments of the forward pass: one row without padding."""
+        """Return the arguments of the forward pass: one row without padding."""
         import torch
 
         self._spread = None
@@ -85,7 +85,7 @@ class _PaddingHooks:
 
 
 def _layers_of(model: Any) -> torch.nn.Module:
-    """The layers of an encoder, all in one, by the names that transformers has for them."""
+    """Return the layers of an encoder, all in one module, by transformers' names for them."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     body = getattr(base, base.base_model_prefix)
     layers: torch.nn.Module | None = getattr(body, "encoder", None) or getattr(body, "transformer", None)
@@ -97,8 +97,8 @@ def _layers_of(model: Any) -> torch.nn.Module:
 
 
 def keep_first_tokens(layers: Any, args: Any, given: dict[str, Any], out: Any) -> Any:
-    """Forward hook of an encoder's layers: from a row (1, N, H), return the first token of each sequence of
-    the batch, (B, 1, H), for the head.
+    """Replace an encoder's output, a row (1, N, H), by the first token of each sequence, (B, 1, H), for the
+    head. It is a forward hook of the layers.
     """
     ends = given.get("cu_seq_lens_q")
     tokens = out.last_hidden_state

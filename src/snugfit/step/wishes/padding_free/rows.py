@@ -4,8 +4,8 @@ A model of transformers with (B, S) tokens and a mask gets (1, N) instead. These
 padding, with their positions, and the ends of the sequences (`cu_seq_lens_q`, as in transformers' own
 `DataCollatorWithFlattening`).
 
-A decoder would predict a sequence's first token from the last one of the previous sequence, so the first
-token has no label. In a padded batch it is not predicted either, unless padding is on the left.
+A decoder would predict a sequence's first token from the previous sequence's last one, so the first token has
+no label. In a padded batch it is not predicted either, unless padding is on the left.
 
 snugfit's own loop makes rows on the host, where the mask is, so no copy waits for the device. A recorded step
 needs few lengths. So its rows are filled up with uncounted sequences to one of `LENGTHS` lengths. Values that
@@ -69,7 +69,7 @@ class RowRules:
 
 @dataclass(frozen=True)
 class Filling:
-    """To what rows are filled up."""
+    """Sizes to which rows are filled up."""
 
     multiple: int
     """Tokens of which a row's length is a multiple at the least."""
@@ -77,7 +77,7 @@ class Filling:
     """Tokens of the longest possible sequence; if it is unknown, a batch may have longer ones."""
 
     def step(self, samples: int) -> int:
-        """Tokens from one length of so many samples to the next."""
+        """Return the tokens from one length of `samples` samples to the next."""
         return -(-samples * self.longest // (LENGTHS * self.multiple)) * self.multiple
 
 
@@ -207,7 +207,7 @@ def _row(value: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
 
 
 def _unlabel_first(labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Labels (B, S) but for the first token of each sequence, which nothing may predict."""
+    """Remove the label of the first token of each sequence from labels (B, S): no token may predict it."""
     import torch
 
     if mask is None:

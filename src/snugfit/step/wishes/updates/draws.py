@@ -22,7 +22,7 @@ class Draws:
         self._gpu: Any = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def set_back(self) -> None:
-        """The next draws are those that followed before."""
+        """Reset the generators, so that the next draws repeat the earlier ones."""
         import numpy
         import torch
 

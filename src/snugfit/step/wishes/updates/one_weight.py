@@ -25,28 +25,28 @@ class WeightUpdates(Protocol):
         """Return whether states have moved since the last call, which makes recordings invalid."""
 
     def begin_norm(self) -> None:
-        """No gradient was taken so far."""
+        """Begin a norm without any gradient."""
 
     def take(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Counts this gradient in the norm."""
+        """Count this gradient in the norm."""
 
     def norm(self) -> torch.Tensor:
         """Return the norm of all taken gradients: a scalar on their device."""
 
     def begin_update(self, norm: torch.Tensor | None, most: float) -> None:
-        """A step of any weight that will have a gradient follows, clipped to `most` where there is a norm."""
+        """Begin the steps of all weights that will have a gradient, clipped to `most` if there is a norm."""
 
     def has_states(self, weight: torch.Tensor) -> bool:
         """Return whether this weight has states, so that its update makes none."""
 
     def make_states(self, weights: Iterable[torch.Tensor]) -> None:
-        """Makes what these weights' updates would make first, where that can be."""
+        """Make the states that these weights' updates would make first, where that is possible."""
 
     def update(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """One weight's step, by its gradient."""
+        """Update one weight by its gradient."""
 
     def count(self, weights: Iterable[torch.Tensor]) -> None:
-        """These weights were updated."""
+        """Count an update of these weights."""
 
 
 class TorchUpdates:
@@ -67,15 +67,15 @@ class TorchUpdates:
         self._coefficient: torch.Tensor | None = None
 
     def has_moved(self) -> bool:
-        """Nothing of it is recorded."""
+        """Return False: no part of it is recorded."""
         return False
 
     def begin_norm(self) -> None:
-        """No gradient was taken so far."""
+        """Begin a norm without any gradient."""
         self._norms.clear()
 
     def take(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Counts this gradient, by its norm in 32 bits or more (`torch.nn.utils.get_total_norm`)."""
+        """Count this gradient, by its norm in 32 bits or more (`torch.nn.utils.get_total_norm`)."""
         import torch
 
         wide = () if gradient.dtype in (torch.float32, torch.float64) else (2.0, torch.float32)
@@ -91,7 +91,7 @@ class TorchUpdates:
         return norm
 
     def begin_update(self, norm: torch.Tensor | None, most: float) -> None:
-        """A step of any weight that will have a gradient follows, clipped to `most` where there is a norm."""
+        """Begin the steps of all weights that will have a gradient, clipped to `most` if there is a norm."""
         from snugfit.step.wishes.mesh.spread_tensors import clip_coefficient
 
         self._coefficient = None if norm is None else clip_coefficient(norm, most)
@@ -101,13 +101,13 @@ class TorchUpdates:
         return bool(self._optimizer.state.get(weight))
 
     def make_states(self, weights: Iterable[torch.Tensor]) -> None:
-        """Its own step makes them."""
+        """Make nothing: the optimizer's own step makes the states."""
 
     def count(self, weights: Iterable[torch.Tensor]) -> None:
-        """Its own step counts."""
+        """Count nothing: the optimizer's own step counts."""
 
     def update(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """One weight's step, by its gradient, which is scaled in place where it is clipped."""
+        """Update one weight by its gradient, which is scaled in place if it is clipped."""
         if self._coefficient is not None:
             gradient.mul_(self._coefficient)
         weight.grad = gradient
@@ -119,7 +119,7 @@ class TorchUpdates:
 
     @contextlib.contextmanager
     def _only(self, weight: torch.Tensor) -> Iterator[None]:
-        """Within it the optimizer has one group, and that one weight."""
+        """Give the optimizer one group with this weight alone, inside of this context."""
         groups = self._optimizer.param_groups
         self._optimizer.param_groups = [{**groups[self._groups[weight]], "params": [weight]}]
         try:

@@ -50,7 +50,7 @@ class ReleasedLoop(Protocol):
         *,
         again: bool = False,
     ) -> torch.Tensor | None:
-        """The passes as they are written, for the first time or `again`."""
+        """Run the passes without graphs, for the first time or `again`."""
 
 
 @final
@@ -71,8 +71,9 @@ class ReleasedPasses:
     def run_passes(
         self, built: Any, pieces: Sequence[Mapping[str, Any]], weights: Sequence[float | None]
     ) -> torch.Tensor | None:
-        """The passes of these host micro-batches, of which there is one, and what their loss comes to where
-        losses are kept. Afterwards `norm` is known, or everything is updated."""
+        """Run the passes of these host micro-batches, of which there is one, and return their loss where
+        losses are kept. Afterwards `norm` is set, or all weights are updated.
+        """
         if len(pieces) > 1:
             raise UsageError("Gradients of micro-batches are sums, which 'released' does not keep.")
         updates = self._updates or self._attach(built)
@@ -91,13 +92,13 @@ class ReleasedPasses:
         return total
 
     def update(self) -> None:
-        """Updates what `run_passes` has left, by its passes once more."""
+        """Make the updates that `run_passes` has left, by its passes once more."""
         repeat, self._repeat = self._repeat, None
         if repeat is not None:
             repeat()
 
     def detach(self) -> None:
-        """No step follows: the model's weights have no hooks any more."""
+        """Remove the hooks of the model's weights after the last step."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._updates, self._repeat = [], None, None
@@ -143,7 +144,7 @@ class ReleasedPasses:
         self._run_updating(HookedPass("again", self._update, again=True), *passes)
 
     def _hear(self, weight: torch.Tensor) -> None:
-        """A weight's gradient is there. Raises `UsageError` for a second one in the same pass."""
+        """Take a weight's gradient. Raises `UsageError` for a second one in the same pass."""
         import torch
 
         gradient, hooked = weight.grad, self._pass
@@ -175,7 +176,7 @@ def _versions(model: Any) -> dict[str, tuple[int, int]]:
 
 
 def _refuse_changed(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> None:
-    """Raises `UsageError` where a buffer was written: a second pass would write it again."""
+    """Raise `UsageError` where a buffer was written: a second pass would write it again."""
     for name, (identity, version) in after.items():
         if before.get(name, (identity, version)) != (identity, version) and before[name][0] == identity:
             raise UsageError(
