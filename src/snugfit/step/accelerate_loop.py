@@ -49,7 +49,7 @@ class AccelerateStep(Step):
         super().__init__(job, told_to_accelerate(setup), device, keep_losses=keep_losses)
 
     def run(self, steps: int, observer: Observer) -> list[float]:
-        """Builds, runs `steps` optimizer steps, and gives their losses."""
+        """Build, run `steps` optimizer steps, and return their losses."""
         if not self.job.trains:
             raise UsageError("The accelerate loop only trains. Evaluate with --loop plain.")
         with placed_on(self.device, self.setup.parallel), run_context(self.setup):
@@ -90,7 +90,9 @@ class AccelerateStep(Step):
         return [float(loss) for loss in losses]
 
     def _model(self) -> torch.nn.Module:
-        """On the device, or, where it is to be spread over processes, on the host, which moves its parts."""
+        """Build the model on the device. One to be sharded over processes is built on the host, and
+        accelerate moves its parts.
+        """
         if not is_spread(self.setup):
             return build_model(self.job, self.setup, self.device)
         model = build_model(self.job, self.setup, self.device, stays=True)

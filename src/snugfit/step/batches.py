@@ -53,7 +53,7 @@ class _StandIn(UserDict[str, Any]):
 
 
 class _OneSample(SyntheticDataset):
-    """A dataset whose samples are all its first one, without a change of length."""
+    """A dataset of the same length in which each sample is the first one."""
 
     def __init__(self, of: SyntheticDataset) -> None:
         super().__init__(of.job, len(of))

@@ -38,7 +38,7 @@ accuracy-seed2611.json).
 
 
 def managed_on_gpu(nbytes: int) -> int:
-    """Return NVML's bytes for so many of managed memory, all of them on the GPU."""
+    """Return NVML's bytes for `nbytes` of managed memory, all of them on the GPU."""
     return -(-nbytes // MANAGED_STEP) * MANAGED_STEP
 
 
@@ -73,7 +73,7 @@ class Slabs:
         return extent
 
     def give_back(self) -> None:
-        """Release an extent."""
+        """Return an extent to its slab."""
         self._used -= 1
         if not self._used:
             self._slab = self._end = 0

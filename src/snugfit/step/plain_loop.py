@@ -80,7 +80,7 @@ class OptimizerLoop(Step):
     """Passes of this process's stage, where the layers are cut into stages."""
 
     captured: CapturedStep | None = None
-    """The same steps as CUDA graphs; None where they run as they are written."""
+    """The same steps as CUDA graphs; None for steps without graphs."""
 
     def is_captured(self) -> bool:
         """Return whether the next step's passes may be replayed."""
@@ -157,7 +157,7 @@ class PlainStep(OptimizerLoop):
     """The plain loop over one job and Setup."""
 
     captured: CapturedStep | None = None
-    """Its steps, recorded and played back; None where that was not started or is not wished."""
+    """Its steps, recorded and replayed; None before the start of recording, and for a Setup without it."""
 
     def __init__(self, job: Job, setup: Setup, device: torch.device, *, keep_losses: bool = False) -> None:
         super().__init__(job, setup, device, keep_losses=keep_losses)
@@ -175,7 +175,7 @@ class PlainStep(OptimizerLoop):
         """The passes of steps whose gradients do not stay; None where they do."""
 
     def run(self, steps: int, observer: Observer) -> list[float]:
-        """Builds, runs `steps` optimizer steps, and gives their losses."""
+        """Build, run `steps` optimizer steps, and return their losses."""
         with run_context(self.setup):
             if not self.job.trains:
                 return self._evaluate(steps, observer)

@@ -37,7 +37,7 @@ class TrainerStep(Step):
         super().__init__(job, told_to_accelerate(setup), device, keep_losses=keep_losses)
 
     def run(self, steps: int, observer: Observer) -> list[float]:
-        """Builds, runs `steps` optimizer steps, and gives their losses."""
+        """Build, run `steps` optimizer steps, and return their losses."""
         if not self.job.trains:
             raise UsageError("The trainer loop only trains. Evaluate with --loop plain.")
         with (

@@ -262,7 +262,7 @@ def without_loader_record(trainer: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading_batches_of(trainer: Any, samples: int) -> Iterator[None]:
-    """Make loaders of the trainer give batches of so many samples."""
+    """Make loaders of the trainer return batches of this many samples."""
     with patch.object(trainer, "_train_batch_size", samples):
         yield
 

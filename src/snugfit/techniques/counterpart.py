@@ -37,7 +37,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Counterpart:
-    """The arguments that mean the same elsewhere."""
+    """The equivalent arguments in another library."""
 
     arguments: Mapping[str, Any]
     """Required value by dotted name, or the `Setting` that takes the value."""

@@ -50,7 +50,7 @@ class InstallStage(IntEnum):
     SAVE = 7
     """Tensors that layers save for the backward pass are kept elsewhere."""
     DISTRIBUTE = 8
-    """The model is spread over processes; the optimizer is of what each then holds."""
+    """The model is distributed over processes; each makes an optimizer of its own part."""
     OPTIMIZE = 9
     """The optimizer is made of the parameters that train."""
     LOOP = 10
@@ -100,7 +100,7 @@ class Feature:
         return {}
 
     def options(self, command: str) -> Sequence[inspect.Parameter]:
-        """Return the options that this command about a job takes beside its own."""
+        """Return further options of this command about a job."""
         return ()
 
     def rewrite_words(self, words: Sequence[str], declared: Collection[str]) -> Sequence[str]:
@@ -124,7 +124,7 @@ class Feature:
         """Raise `UsageError`, before long work begins, for options that this command cannot fulfil."""
 
     def take_answer(self, flags: Mapping[str, Any], job: Job, recipe: str | None, gpus: int) -> None:
-        """Use the recipe that a command found for so many GPUs; None where nothing fits."""
+        """Use the recipe that a command found for `gpus` GPUs; None where none fits."""
 
     def next_steps(self, plan: Any, configuration: Configuration | None) -> Mapping[str, str]:
         """Return, by title, lines that put the recipe of a plan to use."""
@@ -188,7 +188,7 @@ class Feature:
     # ---- predicting a step ----
 
     def context_bytes(self, operators: Collection[str]) -> int:
-        """Return bytes beside the allocator's that NVML counts for these operators of a step."""
+        """Return bytes outside of the allocator that NVML counts for these operators of a step."""
         return 0
 
     # ---- searching a plan ----
@@ -227,7 +227,7 @@ def hooks(method: str) -> tuple[Callable[..., Any], ...]:
 
 
 def tensors_beside(weight: Any) -> list[tuple[Any, str]]:
-    """Return owner and attribute of each tensor that features hold beside a weight."""
+    """Return owner and attribute of each tensor that features hold next to a weight."""
     return [entry for beside in hooks("tensors_beside") for entry in beside(weight)]
 
 

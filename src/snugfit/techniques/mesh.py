@@ -17,7 +17,7 @@ from snugfit.techniques.several_gpus import MOST_GPUS
 from snugfit.techniques.technique import Slot, Technique
 
 REPLICATE = "replicate"
-"""The word for copies of weights that are spread over GPUs."""
+"""The word for copies of weights that are sharded over GPUs."""
 
 COUNT = "n"
 """Name of the setting for the number of GPUs along a technique's axis."""

@@ -47,8 +47,9 @@ ONLY_TRAINING = (
     Slot.OPTIMIZER,
     Slot.GRADIENTS,
 )
-"""Slots that an evaluation leaves unused: it gives all logits, keeps nothing for a backward pass and updates
-nothing."""
+"""Slots that an evaluation leaves unused: it returns all logits, keeps nothing for a backward pass and
+updates nothing.
+"""
 
 
 @dataclass(frozen=True)

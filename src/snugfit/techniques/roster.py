@@ -229,16 +229,16 @@ def _class_field_docs(owner: type) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignNames:
-    """The table of other libraries' names, as `foreign_names.json` has it."""
+    """The table of other libraries' names, from `foreign_names.json`."""
 
     about: str
     """Source of the names."""
 
     same: dict[str, str]
-    """Keys that mean the same as one of ours."""
+    """Keys that are equivalent to one of ours."""
 
     keys: dict[str, str]
-    """Other keys, with what to write in a job file."""
+    """Other keys, each with its replacement in a job file."""
 
     techniques: dict[str, str]
     """Techniques that snugfit does not have, with the reason."""

@@ -160,7 +160,7 @@ class CompileWish:
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureWish:
-    """An optimizer step that is recorded as CUDA graphs, and played back."""
+    """An optimizer step that is recorded as CUDA graphs, and replayed."""
 
     multiple: int = 64
     """Multiple, in tokens, to which the lengths of padded batches are filled up; each length has its own
@@ -218,8 +218,9 @@ class ParallelWish:
     """Number of processes; 0 before it is set."""
 
     shards: int = 0
-    """Over how many of the data axis one copy of the weights is spread; 0 spreads one over all. Fewer make
-    several copies, whose gradients are averaged."""
+    """Ranks of the data axis that one copy of the weights is sharded over; 0 shards one over all. Fewer make
+    several copies, whose gradients are averaged.
+    """
 
     reshard: str = "layers"
     """Gathered weights that are dropped after the forward pass and gathered again for the backward one: the
@@ -242,7 +243,7 @@ class ParallelWish:
     """Over how many ranks each sequence is cut."""
 
     stages: int = 1
-    """Over how many ranks the layers are put, one stage after the other."""
+    """Number of ranks that the layers are distributed over, one stage after the other."""
 
     schedule: str = ""
     """Order in which each stage runs its micro-batches, by torch's name; empty without stages."""
@@ -251,7 +252,7 @@ class ParallelWish:
     """Number of stages of each of these ranks: with n ranks the first has the stages 0, n, 2n, ..."""
 
     experts: int = 1
-    """Over how many ranks the experts of each layer are spread: those that share its matrices, or 1."""
+    """Number of ranks that each layer's experts are distributed over: those that share its matrices, or 1."""
 
     @property
     def copies(self) -> bool:
@@ -298,7 +299,7 @@ class LoaderWish:
     """Processes that prepare batches; 0 prepares them in the training process."""
 
     pinned: bool = False
-    """Batches in page-locked host memory, so that copies run beside the computation."""
+    """Batches in page-locked host memory, so that copies are asynchronous."""
 
 
 @dataclass(frozen=True, kw_only=True)

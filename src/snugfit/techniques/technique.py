@@ -148,7 +148,7 @@ class Technique(ABC):
     """True if it is simulated neither in several processes nor by DeepSpeed's engine."""
 
     preloaded: ClassVar[str] = ""
-    """The module that a plan's worker processes import ahead where every recipe has it."""
+    """The module that a plan's worker processes import ahead if every recipe has the technique."""
 
     on_cpu: ClassVar[str] = ""
     """Effect of running without it on the CPU, a clause after its name; empty if the CPU has the same."""

@@ -116,7 +116,7 @@ class CudaGraphs(Graphs):
 
 
 class _FirstReplay:
-    """Plays a graph, and looks the first time whether it has taken numbers from the device's generator."""
+    """Replay a graph, and check the first time whether it has drawn numbers from the device's generator."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, generator: torch.Generator) -> None:
         self._graph, self._generator, self._is_first = graph, generator, True

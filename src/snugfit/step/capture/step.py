@@ -46,7 +46,9 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import CaptureWish, Setup
 
 MOST_LAYOUTS = 24
-"""That are recorded (chosen): a graph of a thousand kernels takes some MiB beside the allocator's."""
+"""Largest number of recorded layouts (chosen): a graph of a thousand kernels takes some MiB outside of the
+allocator.
+"""
 
 Play = Callable[[], None]
 
@@ -109,17 +111,17 @@ class LayoutGraphs:
     """Sum of the step's losses so far."""
     norm: torch.Tensor | None = None
     gradients: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """Weights with their gradients, where the update is not recorded, or looks for them."""
+    """Weights with their gradients, if the update is not recorded or reads their addresses."""
     passes: list[tuple[Play, Play]] = field(default_factory=list)
     """Forward and backward graphs of the first micro-batch, and of any other."""
     plays_norm: Play | None = None
     plays_update: Play | None = None
     heard: Sequence[torch.Tensor] = ()
-    """Weights whose gradients hooks took."""
+    """Weights with gradients that hooks took."""
 
 
 class CapturedStep:
-    """The optimizer steps of a loop, recorded and played back."""
+    """The optimizer steps of a loop, recorded and replayed."""
 
     def __init__(self, loop: Loop, graphs: Graphs, wish: CaptureWish) -> None:
         self._loop: Loop = weakref.proxy(loop)  # which holds this: once it is dropped, so are the graphs

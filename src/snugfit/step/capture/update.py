@@ -23,7 +23,7 @@ RECORDABLE = "capturable"
 
 
 class RecordableUpdate:
-    """One optimizer's update. Its rates are copied to the device before it runs or is played."""
+    """One optimizer's update. Its rates are copied to the device before each run or replay."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         import torch

@@ -1,4 +1,4 @@
-"""Wishes for how batches come: the cut of the global batch, the loader, and the allocator they are put in."""
+"""Wishes for batches: the cut of the global batch, the loader, and the allocator of their memory."""
 
 from __future__ import annotations
 

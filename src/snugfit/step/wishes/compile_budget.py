@@ -80,7 +80,7 @@ def _keeper() -> Any:
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class KeepRandom(CustomGraphPass):
-        """Marks what draws random numbers."""
+        """Pass that marks nodes that draw random numbers."""
 
         def __init__(self, budget: float) -> None:
             self.budget = budget

@@ -40,7 +40,7 @@ class LiveTraining:
     """Recipe of the training to come."""
 
     model: Any
-    """The model; a handler may put another one here."""
+    """The model; a handler may replace it."""
 
     device: torch.device
     """The device that all of the model is on."""
@@ -81,7 +81,7 @@ class ScriptContext:
     """Options of checkpointing in this version."""
 
     def refusal(self, slot: Slot, why: str) -> RecipeError:
-        """Return the error that names the technique whose wish cannot be written."""
+        """Return the error for a wish that a script cannot express, with its technique's name."""
         technique = _asking(self.recipe, slot)
         return RecipeError(
             f"{technique} cannot be exported: {why}.\nLeave it out or choose another technique for "

@@ -65,7 +65,7 @@ class Flash(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Nothing: no plan looks at it."""
+        """Yield nothing: no plan searches it."""
         return iter(())
 
 

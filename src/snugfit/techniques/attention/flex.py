@@ -58,7 +58,7 @@ class Flex(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Nothing: no plan looks at it."""
+        """Yield nothing: no plan searches it."""
         return iter(())
 
 

@@ -53,8 +53,9 @@ class MicroBatches(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Object to samples that look at each other: a batch in pieces is then another training. It may be
-        one, too, where data could not show it."""
+        """Refuse samples that depend on each other: training in pieces would differ. It may be one, too,
+        where data could not show it.
+        """
         if reason := mixing_of(job).reason:
             return (
                 f"its loss is not a mean over samples, so a batch in pieces would train differently: {reason}"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 HANDING_ON = frozenset(
     {"t5", "mt5", "longt5", "switch_transformers", "udop", "pop2piano", "pix2struct", "wavlm"}
 )
-"""Architectures whose first layer computes the position bias and hands it on beside the hidden state."""
+"""Architectures with a position bias that the first layer computes and passes on with the hidden state."""
 
 
 @dataclass(frozen=True, kw_only=True)

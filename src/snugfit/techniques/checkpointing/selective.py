@@ -63,8 +63,7 @@ class Selective(Technique):
             )
 
     def warnings_beside(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Attention with dropout is computed again, but in a step that is recorded and whose other dropout
-        has seeds."""
+        """Attention with dropout is computed again, except in a captured step with seeded dropout."""
         if why := self.planned_without(job, recipe):
             yield f"{why}."
 

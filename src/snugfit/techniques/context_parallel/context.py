@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 ROTARY = ("default", "linear", "llama3", "yarn")
-"""Rotary positions whose angles depend on a token's own position alone. Others (`dynamic`, `longrope`) look
-for the largest one of a batch, which is another in each piece."""
+"""Rotary positions with angles that depend on a token's own position alone. Others (`dynamic`, `longrope`)
+read the largest position of a batch, which differs between pieces.
+"""
 
 HALVES = ("bfloat16", "float16")
 

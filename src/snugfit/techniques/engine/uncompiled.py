@@ -1,4 +1,4 @@
-"""The model's code runs as it is written: one kernel for each of torch's operators."""
+"""The model's code runs uncompiled: one kernel for each of torch's operators."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ UPDATES_ONE = (
     MASTER_ADAMW.factory.path,
     COMPACT_ADAMW.factory.path,
 )
-"""Optimizers whose update of a weight depends on nothing of another."""
+"""Optimizers with an update of each weight that does not depend on others."""
 
 
 @dataclass(frozen=True, kw_only=True)

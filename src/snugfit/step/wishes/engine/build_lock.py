@@ -31,7 +31,7 @@ SECONDS_TO_LINE = 3.0
 """After which a wait is explained. A choice."""
 
 POLL_SECONDS = 0.5
-"""Between two looks at a lock. A choice."""
+"""Seconds between two checks of a lock. A choice."""
 
 LOCAL_FILE_SYSTEMS = frozenset({
     "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs", "ramfs", "overlay",

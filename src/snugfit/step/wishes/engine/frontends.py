@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class EngineAccelerateStep(AccelerateStep):
-    """The guide's hand-written loop, whose engine accelerate makes."""
+    """The guide's hand-written loop, with an engine made by accelerate."""
 
     def run(self, steps: int, observer: Observer) -> list[float]:
         """Builds, runs `steps` optimizer steps, and gives their losses."""

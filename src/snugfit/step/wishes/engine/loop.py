@@ -41,10 +41,10 @@ ACCELERATOR = "DS_ACCELERATOR"
 
 
 class EngineStep(PlainStep):
-    """The plain loop over one job and Setup, whose steps are DeepSpeed's."""
+    """The plain loop over one job and Setup, with DeepSpeed's steps."""
 
     def run(self, steps: int, observer: Observer) -> list[float]:
-        """Builds, runs `steps` optimizer steps, and gives their losses."""
+        """Build, run `steps` optimizer steps, and return their losses."""
         if not self.job.trains:
             raise UsageError("DeepSpeed's engine only trains. Evaluate without it.")
         with run_context(self.setup), in_process_group(self.device):

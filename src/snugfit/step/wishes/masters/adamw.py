@@ -61,7 +61,9 @@ class Numbers(NamedTuple):
 
 
 class MasterAdamW(OwnAdamW):
-    """AdamW over weights of bfloat16, the other half of whose masters is among its states; also over fp32."""
+    """AdamW over bfloat16 weights, with the other half of each master among its states; also over fp32
+    weights.
+    """
 
     clips_inside: ClassVar = True
     """True: it has `gradient_norm` and `clip_by` (`mesh/spread_tensors.py`)."""

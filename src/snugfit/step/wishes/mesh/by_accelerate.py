@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 LIBRARIES = {"accelerate": "accelerate", "trainer": "the Trainer"}
-"""Loops whose processes are accelerate's, by what one calls them."""
+"""Loops with accelerate's processes, each with its library's name."""
 
 TRY = "Leave --loop out, or try ddp or fsdp"
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import ParallelWish
 
 EACH = ("attention_mask", "position_ids")
-"""Inputs that every stage is given, beside the first's token ids and the last's labels."""
+"""Inputs of every stage, in addition to the first's token ids and the last's labels."""
 
 
 class StagePasses:
@@ -221,7 +221,7 @@ class StagePasses:
 
 
 class StagesInTurn:
-    """A model whose stages run one after the other, without a backward pass."""
+    """A model with stages that run one after the other, without a backward pass."""
 
     def __init__(self, passes: StagePasses) -> None:
         self._passes = passes

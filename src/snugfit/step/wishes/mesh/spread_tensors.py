@@ -28,7 +28,7 @@ def split(tensors: Iterable[torch.Tensor], key: Callable[[Any], Any]) -> Groups:
 
 
 def mesh(tensor: Any) -> Any:
-    """Over which ranks a tensor is spread; None for a whole one."""
+    """Return the mesh of ranks that a tensor is sharded over; None for a whole one."""
     return getattr(tensor, "device_mesh", None)
 
 
@@ -38,7 +38,7 @@ def spread(tensor: Any) -> Any:
 
 
 def optimizer_groups(groups: Sequence[Any]) -> list[Any]:
-    """Parameters, or groups of them, cut into groups each of which is spread over the same ranks."""
+    """Split parameters, or groups of them, into groups that are each sharded over the same ranks."""
     if not groups or not isinstance(groups[0], dict):
         parts = split(groups, mesh)
         return [{"params": part} for part in parts] if len(parts) > 1 else list(groups)

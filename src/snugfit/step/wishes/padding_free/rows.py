@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     import torch
 
 OF_ITS_OWN_TOKEN = ("ForMaskedLM", "ForTokenClassification")
-"""Ends of the names of models whose logits are compared with the label of the same token."""
+"""Name endings of models that compare logits with the label of the same token."""
 
 OF_THE_FIRST_TOKEN = "ForSequenceClassification"
-"""The end of the name of an encoder whose head reads the first token of a sequence alone."""
+"""Name ending of an encoder with a head that reads the first token of a sequence alone."""
 
 COUNT = "sequence_count"
 """Name of the argument for the number of a row's sequences that are the batch's."""

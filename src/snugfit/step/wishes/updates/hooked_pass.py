@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class HookedPass:
-    """One kind of pass, and what became of its last one."""
+    """One kind of pass, and the state of its last run."""
 
     name: str
     """Name that distinguishes it from other kinds."""

@@ -53,7 +53,7 @@ class TorchUpdates:
     """Updates by an optimizer of torch's whose update of a weight depends on no other."""
 
     can_be_recorded: ClassVar = False
-    """The host knows its learning rates."""
+    """False: its learning rates are on the host."""
 
     def __init__(self, optimizer: Any, model: Any) -> None:
         self._optimizer = optimizer
