@@ -187,13 +187,13 @@ def _check_facts(technique: type[Technique], slot: Slot | None) -> None:
         raise RosterError(f"{where}: the docstring's first sentence must end in a full stop.")
     if not isinstance(getattr(technique, "fidelity", None), Fidelity):
         raise RosterError(
-            f"{where}: it must say its fidelity, one of {[degree.name for degree in Fidelity]}."
+            f"{where}: it must have a `fidelity`, one of {[degree.name for degree in Fidelity]}."
         )
     if not getattr(technique, "source", "").strip():
-        raise RosterError(f"{where}: it must say its source: a paper, or a library's class.")
+        raise RosterError(f"{where}: it must have a `source`: a paper, or a library's class.")
     if bool(technique.needs) != bool(technique.extra):
         raise RosterError(
-            f"{where}: `needs` and `extra` are given together: the extra installs what it needs."
+            f"{where}: `needs` and `extra` must be given together: the extra installs these packages."
         )
     if technique.plain and any(declared.default is MISSING for declared in fields(technique)):
         raise RosterError(f"{where}: a plain technique has a default for each setting.")

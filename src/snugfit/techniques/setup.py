@@ -420,7 +420,7 @@ else:
         [(wish.name, wish.kind, field(default=wish.default)) for wish in wishes()],
         bases=(CoreSetup,),
         namespace={
-            "__doc__": "What a recipe asks of a training loop: the fields of the core and of the features.",
+            "__doc__": "Settings of a training loop: the fields of the core and of the features.",
             "__module__": __name__,  # for pickle
         },
         frozen=True,

@@ -175,7 +175,7 @@ def _call(function: Any, operands: tuple[Any, ...], keywords: dict[str, Any], lo
 def _of_whole(name: str, function: Any, arguments: Any, keywords: Any) -> Any:
     """Return a function's result for the whole logits."""
     warnings.warn(
-        f"The model's code asks for all logits at once ({name}), so the loss in chunks saves nothing.",
+        f"The model's code reads all logits at once ({name}), so the loss in chunks saves nothing.",
         LogitsComputedWhole,
         stacklevel=4,
     )

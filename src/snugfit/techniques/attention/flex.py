@@ -74,5 +74,5 @@ def _why_not(job: Job) -> str:
     drops = {key: share for key in DROPOUTS if (share := getattr(text, key, 0.0))}
     if job.trains and drops:
         asked = ", ".join(f"{key} = {share}" for key, share in drops.items())
-        return f"it drops no scores of attention, and the config of {job.model.name} says {asked}"
+        return f"it drops no scores of attention, and the config of {job.model.name} has {asked}"
     return ""

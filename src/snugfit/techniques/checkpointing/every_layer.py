@@ -52,7 +52,7 @@ class EveryLayer(Technique):
             note="snugfit uses non-reentrant checkpoints, which keep the same inputs. torch advises "
             "against reentrant ones",
         ),
-        Counterpart(  # its inputs wait on the host, which is for another slot to say
+        Counterpart(  # its inputs wait on the host, which belongs to another slot
             arguments={
                 "activation_checkpointing": True,
                 "activation_checkpointing_kwargs.use_reentrant": False,

@@ -35,7 +35,7 @@ class EveryNthLayer(Technique):
                 "activation_checkpointing_kwargs.offload": False,
             }
         ),
-        Counterpart(  # its inputs wait on the host, which is for another slot to say
+        Counterpart(  # its inputs wait on the host, which belongs to another slot
             arguments={
                 "activation_checkpointing": True,
                 "activation_checkpointing_kwargs.use_reentrant": False,

@@ -123,7 +123,7 @@ class _Passes:
         layers = getattr(getattr(model, "config", None), "num_hidden_layers", 1)
         if self.calls < layers:
             raise RecipeError(
-                f"Of {layers} layers only {self.calls} asked for ring attention; the others would see a "
+                f"Only {self.calls} of {layers} layers use ring attention; the others would get a "
                 "piece of each sequence. Leave the technique that cuts sequences out."
             )
 
