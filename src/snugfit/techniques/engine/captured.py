@@ -63,8 +63,8 @@ class Captured(Technique):
             yield "only training steps are recorded. Leave it out."
         if recipe[Slot.PRECISION].alone.scale_gradients:
             yield (
-                f"{recipe[Slot.PRECISION]} checks after each step whether a gradient overflowed, which cannot "
-                "be recorded. Try 'bf16'."
+                f"{recipe[Slot.PRECISION]} checks after each step whether a gradient overflowed, which "
+                "cannot be recorded. Try 'bf16'."
             )
         offload, again = recipe[Slot.ACTIVATION_OFFLOAD], recipe[Slot.CHECKPOINTING]
         if not offload.plain:
