@@ -173,9 +173,8 @@ def _on_mesh(wish: ParallelWish, gpus: int) -> ParallelWish:
         )
     if wish.weights != "alone" and data == 1:
         raise UsageError(
-            f"With {gpus} GPUs nothing is left to share the batch among: {together} "
-            f"work on each part of it. Name a multiple of {together}, or leave the technique of the slot "
-            "'sharding' out."
+            f"On {gpus} GPUs nothing is left to share the batch among: {together} work on each part of it. "
+            f"Name a multiple of {together}, or leave the technique of the slot 'sharding' out."
         )
     if wish.shards and (wish.shards > data or data % wish.shards):
         raise UsageError(
